@@ -10,8 +10,10 @@ import multiprocessing.util
 import os
 import shutil
 import signal
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,6 +21,8 @@ import pytest
 from hosts import Hosts, emulating
 from leaks import Snapshot, adopt_orphans
 from ranks import Ranks, run_on_ranks, start_seed
+from simulated.build import COMPILER
+from simulated.environment import Simulated
 
 # before torch is imported: models in tests are too small to share among threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +40,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "needs_chromium": (
         "the commands `chromium` and `chromedriver` (packages chromium, chromium-driver)",
         lambda: bool(shutil.which("chromium") and shutil.which("chromedriver")),
+    ),
+    "needs_compiler": (
+        "a C++ compiler and Python's headers (packages g++, python3-dev)",
+        lambda: bool(shutil.which(COMPILER)) and Path(sysconfig.get_path("include"), "Python.h").exists(),
     ),
 }
 MUST_RUN_ALL = os.environ.get("CI") == "true"
@@ -68,6 +76,15 @@ def hosts(_seed: None) -> Iterator[Hosts]:
     """
     with emulating() as make:
         yield make
+
+
+@pytest.fixture
+def simulated(_seed: None) -> Simulated:
+    """`simulated.ranks(2, function, *args, order="random")`: ranks with an accelerator each, over `simccl`.
+
+    `simulated.environment(order="late")` is for commands. The process of pytest itself never has such a device.
+    """
+    return Simulated(run_on_ranks)
 
 
 @pytest.fixture
@@ -123,6 +140,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         used = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
         if any(found and found[-1].scope == "module" for found in used):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        if "simulated" in getattr(item, "fixturenames", ()):
+            item.add_marker("needs_compiler")
     if config.getoption("--slow"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

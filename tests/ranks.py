@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
+import simulated
 from leaks import before_the_transport, of_the_transport
 from paceline.deferred_compiler import COMPILER
 from paceline.errors import LaunchError
@@ -30,7 +31,7 @@ from paceline.launch.run_on_ranks import run_on_ranks as run_rank_function
 from paceline.launch.seed import wait_for_imports, warm_up
 from paceline.rank_environment import RankEnvironment
 
-Backend = Literal["gloo", "shm", "tcp"]
+Backend = Literal["gloo", "shm", "tcp", "simccl"]
 _GRACE_S = 10.0  # for the other ranks to end after one has failed
 _IMPORTS = (
     "numpy.random",
@@ -174,6 +175,7 @@ class Call:
 
 def be_rank(call: Call) -> str:
     """Call the function on one rank, as an engine that is not paceline's would have started it."""
+    import torch
     import torch.distributed as dist
 
     from paceline.comm import shm, tcp, transport  # noqa: F401 - registers the backends
@@ -193,6 +195,8 @@ def be_rank(call: Call) -> str:
     sys.path[:] = call.path
     rank, size = int(own["RANK"]), int(own["WORLD_SIZE"])
     try:
+        if simulated.load_if_asked():
+            torch.accelerator.set_device_index(int(own["LOCAL_RANK"]))
         if call.backend:
             if call.backend == "tcp":  # between ranks of one host it would be shared memory
                 transport.host_identity = lambda: f"the host of rank {rank}"

@@ -1,0 +1,421 @@
+"""`simccl`, the collective library of the simulated accelerator: as asynchronous as NCCL, and stricter.
+
+A collective runs on a stream of its own, behind what the current stream holds at the call. A thread takes its inputs
+when they are computed, moves them with a process group for the CPU, and opens the gate that its stream waits at. `wait`
+orders the current stream behind it, and does not block the host. Until then outputs are NaN, or another value that
+nobody expects. Ranks that call different collectives, and ranks that do not come, are errors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DistBackendError
+
+from simulated.device import _C, TYPE
+from simulated.faults import Faults
+from simulated.lane import Lane, Operation
+from simulated.signature import agree, check_message, header
+
+BACKEND = "simccl"
+Options = Any  # torch's options of a collective; each kind is a class of its own
+Tensors = Any  # a tensor, or sequences of such
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """A process group for tensors of the simulated accelerator."""
+
+    def __init__(self, inner: Any, timeout: timedelta, name: str) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # the form for groups in Python
+        self._inner, self._name, self._description = inner, name, "undefined"
+        self._timeout = timeout
+        self._faults = Faults.from_environment()
+        self._lanes: dict[tuple[str, torch.device], Lane] = {}
+        self._batch: list[SimulatedWork] | None = None
+        self._closed = False
+        self._end_at_exit = _ending(weakref.ref(self))
+
+    # Collectives
+
+    def allreduce(self, tensors: Tensors, opts: Options = None) -> dist.Work:  # type: ignore[override]
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        options = _options(c10d.AllreduceOptions(), opts)
+        return self._reducing("all_reduce", tensors, options, lambda t: self._inner.allreduce(t, options))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Options = None) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
+        name = f"reduce to rank {opts.rootRank}"
+        return self._reducing(
+            name, tensors, opts, lambda t: self._inner.reduce(t, opts), writes=self._is(opts.rootRank)
+        )
+
+    def _reducing(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        opts: Options,
+        call: Callable[[list[Tensor]], Any],
+        writes: bool = True,
+    ) -> dist.Work:
+        name = f"{name} ({getattr(opts.reduceOp, 'op', opts.reduceOp).name})"
+        if writes:
+            return self._start(name, tensors, tensors, lambda outs, ins: call(outs), tensors)
+        return self._start(name, [], tensors, lambda outs, ins: call(ins), tensors)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
+        name = f"broadcast from rank {opts.rootRank}"
+        if self._is(opts.rootRank):
+            return self._start(name, [], tensors, lambda outs, ins: self._inner.broadcast(ins, opts), tensors)
+        return self._start(name, tensors, [], lambda outs, ins: self._inner.broadcast(outs, opts), tensors)
+
+    def allgather(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:
+        opts = opts or c10d.AllgatherOptions()
+        return self._start("all_gather", outputs, inputs, lambda o, i: self._inner.allgather(o, i, opts), inputs)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Options = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:
+        opts = opts or c10d.AllgatherOptions()
+        _check_ratio("all_gather", outputs, inputs, self.size())
+
+        def call(outs: list[Tensor], ins: list[Tensor]) -> list[Any]:
+            return [self._inner._allgather_base(o, i, opts) for o, i in zip(outs, ins, strict=True)]
+
+        return self._start("all_gather_single", outputs, inputs, call, inputs)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Options = None) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:
+        options = _options(c10d.ReduceScatterOptions(), opts)
+        _check_ratio("reduce_scatter", inputs, outputs, self.size())
+
+        def call(outs: list[Tensor], ins: list[Tensor]) -> list[Any]:
+            return [self._inner._reduce_scatter_base(o, i, options) for o, i in zip(outs, ins, strict=True)]
+
+        return self._start("reduce_scatter_single", outputs, inputs, call, outputs)
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:  # type: ignore[override]
+        options = _options(c10d.ReduceScatterOptions(), opts)
+        return self._start(
+            "reduce_scatter", outputs, inputs, lambda o, i: self._inner.reduce_scatter(o, i, options), outputs
+        )
+
+    def scatter(self, outputs: Tensors, inputs: Tensors, opts: Options) -> dist.Work:  # type: ignore[override]
+        name = f"scatter from rank {opts.rootRank}"
+        return self._start(name, outputs, inputs, lambda o, i: self._inner.scatter(o, i, opts), outputs)
+
+    def gather(self, outputs: Tensors, inputs: Tensors, opts: Options) -> dist.Work:  # type: ignore[override]
+        name = f"gather to rank {opts.rootRank}"
+        return self._start(name, outputs, inputs, lambda o, i: self._inner.gather(o, i, opts), inputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Options = None,
+    ) -> dist.Work:
+        opts = opts or c10d.AllToAllOptions()
+
+        def call(outs: list[Tensor], ins: list[Tensor]) -> Any:
+            return self._inner.alltoall_base(outs[0], ins[0], list(output_sizes), list(input_sizes), opts)
+
+        return self._start("all_to_all_single", [output], [tensor], call)
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> dist.Work:
+        opts = opts or c10d.AllToAllOptions()
+        return self._start("all_to_all", outputs, inputs, lambda o, i: self._inner.alltoall(o, i, opts))
+
+    def barrier(self, opts: Options = None) -> dist.Work:
+        """Wait for all ranks; unlike the others', this work's `wait` blocks the host."""
+        device = torch.device(TYPE, torch.accelerator.current_device_index())
+        return self._start("barrier", [], [], lambda o, i: None, device=device)
+
+    # Messages: each pair of ranks has a stream in each direction
+
+    def send(self, tensors: Sequence[Tensor], receiver: int, tag: int = 0) -> dist.Work:
+        def call(outs: list[Tensor], ins: list[Tensor]) -> list[Any]:
+            self._inner.send([header(ins[0])], receiver, tag).wait()
+            return [self._inner.send(ins, receiver, tag)]
+
+        return self._start(f"send to rank {receiver}", [], tensors, call, lane=f"to {receiver}")
+
+    def recv(self, tensors: Sequence[Tensor], sender: int, tag: int = 0) -> dist.Work:
+        def call(outs: list[Tensor], ins: list[Tensor]) -> list[Any]:
+            announced = torch.empty_like(header(outs[0]))
+            self._inner.recv([announced], sender, tag).wait()
+            check_message(announced, outs[0], sender)
+            return [self._inner.recv(outs, sender, tag)]
+
+        return self._start(f"receive from rank {sender}", tensors, [], call, lane=f"from {sender}")
+
+    # How they are run
+
+    def _start(
+        self,
+        name: str,
+        outputs: Tensors,
+        inputs: Tensors,
+        call: Callable[[Any, Any], Any],
+        signed: Tensors = None,
+        *,
+        lane: str = "",
+        device: torch.device | None = None,
+    ) -> dist.Work:
+        """Enqueue a collective or message.
+
+        Args:
+            call: the inner group's, with the outputs and inputs in the host's memory.
+            signed: tensors whose number of elements and dtype must be the same on all ranks.
+            lane: the stream that it runs on; messages do not wait for collectives.
+        """
+        outs, ins = _flat(outputs), _flat(inputs)
+        device = device or self._device_of(name, [*outs, *ins])
+        found = self._lanes.get((lane, device))
+        if found is None:
+            found = self._lanes[lane, device] = Lane(device, f"{BACKEND} {self._name} {lane}".strip(), self._faults)
+        if self._closed or found.broken:
+            raise DistBackendError(f"{name}: {found.broken or 'this process group was destroyed'}")
+        host = found.staged(outs, ins)
+        signature = None if lane or self.size() == 1 else f"{name} {_sizes(_flat(signed or []))}"
+
+        def run(position: int) -> None:
+            if signature is not None:
+                agree(self._inner, signature, position, self._name)
+            made = call(_like(outputs, host), _like(inputs, host))
+            for work in made if isinstance(made, list) else [made]:
+                if work is not None:
+                    work.wait()
+
+        operation = found.launch(name, outs, ins, host, run)
+        work = SimulatedWork(found, operation, outs, blocks=name == "barrier")
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    def _device_of(self, name: str, tensors: Sequence[Tensor]) -> torch.device:
+        devices = {tensor.device for tensor in tensors}
+        wrong = [device for device in devices if device.type != TYPE]
+        if wrong or not devices:
+            raise RuntimeError(
+                f"{name}: No backend type associated with device type {wrong[0].type if wrong else None}"
+            )
+        if len(devices) > 1:
+            raise ValueError(f"{name}: all tensors of a rank must be on one device, not {sorted(map(str, devices))}")
+        return devices.pop()
+
+    def _is(self, rank: int) -> bool:
+        return bool(self.rank() == rank)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        batch, self._batch = self._batch or [], None
+        return Batch(batch)
+
+    # What torch asks of a group
+
+    def shutdown(self) -> None:
+        """End the group when what was started is done."""
+        self._end(finish=True)
+
+    def abort(self) -> None:
+        """End the group at once."""
+        self._end(finish=False)
+
+    def _end(self, *, finish: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._end_at_exit)
+        lanes = list(self._lanes.values())
+        if finish:
+            for lane in lanes:
+                lane.finish(self._timeout.total_seconds())
+        getattr(self._inner, "shutdown" if finish else "abort", lambda: None)()
+        for lane in lanes:
+            lane.end()
+        self._lanes.clear()
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(TYPE)]
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        """The device that `init_process_group(device_id=…)` named."""
+        return getattr(self, "_bound_device", None)
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        self._bound_device = device
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The longest that a collective or message may take from now on."""
+        self._timeout = timeout
+        if hasattr(self._inner, "set_timeout"):
+            self._inner.set_timeout(timeout)
+
+
+class SimulatedWork(dist.Work):
+    """torch's handle on a collective. The tensors are kept until it is done, or waited for."""
+
+    def __init__(self, lane: Lane, operation: Operation, outputs: list[Tensor], *, blocks: bool) -> None:
+        super().__init__()
+        self._lane, self._operation, self._outputs, self._blocks = lane, operation, outputs, blocks
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Have the current stream wait; the host waits for a barrier alone.
+
+        Raises:
+            DistBackendError: it has failed by now.
+        """
+        if self._operation.error:
+            raise DistBackendError(self._operation.error)
+        torch.accelerator.current_stream(self._lane.device).wait_event(self._operation.done)
+        self._operation.release()
+        if self._blocks:
+            self._operation.done.synchronize()
+        return True
+
+    synchronize = wait  # type: ignore[assignment]
+
+    def is_completed(self) -> bool:
+        """True once it has ended, with or without an error."""
+        return bool(self._operation.done.query())
+
+    def is_success(self) -> bool:
+        """True if it has ended without an error."""
+        return self.is_completed() and not self._operation.error
+
+    def exception(self) -> Exception | None:
+        """The error that it failed with, or None."""
+        return DistBackendError(self._operation.error) if self._operation.error else None
+
+    def result(self) -> list[Tensor]:
+        """The tensors that it writes to."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that is done at once: its users' streams wait, as for NCCL's."""
+        if self._future is None:
+            self._future = torch.futures.Future(devices=[self._lane.device])
+            with self._lane.stream:
+                self._future.set_result(self._outputs)
+        return self._future
+
+
+class Batch(dist.Work):
+    """Several collectives or messages as one."""
+
+    def __init__(self, works: list[SimulatedWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Have the current stream wait for all."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """True once all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+
+def _options(made: Any, given: Any) -> Any:
+    """Options of one collective, from those of another kind or the reduction alone."""
+    if given is not None:
+        made.reduceOp = getattr(given, "reduceOp", given)
+        if timeout := getattr(given, "timeout", None):
+            made.timeout = timeout
+    return made
+
+
+def _flat(tensors: Tensors) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else [leaf for part in tensors for leaf in _flat(part)]
+
+
+def _like(tensors: Tensors, host: dict[int, Tensor]) -> Any:
+    """The same nest of sequences, of the host's tensors."""
+    return host[id(tensors)] if isinstance(tensors, Tensor) else [_like(part, host) for part in tensors]
+
+
+def _sizes(tensors: Iterable[Tensor]) -> str:
+    return " ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+
+
+def _check_ratio(name: str, larger: Sequence[Tensor], smaller: Sequence[Tensor], ranks: int) -> None:
+    for one, other in zip(larger, smaller, strict=True):
+        if one.numel() != ranks * other.numel() or one.dtype != other.dtype:
+            raise ValueError(f"{name} over {ranks} ranks: {_sizes([one])} does not fit {_sizes([other])}")
+
+
+def _ending(group: weakref.ref[SimulatedGroup]) -> Callable[[], None]:
+    """A function that ends the group when Python does: a thread inside of torch would abort the process."""
+
+    def end() -> None:
+        if (found := group()) is not None:
+            found.abort()
+
+    atexit.register(end)
+    return end
+
+
+def _create(options: Any, _: Any) -> SimulatedGroup:
+    """Make a process group from the options that torch gives a backend."""
+    from simulated.inner import inner_group
+
+    return SimulatedGroup(inner_group(options), options.timeout, options.group_id)
+
+
+def register() -> None:
+    """Make `simccl` the backend of the device; a second call does nothing."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[TYPE])
+        dist.Backend.default_device_backend_map[TYPE] = BACKEND
+    assert _C.device_count()

@@ -1,0 +1,11 @@
+// One translation unit: torch's headers, which take most of the time of a build, are read once.
+#include "streams.cpp"
+#include "memory.cpp"
+#include "device.cpp"
+#include "signature.cpp"
+#include "operators.cpp"
+#include "tensors.cpp"
+#include "composed.cpp"
+#include "sparse.cpp"
+#include "module.cpp"
+#include "autocast.cpp"

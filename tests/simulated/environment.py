@@ -1,0 +1,103 @@
+"""Environment variables of processes that are to have the simulated accelerator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from simulated import LOADED
+from simulated.build import build
+
+Order = Literal["late", "random", "eager"]
+
+DEVICES, ORDER, SEED = "PACELINE_SIMULATED_DEVICES", "PACELINE_SIMULATED_ORDER", "PACELINE_SIMULATED_SEED"
+MEMORY = "PACELINE_SIMULATED_MEMORY"
+"""Bytes of each device; what more is asked for is an OutOfMemoryError."""
+TRACE_WAITS = "PACELINE_SIMULATED_TRACE_WAITS"
+"""Set to 1: `torch.sim.wait_lines()` tells which line of Python made the host wait, and how often."""
+INNER = "PACELINE_SIMULATED_INNER"
+"""Process group that carries the bytes: shm (as without it), tcp or gloo."""
+DELAY_MS = "PACELINE_SIMULATED_DELAY_MS"
+"""`least:most` milliseconds from a collective's call until it begins by itself, if nobody waits for it earlier."""
+DIES = "PACELINE_SIMULATED_DIES"
+"""`rank:launch`: that rank's device is lost at that launch, in the first attempt of a run."""
+TIMES_OUT = "PACELINE_SIMULATED_TIMES_OUT"
+"""`rank:collective`: that rank does not come to its so manieth collective or message, in the first attempt."""
+LINK = "PACELINE_SIMULATED_LINK"
+"""`factor:milliseconds`: collectives take so many times as long, and at least so long."""
+
+
+def simulated_environment(
+    *,
+    devices: int = 2,
+    order: Order = "late",
+    seed: int = 0,
+    memory_bytes: int = 0,
+    trace_waits: bool = False,
+    inner: str = "shm",
+    delay_ms: str = "",
+    dies: str = "",
+    times_out: str = "",
+    link: str = "",
+) -> dict[str, str]:
+    """The variables for a process and those that it starts; builds the library first, unless that is done.
+
+    The meaning of each is beside its name above. PYTHONPATH is this process's, with what loads the device in front.
+    """
+    build()
+    tests = Path(__file__).parent.parent
+    path = [str(tests), str(tests / "simulated" / "autoload"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    values = {
+        DEVICES: str(devices),
+        ORDER: order,
+        SEED: str(seed),
+        MEMORY: str(memory_bytes or ""),
+        TRACE_WAITS: "1" if trace_waits else "",
+        INNER: inner,
+        DELAY_MS: delay_ms,
+        DIES: dies,
+        TIMES_OUT: times_out,
+        LINK: link,
+    }
+    return {LOADED: "1", "PYTHONPATH": os.pathsep.join(path)} | {name: text for name, text in values.items() if text}
+
+
+class Simulated:
+    """The fixture `simulated`.
+
+    Args:
+        run_on_ranks: as the fixture `ranks`.
+    """
+
+    environment = staticmethod(simulated_environment)
+
+    def __init__(self, run_on_ranks: Callable[..., list[Any]]) -> None:
+        self._run_on_ranks = run_on_ranks
+
+    def ranks(
+        self, size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0, **settings: Any
+    ) -> list[Any]:
+        """Call `function(*args)` on ranks that have an accelerator each, and are in a group of `simccl`.
+
+        A rank is alone with its group at size 1. Its current device is the one with its number.
+
+        Args:
+            settings: as for `simulated_environment`.
+        """
+        variables = simulated_environment(**{"devices": max(1, size), **settings})
+        with _set(variables):
+            return self._run_on_ranks(size, function, *args, deadline_s=deadline_s, backend="simccl")
+
+
+@contextmanager
+def _set(variables: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

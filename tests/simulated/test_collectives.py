@@ -1,0 +1,306 @@
+"""`simccl` over real ranks: every collective, what it does not forgive, and how it fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ranks import RankError
+from simulated.environment import Order, Simulated
+
+
+@pytest.mark.parametrize("order", ["late", "random", "eager"])
+def test_every_collective_gives_what_torch_says(simulated: Simulated, order: Order) -> None:
+    assert simulated.ranks(2, wrong_collectives, order=order, seed=7) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["gloo", "tcp"])
+def test_collectives_go_over_other_groups_too(simulated: Simulated, inner: str) -> None:
+    assert simulated.ranks(3, wrong_collectives, inner=inner) == [[], [], []]
+
+
+def test_a_collective_is_asynchronous_and_hides_its_result_until_waited_for(simulated: Simulated) -> None:
+    simulated.ranks(2, asynchronous, delay_ms="300")
+
+
+def test_a_collective_ends_though_its_host_never_waits(simulated: Simulated) -> None:
+    simulated.ranks(2, host_of_rank_0_does_not_wait)
+
+
+def test_tensors_of_the_cpu_are_refused(simulated: Simulated) -> None:
+    simulated.ranks(2, tensors_of_the_cpu)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("other collective", ["broadcast from rank 0", "all_reduce"]),
+        ("other size", ["all_reduce (SUM) 4 float32", "all_reduce (SUM) 5 float32"]),
+        ("other dtype", ["4 float32", "4 float64"]),
+        ("other reduction", ["all_reduce (SUM)", "all_reduce (MAX)"]),
+        ("other message", ["sent 4 elements of torch.float32", "5 of torch.float32"]),
+    ],
+)
+def test_ranks_that_do_different_things_are_told_so(simulated: Simulated, mistake: str, words: list[str]) -> None:
+    texts = simulated.ranks(2, text_of_mistake, mistake)
+    assert all(word in texts[1] for word in words), texts
+    assert all(word in texts[0] for word in words) or mistake == "other message", texts
+
+
+def test_a_rank_that_does_not_come_is_named(simulated: Simulated) -> None:
+    texts = simulated.ranks(2, text_of_absence, times_out="1:2")
+    assert "rank 1" in texts[0], texts
+    assert "told not to come" in texts[1], texts
+
+
+def test_a_rank_whose_device_is_lost_is_named(simulated: Simulated) -> None:
+    with pytest.raises(RankError, match="Xid 79"):
+        simulated.ranks(2, sums_for_ever, dies="1:40")
+
+
+def test_a_slow_link_slows(simulated: Simulated) -> None:
+    assert all(took_s >= 0.4 for took_s in simulated.ranks(2, time_of_a_sum, link="1:400"))
+
+
+def wrong_collectives() -> list[str]:
+    """Names of collectives with a wrong result."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("sim", rank)
+    total = size * (size + 1) / 2
+
+    def own(*shape: int) -> Tensor:
+        return torch.full(shape or (4,), rank + 1.0, device=device)
+
+    def reduced(op: dist.ReduceOp.RedOpType) -> Tensor:
+        tensor = own()
+        dist.all_reduce(tensor, op=op)
+        return tensor
+
+    def gathered() -> Tensor:
+        parts = [torch.empty(4, device=device) for _ in range(size)]
+        dist.all_gather(parts, own())
+        return torch.stack(parts)[:, 0]
+
+    def gathered_in_place() -> Tensor:
+        whole = torch.empty(size * 2, device=device)
+        mine = whole[rank * 2 : rank * 2 + 2].fill_(rank + 1.0)
+        dist.all_gather_into_tensor(whole, mine)
+        return whole[::2]
+
+    def scattered_sums() -> Tensor:
+        out = torch.empty(2, device=device)
+        dist.reduce_scatter_tensor(out, own(2 * size))
+        return out
+
+    def broadcast() -> Tensor:
+        tensor = own()
+        dist.broadcast(tensor, size - 1)
+        return tensor
+
+    def to_all() -> Tensor:
+        out = torch.empty(size, device=device)
+        dist.all_to_all_single(out, own(size))
+        return out
+
+    def to_all_lists() -> Tensor:
+        outs = [torch.empty(2, device=device) for _ in range(size)]
+        dist.all_to_all(outs, [own(2) for _ in range(size)])
+        return torch.stack(outs)[:, 0]
+
+    def to_root() -> Tensor:
+        tensor = own()
+        dist.reduce(tensor, 0)
+        return tensor if rank == 0 else torch.full((4,), total, device=device)
+
+    def gathered_at_root() -> Tensor:
+        parts = [torch.empty(4, device=device) for _ in range(size)] if rank == 0 else None
+        dist.gather(own(), parts, 0)
+        return torch.stack(parts)[:, 0] if parts else torch.arange(1.0, size + 1, device=device)
+
+    def dealt() -> Tensor:
+        out = torch.empty(4, device=device)
+        dist.scatter(out, [torch.full((4,), 3.0 + r, device=device) for r in range(size)] if rank == 0 else None, 0)
+        return out - rank
+
+    def ring() -> Tensor:
+        out = torch.empty(4, device=device)
+        messages = [
+            dist.P2POp(dist.isend, own(), (rank + 1) % size),
+            dist.P2POp(dist.irecv, out, (rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        return out
+
+    def in_a_subgroup() -> Tensor:
+        group = dist.new_group([0, 1])
+        tensor = own()
+        if rank < 2:
+            dist.all_reduce(tensor, group=group)
+        return tensor if rank < 2 else tensor * 0 + 3
+
+    def of_objects() -> Tensor:
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, {"rank": rank})
+        return torch.tensor([float(entry["rank"]) for entry in found], device=device)
+
+    def by_a_future() -> Tensor:
+        tensor = own()
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        result: Tensor = work.get_future().then(lambda done: done.value()[0] * 2).wait()
+        return result
+
+    def functional() -> Tensor:
+        import torch.distributed._functional_collectives as functional_collectives
+
+        assert dist.group.WORLD is not None
+        result: Tensor = functional_collectives.all_reduce(own(), "sum", dist.group.WORLD) + 0
+        return result
+
+    def integers() -> Tensor:
+        tensor = torch.full((3,), rank + 1, device=device)
+        dist.all_reduce(tensor)
+        return tensor.double()
+
+    everyone = [float(r + 1) for r in range(size)]
+    expected: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
+        "sum": (lambda: reduced(dist.ReduceOp.SUM), [total] * 4),
+        "mean": (lambda: reduced(dist.ReduceOp.AVG), [total / size] * 4),
+        "max": (lambda: reduced(dist.ReduceOp.MAX), [float(size)] * 4),
+        "all_gather": (gathered, everyone),
+        "all_gather in place": (gathered_in_place, everyone),
+        "reduce_scatter": (scattered_sums, [total] * 2),
+        "broadcast": (broadcast, [float(size)] * 4),
+        "all_to_all_single": (to_all, everyone),
+        "all_to_all": (to_all_lists, everyone),
+        "reduce": (to_root, [total] * 4),
+        "gather": (gathered_at_root, everyone),
+        "scatter": (dealt, [3.0] * 4),
+        "messages": (ring, [float((rank - 1) % size + 1)] * 4),
+        "subgroup": (in_a_subgroup, [3.0] * 4),
+        "objects": (of_objects, [float(r) for r in range(size)]),
+        "future": (by_a_future, [2 * total] * 4),
+        "functional": (functional, [total] * 4),
+        "integers": (integers, [total] * 3),
+    }
+    wrong = []
+    for name, (call, values) in expected.items():
+        found = call().tolist()
+        if found != values:
+            wrong.append(f"{name}: {found}, not {values}")
+    dist.barrier()
+    return wrong
+
+
+def asynchronous() -> None:
+    rank = dist.get_rank()
+    device = torch.device("sim", rank)
+
+    tensor = torch.full((4,), rank + 1.0, device=device)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    assert not work.is_completed()
+    early = tensor + 0
+    assert early.isnan().all(), "read before `wait`"
+    work.wait()
+    assert tensor.tolist() == [3.0] * 4
+    assert work.is_completed()
+
+    # What is sent is read when it runs: the mistake is to overwrite it before `wait`.
+    for waits in (False, True):
+        sent, got = torch.full((4,), rank + 1.0, device=device), torch.empty(8, device=device)
+        work = dist.all_gather_into_tensor(got, sent, async_op=True)
+        if waits:
+            work.wait()
+        sent.fill_(9)
+        torch.accelerator.current_stream().synchronize()
+        work.wait()
+        assert (got.tolist() == [1.0] * 4 + [2.0] * 4) is waits
+
+    # Behind the current stream alone: what another stream computes has to be waited for.
+    for waits in (False, True):
+        side, tensor = torch.Stream(device), torch.zeros(4, device=device)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            tensor.fill_(1)
+        if waits:
+            torch.accelerator.current_stream().wait_stream(side)
+        dist.all_reduce(tensor)
+        assert (tensor.tolist() == [2.0] * 4) is waits
+
+
+def host_of_rank_0_does_not_wait() -> None:
+    rank = dist.get_rank()
+    tensor = torch.ones(4, device=f"sim:{rank}")
+    on_cpu = dist.new_group(backend="gloo")
+    dist.all_reduce(tensor, async_op=True)
+    if rank == 1:
+        torch.accelerator.synchronize()
+        assert tensor.tolist() == [2.0] * 4
+    dist.barrier(on_cpu)
+
+
+def tensors_of_the_cpu() -> None:
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(3))
+
+
+def text_of_mistake(mistake: str) -> str:
+    """The error that a rank gets when rank 1 does something else than rank 0."""
+    rank = dist.get_rank()
+    device = torch.device("sim", rank)
+    size = 5 if rank and "size" in mistake else 4
+    tensor = torch.ones(size, device=device, dtype=torch.float64 if rank and "dtype" in mistake else torch.float32)
+    try:
+        if mistake == "other collective" and rank:
+            dist.broadcast(tensor, 0)
+        elif mistake == "other message":
+            dist.send(tensor, 1) if rank == 0 else dist.recv(torch.ones(5, device=device), 0)
+        else:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX if rank and "reduction" in mistake else dist.ReduceOp.SUM)
+        torch.accelerator.synchronize()
+    except dist.DistBackendError as error:
+        with pytest.raises(dist.DistBackendError):
+            dist.all_reduce(tensor) if mistake != "other message" else dist.recv(tensor, 0)
+        return str(error)
+    return "nothing"
+
+
+def text_of_absence() -> str:
+    rank = dist.get_rank()
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timedelta(seconds=2))
+    tensor = torch.ones(4, device=f"sim:{rank}")
+    try:
+        for _ in range(3):
+            dist.all_reduce(tensor)
+        torch.accelerator.synchronize()
+    except dist.DistBackendError as error:
+        time.sleep(3 if rank else 0)
+        return str(error)
+    return "nothing"
+
+
+def sums_for_ever() -> None:
+    tensor = torch.ones(4, device=f"sim:{dist.get_rank()}")
+    while True:
+        dist.all_reduce(tensor.mul_(0.5))
+        torch.accelerator.synchronize()
+
+
+def time_of_a_sum() -> float:
+    tensor = torch.ones(4, device=f"sim:{dist.get_rank()}")
+    torch.accelerator.synchronize()
+    begin = time.monotonic()
+    dist.all_reduce(tensor)
+    torch.accelerator.synchronize()
+    return time.monotonic() - begin
