@@ -170,7 +170,7 @@ def sharded_twice(weight: str, schedule: str) -> str:
 
 def no_graphs(where: str) -> str:
     """Reason against `compile=reduce-overhead` on devices that cannot replay graphs."""
-    return f"replays graphs of kernels, and {where} has no GPU: compile=on."
+    return f"replays graphs of kernels, and {where} has no GPU that can: compile=on."
 
 
 def whole_batch_in_parts(loss: str, microbatches: int) -> str:

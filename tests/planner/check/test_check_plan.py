@@ -48,7 +48,7 @@ def test_a_plan_that_fits_has_no_reason_against_it(plan: str) -> None:
                 "cores for 2: dp=2."
             ),
         ),
-        ("compile=reduce-overhead", {}, "replays graphs of kernels, and this machine has no GPU: compile=on."),
+        ("compile=reduce-overhead", {}, "replays graphs of kernels, and this machine has no GPU that can: compile=on."),
         (
             "dp=2",
             {"global_batch": 1},
@@ -160,7 +160,7 @@ def test_graphs_are_refused_before_the_start_where_torch_has_none_for_the_accele
         return reasons_against(plan, job(), Cluster(hosts=(Host(name="a", cores=2, memory_bytes=2**34, gpus=(gpu,)),)))
 
     [reason] = reasons(graphs=False)
-    assert reason == f"plan {plan} replays kernels as graphs, and this cluster has no GPU that can: compile=on."
+    assert reason == f"plan {plan} replays graphs of kernels, and this cluster has no GPU that can: compile=on."
     assert reasons(graphs=True) == []
     assert reasons(graphs=None) == [], "it was not asked, so the rank will"
 
