@@ -47,7 +47,7 @@ from gpu_checks import FIRST, LATER, PathChecks, cases_on
 from gpu_loops import LoopChecks
 from gpu_page import write_results_page
 from gpu_ranks import describe
-from gpu_results import NO_TIME, CheckRow, Results, SpeedRow, public, without_places
+from gpu_results import NO_TIME, CheckRow, Results, SpeedRow, public, without_places, without_speed
 from gpu_speed import SpeedCase, measured, speeds_on
 from measure import environment_line
 from paceline.cluster.discover import discover, environment
@@ -91,7 +91,10 @@ def main() -> None:
     found = Measurement(results, arguments.out, started).run()
     print(f"\n{found.heading}\n{found.verdict}\n{environment_line()}")
     print(f"page: {arguments.out / 'report.html'}")
-    print(f"file: {arguments.out / 'result.json'}. To send it back, attach it to an issue of paceline's repository.")
+    sent = (
+        ". To send it back, attach it to an issue of paceline's repository." if described.mode == "accelerators" else ""
+    )
+    print(f"file: {arguments.out / 'result.json'}{sent}")
     if arguments.json:
         print(json.dumps({"figures": found.figures(), "environment": found.environment}))
     sys.exit(130 if found.interrupted else 0)
@@ -128,6 +131,7 @@ class Measurement:
     def __init__(self, results: Results, out: Path, started: float) -> None:
         self.results, self.out, self.started = results, out, started
         self.total_s = results.minutes * 60
+        self._simulated = results.described.mode == "simulated"
 
     def run(self) -> Results:
         """Take all stages, and write the page; also after Ctrl-C."""
@@ -204,7 +208,7 @@ class Measurement:
             text = str(error) if refused else f"{type(error).__name__}: {error}"
             row = replace(row, verdict="refused" if refused else "crashed", about=without_places(text))
         pending.rows[pending.at] = row = replace(row, took_s=round(time.monotonic() - started, 1))
-        print(_line(row), flush=True)
+        print(_line(without_speed(row) if self._simulated and isinstance(row, SpeedRow) else row), flush=True)
         self._write()
 
     def _write(self) -> None:

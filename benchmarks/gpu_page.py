@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +10,7 @@ from gpu_checks import STEPS
 from gpu_results import CheckRow, Results, SpeedRow, without_speed
 from paceline import units
 from paceline.report.charts import Panel, panelled
-from paceline.report.page import Cell, Chart, template, write_page
+from paceline.report.page import Cell, Chart, Row, template, write_page
 
 _TEMPLATE = Path(__file__).with_suffix(".html.j2")
 _COUNTED = ("holds", "differs", "cannot tell", "refused", "crashed", "not run")
@@ -49,7 +48,7 @@ class View:
         if not rows:
             return None
         panels = [
-            Panel("PyTorch’s step time / ours (more than 1: ours is faster)", [_ratio(row) for row in rows]),
+            Panel("ratio: PyTorch’s step time / ours", [_ratio(row) for row in rows]),
             Panel("our throughput, samples/s", [row.samples_per_s for row in rows]),
         ]
         names = [f"{row.name} · {row.beside}" for row in rows]
@@ -71,23 +70,38 @@ class View:
             "took": f"{units.seconds(results.took_s)} of {results.minutes:g} min",
         }
 
-    def cells(self, row: SpeedRow) -> Sequence[Cell]:
-        """Cells of a row of speeds."""
-        if row.ours is None or row.theirs is None or row.ratio is None or row.samples_per_s is None:
-            return []
-        predicted = row.predicted_step_s
-        return [
-            units.ratio(row.ratio),
-            units.seconds(row.ours.step_s),
-            units.seconds(row.theirs.step_s),
-            "no prediction" if predicted is None else units.seconds(predicted),
-            units.rate(row.samples_per_s),
-            units.rate(row.samples_per_s * row.tokens, "tokens/s") if row.tokens else "no tokens",
-            "peak not known" if row.mfu is None else units.percent(row.mfu),
-            _bytes(row.ours.memory_bytes),
-            _bytes(row.theirs.memory_bytes),
-            "no prediction" if row.predicted_memory_bytes is None else units.size(row.predicted_memory_bytes),
-        ]
+    @property
+    def rows(self) -> list[Row]:
+        """The table of speeds: a row for each figure, a column for each of `speeds`."""
+        cells = [_cells(row) for row in self.speeds]
+        names = dict.fromkeys(name for of_row in cells for name in of_row)
+        return [Row(name, [of_row.get(name, "") for of_row in cells]) for name in names]
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What the predictions do not know, by the name of the speed; each text once."""
+        return {row.prediction_note: f"{row.name}, {row.plan}" for row in self.speeds if row.prediction_note}
+
+
+def _cells(row: SpeedRow) -> dict[str, Cell]:
+    """Cells of a column of speeds, by the name of the figure."""
+    cells: dict[str, Cell] = {"batch": f"{row.global_batch}, {row.precision}"}
+    if row.ours is None or row.theirs is None or row.ratio is None or row.samples_per_s is None:
+        return cells
+    predicted, none = row.predicted_step_s, "no prediction"
+    memory = row.predicted_memory_bytes
+    return cells | {
+        "ratio": units.ratio(row.ratio),
+        "step, ours": units.seconds(row.ours.step_s),
+        "step, PyTorch": units.seconds(row.theirs.step_s),
+        "step, predicted": none if predicted is None else units.seconds(predicted),
+        "throughput": units.rate(row.samples_per_s),
+        "tokens": units.rate(row.samples_per_s * row.tokens, "tokens/s") if row.tokens else "no tokens",
+        "MFU": "peak not known" if row.mfu is None else units.percent(row.mfu),
+        "memory, ours": _bytes(row.ours.memory_bytes),
+        "memory, PyTorch": _bytes(row.theirs.memory_bytes),
+        "memory, predicted": none if memory is None else units.size(memory),
+    }
 
 
 def _ratio(row: SpeedRow) -> float | None:

@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from paceline.stats import Interval
 
 FORMAT = 1  # of the file
 NO_TIME = "not run: time"
-_LONGEST = 4000  # characters of an error that are kept: its end
+_HEAD, _TAIL = 1000, 3000  # characters of an error that are kept: what it says first, and its end
 CheckVerdict = Literal["holds", "differs", "cannot tell", "refused", "crashed", "not run"]
 SpeedVerdict = Literal["measured", "other losses", "refused", "crashed", "not run"]
 Mode = Literal["accelerators", "simulated", "cpu"]
@@ -167,10 +167,10 @@ class Results:
         run = len(self.checks) - counts["not run"] - counts["refused"]
         if not run:
             return "No path was checked"
-        if not wrong:
-            more = f", {counts['cannot tell']} cannot tell" if counts["cannot tell"] else ""
-            return f"{counts['holds']} of {run} paths compute what one CPU process computes{more}"
-        return f"{wrong} of {run} paths are wrong here: {counts['differs']} differ, {counts['crashed']} crashed"
+        if wrong:
+            return f"{wrong} of {run} paths are wrong here: {counts['differs']} differ, {counts['crashed']} crashed"
+        more = "".join(f", {counts[name]} {name}" for name in ("cannot tell", "not run") if counts[name])
+        return f"{counts['holds']} of {run} paths compute what one CPU process computes{more}"
 
     def counts(self) -> dict[str, int]:
         """Number of checks of each verdict."""
@@ -203,8 +203,9 @@ class Results:
 
 def without_speed(row: SpeedRow) -> SpeedRow:
     """A row of simulated devices, whose times say nothing: that it ran, and its losses."""
-    kept = ("key", "name", "plan", "beside", "devices", "global_batch", "verdict", "about", "precision", "tokens")
-    return SpeedRow(**{name: getattr(row, name) for name in kept})
+    return replace(
+        row, ours=None, theirs=None, ratio=None, peak_share=None, predicted_step_s=None, predicted_memory_bytes=None
+    )
 
 
 def _figures(row: SpeedRow) -> dict[str, float]:
@@ -226,11 +227,11 @@ def _figures(row: SpeedRow) -> dict[str, float]:
 
 
 def without_places(text: str) -> str:
-    """An error's text without folders of the machine, its end only where it is long."""
-    for folder, name in ((Path(__file__).resolve().parents[1], "."), (sys.prefix, "python"), (Path.home(), "~")):
+    """An error's text without folders of the machine, and without its middle where it is long."""
+    for folder, name in ((Path(__file__).resolve().parents[1], "."), (sys.prefix, ".venv"), (Path.home(), "~")):
         text = text.replace(str(folder), name)
-    text = re.sub(r"(?:/[\w.+-]+)+/(?=[\w.+-]+)", "…/", text)  # of absolute paths the file's name stays
-    return text if len(text) <= _LONGEST else "… " + text[-_LONGEST:]
+    text = re.sub(r"(?<![\w.~])(?:/[\w.+-]+)+/(?=[\w.+-]+)", "…/", text)  # of absolute paths the file's name stays
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n…\n{text[-_TAIL:]}"
 
 
 def public(environment: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,9 @@ def test_the_page_shows_every_row_as_text(module: Callable[[str], Any], browser:
     assert "1 of 2 paths are wrong here" in browser.one("#verdict").text
     verdicts = [row.get_attribute("data-verdict") for row in browser.all("#checks tr")]
     assert verdicts == ["holds", "crashed", "not run"]
-    assert len(browser.all("#speeds tbody tr")) == 3
+    values = [float(cell.get_attribute("data-value") or "nan") for cell in browser.all("#speeds td[data-value]")]
+    assert values[:4] == [1.2, 1.2, 0.1, 0.1]
+    assert [cell.text for cell in browser.all("#outcomes td")] == ["losses agree"] * 2 + ["not run: time"]
     assert len(browser.all(".plot.js-plotly-plot")) == 1
     assert browser.run("return window.stolen") is None
     assert browser.run("return document.documentElement.scrollWidth") == 400
@@ -145,14 +147,18 @@ def test_without_an_accelerator_it_says_what_it_would_do(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_try_on_the_cpu_checks_and_measures_all_paths(tmp_path: Path) -> None:
-    ended = _started(tmp_path, "--device", "cpu", "--minutes", "8", "--out", "out", "--json", stdout=subprocess.PIPE)
-    said, _ = ended.communicate(timeout=560)
+@pytest.mark.timeout(300)
+def test_a_try_on_the_cpu_checks_and_measures(tmp_path: Path) -> None:
+    tried = ("--device", "cpu", "--minutes", "1.5", "--out", "out", "--json")
+    with _started(tmp_path, *tried, stdout=subprocess.PIPE) as ended:
+        said, _ = ended.communicate(timeout=240)
     assert ended.returncode == 0, said
     figures = json.loads(said.splitlines()[-1])["figures"]
     assert figures["checks_differs"] + figures["checks_crashed"] + figures["checks_cannot_tell"] == 0, said
-    assert figures["checks_holds"] >= 20
+    assert figures["checks_holds"] >= 5
     assert figures["gpt_ratio_to_plain"] > 0
+    rows = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert all(row["about"] == "not run: time" for row in rows["checks"] if row["verdict"] == "not run")
     assert (tmp_path / "out" / "report.html").stat().st_size > 10**6
 
 
