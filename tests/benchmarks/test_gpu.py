@@ -20,6 +20,7 @@ from browser import Browser
 from paceline.device import ON_CPU
 from paceline.errors import PlanError
 from paceline.stats import Interval
+from simulated.environment import Simulated
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"
 HOSTILE = "</script><script>window.stolen = 1</script>"
@@ -163,6 +164,21 @@ def test_a_try_on_the_cpu_checks_and_measures(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_simulated_accelerators_are_used_and_marked(simulated: Simulated, tmp_path: Path) -> None:
+    with _started(
+        tmp_path, "--minutes", "1.5", "--out", "out", env=os.environ | simulated.environment(), stdout=subprocess.PIPE
+    ) as ended:
+        said, _ = ended.communicate(timeout=240)
+    assert ended.returncode == 0, said
+    found = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert found["heading"].startswith("SIMULATED, no accelerator: 2 × ")
+    assert found["figures"]["checks_holds"] >= 3, said
+    assert found["figures"]["checks_differs"] + found["figures"]["checks_crashed"] == 0, said
+    assert "SIMULATED" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     with _started(tmp_path, "--device", "cpu", "--out", "out", stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
@@ -179,4 +195,4 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
 
 def _started(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, str(_FOLDER / "gpu.py"), *arguments]
-    return subprocess.Popen(command, cwd=folder, env={**os.environ, **ON_CPU}, text=True, **options)
+    return subprocess.Popen(command, cwd=folder, text=True, **{"env": os.environ | ON_CPU, **options})
