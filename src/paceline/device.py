@@ -110,7 +110,7 @@ def is_started() -> bool:
 
 
 def _open_files() -> Iterator[str]:
-    for descriptor in os.listdir("/proc/self/fd"):
+    for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():  # macOS has none
         with suppress(OSError):  # closed meanwhile
             yield os.readlink(f"/proc/self/fd/{descriptor}")
 
