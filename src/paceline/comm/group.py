@@ -294,7 +294,9 @@ class Group:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.all_reduce(torch.zeros(1, device=self.device))
+        arrived = torch.zeros(1, device=self.device)
+        self.all_reduce(arrived)
+        arrived.item()  # on accelerators the sum is only queued until somebody reads it
 
     # Messages
 

@@ -80,7 +80,8 @@ class CrossEntropy:
         # to look is nearly free on a CPU; an accelerator would have to be waited for
         if mean.device.type == "cpu" and not isnan(mean.item()):
             return mean
-        return torch.where(self.items(target) > 0, mean, 0.0)
+        counted = (labels != IGNORED).any() if self.weight is None else self.items(target) > 0
+        return torch.where(counted, mean, 0.0)
 
     def items(self, target: Tensor) -> Tensor:
         """Number of items in the mean: labels other than -100, or their weights' sum."""

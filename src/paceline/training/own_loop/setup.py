@@ -296,7 +296,11 @@ def _agree_on_weights(model: nn.Module, group: Group) -> None:
     Parts of models that were drawn from different seeds would make no whole.
     """
     for tensor in (*model.parameters(), *model.buffers()):
-        group.broadcast(tensor.detach())
+        # an accelerator's collectives take its own memory only, and the model may still be in the host's
+        agreed = tensor.detach().to(group.device)
+        group.broadcast(agreed)
+        if agreed.device != tensor.device:
+            tensor.detach().copy_(agreed)
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divided: Split) -> None:

@@ -1,0 +1,129 @@
+"""Steps on accelerators: where the host waits, and what a late device makes visible."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline import device as devices
+from paceline.comm.backend import join, leave
+from paceline.comm.comm_thread import CommStream
+from paceline.engine.meter import BUBBLE, COMPUTE
+from simulated.environment import Simulated
+
+SETTLED, COUNTED = 8, 4  # steps before and while waits are counted; the loss is examined in steps 1, 2, 4, 8
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)])
+
+
+def data() -> DataLoader[Any]:
+    draw = torch.Generator().manual_seed(5)
+    inputs = torch.randn(160, 8, generator=draw)
+    return DataLoader(TensorDataset(inputs, inputs.argmax(dim=1)), batch_size=8)
+
+
+def engine(plan: str) -> Any:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return paceline.setup(model, optimizer, nn.functional.cross_entropy, data(), plan=plan)
+
+
+def waits_in_steps(plan: str) -> dict[str, int]:
+    """Lines that made the host wait for the device in some steps, and how often."""
+    made, module = engine(plan), torch.get_device_module()
+    batches = iter(made.loader)
+    for _ in range(SETTLED):
+        made.step(next(batches))
+    module.trace_waits(True)
+    module.reset_counts()
+    for _ in range(COUNTED):
+        made.step(next(batches))
+    waits: dict[str, int] = module.wait_lines()
+    made.close()
+    return waits
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "tp=2"])
+def test_the_host_waits_for_the_device_once_in_a_step(simulated: Simulated, plan: str) -> None:
+    size = int(plan[-1])
+    assert [sum(waits.values()) for waits in simulated.ranks(size, waits_in_steps, plan)] == [COUNTED] * size
+
+
+def losses(plan: str) -> list[float]:
+    made = engine(plan)
+    found = [made.step(batch).loss for batch in made.loader][:6]
+    made.close()
+    return found
+
+
+def in_a_pipeline() -> tuple[list[float], list[float]]:
+    """Losses of a pipeline whose cuts are measured on the device, and seconds of the last timed step."""
+    made, timings = engine("pp=2 microbatches=2"), []
+    found = []
+    for batch in made.loader:
+        result = made.step(batch)
+        found.append(result.loss)
+        timings.append(result.timing)
+    made.close()
+    return found[:6], timings[-1].parts_s
+
+
+def test_a_pipeline_measures_its_cuts_on_the_device_and_its_bubble(simulated: Simulated) -> None:
+    expected = losses("dp=1")
+    for found, parts_s in simulated.ranks(2, in_a_pipeline, deadline_s=100):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert parts_s[BUBBLE] > 0
+        assert parts_s[COMPUTE] > 0
+
+
+def arrives_late(path: str) -> bool:
+    """Rank 1 writes a file before it comes to a barrier; whether rank 0 sees it behind that."""
+    group = join(deadline_s=30)
+    if group.rank == 1:
+        time.sleep(1.0)
+        Path(path).write_text("here")
+    group.barrier()
+    seen = Path(path).exists()
+    leave(group)
+    return seen
+
+
+def test_a_barrier_holds_the_host(simulated: Simulated, tmp_path: Path) -> None:
+    assert simulated.ranks(2, arrives_late, str(tmp_path / "file")) == [True, True]
+
+
+def summed_beside() -> list[float]:
+    """A sum on a stream of its own, of what was queued before, read after it was waited for."""
+    device = torch.device("sim", dist.get_rank())
+    beside, numbers = CommStream(device), torch.zeros(1 << 16, device=device)
+    numbers.add_(1.0 + dist.get_rank())
+    task = beside.start(lambda: dist.all_reduce(numbers) and None)
+    busy: Tensor = torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
+    task.wait()
+    beside.close()
+    return [float(numbers.min()), float(numbers.max()), float(busy[0, 0])]
+
+
+@pytest.mark.parametrize("order", ["late", "random"])
+def test_a_stream_beside_the_computation_is_ordered_with_it(simulated: Simulated, order: Any) -> None:
+    assert simulated.ranks(2, summed_beside, order=order) == [[3.0, 3.0, 64.0]] * 2
+
+
+def test_sums_over_samples_are_narrower_where_a_device_has_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*_: Any, dtype: torch.dtype, **__: Any) -> Tensor:
+        raise TypeError(f"this device has no {dtype}")
+
+    assert devices.widest_float(torch.device("cpu")) == torch.float64
+    monkeypatch.setattr(torch, "zeros", zeros)
+    assert devices.widest_float.__wrapped__(torch.device("cpu")) == torch.float32
