@@ -1,0 +1,136 @@
+"""The commands find an accelerator that only a plugin of torch knows, and use it without another setting."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Outcome, ended, in_a_process, started
+from paceline.training.record.run import Run
+from simulated.environment import Simulated
+from small_jobs import small_job
+
+DISCOVERED = """
+import json, sys
+from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster.discover import discover, environment
+here, emulated = discover(), Cluster(emulate=Emulate(hosts=2))
+print(json.dumps({
+    "kind": here.kind, "devices": here.devices, "emulated": emulated.kind, "torch": "torch" in sys.modules,
+    "gpus": environment()["gpus"],
+}))
+"""
+
+
+def job_file(folder: Path, steps: int) -> Path:
+    file = folder / f"{steps}_steps.yaml"
+    file.write_text(small_job(stop={"steps": steps}).to_yaml())
+    return file
+
+
+def patiently(*arguments: object, folder: Path, **environment: str) -> Outcome:
+    with started("paceline", *arguments, folder=folder, environment=environment) as process:
+        return ended(process, deadline_s=110)
+
+
+def losses(run: Run) -> list[float]:
+    return [step["loss"] for step in run.steps()]
+
+
+def test_it_is_discovered_without_importing_torch_and_left_alone_where_that_is_asked_for(simulated: Simulated) -> None:
+    def found(**variables: str) -> dict[str, Any]:
+        environ = os.environ | simulated.environment(devices=3) | variables
+        command = [sys.executable, "-c", DISCOVERED]
+        shown = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=True)
+        return dict(json.loads(shown.stdout))
+
+    gpu = {"name": "Simulated accelerator", "memory_bytes": 2**34}
+    assert found() == {"kind": "sim", "devices": 3, "emulated": "cpu", "torch": False, "gpus": [gpu] * 3}
+    assert (found(PACELINE_DEVICE="cpu")["kind"], found(PACELINE_DEVICE="cpu")["gpus"]) == ("cpu", [])
+
+
+def test_ranks_are_forked_as_the_seed_never_starts_it(simulated: Simulated) -> None:
+    assert ["paceline.launch.seed_process" in command for command in simulated.ranks(2, parents_command)] == [True] * 2
+
+
+def parents_command() -> str:
+    return Path(f"/proc/{os.getppid()}/cmdline").read_text()
+
+
+def test_a_job_trains_on_it_and_records_what_can_be_measured(simulated: Simulated, tmp_path: Path) -> None:
+    run = trained(tmp_path, "sim", 8, **simulated.environment(order="random"))
+    assert run.cluster.kind == "sim"
+    assert len(losses(run)) == 8
+    uses = [step["use"] for step in run.steps() if "use" in step]
+    assert all(0 < use["gpu_memory_bytes"] <= use["gpu_peak_memory_bytes"] for use in uses)
+    assert not {"gpu_percent", "energy_joules"} & {name for use in uses for name in use}, "nothing counts them"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_losses_of_one_on_the_cores(simulated: Simulated, tmp_path: Path) -> None:
+    sim = simulated.environment(order="random")
+    trained(tmp_path, "sim", 6, **sim)
+    run = trained(tmp_path, "sim", 10, "--resume", **sim)
+    cpu = trained(tmp_path, "cpu", 10, PACELINE_DEVICE="cpu", **sim)
+    assert (run.cluster.kind, cpu.cluster.kind) == ("sim", "cpu")
+    assert len(losses(run)) == 10
+    assert losses(run) == pytest.approx(losses(cpu), rel=1e-5)
+
+
+def trained(folder: Path, name: str, steps: int, *options: str, **environment: str) -> Run:
+    command = ["train", job_file(folder, steps), "--plan", "dp=2", "--run", name, *options]
+    shown = in_a_process(*command, folder=folder, **environment)
+    assert shown.code == 0, shown
+    return Run(folder / name)
+
+
+@pytest.mark.slow
+def test_auto_says_which_figures_it_lacks_and_goes_on(simulated: Simulated, tmp_path: Path) -> None:
+    sim = simulated.environment()
+    shown = in_a_process("train", job_file(tmp_path, 6), folder=tmp_path, **sim)
+    assert shown.code == 0, shown
+    lacks = 'no plan can be predicted for "Simulated accelerator": its peak FLOP/s, memory bandwidth and links'
+    assert shown.says(lacks, "going on from plan dp=2")
+    planned = in_a_process("plan", job_file(tmp_path, 6), folder=tmp_path, **sim)
+    assert lacks in planned.error
+    assert "docs/extend/hardware.md" in planned.error
+
+
+@pytest.mark.slow
+def test_the_doctor_says_what_it_can_do_and_how_fast_it_is(simulated: Simulated, tmp_path: Path) -> None:
+    shown = patiently("doctor", "--json", folder=tmp_path, **simulated.environment())
+    assert shown.code == 0, shown
+    assert shown.says("sim:0", "sim:1", "torch on sim", "collectives", "simccl", "paceline can train here")
+    *screen, last = shown.out.splitlines()
+    assert max(map(len, screen)) <= 100
+    figures = json.loads(last)["figures"]
+    assert {"sim0_matmul_fp32_gflops", "sim1_copy_gigabytes_per_s", "simccl_all_reduce_1KiB_us"} <= figures.keys()
+
+
+@pytest.mark.slow
+def test_links_between_accelerators_are_measured_beside_those_between_cores(
+    simulated: Simulated, tmp_path: Path
+) -> None:
+    options = ["--collectives", "all_reduce", "--sizes", "1KiB", "--json"]
+    shown = patiently("links", *options, folder=tmp_path, **simulated.environment())
+    assert shown.code == 0, shown
+    figures = json.loads(shown.out.splitlines()[-1])["figures"]
+    assert {"simccl_all_reduce_1KiB_us", "gloo_all_reduce_1KiB_us"} <= figures.keys()
+
+
+@pytest.mark.slow
+def test_a_benchmark_measures_it_and_has_a_page(simulated: Simulated, tmp_path: Path) -> None:
+    options = ["--repeat", "1", "--steps", "8", "--out", "bench"]
+    shown = patiently("bench", job_file(tmp_path, 8), *options, folder=tmp_path, **simulated.environment())
+    assert shown.code == 0, shown
+    report = json.loads((tmp_path / "bench" / "report.json").read_text())
+    assert report["kind"] == "sim"
+    assert {setting["devices"] for setting in report["settings"]} == {1, 2}
+    assert all(rank["gpu_memory_bytes"] > 0 for setting in report["settings"] for rank in setting["ranks"])
+    assert "2 × Simulated accelerator" in (tmp_path / "bench" / "report.html").read_text()
