@@ -17,6 +17,8 @@ from paceline import device as devices
 from paceline.comm.backend import join, leave
 from paceline.comm.comm_thread import CommStream
 from paceline.engine.meter import BUBBLE, COMPUTE
+from paceline.launch.place import on_this_machine
+from ranks import Ranks, run_in_places
 from simulated.environment import Simulated
 
 SETTLED, COUNTED = 8, 4  # steps before and while waits are counted; the loss is examined in steps 1, 2, 4, 8
@@ -85,6 +87,37 @@ def test_a_pipeline_measures_its_cuts_on_the_device_and_its_bubble(simulated: Si
         assert found == pytest.approx(expected, rel=1e-5)
         assert parts_s[BUBBLE] > 0
         assert parts_s[COMPUTE] > 0
+
+
+def with_buffers() -> list[float]:
+    """Losses of a sharded model with batch norms, whose buffers begin in host memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = paceline.setup(model, optimizer, nn.functional.cross_entropy, data(), plan="fsdp=2", batch_norm="sync")
+    found = [made.step(batch).loss for batch in made.loader][:6]
+    made.close()
+    return found
+
+
+def test_buffers_of_a_sharded_model_are_on_the_device(simulated: Simulated, ranks: Ranks) -> None:
+    expected = ranks(2, with_buffers)
+    for found, same in zip(simulated.ranks(2, with_buffers), expected, strict=True):
+        assert found == pytest.approx(same, rel=1e-5)
+
+
+def joined_again(times: int) -> int:
+    for _ in range(times):
+        group = join(deadline_s=30)
+        group.barrier()
+        leave(group)
+    return times
+
+
+def test_ranks_on_accelerators_meet_again(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in simulated.environment(devices=2).items():
+        monkeypatch.setenv(name, value)
+    assert run_in_places(on_this_machine(2), joined_again, [8], deadline_s=60.0) == [8, 8]
 
 
 def arrives_late(path: str) -> bool:

@@ -109,12 +109,19 @@ def _met(
         store = _store(environment, deadline_s, number)
         try:
             if is_accelerator(device):
+                _meet(store, environment)
                 return store, (default_backend(device), None)
             return store, choose(store, environment.rank, environment.world_size, transport, deadline_s)
         except dist.DistNetworkError:
             if number == 0 or environment.rank == 0 or time.monotonic() > until:
                 raise
             time.sleep(0.05)
+
+
+def _meet(store: Store, environment: RankEnvironment) -> None:
+    """Wait until all ranks have come to this store, and not to one that closes."""
+    store.set(f"here/{environment.rank}", "")
+    store.wait([f"here/{rank}" for rank in range(environment.world_size)])
 
 
 def _store(environment: RankEnvironment, deadline_s: float, number: int) -> Store:

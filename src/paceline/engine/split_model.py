@@ -97,7 +97,10 @@ class SplitModel(Compute):
         if self.split.pipeline is not None:
             self.experts.weigh(placed if batch is not None else None, position, alike=True)
             self.split.pipeline.forward_backward(
-                placed, count, lambda output, part, i: self._addend(local, output, part, batch, position, step)
+                placed,
+                count,
+                lambda output, part, i: self._addend(local, output, part, batch, position, step),
+                self.autocast,
             )
             return local
         parts = list(split(placed, count))

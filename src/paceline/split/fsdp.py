@@ -138,6 +138,7 @@ def shard_fully(
     scalars = {parameter for parameter in named.values() if parameter.dim() == 0}
     _note_slices(named, parts, devices, scalars)
     _make_contiguous(named.values())
+    _move_buffers(stages, torch.device(devices.device_type))
     options: dict[str, Any] = {
         "mesh": devices,
         "ignored_params": scalars,
@@ -183,6 +184,19 @@ def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         # FSDP2 supports no other memory order
         parameter.data = parameter.data.contiguous()
+
+
+def _move_buffers(stages: Sequence[nn.Module], device: torch.device) -> None:
+    """Put buffers that have values on the device.
+
+    FSDP2 assigns to their `data`, which torch allows between the CPU and some devices only.
+    """
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for stage in stages:
+        for module in stage.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
+                    module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
 
 
 def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[nn.Module]:

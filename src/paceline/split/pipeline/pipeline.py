@@ -6,6 +6,7 @@ The schedules are those of `torch.distributed.pipelining`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -72,6 +73,7 @@ class Pipeline:
         self._schedules = NewestByShape[Any](device)
         self._sending: list[tuple[dist.Work, Tensor]] = []
         self._timer = PipelineTimer(device)
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._cut = CutModel(model, plan, self._count, example, call, device)
         self.by_export = self._cut.by_export
         self._own = [i for i in range(self._count) if self._rank_of(i) == pp.rank]
@@ -122,13 +124,20 @@ class Pipeline:
 
     # Forward and backward passes
 
-    def forward_backward(self, batch: Batch, microbatches: int, loss: Loss) -> None:
+    def forward_backward(
+        self,
+        batch: Batch,
+        microbatches: int,
+        loss: Loss,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         """Forward and backward passes of one step; gradients accumulate in `.grad`.
 
         Args:
             batch: this replica's part, the same on all ranks of the pipeline.
             microbatches: number of equal parts of the batch; it divides the rows (see `fitting_microbatches`).
             loss: called on the last stage.
+            autocast: context of every forward pass; the backward passes run outside of it.
 
         Raises:
             PlanError: the rows are not a multiple of `microbatches`.
@@ -140,7 +149,9 @@ class Pipeline:
         self._settle()
         batch = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
         parts = list(split(batch, microbatches))
-        schedule = self._schedule(parts[0], microbatches)
+        self._autocast = autocast
+        with autocast():
+            schedule = self._schedule(parts[0], microbatches)
         waiting = iter(enumerate(parts))
 
         def finish(output: Any) -> Tensor:
@@ -306,7 +317,7 @@ class Pipeline:
             group=self._pp.backend,
             dw_builder=self._deferred.get(i),
         )
-        stage.timer = self._timer
+        stage.timer, stage.autocast = self._timer, lambda: self._autocast()
         return stage
 
     # Point-to-point messages for evaluation and tied gradients

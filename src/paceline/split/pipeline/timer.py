@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -44,12 +44,13 @@ class PipelineTimer:
 
 
 class TimedStage(PipelineStage):
-    """torch's pipeline stage, timed by `timer`."""
+    """torch's pipeline stage, timed by `timer`, whose forward passes run within `autocast`."""
 
     timer: PipelineTimer
+    autocast: Callable[[], AbstractContextManager[Any]]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.timer.computing():
+        with self.timer.computing(), self.autocast():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
