@@ -54,7 +54,7 @@ def test_the_installed_torch_says_what_it_is_built_for_without_being_imported(
     version: str, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_devices, "_version_file", lambda: version)
-    monkeypatch.setattr(torch_devices, "entry_points", lambda **_: [])
+    monkeypatch.setattr(torch_devices, "_plugins", lambda path: [])
     assert hint() == said
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from commands import Outcome, ended, in_a_process, started
+from paceline.launch.seed import Seed
 from paceline.training.record.run import Run
 from simulated.environment import Simulated
 from small_jobs import small_job
@@ -57,6 +58,18 @@ def test_it_is_discovered_without_importing_torch_and_left_alone_where_that_is_a
 
 def test_ranks_are_forked_as_the_seed_never_starts_it(simulated: Simulated) -> None:
     assert ["paceline.launch.seed_process" in command for command in simulated.ranks(2, parents_command)] == [True] * 2
+
+
+def test_a_seed_that_an_import_has_made_start_it_is_not_forked(simulated: Simulated, tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text("import torch\ntorch.ones(1, device='sim')\n")
+    sim = simulated.environment()
+    seed = Seed(os.environ | sim | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{sim['PYTHONPATH']}"})
+    try:
+        assert seed.wait_until_ready(60) is None
+        seed.will_import(["starts"])
+        assert "has started an accelerator" in str(seed.wait_until_ready(60))
+    finally:
+        seed.end()
 
 
 def parents_command() -> str:

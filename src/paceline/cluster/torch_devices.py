@@ -43,7 +43,7 @@ def torch_devices() -> tuple[Device, ...]:
 
 def hint() -> str | None:
     """Reason to believe that torch knows an accelerator that NVML does not; None without one. Torch is not imported."""
-    if plugins := sorted(point.name for point in entry_points(group=_PLUGINS)):
+    if plugins := _plugins(tuple(sys.path)):
         return f"the torch plugin {plugins[0]} is installed"
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return "this is a Mac with a GPU"
@@ -93,6 +93,12 @@ def _asked(environment: frozenset[tuple[str, str]]) -> list[dict[str, Any]]:
         raise ClusterError(f"{hint()}, but torch cannot say which devices it has: {said}. {without}")
     found: list[dict[str, Any]] = json.loads(answer.stdout.splitlines()[-1])
     return found
+
+
+@lru_cache(maxsize=1)
+def _plugins(path: tuple[str, ...]) -> list[str]:
+    """Names of installed plugins on an import path; looking for them takes milliseconds."""
+    return sorted(point.name for point in entry_points(group=_PLUGINS))
 
 
 @lru_cache(maxsize=1)

@@ -98,6 +98,14 @@ def test_a_gpu_without_a_driver_is_noted(tmp_path: Path, monkeypatch: pytest.Mon
     assert one(check_machine(FOUR, None, root), "GPU").level == "ok", "it is hidden on purpose"
 
 
+def test_amds_gpus_that_this_torch_does_not_know_are_noted(tmp_path: Path) -> None:
+    finding = one(check_machine(FOUR, None, files(tmp_path, dev__kfd="")), "GPU")
+    assert (finding.level, finding.advice) == (
+        "note",
+        "install torch for ROCm: https://pytorch.org/get-started/locally",
+    )
+
+
 def test_energy_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     finding = one(check_machine(FOUR, None, tmp_path), "CPU energy")
     assert finding.level == "note"

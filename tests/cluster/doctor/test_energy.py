@@ -13,7 +13,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from paceline.cluster.doctor.energy import cpu_energy, gpu_energy
+from paceline.cluster.doctor.energy import Telemetry, cpu_energy, gpu_energy
 
 ZONES = {
     "intel-rapl:0": "package-0",
@@ -112,3 +112,17 @@ def test_this_machine_answers_or_says_why_not() -> None:
     joules = energy.joules()
     assert (joules is None) == (energy.why_not is not None)
     assert joules is None or joules >= 0
+
+
+def test_a_gpu_that_tells_no_utilization_has_none() -> None:
+    def refuse(handle: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    nvml = SimpleNamespace(
+        nvmlDeviceGetTotalEnergyConsumption=lambda gpu: 7,
+        nvmlDeviceGetUtilizationRates=refuse,
+        NVMLError=pynvml.NVMLError,
+    )
+    assert Telemetry(nvml, "gpu").percent() is None
+    nvml.nvmlDeviceGetUtilizationRates = lambda gpu: SimpleNamespace(gpu=42)
+    assert Telemetry(nvml, "gpu").percent() == 42

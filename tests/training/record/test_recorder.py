@@ -160,6 +160,16 @@ def test_energy_is_what_was_used_since_the_last_reading_and_only_where_there_is_
     assert [line["use"].get("energy_joules") for line in written(tmp_path)] == [7.5, 2.5, None, None]
 
 
+def test_the_hosts_energy_does_not_stand_for_that_of_an_accelerator_without_a_counter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "cpu_energy", lambda: Energy([Counter(lambda: 0, 10**12)]))
+    engine = recorder(tmp_path).engine
+    assert ResourceUse(engine)._energy
+    monkeypatch.setattr(record_module, "is_accelerator", lambda device: True)
+    assert not ResourceUse(engine)._energy
+
+
 def test_only_one_rank_of_a_host_notes_the_hosts_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_module, "cpu_energy", lambda: Energy([Counter(lambda: 0, 10**12)]))
     engine = recorder(tmp_path).engine
