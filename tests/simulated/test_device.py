@@ -187,6 +187,8 @@ def counted_waits() -> None:
     module.reset_counts()
     tensor.add_(1).mul_(2)
     assert module.counts()["launches"] == 2
+    torch._foreach_norm([tensor, tensor, tensor])
+    assert module.counts()["launches"] == 3, "one kernel for a list, as on a GPU"
     pageable.to(DEVICE)
     assert module.counts()["copies_to_device"] == 1
 

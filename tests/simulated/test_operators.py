@@ -93,6 +93,24 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
         whole.t()[2].copy_(whole[:, 3])
         return whole
 
+    def flash_attention(device: torch.device) -> list[Tensor]:
+        query, key, value = ((numbers(2, 2, 6, 8) + i).to(device, torch.bfloat16) for i in range(3))
+        kernels = torch.ops.aten
+        if device.type == "cpu":
+            mixed, sums = kernels._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+            backward = kernels._scaled_dot_product_flash_attention_for_cpu_backward
+            return [mixed, sums, *backward(mixed, query, key, value, mixed, sums, 0.0, True)]
+        mixed, sums, *others = kernels._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
+        backward = kernels._scaled_dot_product_flash_attention_backward
+        gradients = backward(mixed, query, key, value, mixed, sums, *others[:4], 0.0, True, *others[4:6])
+        return [mixed, sums, *gradients]
+
+    def foreach_in_place(device: torch.device) -> list[Tensor]:
+        tensors = [numbers(2).to(device), numbers(3).to(device)]
+        torch._foreach_mul_(tensors, torch.tensor(2.0))
+        torch._foreach_lerp_(tensors, [tensor + 1 for tensor in tensors], 0.25)
+        return tensors
+
     words = torch.tensor([[1, 2, 2], [5, 1, 0]])
     image = numbers(2, 3, 8, 8)
     return {
@@ -108,6 +126,8 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
         "topk": lambda d: numbers(9).to(d).topk(3),
         "sort": lambda d: numbers(4, 3).to(d).sort(0),
         "foreach": lambda d: torch._foreach_add([numbers(2).to(d), numbers(3).to(d)], 1.5),
+        "foreach norm": lambda d: torch._foreach_norm([numbers(2).to(d), numbers(3).to(d)]),
+        "foreach in place": foreach_in_place,
         "linalg": lambda d: torch.linalg.qr(numbers(3, 3).to(d)),
         "a number of the host": lambda d: numbers(3).to(d) * torch.tensor(2.0),
         "cumsum in float64": lambda d: numbers(9, dtype=torch.float64).to(d).cumsum(0),
@@ -118,9 +138,11 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
         ),
         "attention": attention(),
         "causal attention": attention(is_causal=True),
+        "flash attention, the kernel": flash_attention,
         "a convolution": with_gradients(nn.Conv2d(3, 4, 3, stride=2, padding=1), image),
         "a transposed convolution": with_gradients(nn.ConvTranspose2d(3, 4, 3, groups=1), image),
         "batch normalisation": with_gradients(nn.BatchNorm2d(3), image),
+        "batch normalisation, evaluated": with_gradients(nn.BatchNorm2d(3).eval(), image),
         "pooling": with_gradients(nn.MaxPool2d(2), image),
         "layer normalisation": with_gradients(nn.LayerNorm(8), numbers(4, 8)),
         "an embedding": with_gradients(nn.Embedding(6, 4), words),

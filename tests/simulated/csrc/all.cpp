@@ -6,6 +6,7 @@
 #include "operators.cpp"
 #include "tensors.cpp"
 #include "composed.cpp"
+#include "attention.cpp"
 #include "sparse.cpp"
 #include "module.cpp"
 #include "autocast.cpp"

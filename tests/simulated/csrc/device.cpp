@@ -193,6 +193,7 @@ uint64_t next_seed(const std::optional<at::Generator>& given, DeviceIndex device
 void register_device() {
   at::setHostAllocator(kSim, &pinned_allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  register_lists();
   register_sparse();
   pthread_atfork(nullptr, nullptr, [] { world().bad_fork = world().used; });
 }

@@ -314,7 +314,11 @@ class Call {
       for (auto& [r, into] : fresh) {
         size_t i = 0;
         if (stack[r].isTensor() && !stack[r].toTensor().defined()) continue;
-        each_tensor(stack[r], [&, &targets = into](const Tensor& made) { targets[i++].copy_(made); });
+        each_tensor(stack[r], [&, &targets = into](const Tensor& made) {
+          // What the CPU leaves out (statistics that evaluation does not need) stays undefined here.
+          if (made.numel() == targets[i].numel()) targets[i].copy_(made);
+          i++;
+        });
       }
     };
     launch(current_place(device), std::move(run));
@@ -347,6 +351,16 @@ void call_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // An operator under another name than it was called by.
 void call_as(const char* name, const char* overload, torch::jit::Stack* stack) {
   fallback(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload), stack);
+}
+
+// A GPU has one kernel for a list of tensors; torch's general form would be one for each tensor.
+void register_lists() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
+    const std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }

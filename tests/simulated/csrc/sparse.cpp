@@ -1,5 +1,5 @@
-// Sparse tensors (gradients of embeddings): indices and values lie on the device, and every operator is the CPU's, for
-// which the host waits.
+// Sparse tensors (gradients of embeddings): indices and values lie on the device. Operators are the CPU's, for which
+// the host waits, but for those that only put together or copy.
 #include <ATen/SparseTensorImpl.h>
 #include <ATen/native/SparseTensorUtils.h>
 #include <ATen/ops/_coalesced_native.h>
@@ -39,8 +39,35 @@ Tensor sparse_onto_device(const Tensor& host, DeviceIndex device) {
 }
 
 namespace {
+Tensor from_parts(int64_t sparse_dim, int64_t dense_dim, c10::IntArrayRef size, const Tensor& indices,
+                  const Tensor& values, bool coalesced) {
+  c10::DeviceGuard guard(values.device());
+  Tensor made = at::detail::make_tensor<at::SparseTensorImpl>(
+      c10::DispatchKeySet(c10::DispatchKey::SparsePrivateUse1), values.dtype());
+  auto* impl = at::sparse::get_sparse_impl(made);
+  impl->raw_resize_(sparse_dim, dense_dim, size);
+  // Views, as for CUDA: the caller's tensors keep their own history of gradients.
+  impl->set_indices_and_values_unsafe(indices.alias(), values.alias());
+  impl->set_coalesced(coalesced);
+  return made;
+}
+
+Tensor new_sparse(int64_t sparse_dim, int64_t dense_dim, c10::IntArrayRef size, const Tensor& indices,
+                  const Tensor& values, std::optional<c10::ScalarType>, std::optional<c10::Layout>,
+                  std::optional<Device>, std::optional<bool>, std::optional<bool> coalesced) {
+  return from_parts(sparse_dim, dense_dim, size, indices, values, coalesced.value_or(false));
+}
+
+Tensor clone_sparse(const Tensor& tensor, std::optional<c10::MemoryFormat>) {
+  auto* impl = at::sparse::get_sparse_impl(tensor);
+  return from_parts(impl->sparse_dim(), impl->dense_dim(), tensor.sizes(), impl->indices().clone(),
+                    impl->values().clone(), impl->coalesced());
+}
+
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&call_now>()); }
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", new_sparse);
+  m.impl("clone", clone_sparse);
   m.impl("_indices", at::native::_indices_sparse);
   m.impl("_values", at::native::_values_sparse);
   m.impl("indices", at::native::indices_sparse);

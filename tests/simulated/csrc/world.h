@@ -156,6 +156,7 @@ bool on_sim(const Tensor& tensor);
 Tensor host_view(const Tensor& tensor);
 Tensor onto_device(const Tensor& host, DeviceIndex device);
 void call_as(const char* name, const char* overload, torch::jit::Stack* stack);
+void register_lists();
 void call_now(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 // sparse.cpp
