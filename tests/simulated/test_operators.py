@@ -105,6 +105,13 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
         gradients = backward(mixed, query, key, value, mixed, sums, *others[:4], 0.0, True, *others[4:6])
         return [mixed, sums, *gradients]
 
+    def chunks_put_together(device: torch.device) -> Tensor:
+        chunked = [numbers(4, 3, dtype=torch.bfloat16).to(device), numbers(2, 5, dtype=torch.bfloat16).to(device)]
+        out = torch.empty(2, 11, device=device)
+        # the CPU's kernel does not change the dtype
+        same = chunked if device.type == DEVICE else [tensor.float() for tensor in chunked]
+        return torch._chunk_cat(same, dim=0, num_chunks=2, out=out)
+
     def foreach_in_place(device: torch.device) -> list[Tensor]:
         tensors = [numbers(2).to(device), numbers(3).to(device)]
         torch._foreach_mul_(tensors, torch.tensor(2.0))
@@ -128,6 +135,7 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
         "foreach": lambda d: torch._foreach_add([numbers(2).to(d), numbers(3).to(d)], 1.5),
         "foreach norm": lambda d: torch._foreach_norm([numbers(2).to(d), numbers(3).to(d)]),
         "foreach in place": foreach_in_place,
+        "chunks put together as another dtype": chunks_put_together,
         "linalg": lambda d: torch.linalg.qr(numbers(3, 3).to(d)),
         "a number of the host": lambda d: numbers(3).to(d) * torch.tensor(2.0),
         "cumsum in float64": lambda d: numbers(9, dtype=torch.float64).to(d).cumsum(0),

@@ -30,9 +30,11 @@ def differences() -> list[str]:
     found = []
     for kind in (data_parallel, fully_sharded, tensor_parallel, pipelined, synchronized_batch_norm):
         torch.manual_seed(0)
-        worst = kind()
-        if not worst < 1e-4:
-            found.append(f"{kind.__name__}: {worst}")
+        difference = kind()
+        if not difference < 1e-4:
+            found.append(f"{kind.__name__}: {difference}")
+    if not (difference := fully_sharded(bf16=True)) < 0.05:
+        found.append(f"fully_sharded in bfloat16: {difference}")
     return found
 
 
@@ -86,13 +88,14 @@ def data_parallel() -> float:
     return worst(list(module.parameters()), expected())
 
 
-def fully_sharded() -> float:
-    from torch.distributed.fsdp import fully_shard
+def fully_sharded(*, bf16: bool = False) -> float:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     module, mesh = model().to(own_device()), init_device_mesh("sim", (2,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for layer in module:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
     train(module, list(module.parameters()), own_samples())
     return worst([parameter.full_tensor() for parameter in module.parameters()], expected())  # type: ignore[attr-defined]
 

@@ -44,6 +44,16 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {output, mask};
 }
 
+// ---- chunks of several tensors put together (FSDP2): a GPU's kernel also changes the dtype
+Tensor& chunk_cat(at::TensorList tensors, int64_t dim, int64_t chunks, Tensor& output) {
+  std::vector<Tensor> from;
+  for (const Tensor& tensor : tensors) from.push_back(host_view(tensor));
+  launch_into(index_of(output), {output}, [from, dim, chunks]() -> std::vector<Tensor> {
+    return {at::_chunk_cat(from, dim, chunks)};
+  });
+  return output;
+}
+
 // ---- LSTM: gates are in the order input, forget, cell, output
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx,
                                              const std::optional<Tensor>& input_bias,
@@ -231,6 +241,7 @@ Tensor batch_norm_backward_elemt(const Tensor& grad, const Tensor& input, const 
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", native_dropout);
+  m.impl("_chunk_cat.out", chunk_cat);
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);
