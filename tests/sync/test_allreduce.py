@@ -153,6 +153,32 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent_is_refused(ranks: Ranks
         ranks(2, second_gradient)
 
 
+def of_microbatches() -> list[float]:
+    """Agreed gradients of two steps of three microbatches each; a bucket holds two parameters."""
+    with joined(deadline_s=30) as group:
+        group.hosts = (0, 1)  # as between hosts, full buckets are sent at once
+        allreduce.BUCKET_BYTES_BETWEEN_HOSTS = 40
+        model, rule = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), AllReduce()
+        replica = Replica(model, group, SCALARS)
+        rule.attach(replica)
+        sums = []
+        for _ in range(2):
+            model.zero_grad()
+            for microbatch in range(3):
+                replica.backward.last = microbatch == 2
+                loss_of(model, group.rank + 1.0).backward()
+            rule.after_backward(1, torch.zeros(SCALARS))
+            sums += [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+        assert len(rule.buckets) > 1
+        rule.detach()
+        return sums
+
+
+def test_a_bucket_is_sent_when_the_last_microbatch_has_added_to_all_of_it(ranks: Ranks) -> None:
+    of_a_microbatch = [1 + 2 + 3 + 4, 1 + 2] * 2
+    assert ranks(2, of_microbatches) == [[3 * 3.0 * each for each in of_a_microbatch] * 2] * 2
+
+
 def used_counts(bucket_bytes: int | None, steps: int) -> list[float]:
     """How many replicas used each parameter, as every bucket knows after the last of some steps."""
     with joined(deadline_s=30) as group:

@@ -21,14 +21,21 @@ class Memory(Protocol):
 
 @dataclass
 class Bucket:
-    """A flat buffer of gradients, scalars (in the last bucket) and one usage count per parameter."""
+    """A flat buffer of gradients, scalars (in the last bucket) and one usage count per parameter.
+
+    Attributes:
+        used: the tail of `flat`: 1 for a parameter that this replica used; after the sum, how many replicas did.
+        seen: parameters whose gradients of this step are in the buffer, of any microbatch.
+        whole: those of them that the last microbatch has added to.
+    """
 
     flat: Tensor
     parameters: list[nn.Parameter]
     views: list[Tensor]
-    used: Tensor  # the tail of `flat`: 1 for a parameter that this replica used; after the sum, how many replicas did
+    used: Tensor
     gradient_size: int
     seen: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
     pending: Pending | Task | None = None
 
     @property
@@ -101,6 +108,7 @@ class Bucket:
         for i, parameter in enumerate(self.parameters):
             parameter.grad = self.views[i] if i in self.seen or i in used_elsewhere else None
         self.seen.clear()
+        self.whole.clear()
         self.pending = None
 
 

@@ -199,6 +199,7 @@ class AllReduce(SyncRule):
             )
         bucket.take(i, parameter)
         if self.overlap and self.replica.backward.last:
+            bucket.whole.add(i)
             self._begin_full_buckets()
 
     def _begin_full_buckets(self) -> None:
@@ -209,7 +210,7 @@ class AllReduce(SyncRule):
         """
         for number, bucket in enumerate(self.buckets[:-1]):
             if bucket.pending is None and not self._left_out(bucket):
-                if len(bucket.seen) < len(bucket.parameters):
+                if len(bucket.whole) < len(bucket.parameters):
                     return
                 bucket.fill()
                 self._begin(number)
