@@ -1,0 +1,409 @@
+"""The table of trainings that the simulated accelerator is held to: plans, works, and orders of the streams.
+
+A work is a job of a few steps, or a loop of a user's own (`simulated_loops.py`). Each case is trained on simulated
+devices and, by the same plan, on the CPU; `simulated_ranks.py` is what their ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from paceline.job.job import Job
+from paceline.plans.plan import Plan
+
+Order = Literal["late", "random", "eager"]
+STEPS, VOCAB, TOKENS, CLASSES = 4, 32, 8, 5
+_HERE = Path(__file__).resolve()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Attributes:
+        plan: its text.
+        work: a key of `JOBS`, or the name of a loop in `simulated_loops.py`.
+        features: keys of `FEATURES`; what the job does besides.
+        order: in which order queued work runs: as late as it may, at random, or at once.
+        seed: of the random order.
+    """
+
+    plan: str
+    work: str = "gpt"
+    features: tuple[str, ...] = ()
+    order: Order = "late"
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Devices that the plan needs."""
+        return Plan.parse(self.plan).ranks
+
+    @property
+    def training(self) -> str:
+        """Text of the training, whatever the order of the streams."""
+        return " + ".join((f"{self.work} {self.plan}", *self.features))
+
+    @property
+    def name(self) -> str:
+        """Text of the whole case."""
+        return f"{self.training}, {self.order}{f' {self.seed}' if self.order == 'random' else ''}"
+
+    @property
+    def reference(self) -> Case:
+        """The case that this one is held to.
+
+        Random numbers of a device are its own, so what draws some is compared with the device itself, in eager order
+        and not interrupted.
+        """
+        uninterrupted = tuple(feature for feature in self.features if feature != "resume")
+        return Case(self.plan, self.work, uninterrupted if self.draws else self.features, "eager")
+
+    @property
+    def draws(self) -> bool:
+        """True if numbers that the device draws decide: those of dropout, and of a codec's coarse rounding."""
+        return self.work == "dropout" or "int4" in self.plan
+
+    @property
+    def own_loop(self) -> bool:
+        """True for a loop of a user's own."""
+        return self.work not in JOBS
+
+    def job(self, steps: int = STEPS) -> Job:
+        """The job; only for works that are one."""
+        values: dict[str, Any] = {
+            "name": "case",
+            "global_batch": 8,
+            "stop": {"steps": steps},
+            "deadline_s": 60,
+            **JOBS[self.work],
+        }
+        for feature in self.features:
+            for key, value in FEATURES[feature].items():
+                values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+        return Job(**values)
+
+
+# Models that the zoo has not
+
+
+class Convolutions(nn.Module):
+    """Two convolutions, with a batch norm between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.second, self.head = nn.Conv2d(4, 8, 3, stride=2), nn.Linear(8 * 9, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores (n, CLASSES) of images (n, 1, 8, 8)."""
+        x = torch.relu(self.norm(self.first(x)))
+        y: Tensor = self.head(torch.relu(self.second(x)).flatten(1))
+        return y
+
+
+class Recurrent(nn.Module):
+    """An LSTM over tokens; class scores (n, t, VOCAB) of the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.lstm = nn.Embedding(VOCAB, 8), nn.LSTM(8, 12, batch_first=True)
+        self.head = nn.Linear(12, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of tokens (n, t)."""
+        y: Tensor = self.head(self.lstm(self.tokens(tokens))[0])
+        return y
+
+
+class SparseBag(nn.Module):
+    """A mean of token vectors whose gradients are sparse; class scores (n, CLASSES)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, 8, sparse=True), nn.Linear(8, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Class scores of tokens (n, t)."""
+        y: Tensor = self.head(self.tokens(tokens).mean(dim=1))
+        return y
+
+
+class Branches(nn.Module):
+    """Two layers, of which a batch uses one: the other gets no gradient, and ranks differ in which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores of points (n, 6)."""
+        y: Tensor = self.head(torch.tanh((self.left if float(x.sum()) > 0 else self.right)(x)))
+        return y
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    """Random points (6 numbers); those in `nan_at` are not finite."""
+
+    def __init__(self, samples: int = 44, nan_at: tuple[int, ...] = ()) -> None:
+        self.inputs = torch.randn(samples, 6, generator=torch.Generator().manual_seed(3))
+        self.labels = self.inputs[:, :CLASSES].argmax(dim=1)
+        self.inputs[list(nan_at)] = float("nan")
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.labels[index]
+
+
+class Sentences(Dataset[tuple[Tensor, Tensor]]):
+    """Random token sequences, each of a class."""
+
+    def __init__(self, samples: int = 44) -> None:
+        draw = torch.Generator().manual_seed(4)
+        self.tokens = torch.randint(VOCAB, (samples, TOKENS), generator=draw)
+        self.labels = torch.randint(CLASSES, (samples,), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index], self.labels[index]
+
+
+def _factory(of: type[Any]) -> str:
+    return f"{_HERE}:{of.__name__}"
+
+
+def _synthetic(**shape: Any) -> dict[str, Any]:
+    return {"kind": "synthetic", "samples": 44, "held_out": 0, **shape}
+
+
+_GPT = {"vocab": VOCAB, "context": TOKENS, "layers": 4, "hidden": 16, "heads": 4}
+_TEXT = _synthetic(shape=[TOKENS], vocab=VOCAB)
+# a large eps: where gradients vanish, Adam magnifies rounding
+_ADAM = {"name": "adamw", "lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}
+_SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+_POINTS = {"kind": "dataset", "factory": _factory(Points), "held_out": 0}
+JOBS: dict[str, dict[str, Any]] = {
+    "gpt": {"model": {"zoo": "gpt", "args": _GPT}, "data": _TEXT, "loss": "cross_entropy", "optimizer": _ADAM},
+    "moe": {
+        "model": {"zoo": "moe", "args": {**_GPT, "experts": 4, "top_k": 2}},
+        "data": _TEXT,
+        "loss": "cross_entropy",
+        "optimizer": _ADAM,
+    },
+    "cnn": {
+        "model": {"factory": _factory(Convolutions)},
+        "data": _synthetic(shape=[1, 8, 8], classes=CLASSES),
+        "loss": "cross_entropy",
+        "optimizer": _SGD,
+    },
+    "lstm": {
+        "model": {"factory": _factory(Recurrent)},
+        "data": _TEXT,
+        "loss": "cross_entropy",
+        "optimizer": _ADAM,
+    },
+    "sparse": {
+        "model": {"factory": _factory(SparseBag)},
+        "data": {"kind": "dataset", "factory": _factory(Sentences), "held_out": 0},
+        "loss": "cross_entropy",
+        "optimizer": {"name": "sgd", "lr": 0.1},
+    },
+    "branches": {
+        "model": {"factory": _factory(Branches)},
+        "data": _POINTS,
+        "loss": "cross_entropy",
+        "optimizer": _SGD,
+    },
+    "dropout": {
+        "model": {"factory": f"{_HERE}:forgetful"},
+        "data": _POINTS,
+        "loss": "cross_entropy",
+        "optimizer": _SGD,
+    },
+    "mlp": {
+        "model": {"factory": f"{_HERE}:perceptron"},
+        "data": _POINTS,
+        "loss": "cross_entropy",
+        "optimizer": _SGD,
+    },
+}
+
+
+def perceptron() -> nn.Module:
+    """Class scores of points, with a batch norm, whose buffers every forward pass writes."""
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def forgetful() -> nn.Module:
+    """Class scores of points, with dropout."""
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "clip": {"clip_norm": 0.05},
+    "evaluate": {"evaluate": {"every_steps": 1}, "metrics": ["accuracy"], "data": {"held_out": 0.25}},
+    "checkpoints": {"checkpoint": {"every_steps": 1}},
+    "resume": {},  # after half of the steps, by other engines in the same ranks
+    "batch_norm: sync": {"batch_norm": "sync"},
+    "skip": {"nonfinite": "skip", "data": {"args": {"nan_at": [5, 23]}}},
+    "rewind": {
+        "nonfinite": "rewind",
+        "data": {"args": {"nan_at": [17]}},
+        "checkpoint": {"every_steps": 1},
+    },
+    "loader processes": {"data": {"num_workers": 1}},
+    "small buckets": {},  # so that several are sent while the backward pass goes on
+    "warm-up": {"schedule": {"name": "cosine", "warmup_steps": 2}},
+    "lamb": {"optimizer": {"name": "lamb", "lr": 0.01}},
+}
+
+
+# The table
+
+SPLITS = {  # by work: every split, and products of two; those for 4 devices last
+    "gpt": (
+        "fsdp=2",
+        "fsdp=2 zero=2 microbatches=2",
+        "fsdp=2 zero=1 microbatches=2",
+        "fsdp=2 offload=on",
+        "fsdp=2 precision=bf16",
+        "tp=2",
+        "tp=2 sequence=on",
+        "pp=2 schedule=gpipe microbatches=4",
+        "pp=2 microbatches=4",
+        "pp=2 cut=blocks.1 microbatches=2",
+        "pp=2 schedule=interleaved microbatches=4",
+        "pp=2 schedule=zero-bubble microbatches=4",
+        "cp=2",
+        "remat=block",
+        "remat=selective",
+        "dp=2 fsdp=2",
+        "dp=2 tp=2",
+        "dp=2 pp=2 microbatches=2",
+        "dp=2 cp=2",
+        "fsdp=2 tp=2 remat=block",
+        "fsdp=2 pp=2 microbatches=2",
+        "fsdp=2 cp=2",
+        "tp=2 pp=2 microbatches=2",
+        "cp=2 tp=2 sequence=on",
+        "pp=4 microbatches=4",
+    ),
+    "moe": ("ep=2", "dp=2 ep=2", "fsdp=2 ep=2", "ep=2 tp=2", "ep=2 pp=2 microbatches=2"),
+    "cnn": ("fsdp=2",),
+    "lstm": ("fsdp=2",),
+}
+RULES = (
+    "dp=2",
+    "dp=2 sync=averaging",
+    *(f"dp=4 sync=allreduce:{algorithm}" for algorithm in ("flat", "ring", "tree", "hierarchical")),
+    "dp=2 sync=local:2",
+    "dp=2 sync=diloco:2",
+    "dp=2 sync=diloco:3,fragments=2,overlap=1",
+    *(
+        f"dp=2 compress={codec}"
+        for codec in ("fp16", "bf16", "int8", "int4", "1bit", "topk:0.1+bf16", "powersgd:2", "auto")
+    ),
+    "dp=2 sync=diloco:2 compress=int8",
+    "dp=2 fsdp=2 compress=bf16",
+    "dp=2 tp=2 sync=local:2",
+)
+WORKS = (  # of what a job may have besides its plan
+    ("dp=1", "mlp", ()),
+    ("dp=1", "cnn", ("checkpoints",)),
+    ("dp=1 microbatches=2", "cnn", ("evaluate",)),
+    ("dp=1 precision=bf16", "gpt", ("clip",)),
+    ("dp=1 fused=on", "gpt", ("warm-up",)),
+    ("dp=1 memory_format=channels_last", "cnn", ()),
+    ("dp=1", "mlp", ("skip",)),
+    ("dp=1", "mlp", ("rewind",)),
+    ("dp=1", "mlp", ("loader processes",)),
+    ("dp=1", "lstm", ("resume",)),
+    ("dp=1", "dropout", ("resume", "checkpoints")),
+    ("dp=2", "dropout", ("resume", "evaluate")),
+    ("fsdp=2", "dropout", ("resume",)),
+    ("dp=1", "sparse", ()),
+    ("dp=2", "sparse", ()),
+    ("dp=2", "lstm", ("clip",)),
+    ("dp=2", "branches", ("small buckets",)),
+    ("dp=2", "gpt", ("small buckets", "checkpoints")),
+    ("dp=2 microbatches=2", "gpt", ("small buckets", "clip")),
+    ("dp=2", "cnn", ("batch_norm: sync",)),
+    ("dp=2", "cnn", ("resume", "evaluate")),
+    ("dp=2 fused=on precision=bf16", "cnn", ()),
+    ("dp=2 compress=powersgd:2", "gpt", ("resume",)),
+    ("dp=2 sync=diloco:2", "gpt", ("resume",)),
+    ("dp=2 sync=local:3", "gpt", ("evaluate", "checkpoints")),
+    ("dp=2", "mlp", ("skip", "loader processes")),
+    ("fsdp=2", "gpt", ("resume", "checkpoints")),
+    ("fsdp=2", "gpt", ("lamb",)),
+    ("tp=2", "gpt", ("resume", "clip")),
+    ("pp=2 microbatches=2", "gpt", ("resume", "evaluate")),
+    ("ep=2", "moe", ("resume", "evaluate")),
+)
+
+LOOPS = (  # of `simulated_loops.py`
+    ("dp=1", "steps_of_the_engine"),
+    ("dp=2 microbatches=2", "steps_of_the_engine"),
+    ("fsdp=2", "steps_of_the_engine"),
+    ("dp=1", "fp16_with_a_loss_scale"),
+    ("dp=2", "fp16_with_a_loss_scale"),
+    ("dp=1", "own_backward"),
+    ("dp=2", "own_backward"),
+    ("dp=2", "two_optimizers"),
+    ("dp=2", "saved_and_loaded"),
+    ("fsdp=2", "saved_and_loaded"),
+)
+# What `make test` runs of the table, each in late order, some at random as well.
+QUICK = {
+    "mlp dp=1 + skip",
+    "cnn dp=1 + checkpoints",
+    "lstm dp=1 + resume",
+    "fp16_with_a_loss_scale dp=1",
+    "gpt dp=2 + small buckets + checkpoints",
+    "cnn dp=2 + batch_norm: sync",
+    "gpt dp=2 compress=powersgd:2",
+    "gpt dp=2 sync=diloco:3,fragments=2,overlap=1",
+    "gpt fsdp=2",
+    "gpt tp=2",
+    "gpt cp=2",
+    "gpt pp=2 microbatches=4",
+    "moe ep=2 + resume + evaluate",
+    "own_backward dp=2",
+    "saved_and_loaded fsdp=2",
+}
+
+
+def quick_table() -> list[Case]:
+    """The part of the table that `make test` runs."""
+    return [case for case in table() if case.training in QUICK and case.order != "eager"]
+
+
+def table() -> list[Case]:
+    """Every case, each of its own; those for the same number of devices are neighbours."""
+    found = dict.fromkeys(_cases())
+    return sorted(found, key=lambda case: case.ranks)
+
+
+def _cases() -> Iterator[Case]:
+    trainings = [
+        *(Case(plan, work) for work, plans in SPLITS.items() for plan in plans),
+        *(Case(plan) for plan in RULES),
+        *(Case(plan, work, features) for plan, work, features in WORKS),
+        *(Case(plan, work) for plan, work in LOOPS),
+    ]
+    for number, training in enumerate(trainings):
+        yield training
+        yield replace(training, order="random", seed=number)
+        if number % 4 == 0 and not training.draws:
+            yield replace(training, order="eager")

@@ -1,0 +1,53 @@
+"""The command line, the table and the figures of simulated.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+
+from measure import environment_line
+from paceline.cluster.discover import environment
+from simulated_cases import quick_table, table
+from simulated_sets import Result, device_variables, references, simulated
+from simulated_steps import counts_of_a_step
+
+
+def main(description: str) -> None:
+    """Train every case, print the table, and with --json a last line for machines."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--quick", action="store_true", help="only the cases of make test")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their names")
+    arguments = parser.parse_args()
+    cases = [case for case in (quick_table() if arguments.quick else table()) if arguments.only in case.name]
+    started = time.monotonic()
+    device = device_variables()
+    expected = references(cases, device)
+    print(f"{len(expected)} trainings on the CPU as references: {time.monotonic() - started:.0f} s")
+    results = simulated(cases, expected, device, _tell)
+    verdicts = Counter(result.verdict for result in results)
+    ours, plain = counts_of_a_step(device)
+    print(", ".join(f"{number} {verdict}" for verdict, number in verdicts.items()))
+    print(f"one step, dp=1: {ours.launches:g} launches, plain PyTorch {plain.launches:g}; {ours.waits:g} host waits")
+    print(f"{time.monotonic() - started:.0f} s; {environment_line()}")
+    if arguments.json:
+        figures = {
+            "cases": len(results),
+            "wrong": verdicts["wrong"],
+            "crashed": verdicts["crashed"] + verdicts["refused"],
+            "late": verdicts["late"],
+            "host_waits_per_step": ours.waits,
+            "extra_launches_per_step": ours.launches - plain.launches,
+        }
+        print(json.dumps({"figures": figures, "environment": environment()}))
+    if verdicts.keys() - {"right"}:
+        sys.exit(1)
+
+
+def _tell(result: Result) -> bool:
+    difference = f"{result.difference:6.1%} of what is allowed" if result.verdict == "right" else result.why
+    print(f"  {result.verdict:8} {result.case.name:75} {difference}", flush=True)
+    return True

@@ -1,0 +1,96 @@
+"""Host waits and kernel launches of one step: of paceline's loop, and of the same step in plain PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from measure import our_steps
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.files import scratch_folder
+from paceline.launch.place import on_this_machine
+from paceline.launch.run_on_ranks import run_on_ranks
+from paceline.training.build import build_engine, built, seed_all
+from paceline.training.loop import Loop
+from paceline.training.record.run import Run
+from simulated_cases import Case
+from simulated_ranks import describe
+from simulated_sets import DEADLINE_S, environment
+
+WARM_UP, STEPS = 4, 8
+_CASE = Case("dp=1")
+
+
+@dataclass
+class StepCounts:
+    """Kernel launches and host waits of one step, in the mean over some."""
+
+    launches: float
+    waits: float
+
+
+def counts_of_a_step(device: Mapping[str, str]) -> tuple[StepCounts, StepCounts]:
+    """Counts of our step, and of the plain one, on one simulated device."""
+    with environment(device), scratch_folder() as folder:
+        (both,) = run_on_ranks(
+            count, folder, places=on_this_machine(1), deadline_s=DEADLINE_S, start_deadline_s=DEADLINE_S
+        )
+    return both[0], both[1]
+
+
+def count(folder: Path) -> list[StepCounts]:
+    """In a rank: the counts of our step and of the plain one."""
+    torch.set_num_threads(1)
+    with joined() as group:
+        return [_ours(folder / "run", group), _plain(group.device)]
+
+
+def _ours(folder: Path, group: Group) -> StepCounts:
+    describe(_CASE, WARM_UP + STEPS + 1, folder, group)
+    run = Run(folder)
+    seed_all(run.job.seed)
+    data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
+    engine = build_engine(run.job, run.plan, built(run.job, run.plan), data, group)
+    loop = Loop(run, engine, data, group)
+    loop.events.progress = None
+    with closing(loop.checkpoints.writer), closing(loop):
+        steps = our_steps(loop)
+        return _counted(lambda: next(steps))
+
+
+def _plain(device: torch.device) -> StepCounts:
+    """The step as anybody would write it: batches copied from pinned memory, no number read."""
+    job = _CASE.job()
+    seed_all(job.seed)
+    model = job.model.build().to(device)
+    optimizer = job.optimizer.build(model.parameters())
+    data = job.data.build(input_shape=None, seed=job.seed).train
+    batches = torch.utils.data.DataLoader(data, batch_size=job.global_batch, shuffle=True, pin_memory=True)
+    endless: Iterator[list[torch.Tensor]] = itertools.chain.from_iterable(itertools.repeat(batches))
+
+    def step() -> None:
+        inputs, target = (part.to(device, non_blocking=True) for part in next(endless))
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs).flatten(0, -2), target.flatten()).backward()
+        optimizer.step()
+
+    return _counted(step)
+
+
+def _counted(step: Callable[[], object]) -> StepCounts:
+    device: Any = torch.get_device_module()
+    for _ in range(WARM_UP):
+        step()
+    device.reset_counts()
+    for _ in range(STEPS):
+        step()
+    counts = device.counts()
+    return StepCounts(counts["launches"] / STEPS, counts["host_waits"] / STEPS)

@@ -1,0 +1,66 @@
+"""What is trained on simulated accelerators has the numbers of the CPU, whatever the order of the streams.
+
+The table of cases is that of `benchmarks/simulated.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PARTS = 12  # of the whole table, each a test
+
+
+@pytest.fixture
+def sets(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that trains sets of cases."""
+    # Last: a file there has the name of the accelerator's package.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(BENCHMARKS)])
+    return importlib.import_module("simulated_sets")
+
+
+def not_right(sets: Any, cases: Any) -> list[str]:
+    device = sets.device_variables()
+    results = sets.simulated(cases, sets.references(cases, device), device)
+    assert len(results) == len(cases)
+    return [f"{r.case.name} is {r.verdict}: {r.why}" for r in results if r.verdict != "right"]
+
+
+@pytest.mark.needs_compiler
+@pytest.mark.timeout(300)
+def test_the_telling_cases_are_right(sets: Any) -> None:
+    assert not not_right(sets, importlib.import_module("simulated_cases").quick_table())
+
+
+@pytest.mark.slow
+@pytest.mark.needs_compiler
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_case_is_right(sets: Any, part: int) -> None:
+    cases = sets.table()
+    assert len(cases) >= 150
+    # neighbours have the same number of devices, and the orders of a training stand side by side
+    assert not not_right(sets, cases[len(cases) * part // PARTS : len(cases) * (part + 1) // PARTS])
+
+
+def test_every_planted_mistake_still_has_its_place(sets: Any) -> None:
+    mutations = importlib.import_module("simulated_mutations")
+    assert len(mutations.MISTAKES) == 40
+    for mistake in mutations.MISTAKES:
+        assert mutations.planted(mistake)
+        assert mutations.cases_of(mistake)
+
+
+@pytest.mark.slow
+@pytest.mark.needs_compiler
+@pytest.mark.timeout(600)
+def test_a_checkpoint_that_is_written_too_early_is_seen(sets: Any) -> None:
+    mutations = importlib.import_module("simulated_mutations")
+    [mistake] = [m for m in mutations.MISTAKES if m.name == "a checkpoint is written before it is copied"]
+    [tried] = mutations.try_all([mistake])
+    assert tried.seen is not None
