@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from model_families import family_job
@@ -258,3 +258,19 @@ def test_a_divided_run_goes_on_bit_for_bit_from_the_middle_of_a_period(tmp_path:
     resumed = trained(tmp_path / "resumed", 12)
     for rank in range(4):
         assert facts(resumed, rank) == facts(undisturbed, rank)
+
+
+@pytest.mark.parametrize("plan", ["dp=1 remat=block", "dp=1 remat=block sync=local:2"])
+def test_a_divided_model_on_one_rank_has_the_loss_of_a_whole_one(plan: str) -> None:
+    def losses(plan: str) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)])
+        inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(5))
+        loader: DataLoader[Any] = DataLoader(TensorDataset(inputs, inputs.argmax(dim=1)), batch_size=8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = paceline.setup(model, optimizer, nn.functional.cross_entropy, loader, plan=plan)
+        found = [engine.step(batch).loss for batch in engine.loader]
+        engine.close()
+        return found
+
+    assert losses(plan) == pytest.approx(losses("dp=1"), rel=1e-5)

@@ -178,7 +178,9 @@ class SynchronousAgreement:
         own_busy_s = self.signals.seal(self.meter, local)
         self.apply_rule(step)
         if self.split is not None:
-            *sums, square = numbers([self._sum_over_all(self.split)])
+            summed = self._sum_over_all(self.split)
+            alone = self.world.size == 1
+            *sums, square = numbers([*self.signals.own(local), summed[-1:]] if alone else [summed])
             self._norm = math.sqrt(square)
         else:
             sums = self._numbers(self.signals.sums(local))
@@ -257,6 +259,7 @@ class LocalAgreement(SynchronousAgreement):
         if self.split is not None:
             loss, items, square, *sums = numbers([self._sum_over_replica(self.split, local, everywhere)])
             self._norm = math.sqrt(square)
+            sums = [loss, items] if self.world.size == 1 else sums
         else:
             loss, items, *sums = self._numbers(
                 [*self.signals.own(local), *(self.signals.sums(local) if everywhere else [])]
