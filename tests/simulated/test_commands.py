@@ -29,6 +29,19 @@ print(json.dumps({
 """
 
 
+FIGURES = """
+from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
+DEVICE = Accelerator(
+    name="Simulated accelerator",
+    kind="sim",
+    peak_flops={"fp64": 5e10, "fp32": 1e11, "tf32": 1e11, "bf16": 2e11, "fp16": 2e11},
+    memory_bytes=16 * 2**30,
+    memory_bandwidth=10e9,
+    inside=LinkSpec("memory", 1e9, 1e-3),
+)
+"""
+
+
 def job_file(folder: Path, steps: int) -> Path:
     file = folder / f"{steps}_steps.yaml"
     file.write_text(small_job(stop={"steps": steps}).to_yaml())
@@ -110,9 +123,21 @@ def test_auto_says_which_figures_it_lacks_and_goes_on(simulated: Simulated, tmp_
     assert shown.code == 0, shown
     lacks = 'no plan can be predicted for "Simulated accelerator": its peak FLOP/s, memory bandwidth and links'
     assert shown.says(lacks, "going on from plan dp=2")
+    own = {"PYTHONPATH": f"{entry_of_ones_own(tmp_path)}{os.pathsep}{sim['PYTHONPATH']}"}
+    assert in_a_process("plan", job_file(tmp_path, 6), folder=tmp_path, **sim | own).says("the best plans", "dp=2")
     planned = in_a_process("plan", job_file(tmp_path, 6), folder=tmp_path, **sim)
     assert lacks in planned.error
     assert "docs/extend/hardware.md" in planned.error
+
+
+def entry_of_ones_own(folder: Path) -> Path:
+    """An installed package that gives the figures of the device."""
+    about = folder / "figures-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: figures\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[paceline.hardware]\nSimulated accelerator = figures:DEVICE\n")
+    (folder / "figures.py").write_text(FIGURES)
+    return folder
 
 
 @pytest.mark.slow
