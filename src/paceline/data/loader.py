@@ -20,6 +20,7 @@ from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, Samp
 from paceline.data.stream import SamplerStream
 from paceline.data.whole import BatchPart, Flow
 from paceline.errors import DataError, PlanError
+from paceline.job.batch import on_device
 from paceline.job.partition import Partition
 
 
@@ -79,6 +80,7 @@ class Loader:
         self.position: Position | None = None
         self.indices: list[Any] = []
         self.fills_empty = False  # with a sample that counts for nothing, for loops that compute their own loss
+        self.device = torch.device("cpu")  # where batches arrive; other than here only for loops of that kind
         self._rank = partition.replica if rank is None else rank
         self._samples = samples or RequestedSamples(dataset, collate_fn, partition.replica, partition.seed)
         self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
@@ -112,7 +114,7 @@ class Loader:
                 if received is None:  # nothing but the end of one loader process's stream
                     continue
                 step += 1
-                yield received[0]
+                yield on_device(received[0], self.device)
                 if self._batches is not batches:  # a state was loaded, or another iteration took over
                     return
             self._next, self._turn = (epoch + 1, 0), 0

@@ -77,6 +77,22 @@ def place(batch: Batch, device: torch.device, *, dtype: torch.dtype | None, chan
     return tuple(move(t) for t in batch)
 
 
+def on_device(batch: Any, device: torch.device) -> Any:
+    """A batch of any structure with its tensors on `device`; the rest stays as it is."""
+    if device.type == "cpu" or batch is None:
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if callable(move := getattr(batch, "to", None)):  # Hugging Face's BatchEncoding, a PackedSequence
+        return move(device)
+    if isinstance(batch, Mapping):
+        return {key: on_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        values = [on_device(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
+
+
 def nonfinite_rows(batch: Batch | None) -> list[int]:
     """The rows of the batch that hold NaN or Inf in any floating-point part."""
     if batch is None:

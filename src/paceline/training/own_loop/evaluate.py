@@ -17,7 +17,7 @@ from paceline.comm import Group
 from paceline.data.deal import check, deal
 from paceline.data.held_out import padded
 from paceline.errors import JobError, PlanError
-from paceline.job.batch import Batch, rows
+from paceline.job.batch import Batch, on_device, rows
 from paceline.job.zoo.metrics import LossMetric
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Me
 
 def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[str, Any]:
     if measure is not None:
-        found = measure(engine.example if batch is None else _on_device(batch, engine.device))
+        found = measure(engine.example if batch is None else on_device(batch, engine.device))
         if not isinstance(found, Mapping):
             raise JobError(
                 f'measure(batch) returns a dict of numbers such as {{"loss": loss}}; this one returned a '
@@ -104,7 +104,7 @@ def _own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
             f"plan {engine.plan} needs as many batches on every rank: evaluate a DataLoader whose dataset has a length"
         )
     first = data.dataset[0]
-    engine.example = _on_device(first if data.batch_sampler is None else data.collate_fn([first]), engine.device)
+    engine.example = on_device(first if data.batch_sampler is None else data.collate_fn([first]), engine.device)
     return padded(iter(own), count)
 
 
@@ -138,18 +138,6 @@ def _dealt(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Iterable[Any], int
     arguments |= {name: getattr(loader, name) for name in kept}
     # A generator of its own, so that nothing is drawn from the rank's random state.
     return DataLoader(loader.dataset, generator=torch.Generator(), **arguments), -(-len(drawn) // group.size)
-
-
-def _on_device(batch: Any, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _on_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_on_device(value, device) for value in batch)
-    return batch
 
 
 def _samples(batch: Batch) -> int:

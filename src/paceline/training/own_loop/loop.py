@@ -75,7 +75,8 @@ class OwnLoop(Engine):
         self.counts_measures = split is None or split.owns_loss  # of ranks that compute the same, one counts
         self.example: Any = None  # a batch to be measured, and not counted, where this rank has none left
         for dealt in self.loaders:
-            dealt.fills_empty = loss is None
+            if loss is None:
+                self._serve(dealt)
         self.shares = LossShares(self.loaders, self.data_group, self.device)
         self._casting = False
         self._newest_loss = torch.zeros((), dtype=torch.float64)
@@ -207,9 +208,13 @@ class OwnLoop(Engine):
     def deal(self, loader: DataLoader[Any]) -> Loader:
         """Deal a loader as `Engine.deal`; `save` keeps its position, too."""
         dealt = super().deal(loader)
-        dealt.fills_empty = True
+        self._serve(dealt)
         self.loaders.append(dealt)
         return dealt
+
+    def _serve(self, loader: Loader) -> None:
+        """Have a loader's batches arrive as a loop that computes its own loss needs them."""
+        loader.fills_empty, loader.device = True, self.device
 
     def gather(self, rows: Tensor) -> Tensor:
         """All ranks' rows (dim 0) in rank order, for a loss over the global batch.
