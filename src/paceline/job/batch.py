@@ -78,7 +78,7 @@ def place(batch: Batch, device: torch.device, *, dtype: torch.dtype | None, chan
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """A batch of any structure with its tensors on `device`; the rest stays as it is."""
+    """A batch of any structure, with all its tensors on `device`."""
     if device.type == "cpu" or batch is None:
         return batch
     if isinstance(batch, Tensor):
