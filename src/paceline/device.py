@@ -55,9 +55,9 @@ def accelerator_type() -> str | None:
         return None
     found = torch.accelerator.current_accelerator(check_available=True)
     if wanted and (found is None or found.type != wanted):
-        there = "none" if found is None else f"`{found.type}`"
+        there = "no accelerator" if found is None else f"`{found.type}`"
         raise ClusterError(
-            f"{DEVICE_VARIABLE}={wanted}: torch {torch.__version__} finds {there} of that kind here. "
+            f"{DEVICE_VARIABLE}={wanted}: torch {torch.__version__} finds {there} here. "
             f"Unset it to use what there is, or set {DEVICE_VARIABLE}={CPU}."
         )
     return found.type if found is not None else None

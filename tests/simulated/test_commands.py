@@ -58,15 +58,20 @@ def losses(run: Run) -> list[float]:
 
 
 def test_it_is_discovered_without_importing_torch_and_left_alone_where_that_is_asked_for(simulated: Simulated) -> None:
-    def found(**variables: str) -> dict[str, Any]:
+    def shown(**variables: str) -> subprocess.CompletedProcess[str]:
         environ = os.environ | simulated.environment(devices=3) | variables
-        command = [sys.executable, "-c", DISCOVERED]
-        shown = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=True)
-        return dict(json.loads(shown.stdout))
+        return subprocess.run(
+            [sys.executable, "-c", DISCOVERED], env=environ, capture_output=True, text=True, timeout=100
+        )
+
+    def found(**variables: str) -> dict[str, Any]:
+        return dict(json.loads(shown(**variables).stdout))
 
     gpu = {"name": "Simulated accelerator", "memory_bytes": 2**34}
     assert found() == {"kind": "sim", "devices": 3, "emulated": "cpu", "torch": False, "gpus": [gpu] * 3}
-    assert (found(PACELINE_DEVICE="cpu")["kind"], found(PACELINE_DEVICE="cpu")["gpus"]) == ("cpu", [])
+    left_alone = found(PACELINE_DEVICE="cpu")
+    assert (left_alone["kind"], left_alone["gpus"]) == ("cpu", [])
+    assert "PACELINE_DEVICE=xpu, but the accelerators here are of type sim" in shown(PACELINE_DEVICE="xpu").stderr
 
 
 def test_ranks_are_forked_as_the_seed_never_starts_it(simulated: Simulated) -> None:

@@ -37,7 +37,8 @@ def torch_devices() -> tuple[Device, ...]:
     if "torch" in sys.modules and device.is_started():
         found = accelerators()
     else:
-        found = _asked(frozenset(os.environ.items()))
+        # what there is, whatever is wanted: `find_gpus` compares
+        found = _asked(frozenset(pair for pair in os.environ.items() if pair[0] != device.DEVICE_VARIABLE))
     return tuple(Device.model_validate(one) for one in found)
 
 
