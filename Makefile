@@ -34,10 +34,9 @@ test-all: $(VENV)/.test ## Run every check and every test.
 	@$(MAKE) --no-print-directory --jobs=2 check compiled
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --slow
 
-# The workers of pytest would each compile the tests anew if they met them at the same time, and wait for the simulated accelerator.
+# The workers of pytest would each compile the tests anew if they met them at the same time. This also builds the simulated accelerator.
 compiled: $(VENV)/.test
 	@$(BIN)/python -m compileall -q src tests
-	@! command -v g++ > /dev/null || PYTHONPATH=tests $(BIN)/python -m simulated.build > /dev/null
 	@$(BIN)/pytest --collect-only --quiet > /dev/null
 
 check: $(VENV)/.test ## Run the linters and the type checker.

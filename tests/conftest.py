@@ -21,7 +21,7 @@ import pytest
 from hosts import Hosts, emulating
 from leaks import Snapshot, adopt_orphans
 from ranks import Ranks, run_on_ranks, start_seed
-from simulated.build import COMPILER
+from simulated.build import COMPILER, build
 from simulated.environment import Simulated
 
 # before torch is imported: models in tests are too small to share among threads
@@ -147,6 +147,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in slow]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # here, where no test's time runs
+    compiles = [item for item in session.items if item.get_closest_marker("needs_compiler")]
+    if compiles and NEEDS["needs_compiler"][1]():
+        build()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

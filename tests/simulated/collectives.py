@@ -220,6 +220,8 @@ class SimulatedGroup(dist.ProcessGroup):
             raise RuntimeError(
                 f"{name}: No backend type associated with device type {wrong[0].type if wrong else None}"
             )
+        if not all(map(_is_dense, tensors)):
+            raise ValueError(f"{name}: Tensors must be non-overlapping and dense")
         if len(devices) > 1:
             raise ValueError(f"{name}: all tensors of a rank must be on one device, not {sorted(map(str, devices))}")
         return devices.pop()
@@ -387,6 +389,18 @@ def _like(tensors: Tensors, host: dict[int, Tensor]) -> Any:
 
 def _sizes(tensors: Iterable[Tensor]) -> str:
     return " ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if the elements fill a part of the memory, in whatever order of the dimensions."""
+    if tensor.layout != torch.strided:
+        return False
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
 
 
 def _check_ratio(name: str, larger: Sequence[Tensor], smaller: Sequence[Tensor], ranks: int) -> None:

@@ -35,8 +35,14 @@ def test_a_collective_ends_though_its_host_never_waits(simulated: Simulated) -> 
     simulated.ranks(2, host_of_rank_0_does_not_wait)
 
 
-def test_tensors_of_the_cpu_are_refused(simulated: Simulated) -> None:
-    simulated.ranks(2, tensors_of_the_cpu)
+def test_tensors_that_nccl_does_not_take_are_refused(simulated: Simulated) -> None:
+    simulated.ranks(2, refused_tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["late", "random", "eager"])
+def test_many_collectives_of_several_groups_on_several_streams_stay_right(simulated: Simulated, order: Order) -> None:
+    assert simulated.ranks(4, wrong_rounds, 60, order=order, seed=3, deadline_s=100) == [[]] * 4
 
 
 @pytest.mark.parametrize(
@@ -249,9 +255,48 @@ def host_of_rank_0_does_not_wait() -> None:
     dist.barrier(on_cpu)
 
 
-def tensors_of_the_cpu() -> None:
+def refused_tensors() -> None:
+    device = torch.device("sim", dist.get_rank())
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(3))
+    with pytest.raises(ValueError, match="non-overlapping and dense"):
+        dist.all_reduce(torch.ones(4, 4, device=device)[:, ::2])
+    with pytest.raises(ValueError, match="non-overlapping and dense"):
+        dist.all_reduce(torch.ones(3, device=device).to_sparse())
+
+
+def wrong_rounds(rounds: int) -> list[int]:
+    """Rounds with a wrong sum: rows and columns of a mesh of 2 by 2 ranks, each on a stream of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank = dist.get_rank()
+    device = torch.device("sim", rank)
+    mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("row", "column"))
+    side, wrong = torch.Stream(device), []
+    for number in range(rounds):
+        own = torch.full((64,), float(rank + number), device=device)
+        by_row = own.clone()
+        side.wait_stream(torch.accelerator.current_stream())
+        own.record_stream(side)
+        with side:
+            by_column = own * 2
+            first = dist.all_reduce(by_column, group=mesh.get_group("column"), async_op=True)
+        second = dist.all_reduce(by_row, group=mesh.get_group("row"), async_op=True)
+        messages = [
+            dist.P2POp(dist.isend, torch.full((8,), float(number + rank), device=device), (rank + 1) % 4),
+            dist.P2POp(dist.irecv, received := torch.empty(8, device=device), (rank - 1) % 4),
+        ]
+        assert first is not None
+        assert second is not None
+        for work in (first, second, *dist.batch_isend_irecv(messages)):
+            work.wait()
+        torch.accelerator.current_stream().wait_stream(side)
+        sums = [by_row[0], by_column[63], received[7]]
+        row, column = rank % 2 + (rank % 2 + 2), 2 * (rank // 2 * 4 + 1)
+        expected = [row + 2.0 * number, column + 4.0 * number, number + float((rank - 1) % 4)]
+        if number % 3 == 0 and torch.stack(sums).tolist() != expected:
+            wrong.append(number)
+    return wrong
 
 
 def text_of_mistake(mistake: str) -> str:

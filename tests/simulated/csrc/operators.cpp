@@ -187,6 +187,7 @@ class Call {
   std::shared_ptr<const Shapes> known_shapes() const {
     Signature signature;
     signature.put('p', static_cast<const void*>(&schema));
+    signature.put('d', c10::typeMetaToScalarType(c10::get_default_dtype()));
     for (const IValue& arg : args) signature.put(arg);
     if (!signature.known) return std::make_shared<Shapes>(shapes());
     {
