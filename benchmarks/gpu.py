@@ -74,9 +74,9 @@ def main() -> None:
     arguments, started = parser.parse_args(), time.monotonic()
     if arguments.device == "cpu":
         os.environ.update(ON_CPU)
-    # so that ranks find the modules beside this one
     os.environ.setdefault("TORCH_LOGS", "-dynamo")  # it would warn of what is hooked in to compare
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    # Ranks find the modules beside this one, behind others: a device's plugin may have one of the name of ours.
+    os.environ["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH') or Path.cwd()}{os.pathsep}{Path(__file__).parent}"
     described = run_on_ranks(describe, 0, places=on_this_machine(1), start_deadline_s=120.0)[0]
     if described.mode == "cpu" and arguments.device != "cpu":
         print(
