@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from paceline import device as devices
 from paceline.comm.backend import join, leave
 from paceline.comm.comm_thread import CommStream
 from paceline.engine.meter import BUBBLE, COMPUTE
+from paceline.job.zoo.losses import CrossEntropy
 from paceline.launch.place import on_this_machine
 from ranks import Ranks, run_in_places
 from simulated.environment import Simulated
@@ -160,3 +162,30 @@ def test_sums_over_samples_are_narrower_where_a_device_has_no_float64(monkeypatc
     assert devices.widest_float(torch.device("cpu")) == torch.float64
     monkeypatch.setattr(torch, "zeros", zeros)
     assert devices.widest_float.__wrapped__(torch.device("cpu")) == torch.float32
+
+
+def launches_of_the_loss() -> list[int]:
+    """Launches of torch's mean cross-entropy, of ours where the host knows the labels, and where it does not."""
+    module = torch.get_device_module()
+    logits = torch.randn(8, 5, device="sim", requires_grad=True)
+    labels, loss = torch.arange(8) % 5, CrossEntropy()
+    on_device, found = labels.to("sim"), []
+
+    def count(value: Callable[[], Tensor]) -> None:
+        logits.grad = None
+        module.reset_counts()
+        value().backward()
+        found.append(module.counts()["launches"])
+
+    count(lambda: nn.functional.cross_entropy(logits, on_device))
+    with loss.knowing(labels):
+        count(lambda: loss(logits, on_device))
+    count(lambda: loss(logits, on_device))
+    with loss.knowing(labels.where(labels < 2, -100)):
+        assert float(loss(logits, torch.full((8,), -100, device="sim"))) == 0.0
+    return found
+
+
+def test_a_loss_whose_labels_all_count_is_torchs_own(simulated: Simulated) -> None:
+    plain, known, unknown = simulated.ranks(1, launches_of_the_loss)[0]
+    assert plain == known < unknown

@@ -23,7 +23,7 @@ from paceline.engine.weighing import Weighing
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.loss import Loss
-from paceline.job.zoo.losses import call
+from paceline.job.zoo.losses import CrossEntropy, call
 from paceline.job.zoo.models.moe import Router, add_counts, moe_counts, weigh_balance
 from paceline.plans.choices import Compile
 from paceline.plans.limits import no_graphs
@@ -278,7 +278,7 @@ class WholeModel(Compute):
         for i, part in enumerate(parts):
             self.replica.backward.last = i == len(parts) - 1
             self.experts.weigh(part, position)
-            with self.autocast():
+            with self.autocast(), self._knowing(batch):
                 output = self.call(part)
                 if i == 0 and is_accelerator(self.device):
                     self.check_target(output, batch, self.here(step), self.loader.indices)
@@ -287,6 +287,13 @@ class WholeModel(Compute):
             (scaled if self.loss_scale is None else self.loss_scale.scale(scaled)).backward()
             local.add(scaled.detach(), items)
         return local
+
+    def _knowing(self, batch: Batch) -> AbstractContextManager[None]:
+        """Context in which the loss knows the labels that an accelerator's host has."""
+        if not is_accelerator(self.device) or type(self.step_loss) is not CrossEntropy:
+            return _AS_IT_IS
+        target = target_of(batch)
+        return _AS_IT_IS if on_accelerator(target) else self.step_loss.knowing(target)
 
     def microbatches(self, placed: Batch) -> list[Batch]:
         """The parts of this rank's share that it computes one after the other."""

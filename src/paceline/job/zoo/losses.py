@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan
 from typing import Annotated, Any
@@ -55,7 +56,7 @@ class CrossEntropy:
         label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0,
         weight: list[Annotated[float, Field(ge=0)]] | None = None,
     ) -> None:
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self._all_counted = label_smoothing, False
         self.weight = None if weight is None else torch.tensor(weight)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
@@ -80,8 +81,22 @@ class CrossEntropy:
         # to look is nearly free on a CPU; an accelerator would have to be waited for
         if mean.device.type == "cpu" and not isnan(mean.item()):
             return mean
+        if self._all_counted:
+            return mean
         counted = (labels != IGNORED).any() if self.weight is None else self.items(target) > 0
         return torch.where(counted, mean, 0.0)
+
+    @contextmanager
+    def knowing(self, target: Tensor) -> Iterator[None]:
+        """Context in which the loss is of parts of `target`, which is on the host.
+
+        Where all its labels count, an accelerator need not look for parts in which none does.
+        """
+        self._all_counted = self.weight is None and not bool((target == IGNORED).any())
+        try:
+            yield
+        finally:
+            self._all_counted = False
 
     def items(self, target: Tensor) -> Tensor:
         """Number of items in the mean: labels other than -100, or their weights' sum."""
