@@ -90,6 +90,8 @@ def events_tell_the_time() -> None:
 
 def memory_is_counted_and_limited() -> None:
     module: Any = torch.get_device_module(DEVICE)
+    assert module.mem_get_info() == (1 << 20, 1 << 20)
+    assert not module.is_initialized(), "it may be asked before a fork"
     before = module.memory_allocated()
     held = torch.empty(1000, device=DEVICE)
     assert module.memory_allocated() - before == 4096

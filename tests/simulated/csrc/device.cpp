@@ -195,6 +195,9 @@ void register_device() {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   register_lists();
   register_sparse();
-  pthread_atfork(nullptr, nullptr, [] { world().bad_fork = world().used; });
+  pthread_atfork(nullptr, nullptr, [] {
+    world().bad_fork = world().used;
+    world().configured = false;
+  });
 }
 }  // namespace sim

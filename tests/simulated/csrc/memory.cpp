@@ -140,6 +140,7 @@ struct Allocator final : c10::DeviceAllocator {
     for (auto* kind : kinds(index)) (*kind)[kAll].reset_peak();
   }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) override {
+    configure();
     Lock lock(world().lock);
     DeviceState& device = world().device[index];
     const size_t total = device.limit ? device.limit : kTotalMemory;

@@ -118,26 +118,26 @@ void announce() {
   world().changed.notify_all();
 }
 
-// Takes the settings of the environment, once; as late as the first use, when a forked rank knows its number.
+// Takes the settings of the environment, once; again in a fork, which then knows its rank.
 void configure() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    auto text = [](const char* name) {
-      const char* value = std::getenv(name);
-      return std::string(value ? value : "");
-    };
-    auto number = [&](const char* name) { return std::strtoull(text(name).c_str(), nullptr, 10); };
-    const uint64_t rank = number("RANK");
-    world().dice.seed(number("PACELINE_SIMULATED_SEED") * 1009 + rank);
-    world().asleep = world().dice();
-    if (!text("PACELINE_SIMULATED_ORDER").empty()) world().order = order_named(text("PACELINE_SIMULATED_ORDER"));
-    unsigned long long who = 0, at = 0;
-    const bool dies = sscanf(text("PACELINE_SIMULATED_DIES").c_str(), "%llu:%llu", &who, &at) == 2 && who == rank;
-    for (DeviceState& device : world().device) {
-      device.limit = number("PACELINE_SIMULATED_MEMORY");
-      if (dies && number("PACELINE_ATTEMPT") == 0) device.dies_at = at;
-    }
-  });
+  static std::mutex one;
+  std::lock_guard<std::mutex> alone(one);
+  if (std::exchange(world().configured, true)) return;
+  auto text = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string(value ? value : "");
+  };
+  auto number = [&](const char* name) { return std::strtoull(text(name).c_str(), nullptr, 10); };
+  const uint64_t rank = number("RANK");
+  world().dice.seed(number("PACELINE_SIMULATED_SEED") * 1009 + rank);
+  world().asleep = world().dice();
+  if (!text("PACELINE_SIMULATED_ORDER").empty()) world().order = order_named(text("PACELINE_SIMULATED_ORDER"));
+  unsigned long long who = 0, at = 0;
+  const bool dies = sscanf(text("PACELINE_SIMULATED_DIES").c_str(), "%llu:%llu", &who, &at) == 2 && who == rank;
+  for (DeviceState& device : world().device) {
+    device.limit = number("PACELINE_SIMULATED_MEMORY");
+    if (dies && number("PACELINE_ATTEMPT") == 0) device.dies_at = at;
+  }
 }
 
 Order order_named(const std::string& name) {

@@ -97,7 +97,7 @@ struct World {
   int devices = 2;
   Order order = Order::late;
   bool forgets_waits = false;
-  bool used = false, bad_fork = false;
+  bool configured = false, used = false, bad_fork = false;
   std::mt19937_64 dice;
   uint64_t asleep = 0;  // streams that random order leaves alone for now, by the bits of their numbers
   DeviceState device[kMostDevices];
