@@ -22,8 +22,9 @@ from torch.distributed import DistBackendError
 
 from simulated.device import _C, TYPE
 from simulated.faults import Faults
-from simulated.lane import Lane, Operation
+from simulated.lane import Lane
 from simulated.signature import agree, check_message, header
+from simulated.work import Batch, SimulatedWork
 
 BACKEND = "simccl"
 Options = Any  # torch's options of a collective; each kind is a class of its own
@@ -300,73 +301,6 @@ class SimulatedGroup(dist.ProcessGroup):
         self._timeout = timeout
         if hasattr(self._inner, "set_timeout"):
             self._inner.set_timeout(timeout)
-
-
-class SimulatedWork(dist.Work):
-    """torch's handle on a collective. The tensors are kept until it is done, or waited for."""
-
-    def __init__(self, lane: Lane, operation: Operation, outputs: list[Tensor], *, blocks: bool) -> None:
-        super().__init__()
-        self._lane, self._operation, self._outputs, self._blocks = lane, operation, outputs, blocks
-        self._future: torch.futures.Future[list[Tensor]] | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Have the current stream wait; the host waits for a barrier alone.
-
-        Raises:
-            DistBackendError: it has failed by now.
-        """
-        if self._operation.error:
-            raise DistBackendError(self._operation.error)
-        torch.accelerator.current_stream(self._lane.device).wait_event(self._operation.done)
-        self._operation.release()
-        if self._blocks:
-            self._operation.done.synchronize()
-        return True
-
-    synchronize = wait  # type: ignore[assignment]
-
-    def is_completed(self) -> bool:
-        """True once it has ended, with or without an error."""
-        return bool(self._operation.done.query())
-
-    def is_success(self) -> bool:
-        """True if it has ended without an error."""
-        return self.is_completed() and not self._operation.error
-
-    def exception(self) -> Exception | None:
-        """The error that it failed with, or None."""
-        return DistBackendError(self._operation.error) if self._operation.error else None
-
-    def result(self) -> list[Tensor]:
-        """The tensors that it writes to."""
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future that is done at once: its users' streams wait, as for NCCL's."""
-        if self._future is None:
-            self._future = torch.futures.Future(devices=[self._lane.device])
-            with self._lane.stream:
-                self._future.set_result(self._outputs)
-        return self._future
-
-
-class Batch(dist.Work):
-    """Several collectives or messages as one."""
-
-    def __init__(self, works: list[SimulatedWork]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Have the current stream wait for all."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        """True once all have ended."""
-        return all(work.is_completed() for work in self._works)
 
 
 def _options(made: Any, given: Any) -> Any:

@@ -25,7 +25,7 @@ DELAY_MS = "PACELINE_SIMULATED_DELAY_MS"
 DIES = "PACELINE_SIMULATED_DIES"
 """`rank:launch`: that rank's device is lost at that launch, in the first attempt of a run."""
 TIMES_OUT = "PACELINE_SIMULATED_TIMES_OUT"
-"""`rank:collective`: that rank does not come to its so manieth collective or message, in the first attempt."""
+"""`rank:number`: that rank does not come to its collective or message of this number, in the first attempt."""
 LINK = "PACELINE_SIMULATED_LINK"
 """`factor:milliseconds`: collectives take so many times as long, and at least so long."""
 
