@@ -357,6 +357,11 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float64 if _works(lambda: torch.zeros(1, dtype=torch.float64, device=device)) else torch.float32
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor in the dtype of `widest_float`, on its device."""
+    return tensor.to(widest_float(tensor.device))
+
+
 @cache
 def has_streams(device: torch.device) -> bool:
     """True if a device has several queues of work."""

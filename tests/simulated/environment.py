@@ -16,6 +16,8 @@ Order = Literal["late", "random", "eager"]
 DEVICES, ORDER, SEED = "PACELINE_SIMULATED_DEVICES", "PACELINE_SIMULATED_ORDER", "PACELINE_SIMULATED_SEED"
 MEMORY = "PACELINE_SIMULATED_MEMORY"
 """Bytes of each device; what more is asked for is an OutOfMemoryError."""
+FLOAT64 = "PACELINE_SIMULATED_FLOAT64"
+"""Set to 0: devices have no float64."""
 TRACE_WAITS = "PACELINE_SIMULATED_TRACE_WAITS"
 """Set to 1: `torch.sim.wait_lines()` tells which line of Python made the host wait, and how often."""
 INNER = "PACELINE_SIMULATED_INNER"
@@ -36,6 +38,7 @@ def simulated_environment(
     order: Order = "late",
     seed: int = 0,
     memory_bytes: int = 0,
+    float64: bool = True,
     trace_waits: bool = False,
     inner: str = "shm",
     delay_ms: str = "",
@@ -55,6 +58,7 @@ def simulated_environment(
         ORDER: order,
         SEED: str(seed),
         MEMORY: str(memory_bytes or ""),
+        FLOAT64: "" if float64 else "0",
         TRACE_WAITS: "1" if trace_waits else "",
         INNER: inner,
         DELAY_MS: delay_ms,

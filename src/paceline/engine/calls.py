@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from paceline.comm import Group
+from paceline.device import CPU, DEVICE_VARIABLE, widest_float
 from paceline.errors import JobError, PlanError
 from paceline.sync.batchnorm import synchronise
 
@@ -16,6 +17,11 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Grou
     Called before the model is split.
     """
     if precision == "fp64":
+        if widest_float(data_group.device) != torch.float64:
+            raise PlanError(
+                f"precision=fp64: devices of type {data_group.device.type} have no float64. Choose another precision, "
+                f"or set {DEVICE_VARIABLE}={CPU} to compute on the CPU."
+            )
         model.double()
         choose = getattr(model, "set_experts_implementation", None)
         if choose is not None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from paceline.device import widened
 from paceline.job.batch import Batch
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _sums(compute: Compute, batch: Batch) -> dict[str, float]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             first = output[0] if isinstance(output, (tuple, list)) and output else output
             if isinstance(first, Tensor) and first.is_floating_point():
-                sums[name] = sums.get(name, 0.0) + float(first.double().sum())
+                sums[name] = sums.get(name, 0.0) + float(widened(first).sum())
 
         return hook
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.device import forked_random, widest_float
+from paceline.device import forked_random, widened, widest_float
 from paceline.engine.compute import Compute
 from paceline.engine.status import Phase
 from paceline.job.batch import Batch
@@ -110,7 +110,7 @@ class _AveragedBuffers(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self.own = [b.clone() for b in self.buffers]
-        flat = torch.cat([b.reshape(-1).double() for b in self.buffers])
+        flat = torch.cat([widened(b.reshape(-1)) for b in self.buffers])
         self.group.all_reduce(flat, "mean")
         for buffer, part in zip(self.buffers, flat.split([b.numel() for b in self.buffers]), strict=True):
             buffer.copy_(part.view_as(buffer))

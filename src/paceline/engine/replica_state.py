@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm import Group
+from paceline.device import widened
 from paceline.errors import SyncError
 from paceline.plans.axes import AXES, DATA_AXES
 from paceline.plans.sync_info import sync_info
@@ -161,10 +162,10 @@ def _differing(group: Group, named: Mapping[str, Tensor]) -> list[str]:
     if not named:
         return []
     digests = torch.stack([_digest(tensor) for tensor in named.values()])
-    halves = torch.cat([digests >> 32, digests & 0xFFFFFFFF]).double()  # numbers that float64 holds exactly
-    together = torch.cat([halves, -halves])
+    quarters = torch.cat([digests >> shift & 0xFFFF for shift in (0, 16, 32, 48)]).float()  # which holds them exactly
+    together = torch.cat([quarters, -quarters])
     group.all_reduce(together, "max")
-    largest, smallest = together.view(2, 2, -1)
+    largest, smallest = together.view(2, 4, -1)
     differs = (largest != -smallest).any(dim=0)
     return [name for name, one in zip(named, differs.tolist(), strict=True) if one]
 
@@ -207,7 +208,7 @@ def _is_rounding(group: Group, tensor: Tensor) -> bool:
     """True if the ranks' values of a tensor differ by no more than rounding."""
     if not tensor.is_floating_point():
         return False
-    extremes = torch.stack([tensor.reshape(-1), -tensor.reshape(-1)]).double()
+    extremes = widened(torch.stack([tensor.reshape(-1), -tensor.reshape(-1)]))
     group.all_reduce(extremes, "max")
     apart = (extremes[0] + extremes[1]).abs().max()
     return bool(apart <= _ROUNDING * torch.finfo(tensor.dtype).eps * extremes.abs().max())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch.utils._pytree import tree_map
 
@@ -153,8 +153,17 @@ class Weighing:
         """
         if not self._examines:
             return
+        on_host = widest_float(target.device) != torch.float64
         if self._trial is None:
-            self._trial = in_float64(_copied(self.loss))
+            copied = _copied(self.loss)
+            self._trial = in_float64(copied.cpu() if on_host and isinstance(copied, nn.Module) else copied)
+        if on_host:
+            output, target = tree_map(lambda t: t.cpu() if isinstance(t, Tensor) else t, (output, target))
+            try:
+                self._trial(output, target)
+            except Exception:  # noqa: BLE001 - the user's code, with tensors that it keeps on the device
+                self._tell(f"the loss {self._name} cannot be tried in float64, so what it is the mean over is unknown")
+                return
         with torch.no_grad(), forked_random(target.device), torch.autocast(target.device.type, enabled=False):
             self._examine(output, target)
 

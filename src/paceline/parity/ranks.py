@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.data.loader import Loader
+from paceline.device import widened
 from paceline.engine.comparable import all_in_float64, in_float64, nothing_dropped, random_module, without_dropout
 from paceline.engine.engine import Engine
 from paceline.job.batch import Batch
@@ -238,7 +239,7 @@ def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout,
         there = own if own is not None else reference
         return 0.0 if there is None or not there.any() else math.inf
     norm = max(float(torch.linalg.vector_norm(reference)), least)
-    difference = float(torch.linalg.vector_norm(local(own).detach().double().cpu() - layout.take(reference)))
+    difference = float(torch.linalg.vector_norm(local(own).detach().cpu().double() - layout.take(reference)))
     return difference / norm if norm else difference
 
 
@@ -257,7 +258,7 @@ class _Outputs:
             first = output[0] if isinstance(output, (tuple, list)) and output else output
             if not isinstance(first, Tensor) or not first.is_floating_point():
                 return
-            wide = first.detach().double()
+            wide = widened(first.detach())
             sums = self.found.setdefault(name, [0.0, 0.0, 0.0])
             for i, value in enumerate((wide.numel(), wide.sum().item(), wide.square().sum().item())):
                 sums[i] += value
@@ -280,4 +281,4 @@ def _steps(loader: Loader, steps: int) -> Iterator[Batch | None]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().double().cpu().clone(memory_format=torch.contiguous_format)
+    return tensor.detach().cpu().double().clone(memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.bucket import Bucket
-from paceline.device import uploaded
+from paceline.device import uploaded, widest_float
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.plans.axes import REPLICA
@@ -246,13 +246,13 @@ class Split:
         A shard that several ranks hold is divided by their number, and so is everything by `dp`, since replicas agree
         on gradients. The contributions of all ranks sum to the squared norm.
         """
-        square = torch.zeros(1, dtype=torch.float64, device=self.mesh.world.device)
+        square = torch.zeros(1, dtype=(wide := widest_float(self.mesh.world.device)), device=self.mesh.world.device)
         present = [
             (p.grad, self._holders(self.parts[name])) for name, p in self.parameters.items() if p.grad is not None
         ]
         if present:
-            norms = torch.stack([n.double() for n in torch._foreach_norm([g for g, _ in present])])
-            holders = uploaded([float(n) for _, n in present], torch.float64, norms.device)
+            norms = torch.stack([n.to(wide) for n in torch._foreach_norm([g for g, _ in present])])
+            holders = uploaded([float(n) for _, n in present], wide, norms.device)
             square[0] = (norms.square() / holders).sum() / self.plan.dp
         return square
 

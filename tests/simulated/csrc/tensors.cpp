@@ -10,18 +10,27 @@
 namespace sim {
 namespace {
 // ---- memory and copies
+// As a device whose hardware has no float64 (Apple's, some of Intel's) does.
+static c10::ScalarType allowed(std::optional<c10::ScalarType> dtype) {
+  static const char* float64 = std::getenv("PACELINE_SIMULATED_FLOAT64");
+  const c10::ScalarType wanted = c10::dtype_or_default(dtype);
+  TORCH_CHECK_TYPE(!float64 || std::string(float64) != "0" || wanted != c10::kDouble,
+                   "this simulated accelerator has no float64. Please use float32 instead.");
+  return wanted;
+}
+
 Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
              std::optional<Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
   c10::DeviceGuard guard(device.value_or(Device(kSim, -1)));
   return at::detail::empty_generic(size, &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                   c10::dtype_or_default(dtype), format);
+                                   allowed(dtype), format);
 }
 
 Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
                      std::optional<c10::Layout>, std::optional<Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(device.value_or(Device(kSim, -1)));
   const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-  return at::detail::empty_strided_generic(size, stride, &allocator(), keys, c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(size, stride, &allocator(), keys, allowed(dtype));
 }
 
 std::function<void()> copying(Tensor from, Tensor to, Storage kept = {}) {

@@ -62,4 +62,4 @@ def square(numbers: Tensor) -> float:
     total = float(torch.dot(numbers, numbers))
     if math.isfinite(total) or not bool(torch.isfinite(numbers).all()):
         return total
-    return float(numbers.double().square().sum())  # the numbers are only large
+    return float(numbers.cpu().double().square().sum())  # the numbers are only large

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from paceline.comm import Group
 from paceline.data.deal import check, deal
 from paceline.data.held_out import padded
+from paceline.device import widened
 from paceline.errors import JobError, PlanError
 from paceline.job.batch import Batch, on_device, rows
 from paceline.job.zoo.metrics import LossMetric
@@ -71,7 +72,7 @@ def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[float, float]:
         total, count = value
         return float(total), float(count)
     if isinstance(value, Tensor) and value.dim() == 1:
-        return float(value.double().sum()), float(len(value))
+        return float(widened(value).sum()), float(len(value))
     if isinstance(value, Tensor) and value.dim() > 1:
         raise JobError(
             f"measure gives {name} of shape {tuple(value.shape)}: give a number, one value per sample, or (sum, count)"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.device import widened
 from paceline.errors import CheckpointError, RunError
 from paceline.split.parts import local
 from paceline.training.checkpoint.convert import export as export_checkpoint
@@ -204,7 +205,7 @@ def _shared_and_own(
             )
     # A sum and a sum of squares: enough to tell what every rank keeps for itself from what all have.
     marks = {
-        name: [float(t.double().sum()), float(t.double().square().sum()), list(t.shape)] for name, t in tensors.items()
+        name: [float(widened(t).sum()), float(widened(t).square().sum()), list(t.shape)] for name, t in tensors.items()
     }
     everyones = engine.group.gather_json([encoded, {name: repr(mark) for name, mark in marks.items()}])
     for rank, (other, _) in enumerate(everyones):
