@@ -14,6 +14,7 @@ class Mistake:
         file: below `src/paceline`.
         old, new: text that stands there once, and what takes its place.
         trainings: those of the table that reach the place, by `Case.training`.
+        harmless: why it changes nothing, where it does not.
     """
 
     name: str
@@ -21,12 +22,13 @@ class Mistake:
     old: str
     new: str
     trainings: tuple[str, ...]
+    harmless: str = ""
 
 
 _BUCKETS = "gpt dp=2 + small buckets + checkpoints"
 _LOCAL = "gpt dp=2 sync=local:3 + evaluate + checkpoints"
 _OVERLAP = "gpt dp=2 sync=diloco:3,fragments=2,overlap=1"
-_RING, _TREE = "gpt dp=4 sync=allreduce:ring", "gpt dp=4 sync=allreduce:tree"
+_RING, _TREE = "gpt dp=2 fsdp=2 sync=allreduce:ring", "gpt dp=2 tp=2 sync=allreduce:tree"
 _SEQUENCE = "gpt tp=2 sequence=on"
 _PIPELINE = "gpt pp=2 microbatches=4"
 
@@ -156,6 +158,7 @@ _WAITS = (
         "        for work, _ in self._sending:\n            work.wait()\n",
         "",
         ("gpt pp=2 microbatches=2 + resume + evaluate",),
+        "the library holds what it sends, and the memory is reused behind it",
     ),
     Mistake(
         "the loss and norm of all ranks are read early",
@@ -170,6 +173,7 @@ _WAITS = (
         "        self._clock.reach(events[-1][1] if events else previous)\n",
         "",
         ("mlp dp=1 + rewind", "gpt dp=2"),
+        "the loss, which the host has read since, was queued behind the event",
     ),
     Mistake(
         "the pipeline's timer reads an event that has not come",
@@ -177,6 +181,7 @@ _WAITS = (
         "        self._clock.reach(self._whole[1])\n",
         "",
         (_PIPELINE,),
+        "the loss, which the host has read since, was queued behind the event",
     ),
 )
 
@@ -200,7 +205,7 @@ _STREAMS = (
         "training/checkpoint/shard.py",
         ".wait_event(self._copied)",
         "",
-        ("cnn dp=1 + checkpoints", "gpt fsdp=2 + resume + checkpoints"),
+        ("cnn dp=1 + slow disk", "gpt fsdp=2 + slow disk"),
     ),
 )
 

@@ -77,7 +77,7 @@ def try_all(mistakes: Sequence[Mistake]) -> list[Tried]:
     for mistake in mistakes:
         tried.append(Tried(mistake, _first_seen(mistake, cases[mistake], expected, device)))
         seen = tried[-1].seen
-        how = "not caught" if seen is None else f"{seen.verdict}: {seen.case.name}"
+        how = f"{seen.verdict}: {seen.case.name}" if seen is not None else f"not caught. {mistake.harmless}".strip()
         print(f"  {mistake.name:60} {mistake.file:45} {how}", flush=True)
     return tried
 

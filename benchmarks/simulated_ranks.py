@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +26,14 @@ from paceline.errors import JobError, PlanError
 from paceline.plans.plan import Plan
 from paceline.sync import allreduce
 from paceline.training.checkpoint.convert import export
+from paceline.training.checkpoint.shard import Shard
 from paceline.training.loop import train_in
 from paceline.training.record.run import Run
 from simulated_cases import STEPS, Case
 
 SMALL_BUCKET_BYTES = 2**11
 DEADLINE_S = 60.0
+DISK_S = 0.5
 
 
 @dataclass
@@ -159,11 +162,18 @@ def _order(case: Case) -> Iterator[None]:
 
 @contextmanager
 def _settings(case: Case) -> Iterator[None]:
-    """Within, buckets are small where the case says so."""
-    before = allreduce.BUCKET_BYTES
+    """Within, buckets are small and the disk is slow where the case says so."""
+    bucket_bytes, write = allreduce.BUCKET_BYTES, Shard.write
+
+    def write_late(shard: Shard, path: Path) -> Generator[None, None, str]:
+        time.sleep(DISK_S)
+        return write(shard, path)
+
     if "small buckets" in case.features:
         allreduce.BUCKET_BYTES = SMALL_BUCKET_BYTES
+    if "slow disk" in case.features:
+        Shard.write = write_late  # type: ignore[method-assign]
     try:
         yield
     finally:
-        allreduce.BUCKET_BYTES = before
+        allreduce.BUCKET_BYTES, Shard.write = bucket_bytes, write  # type: ignore[method-assign]
