@@ -262,7 +262,8 @@ FEATURES: dict[str, dict[str, Any]] = {
         "data": {"args": {"nan_at": [17]}},
         "checkpoint": {"every_steps": 1},
     },
-    "slow disk": {"checkpoint": {"every_steps": 2}},  # so that steps are taken before a checkpoint is written
+    # after every step, and the next one goes on while it is written: that is so where seconds are counted
+    "slow disk": {"checkpoint": {"every_seconds": 1e-6}},
     "loader processes": {"data": {"num_workers": 1}},
     "small buckets": {},  # so that several are sent while the backward pass goes on
     "warm-up": {"schedule": {"name": "cosine", "warmup_steps": 2}},
@@ -325,8 +326,8 @@ RULES = (
 WORKS = (  # of what a job may have besides its plan
     ("dp=1", "mlp", ()),
     ("dp=1", "cnn", ("checkpoints",)),
-    ("dp=1", "cnn", ("slow disk",)),
-    ("fsdp=2", "gpt", ("slow disk",)),
+    ("dp=1", "cnn", ("slow disk", "evaluate")),
+    ("fsdp=2", "gpt", ("slow disk", "evaluate")),
     ("dp=1 microbatches=2", "cnn", ("evaluate",)),
     ("dp=1 precision=bf16", "gpt", ("clip",)),
     ("dp=1 fused=on", "gpt", ("warm-up",)),

@@ -205,7 +205,7 @@ _STREAMS = (
         "training/checkpoint/shard.py",
         ".wait_event(self._copied)",
         "",
-        ("cnn dp=1 + slow disk", "gpt fsdp=2 + slow disk"),
+        ("cnn dp=1 + slow disk + evaluate", "gpt fsdp=2 + slow disk + evaluate"),
     ),
 )
 

@@ -33,7 +33,7 @@ from simulated_cases import STEPS, Case
 
 SMALL_BUCKET_BYTES = 2**11
 DEADLINE_S = 60.0
-DISK_S = 0.5
+DISK_S = 0.3
 
 
 @dataclass
