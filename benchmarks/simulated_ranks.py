@@ -172,7 +172,7 @@ def _settings(case: Case) -> Iterator[None]:
     if "small buckets" in case.features:
         allreduce.BUCKET_BYTES = SMALL_BUCKET_BYTES
     if "slow disk" in case.features:
-        Shard.write = write_late  # type: ignore[method-assign]
+        Shard.write = write_late  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
