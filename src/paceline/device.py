@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -214,7 +213,7 @@ def random_state(device: torch.device) -> Tensor:
     import torch
 
     # Without an index: a rank's device is the current one, and MPS takes none.
-    return _module(device).get_rng_state() if is_accelerator(device) else torch.get_rng_state()
+    return device_module(device).get_rng_state() if is_accelerator(device) else torch.get_rng_state()
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
@@ -222,7 +221,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
     import torch
 
     if is_accelerator(device):
-        _module(device).set_rng_state(state)
+        device_module(device).set_rng_state(state)
     else:
         torch.set_rng_state(state)
 
@@ -232,7 +231,7 @@ def seed(device: torch.device, number: int) -> None:
     import torch
 
     if is_accelerator(device):
-        _module(device).manual_seed(number)
+        device_module(device).manual_seed(number)
     else:
         torch.default_generator.manual_seed(number)
 
@@ -250,52 +249,7 @@ def forked_random(device: torch.device) -> Iterator[None]:
             set_random_state(place, state)
 
 
-# Memory
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of an accelerator's memory.
-
-    Attributes:
-        allocated: in tensors of this process now.
-        peak: the most that was, since the process began or `reset_peak_memory`.
-        free: to all processes.
-        total: of the hardware.
-    """
-
-    allocated: int
-    peak: int
-    free: int
-    total: int
-
-
-def memory(device: torch.device) -> Memory | None:
-    """Memory of an accelerator; None where torch does not count it."""
-    import torch
-
-    if not has_counted_memory(device):
-        return None
-    free, total = torch.accelerator.get_memory_info(device)
-    allocated, peak = torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
-    return Memory(allocated, peak, free, total)
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Count the peak of `memory` from here on."""
-    import torch
-
-    if has_counted_memory(device):
-        torch.accelerator.reset_peak_memory_stats(device)
-
-
 # What a device is and can do
-
-
-def name(device: torch.device) -> str:
-    """The maker's name of an accelerator, or torch's type where its module states none."""
-    ask = getattr(_module(device), "get_device_name", None)
-    return str(ask(device)) if ask else device.type
 
 
 def built_for() -> str:
@@ -307,21 +261,6 @@ def built_for() -> str:
     return next((f"{maker} {version}" for maker, version in built.items() if version), "CPU only")
 
 
-def total_memory(device: torch.device) -> int | None:
-    """Bytes of an accelerator's memory; None where nothing states them.
-
-    Properties are asked first, as they need no device to be started.
-    """
-    import torch
-
-    properties = getattr(_module(device), "get_device_properties", None)
-    if properties is not None and hasattr(found := properties(device), "total_memory"):
-        return int(found.total_memory)
-    with suppress(RuntimeError, NotImplementedError):
-        return int(torch.accelerator.get_memory_info(device)[1])
-    return None
-
-
 def nvidia_uuid(device: torch.device) -> str | None:
     """Number by which NVIDIA's driver knows a GPU; None for any other device."""
     import torch
@@ -329,12 +268,6 @@ def nvidia_uuid(device: torch.device) -> str | None:
     if device.type != GPU or torch.version.cuda is None:
         return None
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def states_bf16(device: torch.device) -> bool | None:
-    """True if a device's module says that it computes in bfloat16; None without an answer."""
-    ask = getattr(_module(device), "is_bf16_supported", None)
-    return bool(ask()) if ask else None
 
 
 @cache
@@ -407,7 +340,7 @@ def has_fused_optimizers(device_type: str) -> bool:
 
 def has_graphs(device: torch.device) -> bool:
     """True if recorded kernels can be replayed (`compile=reduce-overhead`)."""
-    return is_accelerator(device) and hasattr(_module(device), "graph")
+    return is_accelerator(device) and hasattr(device_module(device), "graph")
 
 
 def has_flash_attention(device: torch.device) -> bool:
@@ -431,48 +364,6 @@ def has_bf16(device: torch.device) -> bool:
     return _works(multiply)
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """Abilities of torch on a device, each tried or asked for by a function `has_…`.
-
-    Attributes:
-        collectives: torch's name of the device's collective library; None without one.
-    """
-
-    streams: bool
-    timed_events: bool
-    pinned_memory: bool
-    memory_counted: bool
-    fused_optimizers: bool
-    graphs: bool
-    flash_attention: bool
-    batch_norm_kernels: bool
-    collectives: str | None
-    bf16: bool
-
-
-def capabilities(device: torch.device) -> Capabilities:
-    """All abilities of a device, for people to read."""
-    import torch.distributed as dist
-
-    collectives = None
-    if dist.is_available():
-        with suppress(ClusterError):
-            collectives = default_backend(device)
-    return Capabilities(
-        streams=has_streams(device),
-        timed_events=has_timed_events(device),
-        pinned_memory=has_pinned_memory(device),
-        memory_counted=has_counted_memory(device),
-        fused_optimizers=has_fused_optimizers(device.type),
-        graphs=has_graphs(device),
-        flash_attention=has_flash_attention(device),
-        batch_norm_kernels=has_batch_norm_kernels(device),
-        collectives=collectives,
-        bf16=has_bf16(device),
-    )
-
-
 @cache
 def _has_kernels(device_type: str, *operators: str) -> bool:
     import torch
@@ -481,7 +372,8 @@ def _has_kernels(device_type: str, *operators: str) -> bool:
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) for name in operators)
 
 
-def _module(device: torch.device) -> Any:
+def device_module(device: torch.device) -> Any:
+    """Torch's module of a type of devices, such as `torch.xpu`."""
     import torch
 
     return torch.get_device_module(device)

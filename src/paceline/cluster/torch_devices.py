@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline import device
+from paceline import device, device_info
 from paceline.cluster.cluster import Device
 from paceline.errors import ClusterError
 
@@ -65,10 +65,10 @@ def accelerators() -> list[dict[str, Any]]:
         {
             "index": place.index,
             "kind": place.type,
-            "name": device.name(place),
+            "name": device_info.name(place),
             # one that states none shares the host's
-            "memory_bytes": device.total_memory(place) or psutil.virtual_memory().total,
-            "bf16": device.states_bf16(place),
+            "memory_bytes": device_info.total_memory(place) or psutil.virtual_memory().total,
+            "bf16": device_info.states_bf16(place),
             "graphs": device.has_graphs(place),
         }
         for place in places

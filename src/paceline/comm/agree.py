@@ -11,7 +11,7 @@ import torch
 
 from paceline.comm.group import Group
 from paceline.device import is_accelerator, widest_float
-from paceline.device import name as device_name
+from paceline.device_info import name as device_name
 from paceline.errors import SyncError
 
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.cluster.cluster import Device, Host
 from paceline.cluster.doctor.checks import Finding
 from paceline.cluster.doctor.software import check_capabilities, check_software, check_variables
-from paceline.device import Capabilities
+from paceline.device_info import Capabilities
 
 CORES = Host(name="host", cores=4, memory_bytes=2**34)
 GPUS = CORES.model_copy(update={"gpus": tuple(Device(index=i, name="H200", memory_bytes=2**37) for i in range(2))})

@@ -31,6 +31,7 @@ _CAPABILITIES = {
     "memory_counted": ("memory counted", "runs and benchmarks are without the devices' memory"),
     "fused_optimizers": ("fused steps", "fused=on takes the ordinary ones"),
     "graphs": ("graphs", "compile=reduce-overhead is refused"),
+    "float64": ("float64", "precision=fp64 is refused, and `check` compares in it only on the CPU"),
     "flash_attention": ("flash attention", "cp computes attention by matrices, which takes more memory"),
     "batch_norm_kernels": ("SyncBatchNorm", "batch_norm: sync is computed by plain operations"),
 }

@@ -14,7 +14,8 @@ import psutil
 import torch
 
 from paceline.cluster.doctor.energy import Energy, Telemetry, cpu_energy, telemetry_of
-from paceline.device import is_accelerator, memory
+from paceline.device import is_accelerator
+from paceline.device_info import memory
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
 from paceline.split.memory import held_bytes
