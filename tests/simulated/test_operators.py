@@ -112,6 +112,13 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
         same = chunked if device.type == DEVICE else [tensor.float() for tensor in chunked]
         return torch._chunk_cat(same, dim=0, num_chunks=2, out=out)
 
+    def half_layer_norm(device: torch.device) -> list[Tensor]:
+        x, weight = (numbers(*shape, dtype=torch.bfloat16).to(device).requires_grad_() for shape in ((3, 4), (4,)))
+        F.layer_norm(x, (4,), weight).sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        return [x.grad, weight.grad]
+
     def foreach_in_place(device: torch.device) -> list[Tensor]:
         tensors = [numbers(2).to(device), numbers(3).to(device)]
         torch._foreach_mul_(tensors, torch.tensor(2.0))
@@ -140,6 +147,7 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
         "a number of the host": lambda d: numbers(3).to(d) * torch.tensor(2.0),
         "cumsum in float64": lambda d: numbers(9, dtype=torch.float64).to(d).cumsum(0),
         "bfloat16": lambda d: numbers(4, 4, dtype=torch.bfloat16).to(d) @ numbers(4, 4, dtype=torch.bfloat16).to(d),
+        "layer norm in bfloat16": half_layer_norm,
         "float16": lambda d: numbers(4, 4, dtype=torch.float16).to(d).softmax(1),
         "channels last": lambda d: F.conv2d(
             image.to(d).to(memory_format=torch.channels_last), numbers(4, 3, 3, 3).to(d)

@@ -54,6 +54,25 @@ Tensor& chunk_cat(at::TensorList tensors, int64_t dim, int64_t chunks, Tensor& o
   return output;
 }
 
+// ---- layer normalisation: the CPU's backward pass takes statistics in the input's type, where all are of that type
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
+                                                       const Tensor& mean, const Tensor& rstd,
+                                                       const std::optional<Tensor>& weight,
+                                                       const std::optional<Tensor>& bias, std::array<bool, 3> wanted) {
+  Tensor grad_input = wanted[0] ? at::empty_like(input) : Tensor();
+  Tensor grad_weight = wanted[1] && weight ? at::empty_like(*weight) : Tensor();
+  Tensor grad_bias = wanted[2] && bias ? at::empty_like(*bias) : Tensor();
+  auto compute = [g = host_view(grad), x = host_view(input), m = host_view(mean), r = host_view(rstd),
+                  w = host(weight), b = host(bias), shape = shape.vec(), wanted]() -> std::vector<Tensor> {
+    const bool mixed = w.defined() && w.scalar_type() != x.scalar_type();
+    const auto type = mixed ? at::kFloat : x.scalar_type();
+    auto [of_x, of_w, of_b] = at::native_layer_norm_backward(g, x, shape, m.to(type), r.to(type), w, b, wanted);
+    return {of_x, of_w, of_b};
+  };
+  launch_into(index_of(input), {grad_input, grad_weight, grad_bias}, compute);
+  return {grad_input, grad_weight, grad_bias};
+}
+
 // ---- LSTM: gates are in the order input, forget, cell, output
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx,
                                              const std::optional<Tensor>& input_bias,
@@ -242,6 +261,7 @@ Tensor batch_norm_backward_elemt(const Tensor& grad, const Tensor& input, const 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", native_dropout);
   m.impl("_chunk_cat.out", chunk_cat);
+  m.impl("native_layer_norm_backward", layer_norm_backward);
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);
