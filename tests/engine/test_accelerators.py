@@ -64,6 +64,20 @@ def test_the_host_waits_for_the_device_once_in_a_step(simulated: Simulated, plan
     assert [sum(waits.values()) for waits in simulated.ranks(size, waits_in_steps, plan)] == [COUNTED] * size
 
 
+def messages(plan: str) -> list[str]:
+    made = engine(plan)
+    said = [str(line) for line in made.messages]
+    made.close()
+    return said
+
+
+def test_an_algorithm_that_is_not_used_beside_the_backward_pass_is_told(simulated: Simulated) -> None:
+    said = simulated.ranks(2, messages, "dp=2 sync=allreduce:ring")[0]
+    assert [line for line in said if line.startswith("sync=allreduce")] == [
+        "sync=allreduce: simccl sums while the backward pass computes; ring is for a divided model or a codec"
+    ]
+
+
 def losses(plan: str) -> list[float]:
     made = engine(plan)
     found = [made.step(batch).loss for batch in made.loader][:6]

@@ -78,7 +78,12 @@ class AllReduce(SyncRule):
         self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
         self.scalars = _scalars(self.buckets[-1], replica.scalar_count)
         if not dp.is_fake and (dp.spans_hosts or self.algorithm_name != "auto"):
-            replica.log(f"sync=allreduce: {first.algorithm.why}")
+            why = first.algorithm.why
+            if self.overlap and accelerated:
+                why = f"{dp.transport.name} sums while the backward pass computes"
+                if self.algorithm_name != "auto":
+                    why += f"; {self.algorithm_name} is for a divided model or a codec"
+            replica.log(f"sync=allreduce: {why}")
         if self.compress == "auto":
             from paceline.sync.compress import CodecChooser
 
