@@ -373,21 +373,19 @@ LOOPS = (  # of `simulated_loops.py`
 )
 # What `make test` runs of the table in late order, and of that in random order as well.
 QUICK = {
-    "mlp dp=1 + skip",
     "cnn dp=1 + checkpoints",
     "dropout dp=1 + resume + checkpoints",
     "fp16_with_a_loss_scale dp=1",
     "cnn dp=2 + batch_norm: sync",
-    "gpt dp=2 compress=powersgd:2",
+    "lstm dp=1 + resume",
+    "gpt dp=2 sync=diloco:3,fragments=2,overlap=1",
     "gpt tp=2",
     "gpt cp=2",
     "moe ep=2 + resume + evaluate",
     "own_backward dp=2",
 }
 QUICK_AT_RANDOM = {
-    "lstm dp=1 + resume",
     "gpt dp=2 + small buckets + checkpoints",
-    "gpt dp=2 sync=diloco:3,fragments=2,overlap=1",
     "gpt fsdp=2 + resume + checkpoints",
     "gpt pp=2 microbatches=4",
 }

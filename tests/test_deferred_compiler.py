@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from paceline.launch.local import launch
 from small_jobs import new_run, small_job
 
@@ -45,6 +47,7 @@ def python(code: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_functions_that_the_compiler_must_leave_alone_are_left_alone_though_they_ran_before_it_came() -> None:
     python("""
 graphs = []

@@ -44,6 +44,7 @@ def test_every_other_case_gives_the_result_of_gloo(collectives: Any, monkeypatch
         assert [line.strip().split("  ")[0] for line in collectives.other_lines(ranks)][1:] == names
 
 
+@pytest.mark.slow
 def test_a_transport_with_wrong_results_is_not_timed(ranks: Ranks) -> None:
     assert ranks(2, _errors_of_wrong_transports) == [
         ["all-reduce, ours, private: rank 0 has another result than gloo's"] * 2,

@@ -103,6 +103,7 @@ def test_with_restarts_a_killed_rank_costs_no_step_and_no_hand(
     assert losses(run) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_rank_and_the_run_goes_on_with_another_number_of_them(
     job: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

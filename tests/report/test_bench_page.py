@@ -201,6 +201,7 @@ def test_it_fits_into_windows_wide_and_narrow(browser: Browser, tmp_path: Path) 
         assert browser.run("return document.getElementById('tip').getBoundingClientRect().right") <= width
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_text_can_be_read_in_both_themes_and_paper_is_white(browser: Browser, tmp_path: Path) -> None:
     page = page_of(alike(), tmp_path)

@@ -86,6 +86,7 @@ def rank_of(
         local_steps=False,
         group=SimpleNamespace(rank=mesh.world.rank, size=mesh.world.size, gather_json=lambda value: [value]),
         settings=SimpleNamespace(seed=1),
+        device=torch.device("cpu"),
         step_count=0,
         compute=SimpleNamespace(weighing=SimpleNamespace(items_per_sample=None)),
         split=SimpleNamespace(mesh=mesh, aliases={"model/head": "model/embedding"}),

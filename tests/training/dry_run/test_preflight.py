@@ -143,6 +143,7 @@ def test_training_is_refused_before_there_is_a_run(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "cache").exists(), "a refusal is not kept: code that the job does not name may be mended"
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_divided_once_is_not_asked_about_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked: list[Any] = []
