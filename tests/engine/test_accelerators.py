@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from paceline import device as devices
 from paceline.comm.backend import join, leave
 from paceline.comm.comm_thread import CommStream
 from paceline.engine.meter import BUBBLE, COMPUTE
+from paceline.errors import LaunchError
 from paceline.job.zoo.losses import CrossEntropy
 from paceline.launch.place import on_this_machine
 from ranks import Ranks, run_in_places
@@ -134,6 +136,24 @@ def test_ranks_on_accelerators_meet_again(simulated: Simulated, monkeypatch: pyt
     for name, value in simulated.environment(devices=2).items():
         monkeypatch.setenv(name, value)
     assert run_in_places(on_this_machine(2), joined_again, [8], deadline_s=60.0) == [8, 8]
+
+
+def waits_for_rank_1() -> str | None:
+    """What rank 0 says of rank 1, which does not join."""
+    if os.environ["RANK"] == "1":
+        return None
+    with pytest.raises(LaunchError) as found:
+        join(deadline_s=2)
+    return str(found.value)
+
+
+def test_a_rank_on_an_accelerator_that_does_not_come_is_named(
+    simulated: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in simulated.environment(devices=2).items():
+        monkeypatch.setenv(name, value)
+    said, _ = run_in_places(on_this_machine(2), waits_for_rank_1, [], deadline_s=60.0)
+    assert "for ranks [1], which did not come" in said
 
 
 def arrives_late(path: str) -> bool:

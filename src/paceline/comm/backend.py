@@ -26,7 +26,7 @@ from paceline.comm.c10d.process_group import abort_all
 from paceline.comm.c10d.transport import register as register_transport
 from paceline.comm.deadline import register
 from paceline.comm.group import Group
-from paceline.comm.transport import choose
+from paceline.comm.transport import choose, tell_all
 from paceline.device import default_backend, is_accelerator, use
 from paceline.errors import LaunchError, tell_of_failure
 from paceline.launch_engine import is_rank
@@ -109,19 +109,14 @@ def _met(
         store = _store(environment, deadline_s, number)
         try:
             if is_accelerator(device):
-                _meet(store, environment)
+                # all come to this store, and none to one that closes
+                tell_all(store, "here", environment.rank, environment.world_size, deadline_s, None)
                 return store, (default_backend(device), None)
             return store, choose(store, environment.rank, environment.world_size, transport, deadline_s)
         except dist.DistNetworkError:
             if number == 0 or environment.rank == 0 or time.monotonic() > until:
                 raise
             time.sleep(0.05)
-
-
-def _meet(store: Store, environment: RankEnvironment) -> None:
-    """Wait until all ranks have come to this store, and not to one that closes."""
-    store.set(f"here/{environment.rank}", "")
-    store.wait([f"here/{rank}" for rank in range(environment.world_size)])
 
 
 def _store(environment: RankEnvironment, deadline_s: float, number: int) -> Store:

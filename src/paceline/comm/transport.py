@@ -60,12 +60,12 @@ def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str 
     except ClusterError as error:
         reason = str(error)
     try:
-        offers = _tell_all(store, "offer", rank, size, timeout_s, [host_identity(), own and asdict(own.handle), reason])
+        offers = tell_all(store, "offer", rank, size, timeout_s, [host_identity(), own and asdict(own.handle), reason])
         if len({host for host, _, _ in offers}) > 1:
             reason = _SEVERAL_HOSTS
         elif all(handle for _, handle, _ in offers):
             reason = _try(lambda: [attach(Handle(**handle)) for _, handle, _ in offers])
-        verdicts = _tell_all(store, "verdict", rank, size, timeout_s, reason)
+        verdicts = tell_all(store, "verdict", rank, size, timeout_s, reason)
     finally:
         if own is not None:
             own.close_descriptor()
@@ -80,8 +80,12 @@ def _try(attempt: Callable[[], object]) -> str | None:
     return None
 
 
-def _tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, value: Any) -> list[Any]:
-    """Every rank's value (JSON), by rank."""
+def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, value: Any) -> list[Any]:
+    """Every rank's value (JSON), by rank.
+
+    Raises:
+        LaunchError: ranks did not come in time; names them.
+    """
     keys = [f"transport/{what}/{r}" for r in range(size)]
     store.set(keys[rank], json.dumps(value))
     try:
