@@ -121,6 +121,29 @@ def test_a_link_that_is_cut_drops_silently_and_connections_go_on_once_it_is_mend
         assert receive(end, 19) == b"lost and sent again"
 
 
+def test_a_cut_is_made_once_its_order_returns_however_late_the_relay_is() -> None:
+    with Emulation(Emulate(hosts=2, delay_ms=1)) as emulation:
+        [keeper] = [child for child in psutil.Process().children() if "keeper" in " ".join(child.cmdline())]
+        order = threading.Thread(target=emulation.cut, args=(1,))
+        keeper.suspend()
+        try:
+            order.start()
+            order.join(0.3)
+            assert order.is_alive(), "it does not wait for the relay"
+        finally:
+            keeper.resume()
+        order.join(10)
+        assert not order.is_alive()
+
+
+def test_a_relay_that_died_cuts_nothing_and_says_so() -> None:
+    with Emulation(Emulate(hosts=2, delay_ms=1)) as emulation:
+        [keeper] = [child for child in psutil.Process().children() if "keeper" in " ".join(child.cmdline())]
+        keeper.kill()
+        with pytest.raises(ClusterError, match="link of emulated host 1 cannot be cut: the relay died"):
+            emulation.cut(1)
+
+
 def test_an_answer_comes_after_twice_the_delay_and_all_of_what_was_sent_arrives_in_order() -> None:
     with (
         Emulation(Emulate(hosts=3, rate="1gbit", delay_ms=30)) as emulation,

@@ -61,20 +61,33 @@ class Keeper:
         Raises:
             ClusterError: it does not; with the reason.
         """
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
-        answer = self._process.stdout.readline().decode().strip() if ready else f"no answer within {_ANSWER_S:g} s"
-        if answer != "carrying":
+        if (answer := self._answer()) != "carrying":
             raise ClusterError(
                 f"the packets between emulated hosts cannot be delayed: {answer or 'the relay died'}. Leave "
                 "`delay_ms` out."
             )
 
     def order(self, verb: str, host: int) -> None:
-        """Have it `cut` or `mend` the link of a host, whose packets it carries."""
+        """Have it `cut` or `mend` the link of a host, and wait for it.
+
+        Raises:
+            ClusterError: it does not answer.
+        """
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{verb} {host}\n".encode())
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(f"{verb} {host}\n".encode())
+            self._process.stdin.flush()
+        if (answer := self._answer()) != verb:
+            raise ClusterError(
+                f"the link of emulated host {host} cannot be {'cut' if verb == 'cut' else 'mended'}: "
+                f"{answer or 'the relay died'}. Start the emulation again."
+            )
+
+    def _answer(self) -> str:
+        """The next line that it prints; empty once it has died."""
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
+        return self._process.stdout.readline().decode().strip() if ready else f"no answer within {_ANSWER_S:g} s"
 
     def dismiss(self) -> None:
         """End it: the launcher has taken everything down itself."""
@@ -141,7 +154,7 @@ def main() -> None:
 
 
 def _obey(launcher: int, relay: Relay | None) -> None:
-    """Cut and mend links, as lines on the input say, until the launcher dies."""
+    """Cut and mend links as the input says, and answer, until the launcher dies."""
     unread = b""
     while True:
         ready, _, _ = select.select([0, launcher], [], [])
@@ -151,6 +164,7 @@ def _obey(launcher: int, relay: Relay | None) -> None:
         for verb, host in map(bytes.split, lines):
             assert relay is not None
             (relay.cut.add if verb == b"cut" else relay.cut.discard)(int(host))
+            print(verb.decode(), flush=True)
 
 
 if __name__ == "__main__":
