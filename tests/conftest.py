@@ -151,6 +151,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # What is imported by now stays; no collection of garbage need look at its million objects.
+    gc.collect()
+    gc.freeze()
     # here, where no test's time runs
     compiles = [item for item in session.items if item.get_closest_marker("needs_compiler")]
     if compiles and NEEDS["needs_compiler"][1]():

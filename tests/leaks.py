@@ -30,6 +30,7 @@ _GRACE_S = 3.0  # for threads and processes that are about to end
 _SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", "sem.")  # ours, torch's, Python's
 _MEMORY_FILES = ("/memfd:", "anon_inode:[pidfd]", "pidfd:")
 _PR_SET_CHILD_SUBREAPER = 36
+_KERNEL_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 _ENVIRONMENT_OF_OTHERS = {  # set by whoever imports or runs them, once
     "PYTEST_CURRENT_TEST",
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn
@@ -64,9 +65,10 @@ class Snapshot:
         """What is there now and was not before, in words. Left-over processes are killed, and settings are put back."""
         found = [f"{kind}: {', '.join(names)}" for kind, names in self._settled().items() if names]
         found += self._settings()
-        for child in _descendants():
-            if child.pid not in self.pids:
-                child.kill()
+        if found:
+            for child in _descendants():
+                if child.pid not in self.pids:
+                    child.kill()
         return found
 
     def _settled(self) -> dict[str, list[str]]:
@@ -135,15 +137,15 @@ def _descendants() -> list[psutil.Process]:
 
 def _children_of(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
     """Children of a process, as psutil has them, but without looking at all processes of the machine."""
-    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # a kernel without that list
+    if not _KERNEL_LISTS_CHILDREN:
         return psutil.Process(pid).children(recursive)
     found = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError, psutil.NoSuchProcess):
-                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                    found.append(psutil.Process(int(child)))
-                    found += _children_of(int(child), recursive=True) if recursive else []
+            with suppress(OSError, psutil.NoSuchProcess), open(f"/proc/{pid}/task/{task}/children") as children:
+                for child in map(int, children.read().split()):
+                    found.append(psutil.Process(child))
+                    found += _children_of(child, recursive=True) if recursive else []
     return found
 
 
@@ -210,11 +212,10 @@ def _network_namespaces() -> set[str]:
 
 
 def _mapped_memory_files() -> set[str]:
-    return {
-        line.split(maxsplit=5)[5]
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if "/memfd:paceline" in line
-    }
+    maps = Path("/proc/self/maps").read_bytes()
+    if b"/memfd:paceline" not in maps:  # after nearly every test: a thousand lines are not taken apart
+        return set()
+    return {line.split(maxsplit=5)[5] for line in maps.decode().splitlines() if "/memfd:paceline" in line}
 
 
 def _open(kinds: tuple[str, ...]) -> list[str]:

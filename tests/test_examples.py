@@ -23,7 +23,7 @@ from small_jobs import new_run, train_as_rank, train_here
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NEEDS_A_DOWNLOAD = "cifar10.yaml"
-STEPS = 15
+STEPS = 10
 
 
 @pytest.fixture

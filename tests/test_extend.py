@@ -240,7 +240,9 @@ def test_processes_of_an_engine_from_a_package_train_as_its_ranks(installed: str
 
 
 def test_a_plan_is_made_for_a_device_from_a_package(installed: str, tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.yaml")
+    # a description of sizes: its plan needs no torch
+    sizes = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
+    job = write_job(tmp_path / "job.yaml", model={"transformer": sizes})
     shown = in_a_process("plan", job, "--cluster", "2x8xH20", folder=tmp_path, PYTHONPATH=installed)
     assert shown.code == 0, shown.err
     assert shown.says("H20")

@@ -193,7 +193,7 @@ def test_held_out_metrics_and_the_record_of_a_divided_run(ranks: Ranks, tmp_path
         ) == pytest.approx(step["step_s"], abs=1e-4)
 
 
-@pytest.mark.parametrize("plan", ["ep=2", "pp=2 microbatches=2", "tp=2"])
+@pytest.mark.parametrize("plan", ["ep=2", "pp=2 microbatches=2", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_dropped_tokens_are_counted_alike_under_every_plan(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     model = {"zoo": "moe", "args": {**ZOO["moe"], "capacity": 1.0}}
     job = family_job("moe", tmp_path, model=model, stop={"steps": 2})

@@ -53,7 +53,7 @@ def losses(plan: str, norm: type[nn.Module] = nn.BatchNorm1d, batch_norm: str = 
     ("ranks_of", "plan", "alike"),
     [
         (4, "dp=2 pp=2 microbatches=2", "dp=2 microbatches=2"),  # the statistics are of a microbatch of all replicas
-        (4, "dp=2 fsdp=2 remat=block", "dp=1"),
+        pytest.param(4, "dp=2 fsdp=2 remat=block", "dp=1", marks=pytest.mark.slow),
         (4, "dp=2 tp=2", "dp=1"),
     ],
 )

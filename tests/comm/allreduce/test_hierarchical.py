@@ -68,7 +68,15 @@ def is_exact(algorithm: HierarchicalAllReduce, numel: int, dtype: torch.dtype, s
     return all(exact)
 
 
-@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1)])
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        (0, 1, 0, 1),
+        (0, 1, 1),
+        pytest.param((0, 0, 1, 1), marks=pytest.mark.slow),
+        pytest.param((0, 0, 0, 1), marks=pytest.mark.slow),
+    ],
+)
 def test_every_rank_gets_the_exact_result(ranks: Ranks, hosts: tuple[int, ...]) -> None:
     for rank, result in enumerate(ranks(len(hosts), as_if_on_hosts, hosts)):
         assert result["wrong"] == []

@@ -69,7 +69,7 @@ def _send_all(rank: int, others: list[int], messages: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("ranks_", [2, 4])
+@pytest.mark.parametrize("ranks_", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 @settings(
     max_examples=3,
     derandomize=True,
