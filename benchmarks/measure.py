@@ -21,7 +21,6 @@ def our_steps(loop: Loop) -> Generator[float, None, None]:
     """What `paceline train` does at every step, with its record, stop rule and status; yields the loss."""
     while True:
         for batch in loop.engine.loader:
-            info = loop.advance(batch)
-            assert info is not None
-            loop.after_step(info)
-            yield info.result.loss
+            for info in loop.advance(batch):
+                loop.after_step(info)
+                yield info.result.loss

@@ -6,21 +6,43 @@ devices and, by the same plan, on the CPU; `simulated_ranks.py` is what their ra
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
-
+from paceline.extensions import ExtensionPoint
 from paceline.job.job import Job
+from paceline.plans.codec_info import CODECS
 from paceline.plans.plan import Plan
+from paceline.plans.sync_info import RULES as SYNC_RULES
+from simulated_works import JOBS
 
 Order = Literal["late", "random", "eager"]
-STEPS, VOCAB, TOKENS, CLASSES = 4, 32, 8, 5
-_HERE = Path(__file__).resolve()
+STEPS = 4
+EXTENSIONS = Path(__file__).resolve().parents[1] / "examples" / "extend"
+_OF_A_USERS_OWN: dict[str, tuple[ExtensionPoint[Any], str]] = {
+    "majority": (SYNC_RULES, "majority_info:INFO"),
+    "exponent": (CODECS, "exponent:INFO"),
+}
+
+
+@contextmanager
+def extensions() -> Iterator[None]:
+    """Within, a sync rule and a codec of `examples/extend` are known, as if they were installed."""
+    before = sys.path[:]
+    sys.path.append(str(EXTENSIONS))
+    for name, (point, value) in _OF_A_USERS_OWN.items():
+        point.installed[name] = EntryPoint(name, value, point.group)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        for name, (point, _) in _OF_A_USERS_OWN.items():
+            del point.installed[name]
 
 
 @dataclass(frozen=True)
@@ -72,6 +94,11 @@ class Case:
         return self.work == "dropout" or "int4" in self.plan
 
     @property
+    def extended(self) -> bool:
+        """True if the plan names what only `extensions` knows."""
+        return any(name in self.plan for name in _OF_A_USERS_OWN)
+
+    @property
     def own_loop(self) -> bool:
         """True for a loop of a user's own."""
         return self.work not in JOBS
@@ -89,165 +116,6 @@ class Case:
             for key, value in FEATURES[feature].items():
                 values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
         return Job(**values)
-
-
-# Models that the zoo has not
-
-
-class Convolutions(nn.Module):
-    """Two convolutions, with a batch norm between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.second, self.head = nn.Conv2d(4, 8, 3, stride=2), nn.Linear(8 * 9, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Class scores (n, CLASSES) of images (n, 1, 8, 8)."""
-        x = torch.relu(self.norm(self.first(x)))
-        y: Tensor = self.head(torch.relu(self.second(x)).flatten(1))
-        return y
-
-
-class Recurrent(nn.Module):
-    """An LSTM over tokens; class scores (n, t, VOCAB) of the next one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.lstm = nn.Embedding(VOCAB, 8), nn.LSTM(8, 12, batch_first=True)
-        self.head = nn.Linear(12, VOCAB)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of tokens (n, t)."""
-        y: Tensor = self.head(self.lstm(self.tokens(tokens))[0])
-        return y
-
-
-class SparseBag(nn.Module):
-    """A mean of token vectors whose gradients are sparse; class scores (n, CLASSES)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(VOCAB, 8, sparse=True), nn.Linear(8, CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Class scores of tokens (n, t)."""
-        y: Tensor = self.head(self.tokens(tokens).mean(dim=1))
-        return y
-
-
-class Branches(nn.Module):
-    """Two layers, of which a batch uses one: the other gets no gradient, and ranks differ in which."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Class scores of points (n, 6)."""
-        y: Tensor = self.head(torch.tanh((self.left if float(x.sum()) > 0 else self.right)(x)))
-        return y
-
-
-class Points(Dataset[tuple[Tensor, Tensor]]):
-    """Random points (6 numbers); those in `nan_at` are not finite."""
-
-    def __init__(self, samples: int = 44, nan_at: tuple[int, ...] = ()) -> None:
-        self.inputs = torch.randn(samples, 6, generator=torch.Generator().manual_seed(3))
-        self.labels = self.inputs[:, :CLASSES].argmax(dim=1)
-        self.inputs[list(nan_at)] = float("nan")
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index], self.labels[index]
-
-
-class Sentences(Dataset[tuple[Tensor, Tensor]]):
-    """Random token sequences, each of a class."""
-
-    def __init__(self, samples: int = 44) -> None:
-        draw = torch.Generator().manual_seed(4)
-        self.tokens = torch.randint(VOCAB, (samples, TOKENS), generator=draw)
-        self.labels = torch.randint(CLASSES, (samples,), generator=draw)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.tokens[index], self.labels[index]
-
-
-def _factory(of: type[Any]) -> str:
-    return f"{_HERE}:{of.__name__}"
-
-
-def _synthetic(**shape: Any) -> dict[str, Any]:
-    return {"kind": "synthetic", "samples": 44, "held_out": 0, **shape}
-
-
-_GPT = {"vocab": VOCAB, "context": TOKENS, "layers": 4, "hidden": 16, "heads": 4}
-_TEXT = _synthetic(shape=[TOKENS], vocab=VOCAB)
-# a large eps: where gradients vanish, Adam magnifies rounding
-_ADAM = {"name": "adamw", "lr": 3e-3, "eps": 1e-3, "weight_decay": 0.1}
-_SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
-_POINTS = {"kind": "dataset", "factory": _factory(Points), "held_out": 0}
-JOBS: dict[str, dict[str, Any]] = {
-    "gpt": {"model": {"zoo": "gpt", "args": _GPT}, "data": _TEXT, "loss": "cross_entropy", "optimizer": _ADAM},
-    "moe": {
-        "model": {"zoo": "moe", "args": {**_GPT, "experts": 4, "top_k": 2}},
-        "data": _TEXT,
-        "loss": "cross_entropy",
-        "optimizer": _ADAM,
-    },
-    "cnn": {
-        "model": {"factory": _factory(Convolutions)},
-        "data": _synthetic(shape=[1, 8, 8], classes=CLASSES),
-        "loss": "cross_entropy",
-        "optimizer": _SGD,
-    },
-    "lstm": {
-        "model": {"factory": _factory(Recurrent)},
-        "data": _TEXT,
-        "loss": "cross_entropy",
-        "optimizer": _ADAM,
-    },
-    "sparse": {
-        "model": {"factory": _factory(SparseBag)},
-        "data": {"kind": "dataset", "factory": _factory(Sentences), "held_out": 0},
-        "loss": "cross_entropy",
-        "optimizer": {"name": "sgd", "lr": 0.1},
-    },
-    "branches": {
-        "model": {"factory": _factory(Branches)},
-        "data": _POINTS,
-        "loss": "cross_entropy",
-        "optimizer": _SGD,
-    },
-    "dropout": {
-        "model": {"factory": f"{_HERE}:forgetful"},
-        "data": _POINTS,
-        "loss": "cross_entropy",
-        "optimizer": _SGD,
-    },
-    "mlp": {
-        "model": {"factory": f"{_HERE}:perceptron"},
-        "data": _POINTS,
-        "loss": "cross_entropy",
-        "optimizer": _SGD,
-    },
-}
-
-
-def perceptron() -> nn.Module:
-    """Class scores of points, with a batch norm, whose buffers every forward pass writes."""
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES))
-
-
-def forgetful() -> nn.Module:
-    """Class scores of points, with dropout."""
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, CLASSES))
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -273,7 +141,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 # The table
 
-SPLITS = {  # by work: every split, and products of two; those for 4 devices last
+SPLITS = {  # by work: every split, and products of two and of three; those for more devices last
     "gpt": (
         "fsdp=2",
         "fsdp=2 zero=2 microbatches=2",
@@ -300,8 +168,14 @@ SPLITS = {  # by work: every split, and products of two; those for 4 devices las
         "tp=2 pp=2 microbatches=2",
         "cp=2 tp=2 sequence=on",
         "pp=4 microbatches=4",
+        "dp=2 tp=2 pp=2 microbatches=2",
+        "dp=2 fsdp=2 tp=2",
+        "fsdp=2 tp=2 cp=2",
     ),
-    "moe": ("ep=2", "dp=2 ep=2", "fsdp=2 ep=2", "ep=2 tp=2", "ep=2 pp=2 microbatches=2"),
+    "moe": ("ep=2", "dp=2 ep=2", "fsdp=2 ep=2", "ep=2 tp=2", "ep=2 pp=2 microbatches=2", "fsdp=2 ep=2 tp=2"),
+    "bert": ("tp=2 sequence=on", "cp=2", "fsdp=2 pp=2 microbatches=2"),
+    "vit": ("pp=2 microbatches=4", "fsdp=2 tp=2"),
+    "t5": ("fsdp=2", "tp=2", "pp=2 microbatches=2"),
     "cnn": ("fsdp=2",),
     "lstm": ("fsdp=2",),
 }
@@ -322,6 +196,9 @@ RULES = (
     "dp=2 sync=diloco:2 compress=int8",
     "dp=2 fsdp=2 compress=bf16",
     "dp=2 tp=2 sync=local:2",
+    # a codec of a user's own
+    "dp=2 compress=exponent",
+    "dp=2 compress=topk:0.5+exponent",
 )
 WORKS = (  # of what a job may have besides its plan
     ("dp=1", "mlp", ()),
@@ -363,6 +240,8 @@ LOOPS = (  # of `simulated_loops.py`
     ("dp=1", "steps_of_the_engine"),
     ("dp=2 microbatches=2", "steps_of_the_engine"),
     ("fsdp=2", "steps_of_the_engine"),
+    # a rule of a user's own: signs, so that no gradient may be nought but for rounding
+    ("dp=2 sync=majority:0.05", "steps_of_the_engine"),
     ("dp=1", "fp16_with_a_loss_scale"),
     ("dp=2", "fp16_with_a_loss_scale"),
     ("dp=1", "own_backward"),

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.training.own_loop.loop import OwnLoop
-from simulated_cases import CLASSES, STEPS, Points
+from simulated_cases import STEPS
+from simulated_works import CLASSES, Points
 
 Trained = tuple[OwnLoop, list[float]]
 

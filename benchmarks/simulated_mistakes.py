@@ -176,6 +176,22 @@ _WAITS = (
         "the loss, which the host has read since, was queued behind the event",
     ),
     Mistake(
+        "the loss is read before it has come to the host",
+        "device.py",
+        "        if not self._arrived.query():\n            self._arrived.synchronize()\n        found",
+        "        found",
+        ("gpt dp=2", "cnn dp=1 + checkpoints"),
+    ),
+    Mistake(
+        "the event of a copy to the host is recorded before it",
+        "device.py",
+        "        self._host.copy_(numbers, non_blocking=True)\n"
+        "        self._arrived = event(numbers.device)\n        self._arrived.record()\n",
+        "        self._arrived = event(numbers.device)\n        self._arrived.record()\n"
+        "        self._host.copy_(numbers, non_blocking=True)\n",
+        ("gpt dp=2", "cnn dp=1 + checkpoints"),
+    ),
+    Mistake(
         "the pipeline's timer reads an event that has not come",
         "split/pipeline/timer.py",
         "        self._clock.reach(self._whole[1])\n",

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from measure import environment_line
 from paceline.cluster.discover import environment
 from paceline.files import scratch_folder
-from simulated_cases import Case, table
+from simulated_cases import Case, extensions, table
 from simulated_mistakes import MISTAKES, Mistake
 from simulated_ranks import Outcome
 from simulated_sets import Result, device_variables, references, simulated
@@ -43,6 +43,7 @@ class Tried:
     seen: Result | None
 
 
+@extensions()
 def main() -> None:
     """Try every mistake, print the table, and with --json a last line for machines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

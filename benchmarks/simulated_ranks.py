@@ -9,7 +9,7 @@ import gc
 import importlib
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from paceline.training.checkpoint.convert import export
 from paceline.training.checkpoint.shard import Shard
 from paceline.training.loop import train_in
 from paceline.training.record.run import Run
-from simulated_cases import STEPS, Case
+from simulated_cases import STEPS, Case, extensions
 
 SMALL_BUCKET_BYTES = 2**11
 DEADLINE_S = 60.0
@@ -162,7 +162,7 @@ def _order(case: Case) -> Iterator[None]:
 
 @contextmanager
 def _settings(case: Case) -> Iterator[None]:
-    """Within, buckets are small and the disk is slow where the case says so."""
+    """Within, buckets are small, the disk is slow and extensions are there where the case says so."""
     bucket_bytes, write = allreduce.BUCKET_BYTES, Shard.write
 
     def write_late(shard: Shard, path: Path) -> Generator[None, None, str]:
@@ -174,6 +174,7 @@ def _settings(case: Case) -> Iterator[None]:
     if "slow disk" in case.features:
         Shard.write = write_late  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with extensions() if case.extended else nullcontext():
+            yield
     finally:
         allreduce.BUCKET_BYTES, Shard.write = bucket_bytes, write  # type: ignore[method-assign]

@@ -10,11 +10,12 @@ from collections import Counter
 
 from measure import environment_line
 from paceline.cluster.discover import environment
-from simulated_cases import quick_table, table
+from simulated_cases import extensions, quick_table, table
 from simulated_sets import Result, device_variables, references, simulated
-from simulated_steps import counts_of_a_step
+from simulated_steps import STEPS, counts_of_a_step
 
 
+@extensions()
 def main(description: str) -> None:
     """Train every case, print the table, and with --json a last line for machines."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -29,9 +30,13 @@ def main(description: str) -> None:
     print(f"{len(expected)} trainings on the CPU as references: {time.monotonic() - started:.0f} s")
     results = simulated(cases, expected, device, _tell)
     verdicts = Counter(result.verdict for result in results)
-    ours, plain = counts_of_a_step(device)
+    (ours, plain), (of_two, _) = counts_of_a_step(device), counts_of_a_step(device, ranks=2)
     print(", ".join(f"{number} {verdict}" for verdict, number in verdicts.items()))
-    print(f"one step, dp=1: {ours.launches:g} launches, plain PyTorch {plain.launches:g}; {ours.waits:g} host waits")
+    print(f"one step, dp=1: {ours.launches:g} launches, plain PyTorch {plain.launches:g}")
+    for plan, counts in ("dp=1", ours), ("dp=2", of_two):
+        where = ", ".join(f"{line} ({times} times)" for line, times in counts.lines.items())
+        before = f"{counts.waits_before_update:g} before its update"
+        print(f"one step, {plan}: {counts.waits:g} host waits, {before}; in {STEPS} steps: {where}")
     print(f"{time.monotonic() - started:.0f} s; {environment_line()}")
     if arguments.json:
         figures = {
@@ -39,7 +44,8 @@ def main(description: str) -> None:
             "wrong": verdicts["wrong"],
             "crashed": verdicts["crashed"] + verdicts["refused"],
             "late": verdicts["late"],
-            "host_waits_per_step": ours.waits,
+            "host_waits_per_step": max(ours.waits, of_two.waits),
+            "waits_before_update": max(ours.waits_before_update, of_two.waits_before_update),
             "extra_launches_per_step": ours.launches - plain.launches,
         }
         print(json.dumps({"figures": figures, "environment": environment()}))

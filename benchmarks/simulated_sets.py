@@ -176,11 +176,12 @@ def _by_ranks(cases: Iterator[Case] | Sequence[Case]) -> list[list[Case]]:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Within, this process has these variables as well, and its ranks find what stands beside this file."""
+    """Within, this process has these variables as well, and its ranks find the modules of cases."""
     before = dict(os.environ)
     path = variables.get("PYTHONPATH", before.get("PYTHONPATH", ""))
-    here = str(Path(__file__).resolve().parent)  # last: its `simulated.py` must not hide the accelerator's package
-    os.environ.update({**variables, "PYTHONPATH": os.pathsep.join(filter(None, [path, here])), "OMP_NUM_THREADS": "1"})
+    here = Path(__file__).resolve().parent
+    places = [*filter(None, [path]), str(here.parent / "tests"), str(here)]
+    os.environ.update({**variables, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"})
     try:
         yield
     finally:

@@ -25,23 +25,30 @@ from simulated_cases import Case
 from simulated_ranks import describe
 from simulated_sets import DEADLINE_S, environment
 
-WARM_UP, STEPS = 4, 8
-_CASE = Case("dp=1")
+# whole epochs, at whose ends nothing is left to be read; replicas are compared before steps 1, 2, 4, 8, 16
+WARM_UP, STEPS = 18, 12
 
 
 @dataclass
 class StepCounts:
-    """Kernel launches and host waits of one step, in the mean over some."""
+    """Kernel launches and host waits of one step, in the mean over some.
+
+    Attributes:
+        waits_before_update: those before the update of the step is queued.
+        lines: of code that waited, and how often in all steps.
+    """
 
     launches: float
     waits: float
+    waits_before_update: float
+    lines: dict[str, int]
 
 
-def counts_of_a_step(device: Mapping[str, str]) -> tuple[StepCounts, StepCounts]:
-    """Counts of our step, and of the plain one, on one simulated device."""
+def counts_of_a_step(device: Mapping[str, str], ranks: int = 1) -> tuple[StepCounts, StepCounts]:
+    """Counts of our step, and of the plain one of the same batch, on the first of so many simulated devices."""
     with environment(device), scratch_folder() as folder:
-        (both,) = run_on_ranks(
-            count, folder, places=on_this_machine(1), deadline_s=DEADLINE_S, start_deadline_s=DEADLINE_S
+        both, *_ = run_on_ranks(
+            count, folder, places=on_this_machine(ranks), deadline_s=DEADLINE_S, start_deadline_s=DEADLINE_S
         )
     return both[0], both[1]
 
@@ -50,11 +57,14 @@ def count(folder: Path) -> list[StepCounts]:
     """In a rank: the counts of our step and of the plain one."""
     torch.set_num_threads(1)
     with joined() as group:
-        return [_ours(folder / "run", group), _plain(group.device)]
+        case = Case(f"dp={group.size}")
+        return [_ours(case, folder / "run", group), _plain(case, group.device)]
 
 
-def _ours(folder: Path, group: Group) -> StepCounts:
-    describe(_CASE, WARM_UP + STEPS + 1, folder, group)
+def _ours(case: Case, folder: Path, group: Group) -> StepCounts:
+    if group.rank == 0:
+        describe(case, WARM_UP + STEPS + 1, folder, group)
+    group.gather_json(None)  # the others read it
     run = Run(folder)
     seed_all(run.job.seed)
     data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
@@ -63,12 +73,12 @@ def _ours(folder: Path, group: Group) -> StepCounts:
     loop.events.progress = None
     with closing(loop.checkpoints.writer), closing(loop):
         steps = our_steps(loop)
-        return _counted(lambda: next(steps))
+        return _counted(lambda: next(steps), engine.optimizer)
 
 
-def _plain(device: torch.device) -> StepCounts:
+def _plain(case: Case, device: torch.device) -> StepCounts:
     """The step as anybody would write it: batches copied from pinned memory, no number read."""
-    job = _CASE.job()
+    job = case.job()
     seed_all(job.seed)
     model = job.model.build().to(device)
     optimizer = job.optimizer.build(model.parameters())
@@ -82,15 +92,26 @@ def _plain(device: torch.device) -> StepCounts:
         F.cross_entropy(model(inputs).flatten(0, -2), target.flatten()).backward()
         optimizer.step()
 
-    return _counted(step)
+    return _counted(step, optimizer)
 
 
-def _counted(step: Callable[[], object]) -> StepCounts:
+def _counted(step: Callable[[], object], optimizer: torch.optim.Optimizer) -> StepCounts:
     device: Any = torch.get_device_module()
     for _ in range(WARM_UP):
         step()
+    device.trace_waits(True)
     device.reset_counts()
+    begun = before_update = 0
+
+    def count_waits(*_: object) -> None:
+        nonlocal before_update
+        before_update += device.counts()["host_waits"] - begun
+
+    hook = optimizer.register_step_pre_hook(count_waits)
     for _ in range(STEPS):
+        begun = device.counts()["host_waits"]
         step()
-    counts = device.counts()
-    return StepCounts(counts["launches"] / STEPS, counts["host_waits"] / STEPS)
+    hook.remove()
+    counts, lines = device.counts(), device.wait_lines()
+    device.trace_waits(False)
+    return StepCounts(counts["launches"] / STEPS, counts["host_waits"] / STEPS, before_update / STEPS, lines)

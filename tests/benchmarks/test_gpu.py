@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,7 @@ def test_a_try_on_the_cpu_checks_and_measures(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_simulated_accelerators_are_used_and_marked(simulated: Simulated, tmp_path: Path) -> None:
     env = os.environ | simulated.environment()
-    env["PYTHONPATH"] += f"{os.pathsep}{_FOLDER}"  # behind the tests: benchmarks/simulated.py is not their package
-    with _started(tmp_path, "--minutes", "1.5", "--out", "out", flags=["-P"], env=env, stdout=subprocess.PIPE) as ended:
+    with _started(tmp_path, "--minutes", "1.5", "--out", "out", env=env, stdout=subprocess.PIPE) as ended:
         said, _ = ended.communicate(timeout=240)
     assert ended.returncode == 0, said
     found = json.loads((tmp_path / "out" / "result.json").read_text())
@@ -193,7 +192,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.html").exists()
 
 
-def _started(folder: Path, *arguments: str, flags: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
+def _started(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     options = {"env": os.environ | ON_CPU, **options}
-    command = [sys.executable, *flags, str(_FOLDER / "gpu.py"), *arguments]
+    command = [sys.executable, str(_FOLDER / "gpu.py"), *arguments]
     return subprocess.Popen(command, cwd=folder, text=True, **options)

@@ -6,7 +6,7 @@ The table of cases is that of `benchmarks/simulated.py`.
 from __future__ import annotations
 
 import importlib
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ PARTS = 12  # of the whole table, each a test
 
 
 @pytest.fixture
-def sets(monkeypatch: pytest.MonkeyPatch) -> Any:
+def sets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module that trains sets of cases."""
-    # Last: a file there has the name of the accelerator's package.
-    monkeypatch.setattr(sys, "path", [*sys.path, str(BENCHMARKS)])
-    return importlib.import_module("simulated_sets")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    with importlib.import_module("simulated_cases").extensions():
+        yield importlib.import_module("simulated_sets")
 
 
 def not_right(sets: Any, cases: Any) -> list[str]:
@@ -50,7 +50,7 @@ def test_every_case_is_right(sets: Any, part: int) -> None:
 
 def test_every_planted_mistake_still_has_its_place(sets: Any) -> None:
     mutations = importlib.import_module("simulated_mutations")
-    assert len(mutations.MISTAKES) == 40
+    assert len(mutations.MISTAKES) == 42
     for mistake in mutations.MISTAKES:
         assert mutations.planted(mistake)
         assert mutations.cases_of(mistake)
@@ -64,3 +64,16 @@ def test_a_checkpoint_that_is_written_too_early_is_seen(sets: Any) -> None:
     [mistake] = [m for m in mutations.MISTAKES if m.name == "a checkpoint is written before it is copied"]
     [tried] = mutations.try_all([mistake])
     assert tried.seen is not None
+
+
+@pytest.mark.slow
+@pytest.mark.needs_compiler
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_of_our_loop_waits_for_the_loss_of_the_one_before_alone(sets: Any, ranks: int) -> None:
+    ours, plain = importlib.import_module("simulated_steps").counts_of_a_step(sets.device_variables(), ranks)
+    assert ours.waits <= 1
+    assert ours.waits_before_update == 0
+    assert all("settle" in line for line in ours.lines)
+    if ranks == 1:
+        assert ours.launches - plain.launches <= 5

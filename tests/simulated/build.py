@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 
 NAME = "simulated_c"
 COMPILER = "g++"
+KEPT = 4
+"""Builds that are kept: those used last."""
 _SOURCES = Path(__file__).parent / "csrc"
 _UNIT = _SOURCES / "all.cpp"
 _FLAGS = ("-shared", "-fPIC", "-O1", "-std=c++20", "-Wall", f"-DTORCH_EXTENSION_NAME={NAME}")
@@ -34,6 +37,8 @@ def library() -> Path:
 def build() -> Path:
     """Build the library unless it is there; processes that do so at once wait for the first.
 
+    A new build removes all but the `KEPT` that were used last.
+
     Raises:
         PermissionError: others may write to the folder.
         RuntimeError: the compiler failed; with what it said.
@@ -41,13 +46,16 @@ def build() -> Path:
     target = library()
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_foreign(target.parent)
-    with open(target.parent / "lock", "w") as lock:
+    with open(target.parent.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        target.parent.mkdir(mode=0o700, exist_ok=True)
+        os.utime(target.parent)
         if not target.exists():
             # A build that is interrupted leaves no half of a library.
             unfinished = target.with_suffix(".unfinished")
             _compile(unfinished)
             unfinished.rename(target)
+            _prune(target.parent.parent)
     return target
 
 
@@ -81,6 +89,12 @@ def _compile(target: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the simulated accelerator could not be built: {' '.join(command)}\n{done.stderr[-8000:]}")
+
+
+def _prune(builds: Path) -> None:
+    folders = [folder for folder in builds.iterdir() if folder.is_dir()]
+    for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)[:-KEPT]:
+        shutil.rmtree(folder)
 
 
 def _refuse_foreign(folder: Path) -> None:
