@@ -150,6 +150,28 @@ def uploaded(numbers: Sequence[float], dtype: torch.dtype, device: torch.device)
     return staged.to(device, non_blocking=True)
 
 
+class Download:
+    """Numbers on their way from an accelerator; the host goes on meanwhile.
+
+    The copy is queued behind what the current stream has now, into pinned memory of its own.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        import torch
+
+        self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=has_pinned_memory(numbers.device))
+        self._host.copy_(numbers, non_blocking=True)
+        self._arrived = event(numbers.device)
+        self._arrived.record()
+
+    def numbers(self) -> list[float]:
+        """The numbers; the host waits until they have come, if they have not yet."""
+        if not self._arrived.query():
+            self._arrived.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
 # Streams, events and time
 
 

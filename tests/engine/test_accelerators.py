@@ -19,7 +19,7 @@ from paceline import device as devices
 from paceline.comm.backend import join, leave
 from paceline.comm.comm_thread import CommStream
 from paceline.engine.meter import BUBBLE, COMPUTE
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, PlanError
 from paceline.job.zoo.losses import CrossEntropy
 from paceline.launch.place import on_this_machine
 from ranks import Ranks, run_in_places
@@ -223,3 +223,18 @@ def launches_of_the_loss() -> list[int]:
 def test_a_loss_whose_labels_all_count_is_torchs_own(simulated: Simulated) -> None:
     plain, known, unknown = simulated.ranks(1, launches_of_the_loss)[0]
     assert plain == known < unknown
+
+
+def test_a_device_that_the_compiler_has_no_code_for_is_a_clear_error(simulated: Simulated) -> None:
+    [error] = simulated.ranks(1, error_of_a_compiled_step)
+    assert error.startswith("compile=on: torch cannot compile the model here: ")
+    assert "It needs code for devices of type sim, " in error
+    assert error.endswith("or leave compile out.")
+
+
+def error_of_a_compiled_step() -> str:
+    made = engine("compile=on")
+    with pytest.raises(PlanError) as raised:
+        made.step(next(iter(made.loader)))
+    made.close()
+    return str(raised.value)

@@ -226,7 +226,14 @@ def digest(engine: Engine) -> str:
     return hashlib.sha256(b"".join(p.numpy().tobytes() for p in held)).hexdigest()
 
 
-@pytest.mark.parametrize("split", ["fsdp=2", pytest.param("tp=2", marks=pytest.mark.slow), "pp=2 microbatches=2"])
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param("fsdp=2", marks=pytest.mark.slow),
+        pytest.param("tp=2", marks=pytest.mark.slow),
+        "pp=2 microbatches=2",
+    ],
+)
 def test_replicas_that_are_divided_are_one_after_every_period(ranks: Ranks, tmp_path: Path, split: str) -> None:
     of_rank = ranks(4, by_step, tmp_path, f"dp=2 {split} sync=local:4", 8, backend="shm")
     for one, other in ((0, 2), (1, 3)):  # the same part of both replicas

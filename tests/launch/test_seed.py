@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.device import VISIBLE
 from paceline.errors import LaunchError
 from paceline.launch.local import launch
 from paceline.launch.seed import seed_for, shared_pids, warm_up, why_not
@@ -102,7 +103,7 @@ def test_what_an_import_starts_is_not_forked(
 
 def test_another_environment_is_that_of_a_new_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = seed_for(os.environ)
-    changed = {"CUDA_VISIBLE_DEVICES": "1", "PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "9", "RANK": "7"}
+    changed = {**dict.fromkeys(VISIBLE, "1"), "PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "9", "RANK": "7"}
     assert seed_for({**os.environ, **changed}) is before
     after = seed_for({**os.environ, "TORCH_LOGS": "dynamo"})  # read when torch is imported
     assert after is not before

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import paceline
 from model_families import family_job
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.parity.check import LargestDifference, Parity, StepParity, Tolerance, check_all
+from paceline.parity.ranks import _Outputs
 from paceline.plans.plan import Plan
 from small_jobs import CHAOTIC, small_job
 
@@ -91,3 +95,13 @@ def test_every_legal_plan_of_two_ranks_holds(tmp_path: Path) -> None:
     assert check_all(family_job("gpt", tmp_path), 2, steps=2, say=lambda plan, found: seen.update({str(plan): found}))
     assert {"dp=2", "fsdp=2", "tp=2", "cp=2"} <= seen.keys()
     assert any("pp=2" in plan for plan in seen)
+
+
+def test_what_is_added_up_to_compare_is_not_compiled() -> None:
+    model = nn.Sequential(nn.Linear(2, 3))
+    outputs = _Outputs(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the compiler tells of what it cannot follow
+        torch.compile(model, backend="eager")(torch.ones(4, 2))
+    assert outputs.found["0"][0] == 12
+    outputs.close()

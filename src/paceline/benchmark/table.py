@@ -112,7 +112,7 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
     if report.on_cores:
         yield "memory", "largest resident memory of a rank, shared pages by their share."
     else:
-        yield "memory", "most that a rank had allocated on its GPU; ? where torch does not count it."
+        yield "memory", "most that a rank had allocated on its accelerator; ? where torch does not count it."
     if any(s.energy_joules is not None for s in report.settings):
         yield "energy", "joules a step, of all that the processor packages and GPUs did meanwhile."
     else:

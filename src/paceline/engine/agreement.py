@@ -121,17 +121,32 @@ class StepSignals:
     def _rescale(self, items: float) -> float:
         if items == 1.0 or items <= 0.0:
             return 1.0
-        rounding = 16 * torch.finfo(self.tensor.dtype).eps
-        return 1.0 if abs(items - 1.0) < rounding else 1.0 / items
+        return 1.0 if abs(items - 1.0) < self._rounding else 1.0 / items
+
+    def factor(self, items: float | Tensor) -> float | Tensor:
+        """The coming `Agreed.rescale`; a tensor () where only an accelerator knows the items yet."""
+        if not isinstance(items, Tensor):
+            return self._rescale(items)
+        is_one = ((items - 1.0).abs() < self._rounding) | (items <= 0.0)
+        return torch.where(is_one, 1.0, 1.0 / items)
+
+    @property
+    def _rounding(self) -> float:
+        return 16 * torch.finfo(self.tensor.dtype).eps
 
 
 def numbers(parts: Sequence[float | Tensor]) -> list[float]:
     """The numbers of all parts in order, with at most one wait for an accelerator."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) > 1 and on_accelerator(tensors[0]):
-        read = iter(torch.cat([t.reshape(-1) for t in tensors]).tolist())
-        return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
+        return in_order(parts, torch.cat([t.reshape(-1) for t in tensors]).tolist())
     return [x for part in parts for x in (part.reshape(-1).tolist() if isinstance(part, Tensor) else (part,))]
+
+
+def in_order(parts: Sequence[float | Tensor], of_tensors: Sequence[float]) -> list[float]:
+    """Numbers of all parts, given those of the tensors among them."""
+    read = iter(of_tensors)
+    return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
 
 
 class SynchronousAgreement:

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from paceline.comm import Group
 from paceline.device import CPU, DEVICE_VARIABLE, widest_float
 from paceline.errors import JobError, PlanError
-from paceline.sync.batchnorm import synchronise
+from paceline.plans.limits import whole_batch_in_parts
+from paceline.plans.plan import Plan
+from paceline.sync.batchnorm import has_batch_norm, synchronise
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+
+def made_ready(engine: Engine, model: nn.Module, plan: Plan) -> nn.Module:
+    """The model on this rank's device, in its precision; checks the loader's batches."""
+    settings = engine.settings
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    if engine.split is None:
+        model = prepared(model, settings.batch_norm, engine.precision, engine.group)
+        model.to(engine.device)
+    for outside in engine.extra.values():
+        wide = torch.float64 if engine.precision == "fp64" and outside.is_floating_point() else None
+        outside.data = outside.data.to(engine.device, wide)
+    if plan.memory_format == "channels_last":
+        to_channels_last(model)
+    if settings.batch_norm == "sync" and has_batch_norm(model):
+        engine.loader.fill_every_rank("batch_norm: sync")
+    if getattr(engine.loss, "whole_batch", False):
+        engine.loader.fill_every_rank("a loss over the whole batch")
+        if plan.microbatches > 1:
+            raise PlanError(f"plan {plan} {whole_batch_in_parts('the loss', plan.microbatches)}")
+    return model
 
 
 def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Group) -> nn.Module:

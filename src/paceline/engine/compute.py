@@ -206,10 +206,10 @@ def compiled(model: nn.Module, how: Compile, device: torch.device) -> Callable[.
             return made(*args, **keywords)
         except InductorError as error:
             what = str(error).strip().partition("\n")[0]
+            code = f"code for devices of type {device.type}, " if is_accelerator(device) else ""
             raise PlanError(
-                f"compile={how}: torch cannot compile the model here: {what}. It needs a C++ compiler and "
-                "Python's headers "
-                "(on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
+                f"compile={how}: torch cannot compile the model here: {what}. It needs {code}a C++ compiler and "
+                "Python's headers (on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
             ) from error
 
     return forward

@@ -18,23 +18,24 @@ from paceline.comm import Group
 from paceline.data.deal import deal
 from paceline.data.loader import Loader, Position
 from paceline.engine.agreement import LocalAgreement, StepSignals, SynchronousAgreement
-from paceline.engine.calls import prepared, to_channels_last
-from paceline.engine.compute import Compute, WholeModel
+from paceline.engine.calls import made_ready
+from paceline.engine.compute import Compute, LocalLoss, WholeModel
 from paceline.engine.evaluation import Evaluation
-from paceline.engine.guard import Guard, Policy
+from paceline.engine.guard import Guard
 from paceline.engine.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
 from paceline.engine.replica_state import ReplicaState
+from paceline.engine.run_ahead import AgreementAhead, UnreadStep
+from paceline.engine.settings import Settings
 from paceline.engine.status import Phase, StatusBoard
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
 from paceline.plans.axes import REPLICA
-from paceline.plans.limits import whole_batch_in_parts
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import sync_info
 from paceline.split.parts import Part
 from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule
-from paceline.sync.batchnorm import has_batch_norm, unsynchronise
+from paceline.sync.batchnorm import unsynchronise
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
@@ -54,7 +55,8 @@ class StepResult:
         grad_norm: L2 norm of the whole gradient, before clipping.
         problem: why the update was left out (loss or gradient not finite); None when it was made.
         votes: how many ranks asked for a stop, for a checkpoint, … (see `StepSignals`).
-        timing: this rank's times; on accelerators those of the step before, and None at the first.
+        timing: this rank's times; on accelerators those of the step before, and None at the first, unless the engine
+            runs ahead.
         agreed: whether loss and votes are what all replicas know.
     """
 
@@ -66,18 +68,6 @@ class StepResult:
     votes: dict[str, int]
     timing: Timing | None
     agreed: bool = True
-
-
-@dataclass
-class Settings:
-    """Settings of the engine; the defaults are those of `setup`."""
-
-    clip_norm: float | None = None
-    nonfinite: Policy = "stop"
-    batch_norm: str = "local"
-    precision: str = "fp32"
-    seed: int = 0
-    buffers: str = "same"
 
 
 class Engine:
@@ -97,6 +87,7 @@ class Engine:
         replica: what the rule sees of this rank; its `traffic` is what the rule has sent.
         messages: lines for the record of the run, of the rule and of the comparison of replicas.
         local_steps: True if replicas differ between the steps in which they agree (local rules).
+        runs_ahead: True if `begin` leaves the numbers of its step to be read later.
         device: where the model is.
         before_update: called with the number of every optimizer step before it (the checkpoint writer copies weights
             until then); None where nobody asks.
@@ -124,10 +115,11 @@ class Engine:
         self._updates = 0
         self.on_phase: Callable[[Phase, int], None] = StatusBoard.of_this_rank().mark
         self.meter = Meter(self.device)
-        self.model = self._made_ready(model, plan)
+        self.model = made_ready(self, model, plan)
         self.compute = self._compute(plan)
         self.data_group = self.compute.data_group
-        self.guard = Guard(settings.nonfinite, self.model, self.compute.loss_scale, group.rank)
+        self.runs_ahead = settings.runs_ahead(plan, self.device)
+        self.guard = Guard(settings.nonfinite, self.model, self.compute.loss_scale, group.rank, late=self.runs_ahead)
         self.evaluation = Evaluation(
             self.compute,
             statistics=settings.batch_norm != "sync",
@@ -154,6 +146,14 @@ class Engine:
             SyncError: another rank is gone or did not come in time.
             DataError: the batch is not one of `loader`'s, has no target, or has a label out of range.
         """
+        return self.settle(self.begin(batch))
+
+    def begin(self, batch: Batch | None) -> StepResult | UnreadStep:
+        """Take a step as `step`, whose result `settle` gives.
+
+        Where the engine runs ahead the step is queued, its update included, and its numbers are not read yet. Until
+        they are, the weights may be of a gradient that is not finite: settle before they are saved or measured.
+        """
         self._follow_changes()
         step = self.step_count + 1
         position = self._position(batch)
@@ -168,6 +168,50 @@ class Engine:
             local = self.compute.forward_backward(batch, position, step)
         self.meter.mark(COMPUTE)
         self.on_phase("sync", step)
+        if isinstance(self.agreement, AgreementAhead):
+            return self._queued(self.agreement, step, batch, position, local)
+        return self._taken(step, batch, position, local)
+
+    def settle(self, begun: StepResult | UnreadStep) -> StepResult:
+        """Result of a step that was begun.
+
+        On accelerators this is the one wait for the device.
+
+        Raises:
+            NonFiniteError: as `step`. Where the engine runs ahead the weights have been updated.
+        """
+        if isinstance(begun, StepResult):
+            return begun
+        self.on_phase("sync", begun.step)
+        agreed, norm = begun.numbers.read()
+        self.guard.problem(self.group, begun.batch, begun.samples, step=begun.step, loss=agreed.loss, norm=norm)
+        timing = self.meter.ended(begun.step, agreed.slowest_busy_s, begun.numbers.own_busy_s)
+        return StepResult(begun.step, agreed.loss, begun.total, norm, None, agreed.votes, timing)
+
+    def examines(self, step: int) -> bool:
+        """True if a step compares replicas, or parts of a user's loss.
+
+        The steps before are settled first: such a step waits for the device, and reports other problems than theirs.
+        """
+        return self._updates + 1 >= self.replica_state.due or self.compute.weighing.examines(step)
+
+    def _queued(
+        self, agreement: AgreementAhead, step: int, batch: Batch | None, position: Position, local: LocalLoss
+    ) -> UnreadStep:
+        """The rest of a step, queued without a wait for the device."""
+        by_samples = self.compute.weighing.by_samples
+        unread = agreement.queue(local, step, by_samples=by_samples, clip_norm=self.settings.clip_norm)
+        self.on_phase("optimizer", step)
+        self._update(step)
+        self.step_count = step
+        self.meter.mark(OPTIMIZER)
+        self.meter.end(step)
+        # behind the end of the step, so that one wait is for both
+        unread.send()
+        return UnreadStep(step, position.total, batch, self.loader.indices, unread)
+
+    def _taken(self, step: int, batch: Batch | None, position: Position, local: LocalLoss) -> StepResult:
+        """The rest of a step, whose update its numbers decide on."""
         # From here on gradients are the global ones; on accelerators this is the step's one wait for the device.
         agreed = self.agreement.agree(local, step)
         if self.split is not None and self.split.pipeline is not None:
@@ -181,7 +225,10 @@ class Engine:
             self.agreement.deciders, batch, self.loader.indices, step=step, loss=loss, norm=norm
         )
         if problem is None:
-            self._update(step, norm)
+            clip = self.settings.clip_norm
+            if clip is not None and norm > clip:
+                torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
+            self._update(step)
         if self.local_steps:
             self._agree_on_parameters(step)
         self.step_count = step
@@ -253,27 +300,6 @@ class Engine:
 
     # How the model is set up
 
-    def _made_ready(self, model: nn.Module, plan: Plan) -> nn.Module:
-        """The model on this rank's device, in its precision; checks the loader's batches."""
-        settings = self.settings
-        if plan.threads:
-            torch.set_num_threads(plan.threads)
-        if self.split is None:
-            model = prepared(model, settings.batch_norm, self.precision, self.group)
-            model.to(self.device)
-        for outside in self.extra.values():
-            wide = torch.float64 if self.precision == "fp64" and outside.is_floating_point() else None
-            outside.data = outside.data.to(self.device, wide)
-        if plan.memory_format == "channels_last":
-            to_channels_last(model)
-        if settings.batch_norm == "sync" and has_batch_norm(model):
-            self.loader.fill_every_rank("batch_norm: sync")
-        if getattr(self.loss, "whole_batch", False):
-            self.loader.fill_every_rank("a loss over the whole batch")
-            if plan.microbatches > 1:
-                raise PlanError(f"plan {plan} {whole_batch_in_parts('the loss', plan.microbatches)}")
-        return model
-
     def _compute(self, plan: Plan) -> Compute:
         if self.split is None:
             return WholeModel(self.model, self.loss, self.loader, plan, self.group, self.precision)
@@ -306,7 +332,8 @@ class Engine:
         self.local_steps = info.local_steps
         acts = not info.local_steps and acts_after_step(self.rule)
         self._after_update = self.rule.after_step if acts else None
-        kind = LocalAgreement if self.local_steps else SynchronousAgreement
+        kind: type[SynchronousAgreement]
+        kind = LocalAgreement if self.local_steps else AgreementAhead if self.runs_ahead else SynchronousAgreement
         self.agreement = kind(self.rule, self.replica, self.signals, self.meter, world, split)
         if self.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
@@ -393,10 +420,7 @@ class Engine:
 
     # Update
 
-    def _update(self, step: int, norm: float) -> None:
-        clip = self.settings.clip_norm
-        if clip is not None and norm > clip:
-            torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
+    def _update(self, step: int) -> None:
         self._prepare_update(step)
         self.optimizer.step()
         if self._after_update is not None:

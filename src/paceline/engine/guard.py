@@ -22,10 +22,13 @@ class Guard:
         model: its buffers are put back.
         loss_scale: that of fp16 training, which an overflow shrinks; None in other precisions.
         rank: this rank's number in the run.
+        late: the update is made before its numbers are known here, which only `stop` allows.
     """
 
-    def __init__(self, policy: Policy, model: nn.Module, loss_scale: LossScale | None, rank: int) -> None:
-        self.policy, self.model, self.loss_scale, self.rank = policy, model, loss_scale, rank
+    def __init__(
+        self, policy: Policy, model: nn.Module, loss_scale: LossScale | None, rank: int, *, late: bool = False
+    ) -> None:
+        self.policy, self.model, self.loss_scale, self.rank, self.late = policy, model, loss_scale, rank, late
         self._left_out_in_a_row = 0
         self._saved: list[tuple[Tensor, Tensor]] = []
 
@@ -54,7 +57,7 @@ class Guard:
         problem = explain(deciders, batch, samples, step=step, loss=loss, norm=norm, rank=self.rank)
         self._left_out_in_a_row += 1
         if self.policy == "stop":
-            raise stop(problem)
+            raise stop(problem, late=self.late)
         if self._left_out_in_a_row >= PATIENCE:
             raise gave_up(problem, self._left_out_in_a_row)
         for buffer, saved in self._saved:
@@ -94,10 +97,11 @@ def explain(
     return f"the {what} of step {step} is {value} ({where})"
 
 
-def stop(problem: str) -> NonFiniteError:
-    """The error of the `stop` policy."""
+def stop(problem: str, *, late: bool = False) -> NonFiniteError:
+    """The error of the `stop` policy; `late`: the weights in memory were updated meanwhile."""
+    kept = "No checkpoint has what came of it." if late else "Nothing was updated."
     return NonFiniteError(
-        f"{problem}. Nothing was updated. Clean the data, lower the learning rate or set clip_norm; or let the job "
+        f"{problem}. {kept} Clean the data, lower the learning rate or set clip_norm; or let the job "
         "go on with `nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (back to the last "
         "checkpoint, without that batch)."
     )

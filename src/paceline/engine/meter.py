@@ -105,6 +105,13 @@ class Meter:
 
         That is this one, on accelerators the previous one (None at the first).
         """
+        done = self.end(step)
+        if not self._clock.by_events:
+            return done
+        return self._read_events() if len(self._unread) > 1 else None
+
+    def end(self, step: int) -> Timing:
+        """End the step; on accelerators its times are still to be read."""
         done = self.current
         done.step = step
         self.current = Timing(step + 1)
@@ -114,7 +121,18 @@ class Meter:
             self._unread.append((done, self._start, self._events))
         self._start = self._events[-1][1] if self._events else self._clock.now()
         self._events = []
-        return self._read_events() if len(self._unread) > 1 else None
+        return done
+
+    def ended(self, step: int, slowest_busy_s: float, own_busy_s: float) -> Timing | None:
+        """Times of a step whose end the accelerator has reached; None if untimed.
+
+        Args:
+            slowest_busy_s, own_busy_s: as for `split_wait`.
+        """
+        if not self._unread or self._unread[0][0].step != step:
+            return None
+        self._unread[0][0].parts_s[IMBALANCE] = max(slowest_busy_s - own_busy_s, 0.0)
+        return self._read_events()
 
     def _read_events(self) -> Timing:
         timing, previous, events = self._unread.popleft()

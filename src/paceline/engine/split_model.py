@@ -27,7 +27,7 @@ from paceline.split.tensor.vocabulary import ParallelLoss
 from paceline.sync.batchnorm import is_synchronised
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Settings
+    from paceline.engine.settings import Settings
 
 
 def divide(

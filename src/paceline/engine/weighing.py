@@ -68,6 +68,15 @@ class Weighing:
         """True if the loss averages over other items than samples, such as tokens."""
         return self._count is not None
 
+    @property
+    def by_samples(self) -> bool:
+        """True if items are samples, so the ranks' shares of a batch sum to 1."""
+        return self._count is None and not isinstance(self.loss, ModelsOwn)
+
+    def examines(self, step: int) -> bool:
+        """True if a step compares a user's own loss with those of its parts."""
+        return self._examines and not step & (step - 1)
+
     def prepare(self) -> None:
         """Find the items that a model's own loss averages over; every rank calls this first."""
         if self.prepared or active_fake_mode() is not None:
@@ -139,7 +148,7 @@ class Weighing:
         Raises:
             PlanError: it is not the mean, or the sum, that it is taken for; with what to write.
         """
-        if not self._examines or step & (step - 1) or active_fake_mode() is not None:
+        if not self.examines(step) or active_fake_mode() is not None:
             return
         pair = self._two_samples(output, target, position)
         if pair is not None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.device import DEVICE_VARIABLE
+from paceline.device import DEVICE_VARIABLE, VISIBLE
 from paceline.errors import LaunchError
 from paceline.rank_environment import RankEnvironment
 
@@ -40,7 +40,7 @@ OFF = "PACELINE_FORK"  # set to 0: every rank is an interpreter of its own
 _BEFORE_FORK = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # Not read by the imports, as nothing is that `RankEnvironment` names.
 _AFTER_FORK = {
-    "CUDA_VISIBLE_DEVICES",
+    *VISIBLE,
     DEVICE_VARIABLE,
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets these two, in the process that imports it
     "KMP_INIT_AT_FORK",

@@ -254,6 +254,7 @@ class _Outputs:
         self._hooks = [m.register_forward_hook(self._add(name)) for name, m in model.named_modules() if name]
 
     def _add(self, name: str) -> Any:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def add(module: nn.Module, inputs: Any, output: Any) -> None:
             first = output[0] if isinstance(output, (tuple, list)) and output else output
             if not isinstance(first, Tensor) or not first.is_floating_point():

@@ -121,7 +121,7 @@ _FIGURES = {
     ),
     "gpu_memory": (
         "GPU memory per rank",
-        "Memory that the rank has allocated on its GPU; in a table that of the rank with most.",
+        "Memory that the rank has allocated on its accelerator; in a table that of the rank with most.",
     ),
     "energy": ("energy per step", "Energy of all ranks in one step, from RAPL or NVML where the machine tells."),
     "warm_up": (

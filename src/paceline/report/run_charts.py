@@ -146,7 +146,7 @@ def _parts(record: RunRecord) -> Chart:
 
 
 def memory(record: RunRecord) -> Iterator[Chart]:
-    """Memory of each rank, on the host and on its GPU."""
+    """Memory of each rank, on the host and on its accelerator."""
     for key, (title, term) in _MEMORY.items():
         series = []
         for rank, steps in record.ranks.items():

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.device import has_pinned_memory
-from paceline.engine.engine import Engine, Settings
+from paceline.engine.engine import Engine
+from paceline.engine.settings import Settings
 from paceline.errors import DataError
 from paceline.job.data import DataSets
 from paceline.job.job import Job
@@ -43,7 +44,10 @@ def build_engine(job: Job, plan: Plan, model: nn.Module | DeferredModel, data: D
     mesh = Mesh.of(plan, group)
     loader = loader_of(job, mesh, data)
     loss = job.loss.build()
-    settings = Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers)
+    by_loss = job.stop.loss_below is not None or job.stop.plateau is not None
+    settings = Settings(
+        job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers, run_ahead=not by_loss
+    )
     source = _published(job, model)
     if plan.splits:
         from paceline.engine.split_model import divide

@@ -75,6 +75,11 @@ class CheckpointSchedule:
         if wanted:
             self.signals.vote("checkpoint")
 
+    def falls_on(self, step: int) -> bool:
+        """True if a checkpoint may be due after `step` by its number alone."""
+        every = self.rule.every_steps
+        return every is not None and (step % every == 0 or step - max(self.at, 0) >= every)
+
     def due(self, step: int, votes: dict[str, int]) -> bool:
         """True if a checkpoint begins after `step`; equal on all ranks with equal votes."""
         every = self.rule.every_steps

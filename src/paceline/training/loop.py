@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,9 +13,11 @@ import torch
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.data.held_out import held_out_batches, most_batches, padded
+from paceline.data.loader import Position
 from paceline.device import DEVICE_VARIABLE
 from paceline.engine.engine import Engine, StepResult
-from paceline.errors import ClusterError, tell_of_failure
+from paceline.engine.run_ahead import UnreadStep
+from paceline.errors import ClusterError, NonFiniteError, SyncError, tell_of_failure
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
@@ -84,6 +87,7 @@ class Loop:
         self._on_step = [c.on_step for c in self.callbacks if type(c).on_step is not Callback.on_step]
         self._after_step = [c.after_step for c in self.callbacks if type(c).after_step is not Callback.after_step]
         self.signal: str | None = None
+        self._begun: _Begun | None = None  # the step whose numbers are not read
 
     def run(self) -> None:
         """Train until the stop rule or a signal ends the run, then save.
@@ -112,36 +116,88 @@ class Loop:
 
     def _epoch(self) -> str | None:
         """Train to the end of the epoch, a reason to stop, or a rewind."""
+        try:
+            return self._steps()
+        except (NonFiniteError, SyncError):
+            raise
+        except Exception as error:
+            begun, self._begun = self._begun, None
+            try:
+                if begun is not None:
+                    self._recorded(begun)
+            except NonFiniteError:
+                # what failed computed with weights that are not finite
+                raise
+            except Exception:  # noqa: BLE001 - the device may be lost, or the other ranks
+                raise error from None
+            raise
+
+    def _steps(self) -> str | None:
         for batch in self.engine.loader:
-            info = self.advance(batch)
-            if info is not None and info.result.problem is not None and self._rewound(info.result):
-                return None
-            reason = self.stop.ended(self.engine.step_count) if info is None else self.after_step(info)
+            reason = None
+            for info in self.advance(batch):
+                if info.result.problem is not None and self._rewound(info.result):
+                    return None
+                reason = self.after_step(info) or reason
+            if self.engine.step_count in self.checkpoints.rejected:
+                reason = self.stop.ended(self.engine.step_count)
             if reason is not None:
                 return reason
         return self.evaluations.after_epoch()
 
-    def advance(self, batch: Batch | None) -> StepInfo | None:
-        """Take and record one step on this rank's share of a global batch.
+    def advance(self, batch: Batch | None) -> Iterator[StepInfo]:
+        """Take one step on this rank's share of a global batch.
 
-        Returns:
-            What callbacks are told of it; None for a batch that a rewind left out.
+        A step is recorded when its numbers are known: at once, or, where the host runs ahead of an accelerator, after
+        the next one is queued. Before anything acts on the model the newest one is known, too. A batch that a rewind
+        left out is no step.
+
+        Yields:
+            What callbacks are told of each recorded step, in order; the caller then calls `after_step`.
         """
         engine = self.engine
         step = engine.step_count + 1
         if step in self.checkpoints.rejected:
             engine.step_count = step
-            return None
+            return
         lr = self._set_learning_rate(step - 1)
         self._ask()
-        result = engine.step(batch)
-        position = engine.loader.position
-        assert position is not None
-        info = StepInfo(result, position.epoch, position.local, lr)
+        before, self._begun = self._begun, _Begun(engine.begin(batch), engine.loader.position, lr)
+        votes: dict[str, int] = {}
+        acts = not engine.runs_ahead or self._acts_after(step)
+        if before is not None:
+            info = self._recorded(before)
+            # what was asked for is done once model, data and record are at one step
+            votes, info.result.votes = info.result.votes, {}
+            yield info
+            acts = acts or bool(votes) or info.ending is not None
+        if acts:
+            begun, self._begun = self._begun, None
+            info = self._recorded(begun)
+            info.result.votes = votes | info.result.votes
+            yield info
+
+    def _recorded(self, begun: _Begun) -> StepInfo:
+        """A step that was begun, once its numbers are known to be finite."""
+        assert begun.position is not None
+        result = self.engine.settle(begun.step)
+        info = StepInfo(result, begun.position.epoch, begun.position.local, begun.lr)
         for on_step in self._on_step:
             on_step(info)
-        engine.on_phase("data", step + 1)
+        self.engine.on_phase("data", self.engine.step_count + 1)
         return info
+
+    def _acts_after(self, step: int) -> bool:
+        """True if something acts on the model after this step, or waits in the next."""
+        every = self.job.evaluate.every_steps
+        return (
+            step == self.total_steps
+            or step % self.epoch_steps == 0
+            or (every is not None and step % every == 0)
+            or self.checkpoints.saving.falls_on(step)
+            or self.engine.examines(step + 1)
+            or step + 1 in self.checkpoints.rejected
+        )
 
     def after_step(self, info: StepInfo) -> str | None:
         """Run the callbacks' evaluations and checkpoints; returns the reason if the run ends."""
@@ -268,6 +324,15 @@ class Loop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A step that is not recorded yet."""
+
+    step: StepResult | UnreadStep
+    position: Position | None
+    lr: float
 
 
 class Evaluations(Callback):

@@ -364,11 +364,10 @@ def _steps(loop: Loop) -> Generator[list[float], None, None]:
     """Take steps forever; yields the seconds of each one's parts."""
     while True:
         for batch in loop.engine.loader:
-            info = loop.advance(batch)
-            assert info is not None, "no step was rejected"
-            assert info.result.timing is not None, "on CPUs the times of a step are known at its end"
-            loop.after_step(info)
-            yield info.result.timing.parts_s
+            for info in loop.advance(batch):
+                assert info.result.timing is not None, "on CPUs the times of a step are known at its end"
+                loop.after_step(info)
+                yield info.result.timing.parts_s
 
 
 def _better(one: PassTiming, other: PassTiming) -> PassTiming:

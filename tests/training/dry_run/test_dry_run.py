@@ -85,7 +85,10 @@ def test_every_stage_of_a_pipeline_of_64_ranks_takes_its_part() -> None:
     assert any("cut evenly" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["interleaved", pytest.param("gpipe", marks=pytest.mark.slow), pytest.param("zero-bubble", marks=pytest.mark.slow)],
+)
 def test_every_schedule_can_be_run_dry(schedule: str) -> None:
     found = dry(f"dp=32 pp=2 schedule={schedule} microbatches=2 remat=block precision=bf16")
     assert [stage.stopped_by for stage in found.stages] == [None, None]

@@ -29,8 +29,9 @@ from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.engine.agreement import Agreed, StepSignals
 from paceline.engine.compute import LocalLoss
-from paceline.engine.engine import Engine, Settings
+from paceline.engine.engine import Engine
 from paceline.engine.meter import Meter
+from paceline.engine.settings import Settings
 from paceline.engine.split_model import without_memory
 from paceline.errors import DataError, PacelineError, PlanError
 from paceline.job.batch import Batch

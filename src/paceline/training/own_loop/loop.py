@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader
-from paceline.engine.engine import Engine, Settings, StepResult
+from paceline.engine.engine import Engine, StepResult
 from paceline.engine.guard import explain, stop
+from paceline.engine.settings import Settings
 from paceline.errors import JobError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss, Metric

@@ -14,8 +14,8 @@ from paceline.comm import Group
 from paceline.comm.backend import join, leave
 from paceline.data.deal import deal
 from paceline.data.loader import Loader
-from paceline.engine.engine import Settings
 from paceline.engine.guard import Policy
+from paceline.engine.settings import Settings
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.job import Precision
 from paceline.job.loss import Loss
