@@ -102,6 +102,7 @@ def through_a_cut(rounds: int, folder: Path) -> tuple[list[int], float, str]:
         backend = group.backend
         assert isinstance(backend, TcpProcessGroup)
         states = "; ".join(link.state() for link in backend._mesh.links.values())
+        dist.barrier()  # nobody has left when the other reads its state
         return found, longest, states
 
 
