@@ -118,7 +118,7 @@ def of_different_sizes() -> str:
     with joined(deadline_s=30) as group:
         group.hosts = (0, 0, 1, 1)
         algorithm = HierarchicalAllReduce(group)
-        algorithm.all_reduce(torch.zeros(10))  # the groups between hosts are there, so no rank ends while another is starting one
+        algorithm.all_reduce(torch.zeros(10))  # from here on no rank still starts a group
         try:
             algorithm.all_reduce(torch.zeros(100 + group.rank % 2))
         except SyncError as error:
