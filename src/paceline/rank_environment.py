@@ -22,6 +22,9 @@ RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK = (
     "LOCAL_RANK",
 )
 _ADDRESS, _HOST, _STATUS, _STORE_FD = "PACELINE_ADDRESS", "PACELINE_HOST", "PACELINE_STATUS", "PACELINE_STORE_FD"
+# the run's key, where one was handed over: an inherited descriptor, or a file of mode 0600
+KEY_FD, KEY_FILE = "PACELINE_KEY_FD", "PACELINE_KEY_FILE"
+ENCRYPT = "PACELINE_ENCRYPT"  # set to off: gradients between hosts are authenticated, and not encrypted
 
 
 @dataclass(frozen=True)

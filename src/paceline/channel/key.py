@@ -1,0 +1,200 @@
+"""Key of a run, which both ends of a connection must hold.
+
+It is a private key and the certificate that goes with it. There is no authority and no host name: a peer belongs to the
+run if it proves this very certificate in a TLS 1.3 handshake. Whoever starts the run makes the key, and hands it over
+by an inherited descriptor, a file that only its user can read, or a secret of the engine.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import os
+import ssl
+import stat
+from functools import cached_property
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from paceline.errors import LaunchError
+from paceline.files import create_private, user_name
+from paceline.rank_environment import KEY_FD, KEY_FILE
+
+_SUBJECT = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "paceline run")])
+# Hosts' clocks may differ by any amount; the key lives as long as its run, and no date adds to that.
+_BEGIN, _END = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2000, 9999))
+_PEM_LIMIT = 2**14  # bytes
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class RunKey:
+    """An EC P-256 key and a certificate that it has signed itself."""
+
+    def __init__(self, private: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+        self._private, self._certificate = private, certificate
+
+    @classmethod
+    def make(cls) -> RunKey:
+        """A new key, for one run."""
+        private = ec.generate_private_key(ec.SECP256R1())
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(_SUBJECT)
+            .issuer_name(_SUBJECT)
+            .public_key(private.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(_BEGIN)
+            .not_valid_after(_END)
+            .sign(private, hashes.SHA256())
+        )
+        return cls(private, certificate)
+
+    @classmethod
+    def from_pem(cls, pem: bytes) -> RunKey:
+        """The key that `to_pem` wrote.
+
+        Raises:
+            LaunchError: the text is no key of paceline's.
+        """
+        try:
+            private = serialization.load_pem_private_key(pem, None)
+            certificate = x509.load_pem_x509_certificate(pem)
+        except (ValueError, TypeError):
+            raise _no_key() from None  # the reason could show a part of the key
+        ours = isinstance(private, ec.EllipticCurvePrivateKey) and isinstance(private.curve, ec.SECP256R1)
+        if not ours or certificate.subject != _SUBJECT or certificate.public_key() != private.public_key():
+            raise _no_key()
+        assert isinstance(private, ec.EllipticCurvePrivateKey)
+        return cls(private, certificate)
+
+    def to_pem(self) -> bytes:
+        """Private key and certificate as text. A secret: never for a command line, a log or a store."""
+        return (
+            self._private.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+            + self._certificate_pem
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """The first 16 hexadecimal digits of the certificate's SHA-256. Safe to show."""
+        return self._certificate.fingerprint(hashes.SHA256()).hex()[:16]
+
+    @cached_property
+    def certificate_der(self) -> bytes:
+        """The certificate, to be compared with a peer's. No secret."""
+        return self._certificate.public_bytes(serialization.Encoding.DER)
+
+    def server_context(self) -> ssl.SSLContext:
+        """TLS 1.3 for the end that accepts; the other must prove this key, too."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # no session is resumed: every connection proves the key itself
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """TLS 1.3 for the end that connects; the other must prove this key, too."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the certificate says which run, not which host
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self._certificate_pem.decode())
+        descriptor = key_descriptor(self)
+        try:
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")  # ssl reads files only
+        finally:
+            os.close(descriptor)
+        return context
+
+    @cached_property
+    def _certificate_pem(self) -> bytes:
+        return self._certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def own_key() -> RunKey | None:
+    """The key handed to this process.
+
+    PACELINE_KEY_FD names an inherited descriptor, PACELINE_KEY_FILE a file; None without either.
+
+    Raises:
+        LaunchError: it cannot be read, is no key of paceline's, or others can read it.
+    """
+    if descriptor := os.environ.get(KEY_FD):
+        try:
+            return RunKey.from_pem(os.pread(int(descriptor), _PEM_LIMIT, 0))
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"{KEY_FD}={descriptor} is no descriptor of the run's key: {error}") from error
+    return read_key(Path(path)) if (path := os.environ.get(KEY_FILE)) else None
+
+
+def key_descriptor(key: RunKey) -> int:
+    """A descriptor of unnamed, sealed memory with the key, to be inherited by children. The caller closes it."""
+    descriptor = os.memfd_create("paceline-key", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.write(descriptor, key.to_pem())
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def write_key(key: RunKey, path: Path) -> None:
+    """Write a key to a new file that only this user can read.
+
+    Raises:
+        LaunchError: there is something at `path`, or it cannot be made.
+    """
+    try:
+        with create_private(path) as file:
+            file.write(key.to_pem())
+    except OSError as error:
+        raise LaunchError(f"{path}: the run's key cannot be written: {error.strerror}. Name a new file.") from error
+
+
+def read_key(path: Path) -> RunKey:
+    """The key of a file that only this user can read.
+
+    Raises:
+        LaunchError: it cannot be read, is no key of paceline's, or another user owns or may read it.
+    """
+    try:
+        # a link is followed, as secrets of Kubernetes are links: whose file it is gets asked of what was opened
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise LaunchError(f"{path}: the run's key cannot be read: {error.strerror}. {_MAKE}") from error
+    try:
+        if problem := _not_private(os.fstat(descriptor)):
+            raise LaunchError(f"{path}: {problem}. Make a new key: it may be known to others. {_MAKE}")
+        pem = os.read(descriptor, _PEM_LIMIT)
+    finally:
+        os.close(descriptor)
+    try:
+        return RunKey.from_pem(pem)
+    except LaunchError as error:
+        raise LaunchError(f"{path}: {error}") from None
+
+
+def _not_private(about: os.stat_result) -> str | None:
+    """Reason why the file is not this user's alone; None where it is."""
+    if not stat.S_ISREG(about.st_mode):
+        return "is not a regular file"
+    if about.st_uid not in (os.geteuid(), 0):
+        return f"belongs to {user_name(about.st_uid)}"
+    if about.st_mode & 0o077:
+        return f"can be read by other users (mode {stat.S_IMODE(about.st_mode):04o} instead of 0600)"
+    return None
+
+
+_MAKE = "`paceline key FILE` makes one, for every host a copy."
+
+
+def _no_key() -> LaunchError:
+    return LaunchError(f"this is no key of a run of paceline's. {_MAKE}")
