@@ -24,6 +24,7 @@ from leaks import Snapshot, adopt_orphans
 from ranks import Ranks, run_on_ranks, start_seed
 from simulated.build import COMPILER, build
 from simulated.environment import Simulated
+from sshd import SSHD
 
 # before torch is imported: models in tests are too small to share among threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,6 +42,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "needs_chromium": (
         "the commands `chromium` and `chromedriver` (packages chromium, chromium-driver)",
         lambda: bool(shutil.which("chromium") and shutil.which("chromedriver")),
+    ),
+    "needs_sshd": (
+        "the programs ssh and sshd (packages openssh-client, openssh-server)",
+        lambda: bool(shutil.which("ssh") and SSHD),
     ),
     "needs_compiler": (
         "a C++ compiler and Python's headers (packages g++, python3-dev)",

@@ -124,3 +124,15 @@ def test_the_record_names_the_commit_and_whether_files_differ_from_it(
 def test_nothing_runs_on_a_cluster_that_is_only_a_name() -> None:
     with pytest.raises(ClusterError, match="can be planned for"):
         to_run_on(named_cluster("2x8xH100-SXM"))
+
+
+def test_a_host_may_be_used_with_a_part_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_HOST_DEVICES", "1")
+    assert len(discover().hosts[0].devices) == 1
+
+
+@pytest.mark.parametrize("number", ["0", "99999", "two", "-1"])
+def test_devices_that_a_host_does_not_have_are_refused(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_HOST_DEVICES", number)
+    with pytest.raises(ClusterError, match=rf"{number} devices are to be used of host .* but it has \d+"):
+        discover()

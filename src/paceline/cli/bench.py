@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.where import Hosts, start_on
+
 EXAMPLE = "Example: paceline bench examples/digits.yaml --devices 1,2 --repeat 3"
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
@@ -22,6 +24,7 @@ def command(
             metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
         ),
     ] = None,
+    hosts: Hosts = None,
     devices: Annotated[
         str | None,
         typer.Option(
@@ -56,6 +59,7 @@ def command(
 
     Runs are interleaved.
     """
+    start_on(hosts)
     from paceline.job.job import Job
 
     # A mistake in the file is told before all else is imported.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.where import Hosts, start_on
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -30,6 +32,7 @@ def command(
             metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
         ),
     ] = None,
+    hosts: Hosts = None,
     every: Annotated[
         int | None,
         typer.Option(
@@ -52,6 +55,7 @@ def command(
 
     Exit code 3: undecided, as rounding or random numbers could hide a mistake.
     """
+    start_on(hosts)
     if not dry:
         from paceline.launch.seed import warm_up
 

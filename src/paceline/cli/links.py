@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.where import Hosts, start_on
 from paceline.launch_engine import is_rank
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def command(
         str | None,
         typer.Option(metavar="FILE", help="Cluster file with hosts to emulate.", show_default="this machine"),
     ] = None,
+    hosts: Hosts = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with the curves.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')
@@ -65,6 +67,7 @@ def command(
 
     Between real hosts: torchrun … --no-python paceline links --transports gloo, on every host.
     """
+    start_on(hosts)
     from paceline.cli.where import to_run_on
     from paceline.cluster.discover import discover
     from paceline.console import Console

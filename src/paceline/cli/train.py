@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.where import Hosts, start_on
+
 if TYPE_CHECKING:
     from paceline.training.record.run import Run
 
@@ -25,6 +27,7 @@ def command(
             metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
         ),
     ] = None,
+    hosts: Hosts = None,
     run: Annotated[
         Path | None,
         typer.Option(
@@ -45,6 +48,7 @@ def command(
     ] = None,
 ) -> None:
     """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
+    start_on(hosts)
     from paceline.launch.seed import warm_up
     from paceline.launch_engine import is_rank
     from paceline.rank_environment import own_rank

@@ -18,6 +18,7 @@ from paceline.cluster.emulate.cgroup import cpu_quota, memory_limit_bytes
 from paceline.cluster.gpus import Gpus, find_gpus
 from paceline.device import DEVICE_VARIABLE, VISIBLE
 from paceline.errors import ClusterError
+from paceline.launch_engine.variables import HOST_DEVICES
 
 _PACKAGES = ("paceline", "torch", "numpy")
 _VARIABLES = re.compile(  # what changes speed or results; nothing that may hold a secret
@@ -33,9 +34,9 @@ def discover() -> Cluster:
     Cores and memory are those that affinity and control groups leave.
 
     Raises:
-        ClusterError: there is a driver of GPUs, but it does not work.
+        ClusterError: there is a driver of GPUs, but it does not work, or PACELINE_HOST_DEVICES are not there.
     """
-    return Cluster(name="this machine", hosts=(_host(find_gpus()),))
+    return Cluster(name="this machine", hosts=(_with_devices(_host(find_gpus()), os.environ.get(HOST_DEVICES)),))
 
 
 def to_run_on(cluster: Cluster | None) -> Cluster:
@@ -114,6 +115,19 @@ def _host(gpus: Gpus) -> Host:
         gpus=gpus.devices,
         links=(*_interfaces(), *gpus.links),
     )
+
+
+def _with_devices(host: Host, number: str | None) -> Host:
+    """The host with so many of its devices, as `--hosts b:2` names; all with None."""
+    if number is None:
+        return host
+    if not (number.isascii() and number.isdecimal() and 0 < int(number) <= len(host.devices)):
+        raise ClusterError(
+            f"{number} devices are to be used of host {host.name} (the 2 of --hosts b:2, or {HOST_DEVICES}), "
+            f"but it has {len(host.devices)}"
+        )
+    wanted = {"gpus": host.gpus[: int(number)]} if host.gpus else {"cores": int(number)}
+    return host.model_copy(update=wanted)
 
 
 def _cpu() -> tuple[str, bool | None]:

@@ -9,11 +9,12 @@ import zlib
 from paceline.errors import LaunchError
 from paceline.launch_engine.engine import HostPlace
 
-HOSTS, HOST_NUMBER, COORDINATOR, ENGINE = (
+HOSTS, HOST_NUMBER, COORDINATOR, ENGINE, HOST_DEVICES = (
     "PACELINE_HOSTS",
     "PACELINE_HOST_NUMBER",
     "PACELINE_COORDINATOR",
     "PACELINE_ENGINE",  # set by the engines that set the other three: ssh, Ray
+    "PACELINE_HOST_DEVICES",  # number to use of those of the host
 )
 MOST_HOSTS = 65_536
 # Clear of the ports that torchrun (29500) and its store (29400) take, and below those that systems give out.
