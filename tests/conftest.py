@@ -47,6 +47,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         "the programs ssh and sshd (packages openssh-client, openssh-server)",
         lambda: bool(shutil.which("ssh") and SSHD),
     ),
+    "needs_mpirun": (
+        "the program mpirun of Open MPI (package openmpi-bin)",
+        lambda: shutil.which("mpirun") is not None,
+    ),
     "needs_compiler": (
         "a C++ compiler and Python's headers (packages g++, python3-dev)",
         lambda: bool(shutil.which(COMPILER)) and Path(sysconfig.get_path("include"), "Python.h").exists(),

@@ -1,0 +1,65 @@
+"""Processes that a real mpirun starts find their places."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import DEADLINE_S
+from paceline.launch_engine.variables import default_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs_mpirun]
+# The program by which mpirun reaches other hosts: here they are this machine, by other names.
+AGENT = '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nshift\nexec sh -c "$*"\n'
+PLACE = """
+import dataclasses, json, os
+from paceline.errors import LaunchError
+from paceline.launch_engine import own_engine
+try: told = dataclasses.asdict(own_engine().hosts())
+except LaunchError as error: told = {"number": int(os.environ["OMPI_COMM_WORLD_RANK"]), "error": str(error)}
+open(f"place-{told['number']}", "w").write(json.dumps(told))
+"""
+
+
+def places(folder: Path, *arguments: str, **environment: str) -> list[dict[str, str | int]]:
+    """What each of two processes of mpirun found, by number."""
+    (folder / "agent").write_text(AGENT)
+    (folder / "agent").chmod(0o700)
+    about = {
+        "OMPI_MCA_plm_rsh_agent": str(folder / "agent"),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "TMPDIR": str(folder),
+    }
+    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", *arguments, sys.executable, "-c", PLACE]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **about, **environment}, capture_output=True, timeout=2 * DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return [json.loads((folder / f"place-{number}").read_text()) for number in range(2)]
+
+
+def test_one_process_per_host_makes_hosts_that_meet_where_mpirun_runs(tmp_path: Path) -> None:
+    found = places(tmp_path, "--host", "localhost,other")
+    assert [(place["number"], place["count"], place["engine"]) for place in found] == [(0, 2, "mpi"), (1, 2, "mpi")]
+    assert found[0]["coordinator"] == found[1]["coordinator"]
+    assert found[0]["run_name"] == found[1]["run_name"] != ""
+    assert {place["port"] for place in found} == {default_port("mpi", str(found[0]["run_name"]))}
+
+
+def test_a_host_0_that_is_not_where_mpirun_runs_has_to_be_named(tmp_path: Path) -> None:
+    first, _ = places(tmp_path, "--host", "one,other")
+    assert "Set PACELINE_COORDINATOR=ADDRESS:PORT" in str(first["error"])
+    named = places(tmp_path, "--host", "one,other", "-x", "PACELINE_COORDINATOR", PACELINE_COORDINATOR="10.0.0.7:4711")
+    assert [(place["coordinator"], place["port"]) for place in named] == [("10.0.0.7", 4711)] * 2
+
+
+def test_two_processes_on_one_host_are_refused_with_the_right_command(tmp_path: Path) -> None:
+    for place in places(tmp_path):
+        assert "mpirun started 2 processes on this host" in str(place["error"])
+        assert "mpirun --map-by ppr:1:node paceline" in str(place["error"])
