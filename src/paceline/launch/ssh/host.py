@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -34,7 +35,7 @@ class Order(msgspec.Struct):
         arguments: of Python.
         environment: added to that of the host.
         key: the run's, as PEM.
-        announce: print `STARTED`.
+        announce: print `STARTED`, and pass the command's output on; else it has this program's own.
     """
 
     arguments: list[str]
@@ -85,6 +86,8 @@ def _start(order: Order, key: int) -> subprocess.Popen[bytes]:
             cwd=order.directory,
             env={**inherited, **order.environment, KEY_FD: str(key)},
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if order.announce else None,
+            stderr=subprocess.PIPE if order.announce else None,
             pass_fds=[key],
             start_new_session=True,
             preexec_fn=_end_with_parent,
@@ -104,25 +107,40 @@ def _watch(process: subprocess.Popen[bytes], data: bytes) -> int:
     """Pass signals on until the command ends. Returns its exit code, negative for a signal."""
     for number in SIGNALS.values():
         signal.signal(number, lambda number, _: process.send_signal(number))
-    ended, kill_at, listening = os.pidfd_open(process.pid), float("inf"), [0]
+    ended, kill_at, signals = os.pidfd_open(process.pid), float("inf"), [0]
+    output = {stream.fileno(): to for stream, to in ((process.stdout, 1), (process.stderr, 2)) if stream}
     try:
-        while not select.select([ended], [], [], 0)[0]:
+        while True:
             *lines, data = data.split(b"\n")
             for line in lines:
                 if line in SIGNALS:
                     process.send_signal(SIGNALS[line])
-            ready = select.select([ended, *listening], [], [], 0.2 if kill_at < float("inf") else None)[0]
+            ready = select.select([ended, *signals, *output], [], [], 0.2 if kill_at < float("inf") else None)[0]
+            _pass_on(output, ready)
+            if ended in ready:
+                while ready := select.select(output, [], [], 0)[0]:
+                    _pass_on(output, ready)
+                return process.wait()
             if 0 in ready:
                 part = os.read(0, 4096)
                 data = (data + part)[-4096:]
                 if not part:
-                    listening, kill_at = [], time.monotonic() + SAVE_S
+                    signals, kill_at = [], time.monotonic() + SAVE_S
                     process.terminate()
             if time.monotonic() > kill_at:
                 process.kill()
     finally:
         os.close(ended)
-    return process.wait()
+
+
+def _pass_on(output: dict[int, int], ready: list[int]) -> None:
+    """Write what the command has written. A lost connection takes nothing, and does not disturb its end."""
+    for descriptor in output.keys() & set(ready):
+        if not (data := os.read(descriptor, 2**16)):
+            del output[descriptor]
+        with suppress(OSError):
+            while data:
+                data = data[os.write(output[descriptor], data) :]
 
 
 if __name__ == "__main__":

@@ -184,7 +184,8 @@ def _watch(started: list[_HostCommand], signals: StopSignals) -> int:
             until = time.monotonic() + SAVE_S + 5.0
             while _is_under_way(started, output) and time.monotonic() < until and not signals.kill:
                 output.show(_TICK_S)
-    return started[0].process.wait()
+    code = started[0].process.wait()
+    return code if 0 <= code < _SSH_FAILED else 1
 
 
 def _until_the_end(started: list[_HostCommand], signals: StopSignals, output: _Output) -> None:
