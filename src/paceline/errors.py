@@ -80,5 +80,15 @@ class LaunchError(PacelineError):
     explained: bool = False
 
 
+class ChannelError(PacelineError):
+    """A connection between processes of a run failed, or carried what no peer sends."""
+
+    may_pass = True
+
+
+class DeadlineError(ChannelError):
+    """A peer did not answer in time. The message names it, or what it was to do."""
+
+
 class SyncError(PacelineError):
     """Ranks failed to agree in time. The message names the ranks that are missing."""
