@@ -68,6 +68,22 @@ class RunError(PacelineError):
     """The run directory cannot be used, or does not hold what was asked of it."""
 
 
+class StorageError(PacelineError):
+    """An object store cannot be used, or does not hold what was asked of it.
+
+    Attributes:
+        absent: there is no such object.
+        exists: there is one, where a new one was to be made.
+        denied: no credentials, or without the right.
+    """
+
+    def __init__(
+        self, text: str, *, absent: bool = False, exists: bool = False, denied: bool = False, may_pass: bool = False
+    ) -> None:
+        super().__init__(text)
+        self.absent, self.exists, self.denied, self.may_pass = absent, exists, denied, may_pass
+
+
 class LaunchError(PacelineError):
     """The ranks could not be started, or one of them raised, hung or was killed.
 

@@ -109,6 +109,26 @@ def private_folder(path: Path) -> None:
         path.chmod(PRIVATE_FOLDER)
 
 
+def cache_folder() -> Path:
+    """Folder of paceline's cache. It cannot be written if the user has no home."""
+    home = os.path.expanduser("~")
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or (os.devnull if home.startswith("~") else Path(home, ".cache")))
+        / "paceline"
+    )
+
+
+def made_cache_folder(name: str) -> Path:
+    """A folder of the cache, created if missing, private to the user.
+
+    Raises:
+        OSError: it cannot be created, or belongs to another user.
+    """
+    private_folder(cache_folder())
+    private_folder(cache_folder() / name)
+    return cache_folder() / name
+
+
 def must_not_be_anothers(path: Path) -> None:
     """Raise where a folder is there and belongs to another user, other than root.
 

@@ -17,11 +17,11 @@ from commands import ended, losses, paceline, started, wait_for, write_job
 from paceline.cluster.cluster import Cluster, Emulate, Host
 from paceline.cluster.discover import discover
 from paceline.errors import LaunchError
+from paceline.files import cache_folder
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
 from paceline.planner import cache
 from paceline.planner.auto import auto_plan
-from paceline.planner.cache import cache_folder
 from paceline.planner.history import pairs
 from paceline.planner.knobs import Trial
 from paceline.planner.shortlist import Forecast

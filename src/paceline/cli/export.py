@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +22,7 @@ class ExportLayout(StrEnum):
 
 
 def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")],
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="What to write, e.g. model.safetensors; with --layout hf a folder.")
     ],
@@ -33,11 +35,15 @@ def command(
 
     The result is one safetensors file, or a folder in Hugging Face's layout.
     """
+    from paceline.storage.url import is_url
     from paceline.training.checkpoint.convert import export, export_hf
+    from paceline.training.remote.fetch import copy_of
 
-    with warnings.catch_warnings(record=True) as passed_over:
+    with ExitStack() as held, warnings.catch_warnings(record=True) as passed_over:
         warnings.simplefilter("always")
-        (export if layout is ExportLayout.FILE else export_hf)(run, out)
+        say = partial(typer.echo, err=True)
+        path = held.enter_context(copy_of(run, say, checkpoint=True)) if is_url(run) else Path(run)
+        (export if layout is ExportLayout.FILE else export_hf)(path, out)
     for warning in passed_over:
         typer.echo(f"note: {warning.message}", err=True)
     how = (

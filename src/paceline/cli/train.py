@@ -29,11 +29,13 @@ def command(
     ] = None,
     hosts: Hosts = None,
     run: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--run",
             "--run-dir",  # torchrun of Python < 3.12.8 takes --run for an abbreviation of an option of its own
-            help="Directory of the run. Say --run-dir under torchrun, which has options that begin with --run.",
+            metavar="DIR|URL",
+            help="Directory of the run. Or its URL, e.g. s3://bucket/run. Say --run-dir under torchrun, "
+            "which has options that begin with --run.",
             show_default="runs/JOB-TIME",
         ),
     ] = None,
@@ -95,9 +97,9 @@ def summary(run: Run) -> str:
             f"throughput   {run.throughput:,.0f} samples/s = global batch / median step time, plan "
             f"{run.plan}{synthetic}"
         )
-    lines.append(f"run          {run.path}")
+    lines.append(f"run          {run.url or run.path}")
     if end["interrupted"]:
-        lines.append(f"continue     paceline train {run.path}/job.yaml --run {run.path} --resume")
+        lines.append(f"continue     paceline train {run.path}/job.yaml --run {run.url or run.path} --resume")
     return "\n".join(lines)
 
 

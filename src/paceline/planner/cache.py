@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from paceline.files import private_folder, write_whole
+from paceline.files import made_cache_folder, write_whole
 from paceline.job.job import Job
 from paceline.units import percent
 
@@ -33,26 +32,6 @@ WORK = (
 MOST_OTHER_WORK = 0.25
 # seconds for measuring other work on the cores
 _LOOK_S = 0.2
-
-
-def cache_folder() -> Path:
-    """Folder of paceline's cache. It cannot be written if the user has no home."""
-    home = os.path.expanduser("~")
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or (os.devnull if home.startswith("~") else Path(home, ".cache")))
-        / "paceline"
-    )
-
-
-def made_cache_folder(name: str) -> Path:
-    """A folder of the cache, created if missing, private to the user.
-
-    Raises:
-        OSError: it cannot be created, or belongs to another user.
-    """
-    private_folder(cache_folder())
-    private_folder(cache_folder() / name)
-    return cache_folder() / name
 
 
 def keep(file: Path, text: str, *, busy: float = 0.0, hint: str = "") -> str:

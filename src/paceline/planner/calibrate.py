@@ -21,6 +21,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.cluster.cluster import Host
+from paceline.files import cache_folder
 from paceline.job.job import Job
 from paceline.planner import cache
 from paceline.units import percent
@@ -261,7 +262,7 @@ def failed_transport(note: str) -> str | None:
 
 def cache_file(key: str) -> Path:
     """File of the calibration with this key."""
-    return cache.cache_folder() / "calibration" / f"{key}.json"
+    return cache_folder() / "calibration" / f"{key}.json"
 
 
 def machine_of(host: Host) -> dict[str, str]:

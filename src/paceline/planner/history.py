@@ -16,9 +16,9 @@ from pathlib import Path
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
-from paceline.files import open_to_append
+from paceline.files import cache_folder, made_cache_folder, open_to_append
 from paceline.job.job import Job
-from paceline.planner.cache import cache_folder, made_cache_folder, short_hash, work_facts
+from paceline.planner.cache import short_hash, work_facts
 from paceline.planner.cost.prediction import Prediction
 from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan

@@ -16,9 +16,10 @@ from pathlib import Path
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, PlanError
+from paceline.files import cache_folder, made_cache_folder
 from paceline.job.job import Job
 from paceline.launch.run_on_ranks import run_on_plan
-from paceline.planner.cache import WORK, cache_folder, digests, made_cache_folder, short_hash
+from paceline.planner.cache import WORK, digests, short_hash
 from paceline.planner.check.plan_context import loss_is_tried
 from paceline.plans.plan import Plan
 

@@ -32,6 +32,7 @@ from paceline.plans.plan import Plan, cores_of
 from paceline.rank_environment import is_our_rank
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.runner.torchrun import fail
+from paceline.storage.url import is_url
 from paceline.training.record.progress import LiveProgress
 from paceline.training.record.run import JsonLines, Run
 from paceline.training.record.run_lock import RunLock
@@ -39,6 +40,7 @@ from paceline.tuning.auto import AutoChoice, Say, choose, remember_run
 
 if TYPE_CHECKING:
     from paceline.comm import Group
+    from paceline.training.remote.run import RemoteRun
 
 RUNS = Path("runs")  # under the current directory, where no other is named
 
@@ -65,7 +67,8 @@ def train(
         plan: a `Plan`, its text, or `"auto"`: the fastest of those that are predicted to be, found by measuring them
             for a few seconds where the run is long enough for that, or at an earlier start; under torchrun, one replica
             per rank, and a run that is resumed keeps its own.
-        run: directory of the run; None makes `runs/<job>-<time>` in the current directory.
+        run: directory of the run, or its URL in an object store (`s3://bucket/name`), to which a working directory here
+            is uploaded while it trains; None makes `runs/<job>-<time>` in the current directory.
         resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is
             none.
         port: of the rendezvous, on 127.0.0.1 or the first emulated host; None takes a free one.
@@ -89,7 +92,26 @@ def train(
         defer_compiler()
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
     console = console or SafeConsole(stderr=True, soft_wrap=True)
-    return _train_here(job, cluster, plan, run, console, resume=resume, port=port, restarts=restarts)
+    with ExitStack() as held:
+        remote = _remote(run, partial(_note, console), held, resume=resume)
+        where = remote.path if remote else run
+        check = remote.check if remote else None
+        record = _train_here(
+            job, cluster, plan, where, console, resume=resume, port=port, restarts=restarts, check=check
+        )
+        record.url = remote.url if remote else None
+        return record
+
+
+def _remote(run: str | Path | None, say: Say, held: ExitStack, *, resume: bool) -> RemoteRun | None:
+    """The run at a URL, until `held` ends; None where `run` is no URL."""
+    if not is_url(run):
+        return None
+    from paceline.training.remote.run import RemoteRun
+
+    remote = held.enter_context(RemoteRun(run, say, resume=resume))
+    say(f"run {remote.url} · its working directory is {remote.path}")
+    return remote
 
 
 def _train_here(
@@ -102,6 +124,7 @@ def _train_here(
     resume: bool,
     port: int | None,
     restarts: int,
+    check: Callable[[], None] | None = None,
 ) -> Run:
     """Choose the plan, and start its ranks on this machine or on emulated hosts."""
 
@@ -130,7 +153,7 @@ def _train_here(
         ]:
             _note(console, f"note: {note}")
         try:
-            _launch_ranks(record, lock, console, port, restarts)
+            _launch_ranks(record, lock, console, port, restarts, check)
         except BaseException:
             if before is None:
                 record.withdraw_unless_begun()
@@ -152,7 +175,14 @@ def _note(console: Console, text: str) -> None:
     console.print(text, style="yellow", highlight=False, markup=False)
 
 
-def _launch_ranks(record: Run, lock: RunLock, console: Console, port: int | None, restarts: int) -> None:
+def _launch_ranks(
+    record: Run,
+    lock: RunLock,
+    console: Console,
+    port: int | None,
+    restarts: int,
+    check: Callable[[], None] | None = None,
+) -> None:
     """Train a run from its newest checkpoint to its end, on local or emulated hosts."""
     job, cluster, plan = record.job, record.cluster, record.plan
     host = cluster.hosts[0]
@@ -164,6 +194,8 @@ def _launch_ranks(record: Run, lock: RunLock, console: Console, port: int | None
 
         def tick() -> None:
             lock.check()
+            if check is not None:
+                check()
             progress.tick()
 
         launch(
@@ -259,8 +291,10 @@ def _agreed_run(
             if reasons := check_plan(chosen, job, cluster, group.size):
                 raise PlanError("\n".join(reasons))
             refuse_what_cannot_divide(job, chosen, cluster, group.size)
-            before = _to_resume(job, run) if resume else None
             say = partial(print, file=sys.stderr, flush=True)
+            remote = _remote(run, say, held, resume=resume)
+            run = remote.path if remote else run
+            before = _to_resume(job, run) if resume else None
             path = before.path if before else Path(run) if run is not None else _new_directory(job)
             held.enter_context(RunLock(path, say, on_lost=fail) if before else _new_run(path, say, on_lost=fail))
             record = _record(job, cluster, chosen, path, before)

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from paceline.errors import PlanError
-from paceline.files import must_not_be_anothers, private_folder
-from paceline.planner.cache import made_cache_folder
+from paceline.files import made_cache_folder, must_not_be_anothers, private_folder
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

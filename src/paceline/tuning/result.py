@@ -16,8 +16,9 @@ from pydantic import TypeAdapter
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
+from paceline.files import cache_folder
 from paceline.job.job import Job
-from paceline.planner.cache import WORK, cache_folder, keep, short_hash, work_facts
+from paceline.planner.cache import WORK, keep, short_hash, work_facts
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.history import hardware_of
 from paceline.planner.knobs import SHARE_OF_RUN, Trial, longest_run_s

@@ -37,10 +37,14 @@ class Run:
     `job.yaml cluster.yaml plan.txt environment.json` say what ran; `steps/rank-*.jsonl` (one line a step),
     `events.jsonl` and `checkpoints/` are written while it runs. A step that was trained again after a crash stands
     there twice; the later line counts.
+
+    Attributes:
+        url: where the directory was uploaded to while it trained; None without.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.url: str | None = None
         if not (self.path / "job.yaml").is_file():
             raise RunError(f"{self.path} is not a run directory: it has no job.yaml")
 
