@@ -114,7 +114,7 @@ def test_the_version_is_the_one_that_pyproject_names(tmp_path: Path) -> None:
     assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
-COMMANDS = ("train", "bench", "check", "doctor", "export", "key", "links", "plan", "report")
+COMMANDS = ("train", "bench", "check", "doctor", "export", "key", "links", "plan", "report", "submit", "runs", "cancel")
 
 
 def test_every_command_is_tested_for_its_example() -> None:

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline.cli import bench, check, doctor, export, key, links, plan, report, train
+from paceline.cli import bench, cancel, check, doctor, export, key, links, plan, report, runs, submit, train
 from paceline.errors import PacelineError
 from paceline.printable import printable
 
 app = typer.Typer(name="paceline", no_args_is_help=True, pretty_exceptions_enable=False)
-for _module in (train, bench, check, doctor, export, key, links, plan, report):
+for _module in (train, bench, check, doctor, export, key, links, plan, report, submit, runs, cancel):
     app.command(_module.__name__.rpartition(".")[2], epilog=_module.EXAMPLE)(_module.command)
 
 

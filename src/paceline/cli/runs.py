@@ -1,0 +1,63 @@
+"""`paceline runs`"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.launch.submit.record import Submission
+
+EXAMPLE = "Example: paceline runs"
+_MOST = 30
+
+
+def command(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Follow the log of this run.")] = None,
+) -> None:
+    """List the runs that were submitted from here, the newest first: what runs where."""
+    from rich.table import Table
+
+    from paceline.cli.submit import follow
+    from paceline.console import Console
+    from paceline.launch.submit.record import find, submissions
+    from paceline.launch.submit.table import scheduler
+
+    if name is not None:
+        submission = find(name)
+        follow(scheduler(submission.engine), submission)
+        return
+    found = submissions()
+    if not found:
+        typer.echo("nothing was submitted from here; `paceline submit --help` says how")
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("name", "on", "id", "state", "hosts", "since", "run"):
+        table.add_column(title, no_wrap=title != "state", overflow="fold")
+    for submission in found[:_MOST]:
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(submission.since))
+        words = (submission.name, submission.engine, submission.id, _state_of(submission), str(submission.hosts))
+        table.add_row(*words, since, submission.run)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 400  # a line for each run, also in a pipe
+    console.print(table)
+
+
+def _state_of(submission: Submission) -> str:
+    """State of a run in words; that of one which has ended is remembered."""
+    from paceline.errors import LaunchError
+    from paceline.launch.submit.record import ended
+    from paceline.launch.submit.table import scheduler
+
+    if submission.phase:
+        return submission.phase + (f", exit code {submission.code}" if submission.code else "")
+    try:
+        state = scheduler(submission.engine).state(submission)
+    except LaunchError as error:
+        return f"unknown: {str(error).splitlines()[0]}"
+    if state.ended:
+        return _state_of(ended(submission, state.phase, state.exit_code))
+    return state.phase + (f" ({state.note})" if state.note else "")
