@@ -12,7 +12,10 @@ EXAMPLE = "Example: paceline cancel digits-20261123-101500"
 def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, as `paceline runs` lists it.")],
 ) -> None:
-    """End a run that was submitted; it saves a checkpoint as far as its scheduler gives it time."""
+    """End a run that was submitted.
+
+    It saves a checkpoint as far as its scheduler gives it time.
+    """
     from paceline.launch.submit.record import find
     from paceline.launch.submit.table import scheduler
 

@@ -99,7 +99,7 @@ def request_from(
 
 
 def follow(where: Scheduler, submission: Submission) -> None:
-    """Show the log of a run until it ends, remember how, and leave with its exit code."""
+    """Show the log of a run to its end, and leave with its exit code."""
     from paceline.launch.submit.record import ended
 
     try:

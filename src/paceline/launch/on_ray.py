@@ -1,4 +1,4 @@
-"""Driver of a run on a Ray cluster: one actor on each host runs that host's process.
+"""Driver of a run on a Ray cluster, with an actor on each host.
 
 `python -m paceline.launch.on_ray --hosts 2 -- train job.yaml …` inside of a job of Ray. When a host is lost, the others
 end, and all start again from the newest checkpoint once there are enough hosts.

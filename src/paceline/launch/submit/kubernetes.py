@@ -51,7 +51,7 @@ class Kubernetes(Scheduler):
         return as_yaml(manifests(_known(kind), request, _KEY_SHOWN))
 
     def _kind(self, request: Request) -> str:
-        """The kind asked for, if the cluster has it, or else the first of `KINDS` that it has."""
+        """The kind asked for, or else the first of `KINDS` that the cluster has."""
         wanted = request.options.get("kind")
         if wanted is not None:
             _known(wanted)

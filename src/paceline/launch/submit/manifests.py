@@ -1,4 +1,4 @@
-"""Manifests of Kubernetes: a TrainJob of Kubeflow, a JobSet, or an indexed Job with a headless service."""
+"""Manifests of Kubernetes: TrainJob of Kubeflow, JobSet, or indexed Job with its service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WRONG_COMMAND = 2
 
 
 def manifests(kind: str, request: Request, key: str) -> list[Manifest]:
-    """The secret with job file and key, and the objects of a kind, to be created in this order.
+    """Secret with job file and key, and the objects of a kind, in order.
 
     Raises:
         LaunchError: an option is missing, or the run's directory would be lost with its pod.
@@ -47,7 +47,7 @@ def manifests(kind: str, request: Request, key: str) -> list[Manifest]:
 
 
 def as_yaml(documents: list[Manifest]) -> str:
-    """The text of manifests; a text of several lines, such as a script, is shown as one."""
+    """The text of manifests, in which a script keeps its lines."""
     return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120))
 
 
@@ -111,7 +111,7 @@ def _job_set(request: Request) -> list[Manifest]:
 
 
 def _indexed_job(request: Request) -> list[Manifest]:
-    """An indexed Job, whose pods are replaced one by one, and the headless service that names them."""
+    """An indexed Job, whose pods are replaced singly, and the service that names them."""
     job = _job_spec(request, coordinator=f"{request.name}-0.{request.name}", backoff=_RESTARTS * request.hosts)
     job["template"]["spec"]["subdomain"] = request.name
     job["podFailurePolicy"] = {

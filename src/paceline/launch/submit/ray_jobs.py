@@ -1,4 +1,4 @@
-"""Ray: a job on a cluster that is there, whose driver (`launch/on_ray.py`) starts one actor per host."""
+"""Ray: a job on a running cluster; its driver is `launch/on_ray.py`."""
 
 from __future__ import annotations
 

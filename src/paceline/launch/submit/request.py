@@ -1,4 +1,4 @@
-"""Request: the run that a user wants a scheduler to start, checked before the scheduler is asked."""
+"""Request: a run to submit, checked before any scheduler is asked."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def run_is_url(self) -> bool:
-        """Whether the run is kept in a store, which every host reaches."""
+        """True if the run is kept in a store, which every host reaches."""
         return "://" in self.run
 
 

@@ -35,7 +35,7 @@ class State:
 
     @property
     def ended(self) -> bool:
-        """Whether the run goes on no more."""
+        """True if the run goes on no more."""
         return self.phase in ENDED
 
     @property
@@ -117,7 +117,7 @@ def ask(
 
 
 def show(command: list[str], advice: str) -> int:
-    """Run a command that writes a log onto the screen, to its end; returns its exit code."""
+    """Run a command that shows a log, and return its exit code."""
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""SkyPilot: a managed job, whose nodes it finds in clouds and replaces when they are taken away."""
+"""SkyPilot: a managed job, whose nodes are replaced when a cloud takes them away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm: a batch script that starts one host process per node, and requeues itself at the time limit."""
+"""Slurm: a batch script that starts a process per node, and requeues itself."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _code(submission: Submission) -> int | None:
 
 
 def _show_lines(log: Path, seen: int, *, to_the_end: bool) -> int:
-    """Show the whole lines of a log from byte `seen` on; returns the byte to go on from."""
+    """Show the whole lines of a log from byte `seen` on; returns the next one."""
     try:
         with log.open("rb") as file:
             file.seek(seen)
