@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import shlex
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
-import paceline
 from paceline.channel.key import RunKey
 from paceline.errors import LaunchError
 from paceline.files import create_private
@@ -69,7 +69,7 @@ class Sky(Scheduler):
             task["resources"] = resources
         task["secrets"] = {_SECRET: None}  # its value comes with the command that submits
         task["file_mounts"] = {_JOB: str(request.job)}
-        task["setup"] = request.options.get("setup", f"pip install paceline=={paceline.__version__}")
+        task["setup"] = request.options.get("setup", f"pip install paceline=={version('paceline')}")
         task["run"] = _RUN.format(secret=_SECRET, command=shown)
         return as_yaml([task])
 
