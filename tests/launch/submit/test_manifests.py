@@ -129,7 +129,7 @@ def test_a_preempted_run_starts_again_and_is_not_counted(request_: Request) -> N
 )
 def test_what_a_pod_would_lack_is_told_before(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("")
+    given: dict[str, Any] = {"job": tmp_path / "job.yaml", "hosts": 2, "name": "a", "run": "/runs/a"} | changes
+    given["options"] = {"kind": "job"} | given["options"]
     with pytest.raises(LaunchError, match=told):
-        Kubernetes().text(
-            Request(**{"job": tmp_path / "job.yaml", "hosts": 2, "name": "a", "run": "/runs/a"} | changes)
-        )
+        Kubernetes().text(Request(**given))
