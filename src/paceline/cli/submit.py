@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paceline.launch.submit.request import Request
     from paceline.launch.submit.scheduler import Scheduler
 
-EXAMPLE = "Example: paceline submit examples/digits.yaml --on slurm --hosts 4 --time 1h --dry"
+EXAMPLE = 'Example: paceline submit examples/digits.yaml --on slurm --hosts 4 --plan "dp=4" --dry'
 
 
 def command(
