@@ -55,6 +55,14 @@ def test_gloo_and_tcp_are_taken_where_they_are_asked_for(ranks: Ranks, transport
     assert ranks(2, chosen, transport, {}) == [(transport, None)] * 2
 
 
+def test_tcp_that_does_not_encrypt_says_so(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_ENCRYPT", "off")
+    for transport, note in ranks(2, chosen, "tcp", {}):
+        assert transport == "tcp"
+        assert note is not None
+        assert note.startswith("encrypt=off, so whoever is on the way can read")
+
+
 @pytest.mark.parametrize("limit", [100_000, 2_000_000], ids=["no memory", "less than a group needs"])
 def test_one_rank_without_memory_takes_all_to_gloo(ranks: Ranks, limit: int) -> None:
     [(backend, reason)] = set(ranks(3, chosen, "auto", {1: limit}))

@@ -47,7 +47,7 @@ class Group:
         store: the rendezvous' key-value store, asked only after a failure, to tell who is missing.
         deadline_s: the longest that a collective may wait.
         hosts: the host index of each rank.
-        transport_note: why a faster transport was not taken; None where there is none faster.
+        transport_note: why a faster transport was not taken, or that this one does not encrypt; else None.
     """
 
     rank: int = 0

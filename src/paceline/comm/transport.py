@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
@@ -17,6 +18,7 @@ from paceline.comm.shm.segment import Handle, attach, create
 from paceline.errors import ClusterError, LaunchError
 from paceline.job.read.imports import load_object
 from paceline.plans.transport_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
+from paceline.rank_environment import ENCRYPT
 
 _SEVERAL_HOSTS = "the ranks are on several hosts"
 
@@ -41,11 +43,31 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
             raise ClusterError(
                 f"transport={wanted} cannot be had: {reason}. With transport=auto the ranks talk over TCP."
             )
-        return wanted, None
+        return wanted, _note(wanted)
     reason = why_not_shared(store, rank, size, timeout_s)
     if reason is None:
         return WITHIN_HOST, None
-    return (BETWEEN_HOSTS, None) if reason.startswith(_SEVERAL_HOSTS) else (WITHOUT_SHARED_MEMORY, reason)
+    if reason.startswith(_SEVERAL_HOSTS):
+        return BETWEEN_HOSTS, _note(BETWEEN_HOSTS)
+    return WITHOUT_SHARED_MEMORY, reason
+
+
+def encrypts() -> bool:
+    """True unless PACELINE_ENCRYPT=off has tensors travel between hosts as they are.
+
+    Raises:
+        LaunchError: it is neither on nor off.
+    """
+    wanted = os.environ.get(ENCRYPT, "on")
+    if wanted not in ("on", "off"):
+        raise LaunchError(f"{ENCRYPT}={wanted} is neither on nor off")
+    return wanted == "on"
+
+
+def _note(transport: str) -> str | None:
+    if transport != BETWEEN_HOSTS or encrypts():
+        return None
+    return "encrypt=off, so whoever is on the way can read and change the tensors; ranks still prove the run's key"
 
 
 def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str | None:

@@ -152,12 +152,12 @@ def test_other_work_on_the_machine_is_found_by_name_and_own_is_not() -> None:
 @pytest.mark.parametrize(
     ("variables", "level", "text"),
     [
-        ({}, "ok", "on one host ranks meet on loopback; between hosts gloo, NCCL and tcp send tensors in plaintext"),
+        ({}, "ok", "on one host ranks meet on loopback; between hosts gloo and NCCL send tensors in plaintext"),
         ({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}, "ok", "on one host ranks meet on loopback"),
         (
             {"MASTER_ADDR": "10.0.0.1"},
             "note",
-            "between hosts, at 10.0.0.1: gloo, NCCL and tcp send tensors in plaintext",
+            "between hosts, at 10.0.0.1: gloo and NCCL send tensors in plaintext",
         ),
         ({"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0"}, "note", "between hosts over eth0"),
         ({"GLOO_SOCKET_IFNAME": "wg0", "NCCL_SOCKET_IFNAME": "=wg0"}, "ok", "over wg0, which is WireGuard: encrypted"),

@@ -58,8 +58,8 @@ def connections_that_break(every_s: float) -> Iterator[None]:
         while not stop.wait(every_s * chance.random()):
             with group._progress.lock:
                 link = chance.choice(list(group._mesh.links.values()))
-                if link.stream.socket is not None:
-                    link.stream.socket.shutdown(socket.SHUT_RDWR)
+                if link.stream.connection is not None:
+                    link.stream.connection.shutdown(socket.SHUT_RDWR)
 
     thread = threading.Thread(target=break_them)
     thread.start()
@@ -282,7 +282,7 @@ def early_leaver() -> None:
     if dist.get_rank() == 0:
         dist.send(torch.arange(3_000_000), 1)
         with group._progress.lock:
-            connection = group._mesh.links[1].stream.socket
+            connection = group._mesh.links[1].stream.connection
             assert connection is not None
             connection.shutdown(socket.SHUT_RDWR)
     else:

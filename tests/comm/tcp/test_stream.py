@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import select
 import socket
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import paceline.comm.tcp.stream as stream_module
 from paceline.comm.tcp.stream import FRAME_BYTES, WINDOW_BYTES, ByteStream
+from paceline.comm.tcp.wire import PlainWire, SealedWire
 from paceline.errors import SyncError
 
 
@@ -32,15 +34,15 @@ class Tape:
         self.all += self._part[:count]
 
 
-def connect(a: ByteStream, b: ByteStream) -> None:
+def connect(a: ByteStream, b: ByteStream, sealed: bool = True) -> None:
     """As two ranks do that have found each other: each tells how much it has received."""
     one, other = socket.socketpair()
     for end in (one, other):
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**13)
-    received = a.received, b.received
-    a.attach(one, received[1])
-    b.attach(other, received[0])
+    received, keys = (a.received, b.received), (os.urandom(32), os.urandom(32))
+    a.attach(SealedWire(one, *keys) if sealed else PlainWire(one), received[1])
+    b.attach(SealedWire(other, *reversed(keys)) if sealed else PlainWire(other), received[0])
 
 
 def carry(streams: tuple[ByteStream, ByteStream], limit: int) -> bool:
@@ -66,11 +68,12 @@ def carry(streams: tuple[ByteStream, ByteStream], limit: int) -> bool:
     sizes=st.lists(st.integers(1, 100_000), min_size=1, max_size=8),
     cuts=st.lists(st.integers(0, 200_000), max_size=8),
     lent=st.booleans(),
+    sealed=st.booleans(),
     part=st.sampled_from([1000, 70_000]),
     seed=st.integers(0, 1000),
 )
 def test_every_byte_arrives_once_and_in_order(
-    sizes: list[int], cuts: list[int], lent: bool, part: int, seed: int
+    sizes: list[int], cuts: list[int], lent: bool, sealed: bool, part: int, seed: int
 ) -> None:
     chance = random.Random(seed)
     tapes = Tape(part), Tape(part)
@@ -85,27 +88,28 @@ def test_every_byte_arrives_once_and_in_order(
             streams[end].keep(piece)
             data[:] = bytes(size)
     for cut in cuts:
-        connect(*streams)
+        connect(*streams, sealed)
         if not carry(streams, cut):
             break
         for stream in chance.sample(streams, 2):
             stream.detach()
-    connect(*streams)
+    connect(*streams, sealed)
     carry(streams, limit=2**60)
     assert (tapes[0].all, tapes[1].all) == expected
     for stream in streams:
         stream.detach()
 
 
-def test_what_is_left_for_the_next_turn_shows_in_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sealed", [True, False])
+def test_what_is_left_for_the_next_turn_shows_in_a_poll(monkeypatch: pytest.MonkeyPatch, sealed: bool) -> None:
     """A turn ends after so many bytes; what was read before is not waited for again."""
     monkeypatch.setattr(stream_module, "_TURN_BYTES", 10_000)
     tape = Tape(1000)
     streams = ByteStream(Tape(1)), ByteStream(tape)
-    connect(*streams)
+    connect(*streams, sealed)
     for _ in range(30):
         streams[0].give(memoryview(bytes(1000)), lent=False)
-    reader = streams[1].socket
+    reader = streams[1].connection
     assert reader is not None
     while streams[1].received < 30_000:
         streams[0].write()
@@ -122,7 +126,7 @@ def test_no_more_is_on_its_way_than_the_window() -> None:
     one, other = socket.socketpair()
     with other:
         one.setblocking(False)
-        stream.attach(one, 0)
+        stream.attach(PlainWire(one), 0)
         stream.give(memoryview(bytes(WINDOW_BYTES + 2 * FRAME_BYTES)), lent=False)
         taken = 0
         while stream.wants_to_write:
@@ -150,4 +154,4 @@ def test_an_end_that_is_not_the_one_from_before_is_refused() -> None:
     stream = ByteStream(Tape(1))
     one, other = socket.socketpair()
     with one, other, pytest.raises(SyncError, match="claims to have received 5 bytes, of 0 sent and 0 acknowledged"):
-        stream.attach(one, 5)
+        stream.attach(PlainWire(one), 5)

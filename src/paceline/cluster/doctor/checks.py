@@ -77,7 +77,7 @@ def check_system(root: Path = _ROOT) -> Iterator[Finding]:
 
 def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Finding:
     """Finding about who could read what ranks send each other, with these environment variables."""
-    plain = "gloo, NCCL and tcp send tensors in plaintext, and gloo and NCCL ask nobody who they are"
+    plain = "gloo and NCCL send tensors in plaintext and ask nobody who they are (tcp encrypts)"
     advice = "keep it on a network of the run's own: docs/network.md has WireGuard and a NetworkPolicy, complete"
     interfaces = [
         name.lstrip("=") for key in _INTERFACES for name in variables.get(key, "").split(",") if name and name != "lo"

@@ -1,61 +1,71 @@
-"""Handshake of two ranks on a new connection: rank, group, and bytes received so far.
+"""Greetings of two ranks on a new connection: ranks, bytes received, and fresh keys.
 
-The secret is the group's, made by rank 0 and distributed through the rendezvous' store; each side shows one half of it.
-It keeps strangers and
-ranks of other groups out. It does not hide anything: what follows it on the wire is not encrypted.
+They are said inside TLS (`tls.py`), to one who holds the run's key. A run has several groups and many ranks with that
+key, so each message names the group and both ranks: a connection that was led to another door ends there.
 """
 
 from __future__ import annotations
 
-import hmac
+import secrets
+import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from paceline.comm.tcp.wire import KEY_BYTES, PlainWire, SealedWire, Wire
 
 _MAGIC = b"pace-tcp"
-_HELLO = struct.Struct("<8s16sIBIQ")
-_WELCOME = struct.Struct("<8s16sIQ")
-HELLO_BYTES, WELCOME_BYTES = _HELLO.size, _WELCOME.size
-SECRET_BYTES = 32
+_VERSION = 2
+_GREETING = struct.Struct(f"<8sH16sII??QQ{KEY_BYTES}s")
+GREETING_BYTES = _GREETING.size
+GROUP_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Hello:
-    """The first message of the rank that connects.
+class Greeting:
+    """The message of each side, of the one that connects first.
 
-    `knock`: it may not connect, and asks the other to, as connection number `epoch` is lost.
+    Attributes:
+        group: a random name of the group.
+        knock: the sender may not connect, and asks the other to, as connection number `epoch` is lost.
+        sealed: what the sender sends afterwards is encrypted.
+        epoch: the number of this connection, counted by the rank that accepts; before, of the last one.
+        received: bytes of the stream that the sender has.
+        key: what it seals with, new for every connection.
     """
 
-    rank: int
+    group: bytes
+    sender: int
+    receiver: int
     knock: bool
+    sealed: bool
     epoch: int
     received: int
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
 
-    def to_bytes(self, secret: bytes) -> bytes:
+    def to_bytes(self) -> bytes:
         """For the wire."""
-        return _HELLO.pack(_MAGIC, secret[:16], self.rank, self.knock, self.epoch, self.received)
+        return _GREETING.pack(
+            *(_MAGIC, _VERSION, self.group, self.sender, self.receiver),
+            *(self.knock, self.sealed, self.epoch, self.received, self.key),
+        )
 
     @classmethod
-    def from_bytes(cls, data: bytes, secret: bytes) -> Hello | None:
-        """The message from its bytes; None from a stranger."""
-        magic, token, rank, knock, epoch, received = _HELLO.unpack(data)
-        known = hmac.compare_digest(magic + token, _MAGIC + secret[:16])
-        return cls(rank, bool(knock), epoch, received) if known else None
+    def from_bytes(cls, data: bytes) -> Greeting:
+        """The message from its bytes.
+
+        Raises:
+            ConnectionError: it is none.
+        """
+        magic, version, *fields = _GREETING.unpack(data)
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise ConnectionError("the other side runs another version of paceline")
+        return cls(*fields)
+
+    def answers(self, other: Greeting) -> bool:
+        """True if it comes from the rank and group that `other` was for."""
+        return (self.group, self.sender, self.receiver) == (other.group, other.receiver, other.sender)
 
 
-@dataclass(frozen=True)
-class Welcome:
-    """The answer: the number of this connection, and the bytes received so far."""
-
-    epoch: int
-    received: int
-
-    def to_bytes(self, secret: bytes) -> bytes:
-        """The bytes to send."""
-        return _WELCOME.pack(_MAGIC, secret[16:], self.epoch, self.received)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, secret: bytes) -> Welcome | None:
-        """The message from its bytes; None from a stranger."""
-        magic, token, epoch, received = _WELCOME.unpack(data)
-        known = hmac.compare_digest(magic + token, _MAGIC + secret[16:])
-        return cls(epoch, received) if known else None
+def wire_after(connection: socket.socket, own: Greeting, other: Greeting) -> Wire:
+    """The connection as a stream uses it, when both sides have greeted."""
+    return SealedWire(connection, own.key, other.key) if own.sealed else PlainWire(connection)

@@ -11,19 +11,24 @@ import errno
 import os
 import select
 import socket
+import ssl
 import struct
 import time
+from collections import deque
 from dataclasses import dataclass
 
-from paceline.comm.tcp.handshake import WELCOME_BYTES, Hello, Welcome
+from paceline.comm.tcp.handshake import GREETING_BYTES, Greeting, wire_after
 from paceline.comm.tcp.progress import TcpProgress
 from paceline.comm.tcp.stream import ByteStream, Sink
+from paceline.comm.tcp.tls import TlsHandshake
+from paceline.comm.tcp.wire import AlteredError, Wire
 from paceline.errors import SyncError
 
 _FIRST_KNOCK_S = 1.0  # for the other rank to connect by itself at first
 _BACK_OFF_S = (0.05, 0.5)  # between two attempts: at first, at most
 _ATTEMPT_S = (0.5, 4.0)  # until an attempt is given up; more after several, for networks on which that is not enough
 _GONE_S = 3.0  # of being refused
+_ALTERED = (5, 60.0)  # connections that carried altered bytes, within so many seconds: somebody does it on purpose
 _SILENCE_S = 0.6  # without an acknowledgement from the other's kernel, with retransmissions under way
 _KEEPALIVE_S = (5, 2, 3)  # idle, between probes, probes: for a rank that only waits, and whose peer's host is gone
 _TCP_INFO_BYTES = 104
@@ -44,14 +49,30 @@ class RankAddress:
         return f"rank {self.rank} (host {self.host}, {self.address})"
 
 
+@dataclass(frozen=True)
+class Membership:
+    """Proof that a connection belongs to a group, and whether it is encrypted.
+
+    Attributes:
+        group: a random name of it, no secret.
+        client, server: TLS with the run's key, of the end that connects and of the other.
+        sealed: what follows the handshake is encrypted, too.
+    """
+
+    group: bytes
+    client: ssl.SSLContext
+    server: ssl.SSLContext
+    sealed: bool
+
+
 class PeerLink:
     """This rank's end of the link to `peer`. All of it is called under the loop's lock."""
 
-    def __init__(self, loop: TcpProgress, own: RankAddress, peer: RankAddress, secret: bytes, sink: Sink) -> None:
+    def __init__(self, loop: TcpProgress, own: RankAddress, peer: RankAddress, member: Membership, sink: Sink) -> None:
         self.own, self.peer = own, peer
         self.stream = ByteStream(sink)
         self.connections = 0  # made so far
-        self._loop, self._secret = loop, secret
+        self._loop, self._member = loop, member
         self._connects = own.rank > peer.rank
         self._attempt: _Connecting | None = None
         self._epoch = 0  # the number of the connection, counted by the rank that accepts
@@ -60,6 +81,7 @@ class PeerLink:
         self._next_attempt = self._since + (0.0 if self._connects else _FIRST_KNOCK_S)
         self._last_error = ""
         self._refused: list[float] = []
+        self._altered: deque[float] = deque(maxlen=_ALTERED[0])
         self._over = ""
         self._events = 0
         loop.add_clock(self, self._look)
@@ -67,7 +89,7 @@ class PeerLink:
     @property
     def connected(self) -> bool:
         """True if there is a connection; it may be lost without anybody knowing."""
-        return self.stream.socket is not None
+        return self.stream.connection is not None
 
     def why_over(self) -> str | None:
         """The reason why nothing more will come: the other rank has left or is gone."""
@@ -87,7 +109,7 @@ class PeerLink:
 
     def flush(self) -> None:
         """Write what the connection takes, and the remainder when it does."""
-        if self.stream.socket is None:
+        if not self.connected:
             return
         try:
             self.stream.write()
@@ -96,7 +118,7 @@ class PeerLink:
             return
         self._watch()
 
-    def adopt(self, connection: socket.socket, epoch: int, has_received: int) -> None:
+    def adopt(self, wire: Wire, epoch: int, has_received: int) -> None:
         """Go on over a connection whose other end is known to be the peer.
 
         Raises:
@@ -104,36 +126,46 @@ class PeerLink:
         """
         self._end_attempt()
         self._forget()
-        _tune(connection)
-        self.stream.attach(connection, has_received)
+        _tune(wire.connection)
+        self.stream.attach(wire, has_received)
         self.connections += 1
         self._epoch, self._attempts, self._since = epoch, 0, time.monotonic()
         self._refused.clear()
-        self._loop.watch(connection.fileno(), _READ, self._on_event)
+        self._loop.watch(wire.connection.fileno(), _READ, self._on_event)
         self._events = _READ
         self.flush()
 
-    def accept(self, connection: socket.socket, hello: Hello) -> None:
-        """The other rank has connected, or knocks; `connection` is this link's from now on."""
+    def accept(self, handshake: TlsHandshake, hello: Greeting) -> None:
+        """The other rank has connected, or knocks; the connection is this link's from now on.
+
+        Raises:
+            SyncError: the two ends do not fit together.
+        """
+        own = self._greeting(self._epoch + (not hello.knock))
+        if not own.answers(hello):
+            handshake.connection.close()
+            return
         if hello.knock:
-            with connection:
-                connection.send(Welcome(self._epoch, self.stream.received).to_bytes(self._secret))
+            with handshake.connection:
+                handshake.send(own.to_bytes())
             if self._connects and hello.epoch >= self._epoch and not self._attempt:
                 self.lose(ConnectionError("the other side has lost the connection"))
                 self._next_attempt = 0.0
             return
         if self._connects or self._over:
-            connection.close()
+            handshake.connection.close()
             return
-        epoch = self._epoch + 1
-        connection.send(Welcome(epoch, self.stream.received).to_bytes(self._secret))
-        self.adopt(connection, epoch, hello.received)
+        handshake.send(own.to_bytes())
+        self._check_sealed(hello)
+        self.adopt(wire_after(handshake.connection, own, hello), own.epoch, hello.received)
 
     def lose(self, error: OSError) -> None:
         """The connection is lost: make another."""
         self._last_error = error.strerror or str(error)
         if not self.connected:
             return
+        if isinstance(error, AlteredError):
+            self._altered.append(time.monotonic())
         self._forget()
         self.stream.detach()
         self._since = time.monotonic()
@@ -142,6 +174,11 @@ class PeerLink:
             self._over = f"{self.peer} has left the group"
         elif self.stream.said_goodbye:
             self._over = "the group has ended here"
+        elif len(self._altered) == _ALTERED[0] and self._altered[-1] - self._altered[0] < _ALTERED[1]:
+            self._over = (
+                f"{self.own} and {self.peer}: on {len(self._altered)} connections one after the other the bytes were "
+                f"altered on their way, at last: {error}. Somebody, or a broken device, between the two changes them"
+            )
 
     def say_goodbye(self) -> None:
         """Tell the other rank, once, that nothing more will come.
@@ -179,18 +216,18 @@ class PeerLink:
 
     def _watch(self) -> None:
         events = _WRITE if self.stream.wants_to_write else _READ
-        if events != self._events and self.stream.socket is not None:
+        if events != self._events and self.stream.connection is not None:
             self._events = events
-            self._loop.change(self.stream.socket.fileno(), events)
+            self._loop.change(self.stream.connection.fileno(), events)
 
     def _forget(self) -> None:
-        if self.stream.socket is not None:
-            self._loop.forget(self.stream.socket.fileno())
+        if self.stream.connection is not None:
+            self._loop.forget(self.stream.connection.fileno())
 
     def _is_silent(self) -> bool:
         """True if repeated retransmissions got no answer. TCP alone would try ever more rarely."""
-        assert self.stream.socket is not None
-        info = self.stream.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        assert self.stream.connection is not None
+        info = self.stream.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         retransmits = info[2]
         heard_ms: int = struct.unpack_from("I", info, 56)[0]
         return retransmits >= 2 and heard_ms > 1000 * _SILENCE_S
@@ -215,38 +252,55 @@ class PeerLink:
     def _try(self, now: float) -> None:
         self._attempts += 1
         patience_s = min(_ATTEMPT_S[0] * 1.5 ** max(0, self._attempts - 8), _ATTEMPT_S[1])
-        hello = Hello(self.own.rank, not self._connects, self._epoch, self.stream.received).to_bytes(self._secret)
+        hello = self._greeting(self._epoch)
         try:
-            self._attempt = _Connecting(self.own, self.peer, hello, now + patience_s)
+            self._attempt = _Connecting(self.own, self.peer, self._member.client, hello, now + patience_s)
         except OSError as error:
             self._failed(error)
             return
-        self._loop.watch(self._attempt.socket.fileno(), select.EPOLLOUT, self._on_attempt)
+        self._loop.watch(self._attempt.connection.fileno(), select.EPOLLOUT, self._on_attempt)
 
     def _on_attempt(self, _: int) -> None:
         attempt = self._attempt
         assert attempt is not None
         try:
-            answer = attempt.go_on()
-            if answer is None:
-                if attempt.greeted:
-                    self._loop.change(attempt.socket.fileno(), select.EPOLLIN)
-                return
-            welcome = Welcome.from_bytes(answer, self._secret)
+            welcome = attempt.go_on()
             if welcome is None:
-                raise ConnectionError(f"somebody else listens at {self.peer.address}:{self.peer.port}")
+                self._loop.change(attempt.connection.fileno(), select.EPOLLIN)
+                return
+            if not welcome.answers(attempt.hello):
+                raise ConnectionError(f"another rank listens at {self.peer.address}:{self.peer.port}")
             if not self._connects:  # a knock, heard
                 self._end_attempt()
                 self._next_attempt = time.monotonic() + _FIRST_KNOCK_S
                 return
-            self._loop.forget(attempt.socket.fileno())
+            self._check_sealed(welcome)
+            self._loop.forget(attempt.connection.fileno())
             self._attempt = None
-            self.adopt(attempt.socket, welcome.epoch, welcome.received)
+            self.adopt(wire_after(attempt.connection, attempt.hello, welcome), welcome.epoch, welcome.received)
+        except ssl.SSLError as error:
+            reason = (error.reason or str(error)).lower().replace("_", " ")
+            self._failed(
+                ConnectionError(
+                    f"who listens at {self.peer.address}:{self.peer.port} does not show this run's key ({reason})"
+                )
+            )
         except OSError as error:
             self._failed(error)
         except SyncError as error:
-            attempt.socket.close()
+            attempt.connection.close()
             self._over = f"{self.own} and {self.peer}: {error}"
+
+    def _greeting(self, epoch: int) -> Greeting:
+        member, knock = self._member, not self._connects
+        return Greeting(member.group, self.own.rank, self.peer.rank, knock, member.sealed, epoch, self.stream.received)
+
+    def _check_sealed(self, other: Greeting) -> None:
+        if other.sealed != self._member.sealed:
+            ours, theirs = (
+                "encrypts" if sealed else "has encrypt=off" for sealed in (self._member.sealed, other.sealed)
+            )
+            raise SyncError(f"{self.own} {ours}, and {self.peer} {theirs}. Set it alike on every host")
 
     def _failed(self, error: OSError) -> None:
         self._end_attempt()
@@ -269,46 +323,41 @@ class PeerLink:
 
     def _end_attempt(self) -> None:
         if self._attempt is not None:
-            self._loop.forget(self._attempt.socket.fileno())
-            self._attempt.socket.close()
+            self._loop.forget(self._attempt.connection.fileno())
+            self._attempt.connection.close()
             self._attempt = None
 
 
 class _Connecting:
     """A connection that is being made."""
 
-    def __init__(self, own: RankAddress, peer: RankAddress, hello: bytes, until: float) -> None:
-        self.until, self._hello, self._answer = until, hello, b""
-        self.greeted = False
+    def __init__(
+        self, own: RankAddress, peer: RankAddress, context: ssl.SSLContext, hello: Greeting, until: float
+    ) -> None:
+        self.until, self.hello = until, hello
+        self._context = context
+        self._handshake: TlsHandshake | None = None
         family = socket.AF_INET6 if ":" in peer.address else socket.AF_INET
-        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        self.connection = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self.socket.setblocking(False)
-            self.socket.bind((own.address, 0))
-            code = self.socket.connect_ex((peer.address, peer.port))
+            self.connection.setblocking(False)
+            self.connection.bind((own.address, 0))
+            code = self.connection.connect_ex((peer.address, peer.port))
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
         except OSError:
-            self.socket.close()
+            self.connection.close()
             raise
 
-    def go_on(self) -> bytes | None:
-        """Continue as far as possible; returns the whole answer once it has arrived."""
-        if not self.greeted:
-            code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    def go_on(self) -> Greeting | None:
+        """Continue as far as possible; returns the answer when it has arrived."""
+        if self._handshake is None:
+            code = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))  # of the subclass that belongs to the code
-            self.socket.send(self._hello)  # fits any buffer
-            self.greeted = True
-            return None
-        try:
-            found = self.socket.recv(WELCOME_BYTES - len(self._answer))
-        except BlockingIOError:
-            return None
-        if not found:
-            raise ConnectionResetError(errno.ECONNRESET, "the connection was closed before it was made")
-        self._answer += found
-        return self._answer if len(self._answer) == WELCOME_BYTES else None
+            self._handshake = TlsHandshake(self.connection, self._context, accepts=False, opening=self.hello.to_bytes())
+        answer = self._handshake.message(GREETING_BYTES)
+        return None if answer is None else Greeting.from_bytes(answer)
 
 
 def _tune(connection: socket.socket) -> None:

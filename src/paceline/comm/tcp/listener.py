@@ -1,101 +1,126 @@
-"""Listener for a group's other ranks, on the cluster's address alone; it rejects strangers."""
+"""Listener for a group's other ranks, on the cluster's address alone; strangers cost it little.
+
+Who does not hold the run's key is a stranger. Few connections at a time may be without proof, each for a few seconds,
+and strangers who come too often make the listener rest: connections that there are go on at full speed.
+"""
 
 from __future__ import annotations
 
 import select
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.comm.tcp.handshake import HELLO_BYTES, Hello
+from paceline.comm.tcp.handshake import GREETING_BYTES, Greeting
 from paceline.comm.tcp.progress import TcpProgress
+from paceline.comm.tcp.tls import TlsHandshake
 from paceline.errors import LaunchError
 
-_PATIENCE_S = 5.0  # for a new connection to identify itself
-_MOST_PENDING = 64  # connections that have not identified themselves; beyond, the oldest is dropped
+_PATIENCE_S = 5.0  # for a new connection to prove itself
+_MOST_PENDING = 64  # connections that have not; beyond, the oldest is dropped
+_MOST_A_TURN = 8  # accepted, before the ranks' own connections have their turn
+_STRANGERS = 64.0  # in a row, and then so many a second
+_STRANGERS_PER_S = 50.0
 _BACKLOG = 256
 
 
 @dataclass
 class _Pending:
-    """A connection that has not yet identified itself."""
+    """A connection that has not yet proved itself."""
 
-    socket: socket.socket
+    handshake: TlsHandshake
     until: float
-    received: bytes = b""
 
 
 class Listener:
-    """Listens, and hands each connection that knows the group's secret to `welcome`.
+    """Listens, and hands each connection that holds the run's key to `welcome`.
 
     Called under the loop's lock, but for its construction.
     """
 
     def __init__(
-        self, loop: TcpProgress, address: str, secret: bytes, welcome: Callable[[socket.socket, Hello], None]
+        self,
+        loop: TcpProgress,
+        address: str,
+        context: ssl.SSLContext,
+        welcome: Callable[[TlsHandshake, Greeting], None],
     ) -> None:
-        self._loop, self._secret, self._welcome = loop, secret, welcome
+        self._loop, self._context, self._welcome = loop, context, welcome
         self._pending: dict[int, _Pending] = {}
+        self.strangers = 0  # so far
+        self._allowance, self._looked_at = _STRANGERS, time.monotonic()
+        self._resting = False
         self._socket = _listen(address)
         self.address, self.port = self._socket.getsockname()[:2]
         with loop.lock:
             loop.watch(self._socket.fileno(), select.EPOLLIN, self._on_arrival)
-            loop.add_clock(self, self._drop_late)
+            loop.add_clock(self, self._look)
 
     def close(self) -> None:
         """Stop listening and drop pending connections."""
         self._loop.remove_clock(self)
         for fd in list(self._pending):
-            self._drop(fd)
+            self._forget(fd).connection.close()
         self._loop.forget(self._socket.fileno())
         self._socket.close()
 
     def _on_arrival(self, _: int) -> None:
-        while True:
+        for _ in range(_MOST_A_TURN):
+            if self._allowance < 1:
+                self._rest(True)
+                return
             try:
                 connection, _who = self._socket.accept()
             except BlockingIOError:
                 return
             except OSError:  # no descriptors left, or the peer has gone again
                 for fd in list(self._pending):
-                    self._drop(fd)
+                    self._turn_away(fd)
                 return
             connection.setblocking(False)
             if len(self._pending) >= _MOST_PENDING:
-                self._drop(next(iter(self._pending)))
+                self._turn_away(next(iter(self._pending)))
             fd = connection.fileno()
-            self._pending[fd] = _Pending(connection, time.monotonic() + _PATIENCE_S)
+            handshake = TlsHandshake(connection, self._context, accepts=True)
+            self._pending[fd] = _Pending(handshake, time.monotonic() + _PATIENCE_S)
             self._loop.watch(fd, select.EPOLLIN, lambda _, fd=fd: self._on_data(fd))  # type: ignore[misc]
 
     def _on_data(self, fd: int) -> None:
-        pending = self._pending[fd]
+        handshake = self._pending[fd].handshake
         try:
-            found = pending.socket.recv(HELLO_BYTES - len(pending.received))
-        except BlockingIOError:
+            said = handshake.message(GREETING_BYTES)
+            hello = None if said is None else Greeting.from_bytes(said)
+        except OSError:  # includes those of TLS
+            self._turn_away(fd)
             return
-        except OSError:
-            found = b""
-        pending.received += found
-        if len(pending.received) < HELLO_BYTES:
-            if not found:
-                self._drop(fd)
-            return
-        hello = Hello.from_bytes(pending.received, self._secret)
-        if hello is None:
-            self._drop(fd)
-            return
-        del self._pending[fd]
-        self._loop.forget(fd)
-        self._welcome(pending.socket, hello)
+        if hello is not None:
+            self._forget(fd)
+            self._welcome(handshake, hello)
 
-    def _drop(self, fd: int) -> None:
-        self._loop.forget(fd)
-        self._pending.pop(fd).socket.close()
+    def _turn_away(self, fd: int) -> None:
+        self._forget(fd).connection.close()
+        self.strangers += 1
+        self._allowance -= 1
 
-    def _drop_late(self, now: float) -> None:
+    def _forget(self, fd: int) -> TlsHandshake:
+        self._loop.forget(fd)
+        return self._pending.pop(fd).handshake
+
+    def _look(self, now: float) -> None:
+        """Drop who is late, and end a rest."""
         for fd in [fd for fd, pending in self._pending.items() if now > pending.until]:
-            self._drop(fd)
+            self._turn_away(fd)
+        self._allowance = min(_STRANGERS, self._allowance + _STRANGERS_PER_S * (now - self._looked_at))
+        self._looked_at = now
+        if self._allowance >= 1:
+            self._rest(False)
+
+    def _rest(self, resting: bool) -> None:
+        if resting != self._resting:
+            self._resting = resting
+            self._loop.change(self._socket.fileno(), 0 if resting else select.EPOLLIN)
 
 
 def _listen(address: str) -> socket.socket:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,14 +14,17 @@ from ipaddress import ip_address
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paceline.channel.key import RunKey, own_key
 from paceline.comm.address import own_address, own_host
 from paceline.comm.c10d.operation import Operation, OperationQueue
-from paceline.comm.tcp.handshake import SECRET_BYTES, Hello
-from paceline.comm.tcp.link import PeerLink, RankAddress
+from paceline.comm.tcp.handshake import GROUP_BYTES, Greeting
+from paceline.comm.tcp.link import Membership, PeerLink, RankAddress
 from paceline.comm.tcp.listener import Listener
 from paceline.comm.tcp.messages import FAILURE, CurrentCall, TcpInbox, TcpMessage, TcpReceive, bytes_of, header
 from paceline.comm.tcp.progress import TcpProgress
 from paceline.comm.tcp.stream import OutgoingBytes
+from paceline.comm.tcp.tls import TlsHandshake
+from paceline.comm.transport import encrypts, tell_all
 from paceline.errors import LaunchError, SyncError
 
 _SMALL_BYTES = 2**15  # a message up to here is copied into one piece with its header
@@ -56,8 +58,8 @@ class LinkMesh:
         self._timeout_s = timeout_s
         self.links: dict[int, PeerLink] = {}
         self._inboxes: dict[int, TcpInbox] = {}
-        secret = _secret(store, rank, timeout_s)
-        self._listener = Listener(loop, own_address(), secret, self._welcome)
+        member = _membership(store, rank, size, timeout_s)
+        self._listener = Listener(loop, own_address(), member.server, self._welcome)
         try:
             own = RankAddress(rank, own_host(), self._listener.address, self._listener.port, os.getpid())
             places = _meet(store, own, size, timeout_s)
@@ -65,7 +67,7 @@ class LinkMesh:
                 for peer in places:
                     if peer.rank != rank:
                         inbox = self._inboxes[peer.rank] = TcpInbox(peer.rank, self._on_mismatch, self._on_failure)
-                        self.links[peer.rank] = PeerLink(loop, own, peer, secret, inbox)
+                        self.links[peer.rank] = PeerLink(loop, own, peer, member, inbox)
         except BaseException:
             with loop.lock:
                 self._listener.close()
@@ -144,18 +146,18 @@ class LinkMesh:
                 link.close()
             self._listener.close()
 
-    def _welcome(self, connection: socket.socket, hello: Hello) -> None:
-        link = self.links.get(hello.rank)
+    def _welcome(self, handshake: TlsHandshake, hello: Greeting) -> None:
+        link = self.links.get(hello.sender)
         if link is None:  # this rank does not know its peers yet; the other one will try again
-            connection.close()
+            handshake.connection.close()
             return
         try:
-            link.accept(connection, hello)
+            link.accept(handshake, hello)
         except OSError as error:
-            connection.close()
+            handshake.connection.close()
             link.lose(error)
         except SyncError as error:
-            connection.close()
+            handshake.connection.close()
             self.fail(error)
 
     def _on_mismatch(self, source: int, receive: TcpReceive, message: TcpMessage) -> None:
@@ -203,12 +205,28 @@ class MeshQueue(OperationQueue):
         return super().advance()
 
 
-def _secret(store: Store, rank: int, timeout_s: float) -> bytes:
-    """The secret of this group, which rank 0 makes and no one else knows."""
-    if rank == 0:
-        store.set("tcp/secret", secrets.token_hex(SECRET_BYTES))
-    _wait(store, ["tcp/secret"], timeout_s)
-    return bytes.fromhex(store.get("tcp/secret").decode())
+def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Membership:
+    """The key of the run; where none was handed over, one of the group.
+
+    Rank 0 makes that one, and the store tells it: whoever can read the store can join the group.
+    """
+    key, sealed = own_key(), encrypts()
+    made = RunKey.make() if key is None and rank == 0 else None
+    offer = {
+        "given": key and key.fingerprint,
+        "made": made and made.to_pem().decode(),
+        "group": secrets.token_hex(GROUP_BYTES),
+    }
+    offers = tell_all(store, "tcp", rank, size, timeout_s, offer)
+    given = [offer["given"] for offer in offers]
+    if other := next((r for r in range(size) if given[r] != given[0]), None):
+        first, second = (f"the run's key {name}" if name else "no key" for name in (given[0], given[other]))
+        raise LaunchError(
+            f"rank 0 was given {first}, and rank {other} {second}. Every host of a run needs the same key: hand "
+            "the file of the first one to all (PACELINE_KEY_FILE)."
+        )
+    key = key or made or RunKey.from_pem(offers[0]["made"].encode())
+    return Membership(bytes.fromhex(offers[0]["group"]), key.client_context(), key.server_context(), sealed)
 
 
 def _meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[RankAddress]:

@@ -14,6 +14,7 @@ import struct
 from collections import deque
 from typing import Protocol
 
+from paceline.comm.tcp.wire import RECORD_BYTES, AlteredError, Wire
 from paceline.errors import SyncError
 
 _FRAME = struct.Struct("<IQ")
@@ -21,7 +22,7 @@ _GOODBYE = 0xFFFFFFFF  # as a length: the sender will send no more, on this conn
 FRAME_BYTES = 2**18  # at most in a frame, so that word of what was received is never far behind
 _ACKNOWLEDGE_BYTES = 2**18  # received before the other side is told, where nothing goes its way anyhow
 WINDOW_BYTES = 2**24  # sent and not acknowledged, at most: what a lost connection may have to carry again
-_AHEAD_BYTES = 2**16
+_AHEAD_BYTES = RECORD_BYTES
 _NO_LINGER = struct.pack("ii", 1, 0)
 _TURN_BYTES = 2**21  # read at a time, so that no peer holds up the others
 
@@ -60,7 +61,7 @@ class ByteStream:
     """
 
     def __init__(self, sink: Sink) -> None:
-        self.socket: socket.socket | None = None
+        self._wire: Wire | None = None
         self.given = 0  # bytes that were given to this end to send, ever
         self.sent = 0  # of these, bytes in frames of this connection or known to be received
         self.acknowledged = 0  # bytes that the other side has
@@ -77,6 +78,11 @@ class ByteStream:
         self._reading = 0  # bytes of the frame under way that are still to come
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._begin = self._end = 0  # what lies in `_ahead`
+
+    @property
+    def connection(self) -> socket.socket | None:
+        """The socket, if there is one."""
+        return None if self._wire is None else self._wire.connection
 
     # Giving
 
@@ -112,7 +118,7 @@ class ByteStream:
 
     # Connections
 
-    def attach(self, connection: socket.socket, has_received: int) -> None:
+    def attach(self, wire: Wire, has_received: int) -> None:
         """Continue over a new connection, on which the other side said what it has received.
 
         Raises:
@@ -124,18 +130,18 @@ class ByteStream:
                 f"{self.acknowledged} acknowledged"
             )
         self.detach()
-        self.socket = connection
+        self._wire = wire
         self._told = self.received
         self._acknowledge(has_received)
         self.sent = has_received
 
     def detach(self) -> None:
         """Close the connection. All that is not acknowledged is to be sent again."""
-        if self.socket is not None:
+        if self._wire is not None:
+            connection, self._wire = self._wire.connection, None
             if not self.said_goodbye:  # what the kernel still has would only be in the way of the next connection
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-            self.socket.close()
-            self.socket = None
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            connection.close()
         self._frame.clear()
         self._frame_left = self._frame_payload = self._reading = self._begin = self._end = 0
         self._queued.extendleft(reversed(self._kept))
@@ -148,7 +154,8 @@ class ByteStream:
     def wants_to_write(self) -> bool:
         """True if there is something to write as soon as the connection takes it."""
         can_send = self.given > self.sent and self.sent - self.acknowledged < WINDOW_BYTES
-        return bool(self._frame) or can_send or self._owes_word()
+        pending = self._wire is not None and self._wire.pending
+        return pending or bool(self._frame) or can_send or self._owes_word()
 
     def acknowledge_soon(self) -> None:
         """Acknowledge received bytes with the next `write`, however few they are."""
@@ -156,17 +163,18 @@ class ByteStream:
 
     def write(self) -> None:
         """Write what the connection takes."""
-        assert self.socket is not None
+        assert self._wire is not None
         try:
+            self._wire.flush()
             while self._frame or self._begin_frame():
-                self._drop(self.socket.sendmsg(self._frame))
+                self._drop(self._wire.send(self._frame))
         except BlockingIOError:
             return
 
     def say_goodbye(self) -> None:
         """Write the last frame, if nothing else is under way."""
-        if self.socket is not None and not self._frame:
-            self.socket.send(_FRAME.pack(_GOODBYE, self.received))
+        if self._wire is not None and not self._frame and not self._wire.pending:
+            self._wire.send([memoryview(_FRAME.pack(_GOODBYE, self.received))])
             self.said_goodbye = True
 
     def _begin_frame(self) -> bool:
@@ -215,7 +223,7 @@ class ByteStream:
         until = self.received + _TURN_BYTES
         try:
             # What lies ahead is taken as well: no poll would tell of it.
-            while (self.received < until or self._begin < self._end) and not self.ended:
+            while (self.received < until or self._lies_ahead()) and not self.ended:
                 if self._reading:
                     self._read_bytes()
                 else:
@@ -228,14 +236,14 @@ class ByteStream:
             if self._begin:
                 self._ahead[: self._end - self._begin] = bytes(self._ahead[self._begin : self._end])
                 self._begin, self._end = 0, self._end - self._begin
-            self._end += self._got(self._connection().recv_into(self._ahead[self._end :]))
+            self._end += self._got(self._open_wire().receive(self._ahead[self._end :]))
         length, has_received = _FRAME.unpack_from(self._ahead, self._begin)
         self._begin += _FRAME.size
         self._acknowledge(has_received)
         if length == _GOODBYE:
             self.ended = True
         elif length > FRAME_BYTES:
-            raise ConnectionError(f"a frame of {length} bytes is not one of paceline's")
+            raise AlteredError(f"a frame of {length} bytes is not one of paceline's")
         else:
             self._reading = length
 
@@ -247,17 +255,20 @@ class ByteStream:
             target[:count] = self._ahead[self._begin : self._begin + count]
             self._begin += count
         else:
-            found, _, _, _ = self._connection().recvmsg_into([target, self._ahead])
-            count = min(self._got(found), len(target))
+            found = self._got(self._open_wire().receive(target, self._ahead))
+            count = min(found, len(target))
             self._begin, self._end = 0, found - count
         self._reading -= count
         self.received += count
         self._sink.advance(count)
 
-    def _connection(self) -> socket.socket:
-        if self.socket is None:  # what was read may have ended it
+    def _open_wire(self) -> Wire:
+        if self._wire is None:  # what was read may have ended it
             raise BlockingIOError
-        return self.socket
+        return self._wire
+
+    def _lies_ahead(self) -> bool:
+        return self._begin < self._end or (self._wire is not None and self._wire.buffered)
 
     @staticmethod
     def _got(count: int) -> int:
@@ -268,7 +279,7 @@ class ByteStream:
     def _acknowledge(self, position: int) -> None:
         """The other side has all bytes before `position`."""
         if not self.acknowledged <= position <= self.given:
-            raise ConnectionError(f"the other side acknowledges {position} bytes of {self.given}")
+            raise AlteredError(f"the other side acknowledges {position} bytes of {self.given}")
         self.acknowledged = position
         for pieces in (self._kept, self._queued):
             while pieces and pieces[0].end <= position:
