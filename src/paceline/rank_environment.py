@@ -26,6 +26,9 @@ _ADDRESS, _HOST, _STATUS, _STORE_FD = "PACELINE_ADDRESS", "PACELINE_HOST", "PACE
 KEY_FD, KEY_FILE = "PACELINE_KEY_FD", "PACELINE_KEY_FILE"
 ENCRYPT = "PACELINE_ENCRYPT"  # set to off: gradients between hosts are authenticated, and not encrypted
 
+# set where a rank's run directory is a copy that another host keeps: checkpoints come from there
+FOLDER_IS_COPY = "PACELINE_FOLDER_IS_COPY"
+
 
 @dataclass(frozen=True)
 class HostEntry:

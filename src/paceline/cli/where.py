@@ -1,15 +1,18 @@
-"""The options --cluster and --hosts of commands that start ranks."""
+"""Where a command starts its ranks: the options --cluster and --hosts, or the hosts on which it was started."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
 
+P = ParamSpec("P")
 Hosts = Annotated[
     str | None,
     typer.Option(
@@ -54,14 +57,42 @@ def _without_hosts(arguments: list[str]) -> list[str]:
     return kept
 
 
+def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
+    """A command that, started once per host, runs on host 0 and starts ranks on all."""
+
+    @wraps(command)
+    def started(*args: P.args, **kwargs: P.kwargs) -> None:
+        from paceline.launch_engine import own_engine
+
+        if own_engine().hosts() is None:  # most often; and then nothing more is imported
+            command(*args, **kwargs)
+            return
+        from paceline.launch.host.over_hosts import over_hosts
+
+        with over_hosts():
+            command(*args, **kwargs)
+
+    return started
+
+
 def to_run_on(text: str | None) -> Cluster | None:
-    """The cluster of a file; None, this machine, where no file is named.
+    """The cluster of a file, else the hosts on which the command was started; None is this machine.
 
     Raises:
         ClusterError: the file cannot be read, or what is named is from the catalogue of hardware, where nothing can
-            run.
+            run; or there are several hosts already.
     """
     from paceline.cluster.discover import to_run_on as checked
     from paceline.cluster.named import cluster_from
+    from paceline.errors import ClusterError
+    from paceline.launch.host.hosts import current_hosts
 
-    return checked(cluster_from(text)) if text is not None else None
+    hosts = current_hosts()
+    if text is None:
+        return hosts.cluster if hosts else None
+    if hosts:
+        raise ClusterError(
+            f"--cluster {text}: the command was started on {len(hosts.cluster.hosts)} hosts, which are the cluster. "
+            "Leave the option out, or start the command once."
+        )
+    return checked(cluster_from(text))

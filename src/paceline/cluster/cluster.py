@@ -47,13 +47,14 @@ class Link(_Part):
     Between hosts: `loopback`, or `ethernet` for any other interface; between devices: `nvlink`, `pcie`.
 
     Named after the interface (`eth0`), the two devices (`cuda:0-cuda:1`), or the device and what it is plugged into
-    (`cuda:0-switch`).
+    (`cuda:0-switch`). `channel:1` is what was measured to host 1, through the channel of the host processes.
     """
 
     name: str
-    kind: Literal["loopback", "ethernet", "nvlink", "pcie"]
+    kind: Literal["loopback", "ethernet", "nvlink", "pcie", "measured"]
     # Gbit/s each way, as the driver states it; None where it states nothing
     bandwidth_gbps: float | None = Field(None, gt=0)
+    latency_ms: float | None = Field(None, gt=0)  # one way, where it was measured
 
 
 class Host(_Part):

@@ -82,6 +82,12 @@ class StatusBoard:
         slot[_STEP] = step
         slot[_CHANGED] = time.monotonic_ns()
 
+    def put(self, rank: int, pid: int, phase: Phase, step: int, changed_ns: int) -> None:
+        """Show what the launcher was told of a rank on another host."""
+        first = rank * _SLOT_BYTES // 8
+        for field, value in ((_PID, pid), (_PHASE, _CODES[phase]), (_STEP, step), (_CHANGED, changed_ns)):
+            self._words[first + field] = value
+
     def read(self) -> list[RankStatus]:
         """Phase and step of every rank, in rank order."""
         words = self._settled()

@@ -9,23 +9,23 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from paceline.device import ON_CPU
 from paceline.engine.status import RankStatus, StatusBoard
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
-from paceline.launch.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, hang, is_stopped, oom_kills, root_cause
+from paceline.launch.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, hang, oom_kills, root_cause
+from paceline.launch.host.hosts import current_hosts
+from paceline.launch.host.remote import RemoteRank, RemoteRanks, RunFolder
 from paceline.launch.place import RankPlace
-from paceline.launch.seed import DEFAULTS, ForkedRank, Seed, seed_for, why_not
 from paceline.launch.signals import StopSignals
+from paceline.launch.started import StartedRank, Starter
 from paceline.rank_environment import RankEnvironment
 
 _TICK_S = 0.2
@@ -52,50 +52,12 @@ class Setting:
     saves: bool
     env: Mapping[str, str]
     inherited: tuple[int, ...]
+    folder: RunFolder | None = None
     number: int = 0
 
     @property
     def ranks(self) -> int:
         return len(self.places)
-
-
-@dataclass
-class _Rank:
-    """A started rank. Its process leads a session and process group of its own."""
-
-    number: int
-    process: subprocess.Popen[bytes] | ForkedRank
-    pidfd: int
-    record: Path
-    alive_at: float = field(default_factory=time.time)
-    code: int | None = None
-
-    def signal(self, number: int) -> None:
-        """To the rank alone, not to what it started."""
-        if self.code is None:
-            signal.pidfd_send_signal(self.pidfd, number)
-
-    def kill(self) -> None:
-        """SIGKILL, to the rank and all it started."""
-        if self.code is not None:
-            return
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # a fork that is so new that it leads no group, and has started nothing
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-
-    def note_end(self) -> None:
-        """Take the exit code, once the rank's process group was ended.
-
-        The group's number is the rank's own only until then.
-        """
-        self.kill()
-        self.code = self.process.wait()
-
-    def stack(self) -> str:
-        """Stack traces that faulthandler wrote."""
-        path = self.record.with_suffix(".stack")
-        return path.read_text(errors="replace") if path.exists() else ""
 
 
 class Attempt:
@@ -112,23 +74,25 @@ class Attempt:
         self.signals = signals
         self.on_tick = on_tick
         self.on_event = on_event
-        self.ranks: list[_Rank] = []
+        self.ranks: list[StartedRank | RemoteRank] = []
         self.poll = select.poll()
-        self.seed: Seed | None = None
+        self.starter = Starter(setting.module_args, setting.env)
+        self.remote: RemoteRanks | None = None
         self._told = False
         self._made = ExitStack()
 
     def __enter__(self) -> Self:
         self._oom_kills = oom_kills()
-        self.seed = self._seed()
         with self._made:  # undone here if a start fails half-way
             folder = self._made.enter_context(scratch_folder())
             self.board = StatusBoard.create(folder / "status", self.setting.ranks, self.setting.number)
             self._made.callback(self.board.close)
+            self._begin_on_others(folder)
             self._made.callback(self._close_ranks)
+            self._prepare()
             with self.setting.places[0].listen(self.setting.port, backlog=max(128, 2 * self.setting.ranks)) as listener:
                 for number in range(self.setting.ranks):
-                    self._start(number, folder, listener, self.seed)
+                    self._start(number, folder, listener)
             self._made = self._made.pop_all()
         return self
 
@@ -146,13 +110,10 @@ class Attempt:
         while any(rank.code is None for rank in self.ranks):
             self._note_ends(_TICK_S)
             self._obey_signals()
-            if self.seed and self.seed.lost:
+            if (seed := self.starter.seed) and seed.lost:
                 self._stop_all()
                 return LaunchFailure(
-                    (
-                        f"the process that the ranks were forked from (pid {self.seed.pid}) was killed, and they "
-                        "were stopped."
-                    ),
+                    f"the process that the ranks were forked from (pid {seed.pid}) was killed, and they were stopped.",
                     0,
                 )
             if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self.ranks):
@@ -164,51 +125,39 @@ class Attempt:
                 self.on_tick()
         return None
 
-    def _start(self, number: int, folder: Path, listener: socket.socket, seed: Seed | None) -> None:
+    def _start(self, number: int, folder: Path, listener: socket.socket) -> None:
         record = folder / f"rank-{number}.error"
         environment = self._environment(number, record, listener)
-        variables = {**os.environ, **self._variables(environment)}
-        process: subprocess.Popen[bytes] | ForkedRank | None = None
-        try:
-            if seed is None:
-                process = self._interpreter(variables, environment)
-            else:
-                process = seed.fork(self.setting.module_args, variables, environment, listener if number == 0 else None)
-            pidfd = os.pidfd_open(process.pid)
-        except (OSError, LaunchError) as error:
-            if process:
-                process.kill()
-                process.wait()
-            raise LaunchError(f"rank {number} of {self.setting.ranks} could not be started: {error}") from error
-        self.ranks.append(_Rank(number, process, pidfd, record))
-        self.poll.register(pidfd, select.POLLIN)
+        if self.remote and (host := self.setting.places[number].number):
+            self.ranks.append(self.remote.start(host, environment, record))
+            return
+        rank = self.starter.start(environment, listener if number == 0 else None)
+        self.ranks.append(rank)
+        self.poll.register(rank.pidfd, select.POLLIN)
 
-    def _interpreter(self, variables: dict[str, str], environment: RankEnvironment) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "paceline.launch.rank", *self.setting.module_args],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which forwards it once
-            pass_fds=[*environment.inherited_fds, *([] if environment.store_fd is None else [environment.store_fd])],
-        )
+    def _begin_on_others(self, scratch: Path) -> None:
+        """Have the other hosts that get ranks prepare for them."""
+        setting, hosts = self.setting, current_hosts()
+        numbers = {place.number for place in setting.places} - {0}
+        if hosts and numbers:
+            ranks = hosts.remote(
+                numbers, self.board, scratch, setting.folder or RunFolder(scratch), self.signals, self.poll
+            )
+            self.remote = self._made.enter_context(ranks)
+            self.remote.begin(setting.number, setting.ranks, setting.module_args, setting.env, setting.start_deadline_s)
 
-    def _seed(self) -> Seed | None:
-        """Seed process to fork the ranks from; None where each is a new interpreter."""
-        variables = {**os.environ, **self._variables(None)}
-        if why_not(variables):
-            return None
-        seed = seed_for(variables)
+    def _prepare(self) -> None:
+        """Wait until ranks can be started here."""
 
         def stopped() -> bool:
             if self.on_tick:
                 self.on_tick()
             return self.signals.first is not None
 
-        unfit = seed.wait_until_ready(self.setting.start_deadline_s, stopped)
+        self.starter.prepare(self.setting.start_deadline_s, stopped)
         if self.signals.first:
             self._obey_signals()
             raise LaunchError(f"{self.signals.first} stopped the run before rank 0 was ready to train.")
-        return None if unfit else seed
 
     def _environment(self, number: int, record: Path, listener: socket.socket) -> RankEnvironment:
         setting, port = self.setting, listener.getsockname()[1]
@@ -225,26 +174,20 @@ class Attempt:
             inherited_fds=setting.inherited,
         )
 
-    def _variables(self, environment: RankEnvironment | None) -> dict[str, str]:
-        """Environment variables of a rank, or of the seed, besides those of this process."""
-        return {
-            **{name: os.environ.get(name, value) for name, value in DEFAULTS.items()},
-            **(ON_CPU if environment and environment.host else {}),  # an emulated host has no accelerator
-            **(environment.to_env() if environment else {}),
-            **self.setting.env,
-        }
-
     def _note_ends(self, wait_s: float) -> None:
         """Wait for any rank to end, `wait_s` at most, and take the exit codes."""
-        by_fd = {rank.pidfd: rank for rank in self.ranks}
-        ended = {fd for fd, _ in self.poll.poll(wait_s * 1000)}
-        for fd in ended:
+        here = [rank for rank in self.ranks if isinstance(rank, StartedRank)]
+        by_fd = {rank.pidfd: rank for rank in here}
+        ready = {fd for fd, _ in self.poll.poll(wait_s * 1000)}
+        for fd in ready & by_fd.keys():
             self.poll.unregister(fd)
             by_fd[fd].note_end()
         now = time.time()
-        for rank in self.ranks:
+        for rank in here:
             if rank.code is None:
                 rank.alive_at = now
+        if self.remote:
+            self.remote.turn()
 
     def _note_ends_for(self, wait_s: float, *, unless_killing: bool = False) -> None:
         until = time.monotonic() + wait_s
@@ -279,6 +222,8 @@ class Attempt:
         ends = [
             late if late.record or early.code is not None else early for early, late in zip(before, after, strict=True)
         ]
+        if self.remote and (lost := self.remote.lost):
+            return LaunchFailure(f"{lost}; the ranks were stopped.", 0)
         kills = oom_kills()
         failure = root_cause(ends, None if kills is None or self._oom_kills is None else kills - self._oom_kills)
         if self.signals.first and self.ranks[failure.rank].code == -signal.SIGTERM:
@@ -301,12 +246,12 @@ class Attempt:
 
     def _hang(self, hung: Sequence[RankStatus]) -> LaunchFailure:
         numbers = {status.rank for status in hung}
-        asked = [rank for rank in self.ranks if rank.number in numbers and not is_stopped(rank.process.pid)]
+        asked = [rank for rank in self.ranks if rank.number in numbers and not rank.stopped]
         for rank in asked:
             rank.signal(signal.SIGUSR2)
         until = time.monotonic() + _ANSWER_S
         while time.monotonic() < until and not all(rank.stack() for rank in asked):
-            time.sleep(0.02)
+            self._note_ends(0.02)
         now_ns = time.monotonic_ns()
         ends = self._ends()
         for rank in self.ranks:
@@ -320,13 +265,13 @@ class Attempt:
         return [
             RankEnd(
                 status=status,
-                pid=rank.process.pid,
+                pid=rank.pid,
                 code=rank.code,
                 alive_at=rank.alive_at,
                 record=ErrorRecord.read(rank.record),
                 stack=rank.stack(),
-                stopped=rank.code is None and is_stopped(rank.process.pid),
-                host=place.host.name if place.host else HOST,
+                stopped=rank.code is None and rank.stopped,
+                host=place.host.name if place.host else place.host_name or HOST,
             )
             for rank, place, status in zip(self.ranks, self.setting.places, self.board.read(), strict=True)
         ]
@@ -345,4 +290,5 @@ class Attempt:
     def _close_ranks(self) -> None:
         self._kill_all()
         for rank in self.ranks:
-            os.close(rank.pidfd)
+            if isinstance(rank, StartedRank):
+                os.close(rank.pidfd)

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launch.attempt import Attempt, Setting
+from paceline.launch.host.remote import RunFolder
 from paceline.launch.place import RankPlace, on_this_machine
 from paceline.launch.signals import StopSignals
 
@@ -40,6 +41,7 @@ def launch(
     on_event: Callable[[str, dict[str, Any]], None] | None = None,
     env: Mapping[str, str] = {},
     inherited: Sequence[int] = (),
+    folder: RunFolder | None = None,
 ) -> Launched:
     """Call a function on every rank, in its place, and wait until all have ended.
 
@@ -61,6 +63,7 @@ def launch(
         on_event: called with ("stop", {signal}) and ("restart", {attempt, rank, reason}).
         env: variables for the ranks, over those of this process.
         inherited: descriptors that every rank holds open until it ends; not the processes that it starts.
+        folder: that the ranks read and write, on whichever host they are; it is named among `module_args`.
 
     Raises:
         LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows
@@ -81,6 +84,7 @@ def launch(
         saves=saves,
         env=env,
         inherited=tuple(inherited),
+        folder=folder,
     )
     with StopSignals() as signals, _CursorShown():
         while True:

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation, LinkBytes
 from paceline.cluster.emulate.namespace import inside
+from paceline.cluster.identity import interface_of
 from paceline.errors import LaunchError
+from paceline.launch.host.hosts import Hosts, current_hosts
+from paceline.plans.plan import Plan, cores_of
 from paceline.rank_environment import RankEnvironment
 
 ADDRESS = "127.0.0.1"
@@ -27,6 +30,8 @@ class RankPlace:
         address: at which the other ranks reach it.
         interface: of that address.
         host: the emulated host, or None on this machine as it is.
+        number: of the host process that starts it; 0 is this one.
+        host_name: of the host, for messages; "" is this machine's own.
     """
 
     local_rank: int
@@ -34,6 +39,8 @@ class RankPlace:
     address: str = ADDRESS
     interface: str = "lo"
     host: EmulatedHost | None = None
+    number: int = 0
+    host_name: str = ""
 
     def environment(self, rank: int, world_size: int, master: RankPlace, port: int) -> RankEnvironment:
         """Environment of the rank in this place.
@@ -55,7 +62,7 @@ class RankPlace:
     def listen(self, port: int | None, backlog: int) -> socket.socket:
         """A socket at this place's address, for the rendezvous that its rank serves. None takes a free port."""
         if self.host is None:
-            return listen(port, backlog)
+            return listen(port, backlog, self.address)
         return inside(self.host.namespace, lambda: listen(port, backlog, self.address))
 
 
@@ -72,7 +79,8 @@ def places_on(
         ClusterError: the hosts cannot be emulated here.
     """
     if cluster.emulate is None:
-        yield on_this_machine(ranks)
+        hosts = current_hosts()
+        yield on_this_machine(ranks) if hosts is None else on_these_hosts(hosts, cluster, ranks)
         return
     with Emulation(cluster.emulate) as emulation:
         try:
@@ -82,9 +90,53 @@ def places_on(
                 on_end(emulation.carried())
 
 
+def threads_on(cluster: Cluster, plan: Plan) -> int:
+    """Threads of each rank's torch operations, the same on all hosts."""
+    if cluster.emulate is not None:  # all hosts share this machine's cores
+        return plan.threads_for(cluster.hosts[0], plan.ranks)
+    counts = zip(cluster.hosts, cluster.ranks_per_host(plan.ranks), strict=True)
+    return min(plan.threads_for(host, count) for host, count in counts if count)
+
+
+def cores_on(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
+    """Cores of each rank of a plan that pins them; None for another."""
+    if not plan.pin:
+        return None
+    if cluster.emulate is not None:
+        return [cores_of(rank, plan.ranks, cluster.hosts[0]) for rank in range(plan.ranks)]
+    counts = zip(cluster.hosts, cluster.ranks_per_host(plan.ranks), strict=True)
+    return [cores_of(rank, count, host) for host, count in counts for rank in range(count)]
+
+
 def on_this_machine(ranks: int) -> list[RankPlace]:
     """All ranks on this machine, where they meet on loopback."""
     return [RankPlace(rank, ranks) for rank in range(ranks)]
+
+
+def on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlace]:
+    """Places of ranks on the hosts of this run, filled in their order.
+
+    Raises:
+        LaunchError: rank 0 would not be on host 0.
+    """
+    per_host = cluster.ranks_per_host(ranks)
+    if not per_host[0]:
+        raise LaunchError(
+            f"host 0 ({cluster.hosts[0].name}) has no accelerator, and others have: rank 0 runs on host 0. Start the "
+            "hosts in another order, or without that one."
+        )
+    return [
+        RankPlace(
+            rank,
+            count,
+            hosts.address_of(number),
+            interface_of(hosts.address_of(0)) or "lo",  # each host puts its own there
+            number=number,
+            host_name=cluster.hosts[number].name,
+        )
+        for number, count in enumerate(per_host)
+        for rank in range(count)
+    ]
 
 
 def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[RankPlace]:

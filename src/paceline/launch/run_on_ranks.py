@@ -27,8 +27,9 @@ from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
 from paceline.job.job import Job
 from paceline.job.read.imports import import_path_of, load_object
+from paceline.launch.host.remote import RunFolder
 from paceline.launch.local import COLLECT_S, launch
-from paceline.launch.place import RankPlace, places_on
+from paceline.launch.place import RankPlace, places_on, threads_on
 from paceline.launch.seed import warm_up
 from paceline.plans.plan import Plan
 from paceline.rank_environment import own_rank
@@ -87,6 +88,7 @@ def run_on_ranks(
                 on_tick=partial.look,
                 on_event=note,
                 env=env,
+                folder=RunFolder(folder, (_REQUEST,)),
             )
         finally:
             if signals:
@@ -109,7 +111,7 @@ def run_on_plan(
     Raises:
         ClusterError: the cluster's hosts cannot be emulated here.
     """
-    threads = plan.threads_for(cluster.hosts[0], plan.ranks)
+    threads = threads_on(cluster, plan)
     warm_up_for(job, plan)
     with places_on(cluster, plan.ranks) as places:
         return run_on_ranks(

@@ -21,20 +21,23 @@ from paceline.deferred_compiler import defer_compiler
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
+from paceline.launch.host.hosts import current_hosts
+from paceline.launch.host.over_hosts import over_hosts
+from paceline.launch.host.remote import RunFolder
 from paceline.launch.local import launch
-from paceline.launch.place import places_on
+from paceline.launch.place import cores_on, places_on, threads_on
 from paceline.launch.run_on_ranks import warm_up_for
 from paceline.launch.seed import warm_up
 from paceline.launch_engine import is_rank
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.warnings import warnings_about
-from paceline.plans.plan import Plan, cores_of
+from paceline.plans.plan import Plan
 from paceline.rank_environment import is_our_rank
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.runner.torchrun import fail
 from paceline.storage.url import is_url
 from paceline.training.record.progress import LiveProgress
-from paceline.training.record.run import JsonLines, Run
+from paceline.training.record.run import DESCRIPTION, JsonLines, Run
 from paceline.training.record.run_lock import RunLock
 from paceline.tuning.auto import AutoChoice, Say, choose, remember_run
 
@@ -83,11 +86,26 @@ def train(
         raise LaunchError(
             'train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.'
         )
+    with over_hosts():
+        return _train(job, cluster, plan, run, console, resume=resume, port=port, restarts=restarts)
+
+
+def _train(
+    job: Job | str | Path,
+    cluster: Cluster | None,
+    plan: Plan | str,
+    run: str | Path | None,
+    console: Console | None,
+    *,
+    resume: bool,
+    port: int | None,
+    restarts: int,
+) -> Run:
     if not is_rank():
         warm_up()  # it imports while this process reads and checks
     job = job if isinstance(job, Job) else Job.load(job)
     job.model.must_be_at_hand()
-    cluster = to_run_on(cluster)
+    cluster = to_run_on(cluster) if (hosts := current_hosts()) is None or cluster else hosts.cluster
     if is_rank():
         defer_compiler()
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
@@ -185,7 +203,6 @@ def _launch_ranks(
 ) -> None:
     """Train a run from its newest checkpoint to its end, on local or emulated hosts."""
     job, cluster, plan = record.job, record.cluster, record.plan
-    host = cluster.hosts[0]
     with (
         _events(record) as events,
         places_on(cluster, plan.ranks, partial(_note_links, events)) as places,
@@ -201,8 +218,8 @@ def _launch_ranks(
         launch(
             ["paceline.training.loop:run_rank", str(record.path.resolve())],
             ranks=plan.ranks,
-            threads=plan.threads_for(host, plan.ranks),
-            pin_cores=[cores_of(r, plan.ranks, host) for r in range(plan.ranks)] if plan.pin else None,
+            threads=threads_on(cluster, plan),
+            pin_cores=cores_on(cluster, plan),
             deadline_s=job.deadline_s,
             places=places,
             port=port,
@@ -210,6 +227,7 @@ def _launch_ranks(
             on_tick=tick,
             on_event=events.event,
             inherited=[lock.fd],
+            folder=RunFolder(record.path.resolve(), DESCRIPTION),
         )
 
 

@@ -25,6 +25,7 @@ from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.printable import printable
 
+DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # what ranks read before they start
 # What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and
 # only under a schedule that decays over the whole run.
 FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s"}

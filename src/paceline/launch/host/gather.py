@@ -1,0 +1,251 @@
+"""Meeting of a run's host processes: host 0 listens, the others come, and what cannot work together is refused."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import platform
+import queue
+import socket
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+from pydantic import ValidationError
+
+from paceline.channel.connection import Connection, connect
+from paceline.channel.key import RunKey
+from paceline.channel.listener import Listener
+from paceline.cluster.cluster import Host
+from paceline.cluster.discover import discover
+from paceline.cluster.identity import host_identity
+from paceline.errors import LaunchError, PacelineError
+from paceline.launch.host.hosts import Hosts
+from paceline.launch.host.link import Link, keep_alive
+from paceline.launch.host.messages import FromHost, Joining, Refused, ToHost, Welcome
+from paceline.launch.host.serve import Coordinator
+from paceline.launch_engine import HostPlace
+from paceline.printable import printable
+
+WAIT = "PACELINE_HOSTS_WAIT_S"  # for all hosts to come
+_WAIT_S, _TELL_S, _RETRY_S, _MESSAGE_S = 300.0, 10.0, 0.2, 20.0
+_CLOCKS_S = 60.0  # may hosts' clocks be apart
+
+
+def gathered(place: HostPlace, key: RunKey) -> Hosts:
+    """All hosts of the run, once they have come; for host 0.
+
+    Raises:
+        LaunchError: one does not come, or cannot take part.
+    """
+    own = discover().hosts[0].model_copy(update={"name": place.name})
+    came: queue.Queue[Connection] = queue.Queue()
+    address = _resolved(place)
+    listener = Listener((address, place.port), key, FromHost, came.put)  # type: ignore[arg-type]
+    links: dict[int, Link] = {}
+    try:
+        _await_all(place, key, listener, came, links)
+    except BaseException as error:
+        for link in links.values():
+            link.send(Refused(str(error) if isinstance(error, PacelineError) else "host 0 was stopped"))
+            link.connection.close()
+        raise
+    finally:
+        listener.close()
+    names = _different([place.name, *(links[number].name for number in sorted(links))])
+    for number, link in links.items():
+        link.name, link.host = names[number], link.host.model_copy(update={"name": names[number]})
+        link.send(Welcome(names))
+    return Hosts(own.model_copy(update={"name": names[0]}), address, list(links.values()))
+
+
+def joined(place: HostPlace, key: RunKey) -> Coordinator:
+    """Host 0, once all hosts have come to it; for the others.
+
+    Raises:
+        LaunchError: it cannot be reached, or refuses this host.
+    """
+    who, until = f"host {place.name} (number {place.number})", time.monotonic() + _wait_s()
+    told = time.monotonic()
+    while True:
+        try:
+            connection = connect((place.coordinator, place.port), key, ToHost, deadline_s=_MESSAGE_S)  # type: ignore[arg-type]
+            break
+        except (OSError, PacelineError) as error:
+            why = f"{who} cannot reach host 0 at {place.coordinator}:{place.port}: {error}"
+            if time.monotonic() > until:
+                raise LaunchError(f"{why}. {_advice(place)}") from error
+        if time.monotonic() - told > _TELL_S:
+            told = time.monotonic()
+            _say(f"{why}; trying again for {until - told:.0f} s")
+        time.sleep(_RETRY_S)
+    keep_alive(connection)
+    try:
+        connection.send(_joining(place, connection))
+        answer = connection.receive(_wait_s() + _MESSAGE_S)
+    except (OSError, PacelineError) as error:
+        connection.close()
+        raise LaunchError(
+            f"{who} was sent away by host 0 at {place.coordinator}:{place.port}: {error}. Has it the same key? "
+            f"This host's is {key.fingerprint}."
+        ) from error
+    if not isinstance(answer, Welcome):
+        connection.close()
+        raise LaunchError(f"{who} was refused by host 0: {getattr(answer, 'reason', 'it speaks otherwise')}")
+    return Coordinator(connection, f"host {answer.names[0]} (number 0)")
+
+
+def _await_all(
+    place: HostPlace, key: RunKey, listener: Listener, came: queue.Queue[Connection], links: dict[int, Link]
+) -> None:
+    began = told = time.monotonic()
+    wait_s = _wait_s()
+    while len(links) < place.count - 1:
+        try:
+            connection = came.get(timeout=0.2)
+        except queue.Empty:
+            now = time.monotonic()
+            if now - told >= _TELL_S or now - began > wait_s:
+                told, text = now, _missing(place, key, listener, links, now - began)
+                if now - began > wait_s:
+                    raise LaunchError(f"{text}. Start it, or name fewer hosts; {WAIT} is how long to wait.") from None
+                _say(text)
+            continue
+        _take(place, connection, links)
+
+
+def _missing(place: HostPlace, key: RunKey, listener: Listener, links: dict[int, Link], waited_s: float) -> str:
+    absent = [str(number) for number in range(1, place.count) if number not in links]
+    hosts = f"host{'s' * (len(absent) > 1)} {', '.join(absent)} of {place.count} {'have' if len(absent) > 1 else 'has'}"
+    at = f"{place.coordinator}:{place.port}"
+    strangers = (
+        f"; {listener.strangers} connections did not prove the run's key ({key.fingerprint})"
+        if listener.strangers
+        else ""
+    )
+    return f"{hosts} not come to host 0 ({place.name}) at {at} after {waited_s:.0f} s{strangers}"
+
+
+def _take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> None:
+    """Take a host in, or send it away.
+
+    Raises:
+        LaunchError: it cannot take part.
+    """
+    try:
+        joining = connection.receive(_MESSAGE_S)
+        if not isinstance(joining, Joining):
+            raise LaunchError("it did not say who it is")
+        host = Host.model_validate_json(joining.host)
+    except (OSError, PacelineError, ValidationError) as error:
+        connection.close()
+        _say(f"{connection.peer} held the run's key, and was sent away: {error}")
+        return
+    if reason := _of_another_run(place, joining):
+        connection.send(Refused(reason))
+        connection.close()
+        _say(f"host {joining.name} was sent away: {reason}")
+        return
+    if reason := _unfit(place, joining, links):
+        connection.send(Refused(reason))
+        connection.close()
+        raise LaunchError(reason)
+    link = links[joining.number] = Link(connection, joining.number, joining.name, joining.address, host)
+    link.clock_ahead_s = joining.clock_s - time.time()
+
+
+def _of_another_run(place: HostPlace, joining: Joining) -> str | None:
+    if joining.run_name == place.run_name:
+        return None
+    return (
+        f"host {joining.name} belongs to the run {joining.run_name!r} of {joining.engine}, and this is "
+        f"{place.run_name!r} of {place.engine}: two runs use port {place.port} of {place.coordinator}. Give each one "
+        "of its own."
+    )
+
+
+def _unfit(place: HostPlace, joining: Joining, links: dict[int, Link]) -> str | None:
+    """Why a host of this run cannot take part; None where it can."""
+    who = f"host {joining.name} (number {joining.number})"
+    if joining.count != place.count:
+        return f"{who} was started as one of {joining.count} hosts, and host 0 ({place.name}) as one of {place.count}."
+    if not 1 <= joining.number < place.count:
+        return f"{who} does not exist: {place.count} hosts have the numbers 0 to {place.count - 1}."
+    if joining.number in links:
+        return f"two hosts have the number {joining.number}: {links[joining.number].name} and {joining.name}."
+    for name, own in versions().items():
+        if (theirs := joining.versions.get(name)) != own:
+            return f"{who} has {name} {theirs}, and host 0 ({place.name}) has {own}. Install the same on all hosts."
+    apart_s = joining.clock_s - time.time()
+    if abs(apart_s) > _CLOCKS_S:
+        word = "ahead of" if apart_s > 0 else "behind"
+        return f"the clock of {who} is {abs(apart_s):.0f} s {word} that of host 0 ({place.name}). Set both (NTP)."
+    if joining.identity != host_identity() and _is_loopback(joining.address):
+        return f"{who} has come from {joining.address}, where no other host reaches it. {_advice(place)}"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Versions that all hosts must have in common."""
+    found = {"Python": platform.python_version()}
+    for package in ("paceline", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def _joining(place: HostPlace, connection: Connection) -> Joining:
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        address = end.getsockname()[0]
+    return Joining(
+        number=place.number,
+        count=place.count,
+        name=place.name,
+        engine=place.engine,
+        run_name=place.run_name,
+        versions=versions(),
+        clock_s=time.time(),
+        identity=host_identity(),
+        address=address,
+        host=discover().hosts[0].model_copy(update={"name": place.name}).model_dump_json(exclude_defaults=True),
+    )
+
+
+def _resolved(place: HostPlace) -> str:
+    """The address of host 0, which must be one of this host's."""
+    try:
+        return str(socket.getaddrinfo(place.coordinator, place.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise LaunchError(f"host 0 is named {place.coordinator}, which has no address: {error.strerror}.") from error
+
+
+def _different(names: list[str]) -> list[str]:
+    """Names of hosts, with their number behind where two are equal."""
+    return [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _advice(place: HostPlace) -> str:
+    if _is_loopback(place.coordinator):
+        return f"{place.coordinator} is reached on its own machine only: name host 0 by an address of the network."
+    return "Is host 0 started, and does the network let this port pass?"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _wait_s() -> float:
+    text = os.environ.get(WAIT, "")
+    try:
+        return float(text) if text else _WAIT_S
+    except ValueError:
+        raise LaunchError(f"{WAIT}={text} is not a number of seconds") from None
+
+
+def _say(text: str) -> None:
+    print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)

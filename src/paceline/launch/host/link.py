@@ -1,0 +1,78 @@
+"""Link between the coordinator and one serving host."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.channel.connection import Connection
+    from paceline.cluster.cluster import Host
+
+_MESSAGE_S = 60.0  # for a message that has begun to come
+# A peer whose machine is gone says nothing: the kernel asks after 15 s of silence, and gives up after 45.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 45_000}
+
+
+class Link:
+    """A serving host as the coordinator sees it.
+
+    Attributes:
+        address: where other hosts reach it.
+        clock_ahead_s: its clock minus the coordinator's.
+        lost: why nothing can be sent to it any more; None while it is there.
+    """
+
+    def __init__(self, connection: Connection, number: int, name: str, address: str, host: Host) -> None:
+        self.connection, self.number, self.name, self.address, self.host = connection, number, name, address, host
+        self.clock_ahead_s = 0.0
+        self.lost: str | None = None
+        keep_alive(connection)
+
+    @property
+    def who(self) -> str:
+        """Name and number, for messages."""
+        return f"host {self.name} (number {self.number})"
+
+    def send(self, message: Struct) -> None:
+        """Send a message; a host that is lost takes none."""
+        if self.lost is None:
+            try:
+                self.connection.send(message)
+            except (OSError, PacelineError) as error:
+                self.lose(str(error))
+
+    def receive(self, deadline_s: float) -> Any:
+        """The next message; None where the host is lost or sends none in time."""
+        if self.lost is None:
+            try:
+                return self.connection.receive(deadline_s)
+            except (OSError, PacelineError) as error:
+                self.lose(str(error))
+        return None
+
+    def waiting(self) -> Iterator[Any]:
+        """Messages that are there, without waiting for more."""
+        while self.lost is None and self.connection.ready():
+            if (message := self.receive(_MESSAGE_S)) is not None:
+                yield message
+
+    def lose(self, reason: str) -> None:
+        """Give the host up."""
+        if self.lost is None:
+            self.lost = reason
+            self.connection.close()
+
+
+def keep_alive(connection: Connection) -> None:
+    """Have the kernel notice a peer that is gone without a word."""
+    with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,182 @@
+"""Messages between the coordinating host process and the serving ones."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+CHUNK_BYTES = 2**18  # of a file in one message
+TEXT_LIMIT = 2**18  # characters of a traceback or a stack in one message
+
+
+class Put(Struct, tag=True, frozen=True):
+    """A part of a file of the attempt's folder, either way; `path` is relative to it.
+
+    Attributes:
+        offset: where the part begins; -1 appends whole lines.
+        last: the file is whole with it.
+    """
+
+    path: str
+    offset: int
+    data: bytes
+    last: bool
+
+
+class Joining(Struct, tag=True, frozen=True):
+    """First message of a serving host: who it is.
+
+    Attributes:
+        clock_s: its wall clock, seconds since the epoch.
+        identity: equal for processes with one kernel and network namespace.
+        address: of its end of this connection, where other hosts reach it.
+        host: its devices, as JSON of `paceline.cluster.cluster.Host`.
+    """
+
+    number: int
+    count: int
+    name: str
+    engine: str
+    run_name: str
+    versions: dict[str, str]
+    clock_s: float
+    identity: str
+    address: str
+    host: str
+
+
+class Echo(Struct, tag=True, frozen=True):
+    """Answer to a `Probe`."""
+
+
+class Ready(Struct, tag=True, frozen=True):
+    """Answer to `Begin`, once the token was looked for."""
+
+
+class Started(Struct, tag=True, frozen=True):
+    """A rank has a process."""
+
+    rank: int
+    pid: int
+
+
+class Row(Struct, array_like=True, frozen=True):
+    """A rank's slot of the status board; `idle_ns` since its last mark."""
+
+    rank: int
+    attempt: int
+    phase: str
+    step: int
+    idle_ns: int
+    stopped: bool
+
+
+class Rows(Struct, tag=True, frozen=True):
+    """Status of every rank of a host, a few times a second."""
+
+    rows: list[Row]
+
+
+class Told(Struct, tag=True, frozen=True):
+    """Error record (JSON) or stack traces that a rank left; `suffix` is that of the file."""
+
+    rank: int
+    suffix: str
+    text: str
+
+
+class Ended(Struct, tag=True, frozen=True):
+    """End of a rank, after all that it wrote. `oom_kills`: on its host during the attempt; None where unknown."""
+
+    rank: int
+    code: int
+    oom_kills: int | None
+
+
+class Fetch(Struct, tag=True, frozen=True):
+    """A rank asks for a folder of the coordinator's, `path` in the attempt's folder."""
+
+    path: str
+
+
+class Interrupted(Struct, tag=True, frozen=True):
+    """A signal that a serving host got, for the whole run."""
+
+    signal: str
+
+
+class Over(Struct, tag=True, frozen=True):
+    """Answer to `EndAttempt`: no rank is left."""
+
+
+class Welcome(Struct, tag=True, frozen=True):
+    """All hosts have come; their names, in the order of their numbers."""
+
+    names: list[str]
+
+
+class Refused(Struct, tag=True, frozen=True):
+    """Why a host cannot take part."""
+
+    reason: str
+
+
+class Probe(Struct, tag=True, frozen=True):
+    """Bytes of any value, to measure the link."""
+
+    data: bytes
+
+
+class Begin(Struct, tag=True, frozen=True):
+    """An attempt begins; `Put` and `Start` follow.
+
+    Attributes:
+        folder: that the ranks read and write, as the coordinator names it.
+        token: name of a file that the coordinator has made there, of random name: who sees it shares the folder.
+    """
+
+    attempt: int
+    ranks: int
+    module_args: list[str]
+    env: dict[str, str]
+    folder: str
+    token: str
+    start_deadline_s: float
+
+
+class Start(Struct, tag=True, frozen=True):
+    """A rank to start, with the environment variables of its place."""
+
+    environment: dict[str, str]
+
+
+class Signal(Struct, tag=True, frozen=True):
+    """A signal for a rank."""
+
+    rank: int
+    number: int
+
+
+class Kill(Struct, tag=True, frozen=True):
+    """SIGKILL for a rank and all it started."""
+
+    rank: int
+
+
+class Fetched(Struct, tag=True, frozen=True):
+    """All files of a folder that was asked for have been sent."""
+
+    path: str
+
+
+class EndAttempt(Struct, tag=True, frozen=True):
+    """The attempt is over: whatever still runs is killed."""
+
+
+class Dismiss(Struct, tag=True, frozen=True):
+    """The command has ended on host 0, with this exit code."""
+
+    code: int
+
+
+FromHost = Joining | Echo | Ready | Started | Rows | Told | Ended | Put | Fetch | Interrupted | Over
+ToHost = Welcome | Refused | Probe | Begin | Put | Start | Signal | Kill | Fetched | EndAttempt | Dismiss

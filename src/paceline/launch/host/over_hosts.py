@@ -1,0 +1,64 @@
+"""A command over all hosts of the engine that started this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from paceline.channel.key import own_key
+from paceline.errors import LaunchError
+from paceline.launch.host.gather import gathered, joined
+from paceline.launch.host.hosts import coordinating, current_hosts
+from paceline.launch.host.serve import serve
+from paceline.launch.seed import warm_up
+from paceline.launch_engine import own_engine
+from paceline.printable import printable
+
+
+@contextmanager
+def over_hosts() -> Iterator[None]:
+    """Within it, ranks are started on all hosts of this run.
+
+    On host 0 the context's body is the command; on the others this process serves until it has ended there.
+
+    Raises:
+        LaunchError: the hosts do not meet.
+        SystemExit: on a host other than 0, with the exit code of host 0.
+    """
+    place = None if current_hosts() else own_engine().hosts()
+    if place is None or place.count < 2:
+        yield
+        return
+    key = own_key()
+    if key is None:
+        raise LaunchError(
+            f"{place.count} hosts meet under one key, and none was handed to host {place.name}. `paceline key FILE` "
+            "makes one: copy it to every host, and set PACELINE_KEY_FILE=FILE there."
+        )
+    warm_up()  # it imports while the hosts meet
+    if place.number:
+        coordinator = joined(place, key)
+        code = serve(coordinator, f"host {place.name} (number {place.number})")
+        how = "has ended" if code == 0 else f"has failed or was stopped, with exit code {code}"
+        if coordinator.lost is None:
+            print(printable(f"paceline: the run {how} on {coordinator.who}"), file=sys.stderr, flush=True)
+        coordinator.connection.close()
+        raise SystemExit(code)
+    hosts, code = gathered(place, key), 1
+    try:
+        with coordinating(hosts):
+            yield
+        code = 0
+    except BaseException as error:
+        code = _exit_code(error)
+        raise
+    finally:
+        hosts.dismiss(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    code = getattr(error, "code", None) if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
+    return code if isinstance(code, int) else 0 if isinstance(error, SystemExit) and code is None else 1

@@ -1,0 +1,233 @@
+"""Ranks of other hosts in one attempt, as the coordinator starts, watches and ends them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import select
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from msgspec import Struct
+
+from paceline.engine.status import PHASES, StatusBoard
+from paceline.errors import LaunchError
+from paceline.files import write_whole
+from paceline.launch.host.folder import parts_of, place_in, receive
+from paceline.launch.host.link import Link
+from paceline.launch.host.messages import (
+    Begin,
+    EndAttempt,
+    Ended,
+    Fetch,
+    Fetched,
+    Interrupted,
+    Kill,
+    Over,
+    Put,
+    Ready,
+    Rows,
+    Signal,
+    Start,
+    Started,
+    Told,
+)
+from paceline.launch.signals import StopSignals
+from paceline.rank_environment import RankEnvironment
+
+_READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end what is left and send its files
+_TOKEN = ".paceline-host-"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder that an attempt's ranks read and write; `files` of it are needed before they start."""
+
+    path: Path
+    files: tuple[str, ...] = ()
+
+
+@dataclass
+class RemoteRank:
+    """A rank of another host; what its host tells of it stands beside the local ranks' files."""
+
+    number: int
+    link: Link
+    record: Path
+    pid: int = 0
+    alive_at: float = field(default_factory=time.time)
+    code: int | None = None
+    stopped: bool = False
+    oom_kills: int | None = None
+
+    def signal(self, number: int) -> None:
+        """To the rank alone, not to what it started."""
+        if self.code is None:
+            self.link.send(Signal(self.number, number))
+
+    def kill(self) -> None:
+        """SIGKILL, to the rank and all it started."""
+        if self.code is None:
+            self.link.send(Kill(self.number))
+
+    def stack(self) -> str:
+        """Stack traces that its host has told."""
+        path = self.record.with_suffix(".stack")
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+class RemoteRanks:
+    """The ranks of one attempt on other hosts. As a context: none is left at the end.
+
+    Args:
+        scratch: folder of the attempt's error records.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        board: StatusBoard,
+        scratch: Path,
+        folder: RunFolder,
+        signals: StopSignals,
+        poll: select.poll,
+    ) -> None:
+        self.links, self.board, self.scratch, self.folder = links, board, scratch, folder
+        self.signals, self.poll = signals, poll
+        self.ranks: dict[int, RemoteRank] = {}
+
+    def __enter__(self) -> Self:
+        for link in self.links:
+            if link.lost is None:
+                self.poll.register(link.connection.fileno(), select.POLLIN)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what is left, and take in the last files."""
+        for link in self.links:
+            link.send(EndAttempt())
+        for link in self.links:
+            self._until(link, Over, _OVER_S)
+            if link.lost is None:
+                self.poll.unregister(link.connection.fileno())
+
+    def begin(
+        self, attempt: int, ranks: int, module_args: list[str], env: Mapping[str, str], deadline_s: float
+    ) -> None:
+        """Have every host prepare for the ranks.
+
+        Raises:
+            LaunchError: a host is lost.
+        """
+        token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
+        token.touch(mode=0o600)
+        begin = Begin(attempt, ranks, list(module_args), dict(env), str(token.parent), token.name, deadline_s)
+        try:
+            for link in self.links:
+                link.send(begin)
+                for name in self.folder.files:
+                    for part in parts_of(token.parent / name, token.parent):
+                        link.send(part)
+            for link in self.links:
+                if not self._until(link, Ready, _READY_S):
+                    raise LaunchError(self._of_lost(link))
+        finally:
+            token.unlink(missing_ok=True)
+
+    def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
+        """Start a rank on host number `host`."""
+        link = next(link for link in self.links if link.number == host)
+        rank = self.ranks[environment.rank] = RemoteRank(environment.rank, link, record)
+        link.send(Start(environment.to_env()))
+        return rank
+
+    def turn(self) -> None:
+        """Take in what hosts have sent."""
+        for link in self.links:
+            for message in link.waiting():
+                self._obey(link, message)
+            if link.lost is not None:
+                for rank in self._ranks_of(link):
+                    rank.code = -signal.SIGKILL if rank.code is None else rank.code
+
+    @property
+    def lost(self) -> str | None:
+        """What is known of a host that is lost; None where all are there."""
+        return next((self._of_lost(link) for link in self.links if link.lost is not None), None)
+
+    def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
+        """Take in messages until one of a kind; a host that sends none in time is given up."""
+        until = time.monotonic() + deadline_s
+        while (message := link.receive(max(0.1, until - time.monotonic()))) is not None:
+            if isinstance(message, kind):
+                return True
+            self._obey(link, message)
+        return False
+
+    def _of_lost(self, link: Link) -> str:
+        numbers = [str(rank.number) for rank in self._ranks_of(link)]
+        ranks = f", which had rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""
+        return f"{link.who}{ranks}, is lost: {link.lost}" if ranks else f"{link.who} is lost: {link.lost}"
+
+    def _ranks_of(self, link: Link) -> Iterator[RemoteRank]:
+        return (rank for rank in self.ranks.values() if rank.link is link)
+
+    def _obey(self, link: Link, message: Any) -> None:
+        match message:
+            case Rows():
+                self._note(link, message)
+            case Put():
+                receive(message, self.folder.path)
+            case Told():
+                self._tell(link, message)
+            case Fetch():
+                self._send_folder(link, message.path)
+            case Interrupted():
+                self.signals.first = self.signals.first or message.signal
+            case Started() | Ended():
+                self._change(link, message)
+
+    def _change(self, link: Link, message: Started | Ended) -> None:
+        rank = self.ranks.get(message.rank)
+        if rank is None or rank.link is not link:
+            return
+        if isinstance(message, Started):
+            rank.pid = message.pid
+        else:
+            rank.code, rank.oom_kills = message.code, message.oom_kills
+
+    def _note(self, link: Link, message: Rows) -> None:
+        now, now_ns = time.time(), time.monotonic_ns()
+        for row in message.rows:
+            rank = self.ranks.get(row.rank)
+            if rank is None or rank.link is not link or row.phase not in PHASES:
+                continue
+            rank.stopped = row.stopped
+            if rank.code is None:
+                rank.alive_at = now
+            self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns)
+
+    def _tell(self, link: Link, message: Told) -> None:
+        """Keep a rank's record or stack as a local rank leaves it, with times of this host's clock."""
+        rank = self.ranks.get(message.rank)
+        if rank is None or rank.link is not link or message.suffix not in (".error", ".stack"):
+            return
+        text = message.text
+        if message.suffix == ".error":
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(text)
+                text = json.dumps({**record, "time": record["time"] - link.clock_ahead_s, "host": link.name})
+        write_whole(rank.record.with_suffix(message.suffix), text)
+
+    def _send_folder(self, link: Link, name: str) -> None:
+        folder = place_in(self.folder.path, name)
+        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if file.is_file():
+                for part in parts_of(file, self.folder.path):
+                    link.send(part)
+        link.send(Fetched(name))

@@ -1,0 +1,111 @@
+"""A serving host process: it starts, watches and ends the ranks of its host as the coordinator says."""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+from typing import Any
+
+from msgspec import Struct
+
+from paceline.channel.connection import Connection
+from paceline.errors import PacelineError
+from paceline.launch.host.messages import Begin, Dismiss, Echo, Interrupted, Probe
+from paceline.launch.host.served import ServedAttempt
+from paceline.launch.signals import StopSignals
+
+_TICK_S = 0.2
+_MESSAGE_S = 60.0  # for a message that has begun to come
+_SAVE_S = 30.0  # for ranks to save and end when the coordinator is lost
+
+
+class Coordinator:
+    """Host 0 as a serving host sees it. `lost`: why it can no longer be reached."""
+
+    def __init__(self, connection: Connection, who: str) -> None:
+        self.connection, self.who = connection, who
+        self.lost: str | None = None
+
+    def send(self, message: Struct) -> None:
+        """Send a message; a coordinator that is lost takes none."""
+        if self.lost is None:
+            try:
+                self.connection.send(message)
+            except (OSError, PacelineError) as error:
+                self.lost = str(error)
+
+    def next(self) -> Any:
+        """The next message; None where there is none yet."""
+        if self.lost is None and self.connection.ready():
+            try:
+                return self.connection.receive(_MESSAGE_S)
+            except (OSError, PacelineError) as error:
+                self.lost = str(error)
+        return None
+
+
+def serve(coordinator: Coordinator, who: str) -> int:
+    """Obey until the coordinator dismisses this host. Returns the exit code of the command on host 0."""
+    attempt: ServedAttempt | None = None
+    with StopSignals() as signals:
+        told = False
+        try:
+            while True:
+                _wait(coordinator, attempt)
+                while (message := coordinator.next()) is not None:
+                    match message:
+                        case Dismiss():
+                            return message.code
+                        case Probe():
+                            coordinator.send(Echo())
+                        case Begin():
+                            attempt = ServedAttempt(message, coordinator)
+                        case _ if attempt is not None and attempt.obey(message):
+                            attempt = None
+                if signals.first and not told:
+                    told = True
+                    _say(f"{who}: {signals.first}, told to {coordinator.who}, which stops the run")
+                    coordinator.send(Interrupted(signals.first))
+                if coordinator.lost is not None or signals.kill:
+                    return _alone(coordinator, who)
+                if attempt is not None:
+                    attempt.turn()
+        finally:
+            if attempt is not None:
+                attempt.stop(_SAVE_S if coordinator.lost is not None else 0.0)
+                attempt.close()
+
+
+def _wait(coordinator: Coordinator, attempt: ServedAttempt | None) -> None:
+    """Wait for a message or the end of a rank, for a moment at most."""
+    descriptors = [coordinator.connection.fileno(), *(attempt.descriptors() if attempt else [])]
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    poll.poll(0 if coordinator.connection.ready() or (attempt and attempt.busy) else _TICK_S * 1000)
+
+
+def _alone(coordinator: Coordinator, who: str) -> int:
+    if coordinator.lost is None:
+        _say(f"{who}: killing the ranks")
+        return 130
+    _say(f"{who}: {coordinator.who} is lost ({coordinator.lost}); the ranks here are stopped")
+    return 1
+
+
+def _say(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+def told_every(seconds: float) -> Any:
+    """A function that passes on what it is told, so often at most."""
+    last = time.monotonic()
+
+    def tell(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            _say(text)
+
+    return tell

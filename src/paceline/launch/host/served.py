@@ -1,0 +1,225 @@
+"""One attempt on a serving host: its ranks, and the files that travel."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster.identity import interface_of
+from paceline.engine.status import StatusBoard
+from paceline.errors import LaunchError
+from paceline.files import scratch_folder
+from paceline.launch.failure import ErrorRecord, oom_kills
+from paceline.launch.host.folder import WANTED, WrittenFiles, receive
+from paceline.launch.host.messages import (
+    TEXT_LIMIT,
+    Begin,
+    EndAttempt,
+    Ended,
+    Fetch,
+    Fetched,
+    Kill,
+    Over,
+    Put,
+    Ready,
+    Row,
+    Rows,
+    Signal,
+    Start,
+    Started,
+    Told,
+)
+from paceline.launch.started import StartedRank, Starter
+from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
+
+if TYPE_CHECKING:
+    from paceline.launch.host.serve import Coordinator
+
+_ROWS_S = 0.25  # from one status to the next
+_PARTS = 16  # of files, sent in a turn
+
+
+class ServedAttempt:
+    """The ranks that the coordinator has this host start, from `Begin` to `EndAttempt`."""
+
+    def __init__(self, begin: Begin, coordinator: Coordinator) -> None:
+        self.begin, self.coordinator = begin, coordinator
+        self.ranks: list[StartedRank] = []
+        self._told: dict[Path, int] = {}  # length of each record and stack that was told
+        self._ended: set[int] = set()
+        self._oom_kills = oom_kills()
+        self._rows_at = 0.0
+        self._asked: set[str] = set()
+        self._made = ExitStack()
+        self.scratch = self._made.enter_context(scratch_folder())
+        self.board = StatusBoard.create(self.scratch / "status", begin.ranks, begin.attempt)
+        self._made.callback(self.board.close)
+        self.copy = self._copy()
+        self._parts: Iterator[Put] | None = None
+        arguments = [str(self.copy.folder) if self.copy and a == begin.folder else a for a in begin.module_args]
+        self.starter = Starter(arguments, {**begin.env, **({FOLDER_IS_COPY: "1"} if self.copy else {})})
+        self._prepared = False
+        coordinator.send(Ready())
+
+    @property
+    def busy(self) -> bool:
+        """True while parts of files wait to be sent."""
+        return self._parts is not None
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that become readable when a rank ends."""
+        return [rank.pidfd for rank in self.ranks if rank.code is None]
+
+    def obey(self, message: Any) -> bool:
+        """Do what the coordinator says; True once the attempt is over."""
+        match message:
+            case Put():
+                if self.copy and (path := receive(message, self.copy.folder)):
+                    self.copy.received(path)
+            case Start():
+                self._start(message)
+            case Signal() | Kill():
+                for rank in self.ranks:
+                    if rank.number == message.rank:
+                        rank.signal(message.number) if isinstance(message, Signal) else rank.kill()
+            case Fetched():
+                self._asked.discard(message.path)
+                if self.copy:
+                    (self.copy.folder / WANTED / message.path.replace("/", "|")).unlink(missing_ok=True)
+            case EndAttempt():
+                self.stop(0.0)
+                self.close()
+                self.coordinator.send(Over())
+                return True
+        return False
+
+    def turn(self) -> None:
+        """Take the ends of ranks, and tell what is new."""
+        self._tell_rows()
+        self._tell_texts()
+        self._ask()
+        ended = [rank for rank in self.ranks if rank.code is None and _has_ended(rank)]
+        for rank in ended:
+            rank.note_end()
+        self._send_parts(None if ended else _PARTS)
+        for rank in ended:
+            self._tell_texts()
+            self._tell_end(rank)
+
+    def stop(self, save_s: float) -> None:
+        """End what still runs: SIGTERM and time to save, if any, then SIGKILL."""
+        for rank in self.ranks if save_s else ():
+            rank.signal(signal.SIGTERM)
+        until = time.monotonic() + save_s
+        while save_s and not all(map(_has_ended, self.ranks)) and time.monotonic() < until:
+            time.sleep(0.05)
+        for rank in self.ranks:
+            if rank.code is None:
+                rank.note_end()
+        self._send_parts(None)
+        for rank in self.ranks:
+            self._tell_end(rank)
+
+    def close(self) -> None:
+        """Remove what the attempt has made here."""
+        for rank in self.ranks:
+            os.close(rank.pidfd)
+        self.ranks.clear()
+        self._made.close()
+
+    def _copy(self) -> WrittenFiles | None:
+        """A private copy of the attempt's folder; None where the hosts share it."""
+        begin = self.begin
+        if (Path(begin.folder) / begin.token).is_file():
+            return None
+        return WrittenFiles(self._made.enter_context(scratch_folder()))
+
+    def _start(self, message: Start) -> None:
+        try:
+            if not self._prepared:
+                self.starter.prepare(self.begin.start_deadline_s, lambda: self.coordinator.lost is not None)
+                self._prepared = True
+            told = RankEnvironment.from_env(message.environment)
+            environment = replace(
+                told,
+                interface=interface_of(told.address or ""),
+                status_file=self.scratch / "status",
+                error_file=self.scratch / f"rank-{told.rank}.error",
+                launcher=os.getpid(),
+                store_fd=None,
+                inherited_fds=(),
+            )
+            rank = self.starter.start(environment, None)
+        except (LaunchError, ValueError) as error:
+            number = int(message.environment.get("RANK", "0"))
+            record = ErrorRecord.of(error, number)
+            record.write(self.scratch / f"rank-{number}.error")
+            self._tell_text(self.scratch / f"rank-{number}.error", number)
+            self.coordinator.send(Ended(number, 1, None))
+            return
+        self.ranks.append(rank)
+        self.coordinator.send(Started(rank.number, rank.pid))
+
+    def _tell_rows(self) -> None:
+        if time.monotonic() - self._rows_at < _ROWS_S:
+            return
+        self._rows_at, now_ns, board = time.monotonic(), time.monotonic_ns(), self.board.read()
+        rows = []
+        for rank in self.ranks:
+            status = board[rank.number]
+            idle_ns = max(0, now_ns - status.changed_ns)
+            rows.append(Row(rank.number, status.attempt, status.phase, status.step, idle_ns, rank.stopped))
+        if rows:
+            self.coordinator.send(Rows(rows))
+
+    def _tell_texts(self) -> None:
+        for rank in self.ranks:
+            if rank.number not in self._ended:
+                for path in (rank.record, rank.record.with_suffix(".stack")):
+                    self._tell_text(path, rank.number)
+
+    def _tell_text(self, path: Path, rank: int) -> None:
+        if path.exists() and (size := path.stat().st_size) > 0 and size != self._told.get(path, 0):
+            self._told[path] = size
+            self.coordinator.send(Told(rank, path.suffix, path.read_text(errors="replace")[:TEXT_LIMIT]))
+
+    def _tell_end(self, rank: StartedRank) -> None:
+        if rank.number not in self._ended and rank.code is not None:
+            self._tell_texts()
+            self._ended.add(rank.number)
+            kills = oom_kills()
+            known = kills is not None and self._oom_kills is not None
+            self.coordinator.send(Ended(rank.number, rank.code, kills - self._oom_kills if known else None))  # type: ignore[operator]
+
+    def _ask(self) -> None:
+        """Ask for the folders that ranks want."""
+        wanted = self.copy.folder / WANTED if self.copy else None
+        for path in sorted(wanted.iterdir()) if wanted and wanted.is_dir() else ():
+            name = path.name.replace("|", "/")
+            if name not in self._asked:
+                self._asked.add(name)
+                self.coordinator.send(Fetch(name))
+
+    def _send_parts(self, most: int | None) -> None:
+        """Send so many parts of new files; all, with None."""
+        if self.copy is None:
+            return
+        parts, sent = self._parts or self.copy.parts(), 0
+        for part in itertools.islice(parts, most):
+            self.coordinator.send(part)
+            sent += 1
+        self._parts = parts if sent == most else None
+        for part in self.copy.parts() if most is None else ():  # what came after those were looked for
+            self.coordinator.send(part)
+
+
+def _has_ended(rank: StartedRank) -> bool:
+    return rank.code is not None or bool(select.select([rank.pidfd], [], [], 0)[0])

@@ -1,0 +1,142 @@
+"""Ranks of this host: started as forks of the seed or as interpreters, signalled, and ended. Does without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.device import ON_CPU
+from paceline.errors import LaunchError
+from paceline.launch.failure import is_stopped
+from paceline.launch.seed import DEFAULTS, ForkedRank, Seed, seed_for, why_not
+from paceline.rank_environment import RankEnvironment
+
+
+@dataclass
+class StartedRank:
+    """A rank of this host. Its process leads a session and process group of its own."""
+
+    number: int
+    process: subprocess.Popen[bytes] | ForkedRank
+    pidfd: int
+    record: Path
+    alive_at: float = field(default_factory=time.time)
+    code: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    @property
+    def stopped(self) -> bool:
+        """True if SIGSTOP or a debugger holds the process."""
+        return is_stopped(self.pid)
+
+    def signal(self, number: int) -> None:
+        """To the rank alone, not to what it started."""
+        if self.code is None:
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        """SIGKILL, to the rank and all it started."""
+        if self.code is not None:
+            return
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:  # a fork that is so new that it leads no group, and has started nothing
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def note_end(self) -> None:
+        """Take the exit code, once the rank's process group was ended.
+
+        The group's number is the rank's own only until then.
+        """
+        self.kill()
+        self.code = self.process.wait()
+
+    def stack(self) -> str:
+        """Stack traces that faulthandler wrote."""
+        path = self.record.with_suffix(".stack")
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+class Starter:
+    """Starts ranks on this host.
+
+    Args:
+        module_args: the import path of the function that every rank calls, then its arguments.
+        env: variables for the ranks, over those of this process.
+    """
+
+    def __init__(self, module_args: list[str], env: Mapping[str, str]) -> None:
+        self.module_args, self.env = module_args, env
+        self.seed: Seed | None = None
+
+    def prepare(self, deadline_s: float, stopped: Callable[[], bool]) -> None:
+        """Wait for the seed to fork the ranks from, unless each is to be a new interpreter.
+
+        Args:
+            stopped: called at least five times a second; if true, the waiting ends.
+
+        Raises:
+            LaunchError: the imports took longer than the deadline.
+        """
+        variables = {**os.environ, **self._variables(None)}
+        if why_not(variables):
+            return
+        seed = seed_for(variables)
+        if seed.wait_until_ready(deadline_s, stopped) is None:
+            self.seed = seed
+
+    def start(self, environment: RankEnvironment, listener: socket.socket | None) -> StartedRank:
+        """Start a rank.
+
+        Args:
+            listener: the socket on which it serves the rendezvous.
+
+        Raises:
+            LaunchError: it could not be started.
+        """
+        variables = {**os.environ, **self._variables(environment)}
+        process: subprocess.Popen[bytes] | ForkedRank | None = None
+        try:
+            if self.seed is None:
+                process = self._interpreter(variables, environment)
+            else:
+                process = self.seed.fork(self.module_args, variables, environment, listener)
+            pidfd = os.pidfd_open(process.pid)
+        except (OSError, LaunchError) as error:
+            if process:
+                process.kill()
+                process.wait()
+            raise LaunchError(
+                f"rank {environment.rank} of {environment.world_size} could not be started: {error}"
+            ) from error
+        assert environment.error_file is not None
+        return StartedRank(environment.rank, process, pidfd, environment.error_file)
+
+    def _interpreter(self, variables: dict[str, str], environment: RankEnvironment) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "paceline.launch.rank", *self.module_args],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which forwards it once
+            pass_fds=[*environment.inherited_fds, *([] if environment.store_fd is None else [environment.store_fd])],
+        )
+
+    def _variables(self, environment: RankEnvironment | None) -> dict[str, str]:
+        """Environment variables of a rank, or of the seed, besides those of this process."""
+        return {
+            **{name: os.environ.get(name, value) for name, value in DEFAULTS.items()},
+            **(ON_CPU if environment and environment.host else {}),  # an emulated host has no accelerator
+            **(environment.to_env() if environment else {}),
+            **self.env,
+        }
