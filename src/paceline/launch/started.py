@@ -1,4 +1,4 @@
-"""Ranks of this host: started as forks of the seed or as interpreters, signalled, and ended. Does without torch."""
+"""Ranks of this host: started, signalled and ended. Does without torch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Starter:
         self.seed: Seed | None = None
 
     def prepare(self, deadline_s: float, stopped: Callable[[], bool]) -> None:
-        """Wait for the seed to fork the ranks from, unless each is to be a new interpreter.
+        """Wait for the seed that ranks are forked from, if there is to be one.
 
         Args:
             stopped: called at least five times a second; if true, the waiting ends.

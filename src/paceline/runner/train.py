@@ -37,7 +37,7 @@ from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.runner.torchrun import fail
 from paceline.storage.url import is_url
 from paceline.training.record.progress import LiveProgress
-from paceline.training.record.run import DESCRIPTION, JsonLines, Run
+from paceline.training.record.run import DESCRIPTION, FOLDERS, JsonLines, Run
 from paceline.training.record.run_lock import RunLock
 from paceline.tuning.auto import AutoChoice, Say, choose, remember_run
 
@@ -227,7 +227,7 @@ def _launch_ranks(
             on_tick=tick,
             on_event=events.event,
             inherited=[lock.fd],
-            folder=RunFolder(record.path.resolve(), DESCRIPTION),
+            folder=RunFolder(record.path.resolve(), DESCRIPTION, FOLDERS),
         )
 
 

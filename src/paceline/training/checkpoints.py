@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from paceline.comm import Group
@@ -15,6 +16,7 @@ from paceline.errors import CheckpointError, NonFiniteError
 from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec
 from paceline.job.stop import StopRule
+from paceline.training.checkpoint.fetch import fetch
 from paceline.training.checkpoint.reader import Loaded, load_latest
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 from paceline.training.record.callback import Callback, StepInfo
@@ -255,4 +257,11 @@ class Checkpoints(Callback):
     def _newest(self) -> Loaded | None:
         """The newest checkpoint that is whole; the ranks agree which that is."""
         group, folder = self.group, self.run.checkpoints
-        return load_latest(folder, rank=group.rank, world=group.size, report=self.events, agree=group.gather_json)
+        return load_latest(
+            folder,
+            rank=group.rank,
+            world=group.size,
+            report=self.events,
+            agree=group.gather_json,
+            fetch=partial(fetch, deadline_s=self.run.job.deadline_s),
+        )

@@ -1,4 +1,4 @@
-"""Host processes: the one command on every host, of which host 0 coordinates and the others serve.
+"""Host processes: the same command on every host; host 0 coordinates, the others serve.
 
 Read `over_hosts` first, then `coordinator` and `serve`.
 """

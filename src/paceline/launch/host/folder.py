@@ -1,4 +1,4 @@
-"""Files that travel between hosts: what ranks write on a host without the coordinator's disk, and what they ask for."""
+"""Files that travel between hosts which have no disk in common."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from paceline.errors import LaunchError
 from paceline.files import open_to_append, private_opener
 from paceline.launch.host.messages import CHUNK_BYTES, Put
 
-WANTED = ".wanted"  # folder in which a rank names the folders that it asks for
 _PARTIAL = re.compile(r"\.step-\d+\.partial")
 _SHARD, _RECEIPT = ".safetensors", ".receipt.json"
 _ARRIVING = ".arriving"
 
 
 class WrittenFiles:
-    """Files that ranks write in a host's private copy of the attempt's folder, to be sent as they come to be whole.
+    """Files that ranks write in a host's private copy of the attempt's folder.
 
-    Lines are sent as soon as they are whole. Of a checkpoint, a rank's shard goes once its receipt is there, then the
+    They are sent as they come to be whole. Of a checkpoint, a rank's shard goes once its receipt is there, then the
     receipt; here both are deleted then.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._theirs: set[Path] = set()
         self._sent: dict[Path, tuple[int, int]] = {}  # size and time of change
         self._lines: dict[Path, int] = {}  # bytes sent
 
-    def received(self, path: Path) -> None:
-        """Note a file that came from the coordinator, and need not go back."""
-        self._sent[path] = _about(path)
+    def receive(self, part: Put) -> None:
+        """Write a part of a file of the coordinator's, which never goes back. Raises as `receive`."""
+        self._theirs.add(place_in(self.folder, part.path))
+        receive(part, self.folder)
 
     def parts(self) -> Iterator[Put]:
-        """What is new since the last call, part by part."""
+        """New files and lines since the last call, part by part."""
         for path in sorted(self._files(), key=lambda path: path.suffix != ".jsonl"):
             if path.suffix == ".jsonl":
                 yield from self._new_lines(path)
@@ -43,16 +44,12 @@ class WrittenFiles:
                     yield from self._shard(path)
             elif self._sent.get(path) != (about := _about(path)):
                 self._sent[path] = about
-                yield from self.whole(path)
-
-    def whole(self, path: Path) -> Iterator[Put]:
-        """All parts of one file."""
-        yield from parts_of(path, self.folder)
+                yield from parts_of(path, self.folder)
 
     def _shard(self, receipt: Path) -> Iterator[Put]:
         for path in (receipt.with_name(shard_of(receipt.name)), receipt):
             if path.exists():
-                yield from self.whole(path)
+                yield from parts_of(path, self.folder)
                 path.unlink(missing_ok=True)
 
     def _new_lines(self, path: Path) -> Iterator[Put]:
@@ -67,7 +64,8 @@ class WrittenFiles:
         for folder, folders, names in os.walk(self.folder):
             folders[:] = [name for name in folders if not name.startswith(".") or _PARTIAL.fullmatch(name)]
             # what begins with a dot is still being written
-            yield from (Path(folder, name) for name in names if not name.startswith("."))
+            paths = (Path(folder, name) for name in names if not name.startswith("."))
+            yield from (path for path in paths if path not in self._theirs)
 
 
 def parts_of(path: Path, folder: Path) -> Iterator[Put]:
@@ -83,8 +81,8 @@ def parts_of(path: Path, folder: Path) -> Iterator[Put]:
             data, offset = following, offset + len(data)
 
 
-def receive(part: Put, folder: Path) -> Path | None:
-    """Write a part where it belongs; the file's path once it is whole.
+def receive(part: Put, folder: Path) -> None:
+    """Write a part where it belongs.
 
     A shard grows under its own name, so that rank 0 sees that it comes; any other file has its name once it is whole.
 
@@ -98,7 +96,7 @@ def receive(part: Put, folder: Path) -> Path | None:
         descriptor = open_to_append(path)
         with os.fdopen(descriptor, "ab") as file:
             file.write(part.data)
-        return None
+        return
     target = path if path.suffix == _SHARD else path.with_name(f".{path.name}{_ARRIVING}")
     with open(target, "r+b" if part.offset else "wb", opener=private_opener) as file:
         file.seek(part.offset)
@@ -106,11 +104,8 @@ def receive(part: Put, folder: Path) -> Path | None:
         if part.last:
             file.flush()
             os.fsync(file.fileno())
-    if not part.last:
-        return None
-    if target != path:
+    if part.last and target != path:
         target.replace(path)
-    return path
 
 
 def place_in(folder: Path, name: str) -> Path:

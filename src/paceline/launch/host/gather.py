@@ -1,4 +1,6 @@
-"""Meeting of a run's host processes: host 0 listens, the others come, and what cannot work together is refused."""
+"""Meeting of a run's host processes: host 0 listens, the others come.
+
+Hosts that cannot work together are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from paceline.channel.listener import Listener
 from paceline.cluster.cluster import Host
 from paceline.cluster.discover import discover
 from paceline.cluster.identity import host_identity
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import Link, keep_alive
 from paceline.launch.host.messages import FromHost, Joining, Refused, ToHost, Welcome
@@ -28,7 +30,8 @@ from paceline.launch_engine import HostPlace
 from paceline.printable import printable
 
 WAIT = "PACELINE_HOSTS_WAIT_S"  # for all hosts to come
-_WAIT_S, _TELL_S, _RETRY_S, _MESSAGE_S = 300.0, 10.0, 0.2, 20.0
+_WAIT_S, _TELL_S, _MESSAGE_S = 300.0, 10.0, 20.0
+_PORT = "PACELINE_COORDINATOR=ADDRESS:PORT, on every host, names another address of host 0 or another port."
 _CLOCKS_S = 60.0  # may hosts' clocks be apart
 
 
@@ -41,7 +44,10 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
     own = discover().hosts[0].model_copy(update={"name": place.name})
     came: queue.Queue[Connection] = queue.Queue()
     address = _resolved(place)
-    listener = Listener((address, place.port), key, FromHost, came.put)  # type: ignore[arg-type]
+    try:
+        listener = Listener((address, place.port), key, FromHost, came.put)
+    except ChannelError as error:
+        raise LaunchError(f"host 0 ({place.name}) has to listen, but {error}. {_PORT}") from error
     links: dict[int, Link] = {}
     try:
         _await_all(place, key, listener, came, links)
@@ -65,20 +71,8 @@ def joined(place: HostPlace, key: RunKey) -> Coordinator:
     Raises:
         LaunchError: it cannot be reached, or refuses this host.
     """
-    who, until = f"host {place.name} (number {place.number})", time.monotonic() + _wait_s()
-    told = time.monotonic()
-    while True:
-        try:
-            connection = connect((place.coordinator, place.port), key, ToHost, deadline_s=_MESSAGE_S)  # type: ignore[arg-type]
-            break
-        except (OSError, PacelineError) as error:
-            why = f"{who} cannot reach host 0 at {place.coordinator}:{place.port}: {error}"
-            if time.monotonic() > until:
-                raise LaunchError(f"{why}. {_advice(place)}") from error
-        if time.monotonic() - told > _TELL_S:
-            told = time.monotonic()
-            _say(f"{why}; trying again for {until - told:.0f} s")
-        time.sleep(_RETRY_S)
+    who = f"host {place.name} (number {place.number})"
+    connection = _reached(place, key, who)
     keep_alive(connection)
     try:
         connection.send(_joining(place, connection))
@@ -93,6 +87,23 @@ def joined(place: HostPlace, key: RunKey) -> Coordinator:
         connection.close()
         raise LaunchError(f"{who} was refused by host 0: {getattr(answer, 'reason', 'it speaks otherwise')}")
     return Coordinator(connection, f"host {answer.names[0]} (number 0)")
+
+
+def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
+    """The connection to host 0, which may be about to start."""
+    began, wait_s = time.monotonic(), _wait_s()
+    while True:
+        passed_s = time.monotonic() - began
+        try:
+            where = (place.coordinator, place.port)
+            return connect(where, key, ToHost, deadline_s=max(0.1, round(min(_TELL_S, wait_s - passed_s), 1)))
+        except DeadlineError as error:
+            text = f"{who} does not reach host 0. {error}"
+            if (passed_s := time.monotonic() - began) > wait_s - 0.1:
+                raise LaunchError(f"{text}. {_advice(place)}") from error
+            _say(f"{text}; trying for {wait_s - passed_s:.0f} s more")
+        except ChannelError as error:
+            raise LaunchError(f"{who} was sent away: {error}") from error
 
 
 def _await_all(
@@ -165,7 +176,7 @@ def _of_another_run(place: HostPlace, joining: Joining) -> str | None:
 
 
 def _unfit(place: HostPlace, joining: Joining, links: dict[int, Link]) -> str | None:
-    """Why a host of this run cannot take part; None where it can."""
+    """Reason why a host of this run cannot take part; None where it can."""
     who = f"host {joining.name} (number {joining.number})"
     if joining.count != place.count:
         return f"{who} was started as one of {joining.count} hosts, and host 0 ({place.name}) as one of {place.count}."

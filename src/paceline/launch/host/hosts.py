@@ -39,7 +39,7 @@ class Hosts:
         )
 
     def address_of(self, number: int) -> str:
-        """Where the other hosts reach host `number`."""
+        """Address at which the other hosts reach host `number`."""
         return self.links[number - 1].address if number else self.address
 
     def remote(
@@ -104,7 +104,7 @@ def _round_trip_s(link: Link) -> float | None:
 
 
 def _bits_per_s(link: Link, budget_s: float) -> float | None:
-    """Rate of bulk data to a host, each run of messages twice as long as the one before."""
+    """Rate of bulk data to a host, in bits/s."""
     started, count, rate = time.perf_counter(), 1, 0.0
     while time.perf_counter() - started < budget_s / 2:
         begun = time.perf_counter()

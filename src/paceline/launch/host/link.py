@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from paceline.channel.connection import Connection
     from paceline.cluster.cluster import Host
 
-_MESSAGE_S = 60.0  # for a message that has begun to come
 # A peer whose machine is gone says nothing: the kernel asks after 15 s of silence, and gives up after 45.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 45_000}
 
@@ -49,7 +48,7 @@ class Link:
                 self.lose(str(error))
 
     def receive(self, deadline_s: float) -> Any:
-        """The next message; None where the host is lost or sends none in time."""
+        """The next message; None from a host that sends none in time, and is lost."""
         if self.lost is None:
             try:
                 return self.connection.receive(deadline_s)
@@ -59,9 +58,15 @@ class Link:
 
     def waiting(self) -> Iterator[Any]:
         """Messages that are there, without waiting for more."""
-        while self.lost is None and self.connection.ready():
-            if (message := self.receive(_MESSAGE_S)) is not None:
-                yield message
+        while self.lost is None:
+            try:
+                message = self.connection.take()
+            except (OSError, PacelineError) as error:
+                self.lose(str(error))
+                return
+            if message is None:
+                return
+            yield message
 
     def lose(self, reason: str) -> None:
         """Give the host up."""

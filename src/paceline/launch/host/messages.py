@@ -9,9 +9,10 @@ TEXT_LIMIT = 2**18  # characters of a traceback or a stack in one message
 
 
 class Put(Struct, tag=True, frozen=True):
-    """A part of a file of the attempt's folder, either way; `path` is relative to it.
+    """Part of a file of the attempt's folder, either way.
 
     Attributes:
+        path: relative to that folder.
         offset: where the part begins; -1 appends whole lines.
         last: the file is whole with it.
     """
@@ -115,7 +116,7 @@ class Welcome(Struct, tag=True, frozen=True):
 
 
 class Refused(Struct, tag=True, frozen=True):
-    """Why a host cannot take part."""
+    """Reason why a host cannot take part."""
 
     reason: str
 
@@ -132,6 +133,7 @@ class Begin(Struct, tag=True, frozen=True):
     Attributes:
         folder: that the ranks read and write, as the coordinator names it.
         token: name of a file that the coordinator has made there, of random name: who sees it shares the folder.
+        folders: within it, which ranks expect to be there.
     """
 
     attempt: int
@@ -140,6 +142,7 @@ class Begin(Struct, tag=True, frozen=True):
     env: dict[str, str]
     folder: str
     token: str
+    folders: list[str]
     start_deadline_s: float
 
 

@@ -46,15 +46,19 @@ _TOKEN = ".paceline-host-"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder that an attempt's ranks read and write; `files` of it are needed before they start."""
+    """Folder that an attempt's ranks read and write.
+
+    Its `files` and `folders` are there before they start.
+    """
 
     path: Path
     files: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
 
 
 @dataclass
 class RemoteRank:
-    """A rank of another host; what its host tells of it stands beside the local ranks' files."""
+    """A rank of another host, whose record and stack its host tells."""
 
     number: int
     link: Link
@@ -126,7 +130,8 @@ class RemoteRanks:
         """
         token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
         token.touch(mode=0o600)
-        begin = Begin(attempt, ranks, list(module_args), dict(env), str(token.parent), token.name, deadline_s)
+        where, folders = str(token.parent), list(self.folder.folders)
+        begin = Begin(attempt, ranks, list(module_args), dict(env), where, token.name, folders, deadline_s)
         try:
             for link in self.links:
                 link.send(begin)
@@ -157,11 +162,11 @@ class RemoteRanks:
 
     @property
     def lost(self) -> str | None:
-        """What is known of a host that is lost; None where all are there."""
+        """Name and ranks of a host that is lost, and the reason; None where all are there."""
         return next((self._of_lost(link) for link in self.links if link.lost is not None), None)
 
     def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
-        """Take in messages until one of a kind; a host that sends none in time is given up."""
+        """Take in messages until one of a kind. A host that sends none in time is lost."""
         until = time.monotonic() + deadline_s
         while (message := link.receive(max(0.1, until - time.monotonic()))) is not None:
             if isinstance(message, kind):
@@ -213,7 +218,7 @@ class RemoteRanks:
             self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns)
 
     def _tell(self, link: Link, message: Told) -> None:
-        """Keep a rank's record or stack as a local rank leaves it, with times of this host's clock."""
+        """Keep a rank's record, in this host's time, or its stack."""
         rank = self.ranks.get(message.rank)
         if rank is None or rank.link is not link or message.suffix not in (".error", ".stack"):
             return

@@ -1,10 +1,9 @@
-"""A serving host process: it starts, watches and ends the ranks of its host as the coordinator says."""
+"""Serving host process: it obeys the coordinator until that dismisses it."""
 
 from __future__ import annotations
 
 import select
 import sys
-import time
 from typing import Any
 
 from msgspec import Struct
@@ -16,7 +15,6 @@ from paceline.launch.host.served import ServedAttempt
 from paceline.launch.signals import StopSignals
 
 _TICK_S = 0.2
-_MESSAGE_S = 60.0  # for a message that has begun to come
 _SAVE_S = 30.0  # for ranks to save and end when the coordinator is lost
 
 
@@ -37,9 +35,9 @@ class Coordinator:
 
     def next(self) -> Any:
         """The next message; None where there is none yet."""
-        if self.lost is None and self.connection.ready():
+        if self.lost is None:
             try:
-                return self.connection.receive(_MESSAGE_S)
+                return self.connection.take()
             except (OSError, PacelineError) as error:
                 self.lost = str(error)
         return None
@@ -83,7 +81,7 @@ def _wait(coordinator: Coordinator, attempt: ServedAttempt | None) -> None:
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
-    poll.poll(0 if coordinator.connection.ready() or (attempt and attempt.busy) else _TICK_S * 1000)
+    poll.poll(0 if attempt and attempt.busy else _TICK_S * 1000)
 
 
 def _alone(coordinator: Coordinator, who: str) -> int:
@@ -96,16 +94,3 @@ def _alone(coordinator: Coordinator, who: str) -> int:
 
 def _say(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
-
-
-def told_every(seconds: float) -> Any:
-    """A function that passes on what it is told, so often at most."""
-    last = time.monotonic()
-
-    def tell(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= seconds:
-            last = time.monotonic()
-            _say(text)
-
-    return tell

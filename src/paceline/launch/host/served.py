@@ -18,7 +18,7 @@ from paceline.engine.status import StatusBoard
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.launch.failure import ErrorRecord, oom_kills
-from paceline.launch.host.folder import WANTED, WrittenFiles, receive
+from paceline.launch.host.folder import WrittenFiles, place_in
 from paceline.launch.host.messages import (
     TEXT_LIMIT,
     Begin,
@@ -39,6 +39,7 @@ from paceline.launch.host.messages import (
 )
 from paceline.launch.started import StartedRank, Starter
 from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
+from paceline.training.checkpoint.fetch import WANTED
 
 if TYPE_CHECKING:
     from paceline.launch.host.serve import Coordinator
@@ -82,8 +83,8 @@ class ServedAttempt:
         """Do what the coordinator says; True once the attempt is over."""
         match message:
             case Put():
-                if self.copy and (path := receive(message, self.copy.folder)):
-                    self.copy.received(path)
+                if self.copy:
+                    self.copy.receive(message)
             case Start():
                 self._start(message)
             case Signal() | Kill():
@@ -140,7 +141,10 @@ class ServedAttempt:
         begin = self.begin
         if (Path(begin.folder) / begin.token).is_file():
             return None
-        return WrittenFiles(self._made.enter_context(scratch_folder()))
+        copy = self._made.enter_context(scratch_folder())
+        for folder in begin.folders:
+            place_in(copy, folder).mkdir(mode=0o700)
+        return WrittenFiles(copy)
 
     def _start(self, message: Start) -> None:
         try:

@@ -199,7 +199,15 @@ class Loaded:
             yield name, TensorEntry(dtype=own.dtype, shape=own.shape, pieces=[piece])
 
 
-def load_latest(folder: Path, *, rank: int, world: int, report: Report, agree: Agree | None = None) -> Loaded | None:
+def load_latest(
+    folder: Path,
+    *,
+    rank: int,
+    world: int,
+    report: Report,
+    agree: Agree | None = None,
+    fetch: Callable[[Path], None] = lambda _: None,
+) -> Loaded | None:
     """The newest whole checkpoint in `folder`; None where there is none at all.
 
     Damaged ones are skipped, each after `report("checkpoint_damaged", {"path": …, "reason": …})`.
@@ -208,6 +216,7 @@ def load_latest(folder: Path, *, rank: int, world: int, report: Report, agree: A
         agree: gives a value of every rank to all of them (`Group.gather_json`). With it every rank checks its share of
             the files, and all take the same checkpoint, which is read from the disk once. Without it this rank checks
             every file alone.
+        fetch: called with a checkpoint before it is read, to have it here.
 
     Raises:
         CheckpointError: there are some, but none is whole.
@@ -217,6 +226,7 @@ def load_latest(folder: Path, *, rank: int, world: int, report: Report, agree: A
     for name in names if agree is None else agree(names)[0]:
         loaded, found = None, None
         try:
+            fetch(folder / name)
             manifest = Manifest.read(folder / name)
             share = range(len(manifest.shards)) if agree is None else _share(manifest, rank, world)
             loaded = _checked(folder / name, manifest, share, MeshCoordinate.plain(rank, world))

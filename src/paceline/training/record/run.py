@@ -26,6 +26,7 @@ from paceline.plans.plan import Plan
 from paceline.printable import printable
 
 DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # what ranks read before they start
+FOLDERS = ("steps", "checkpoints")
 # What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and
 # only under a schedule that decays over the whole run.
 FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s"}
@@ -304,7 +305,7 @@ def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
     try:
         if not (path / "job.yaml").exists():  # a run whose owner has opened it to others stays so
             private_folder(path)
-        for folder in ("steps", "checkpoints"):
+        for folder in FOLDERS:
             (path / folder).mkdir(mode=0o700, exist_ok=True)
         write_whole(path / "cluster.yaml", cluster.to_yaml())
         write_whole(path / "plan.txt", f"{plan}\n")

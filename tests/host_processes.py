@@ -1,0 +1,66 @@
+"""Host processes of one machine: the command `paceline` started once per host, as an engine does."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from commands import BIN, Outcome, ended, started
+from paceline.channel.key import RunKey, write_key
+
+PORT = 29611
+
+
+def own_address() -> str:
+    """An address of this machine that no other test takes at the same time."""
+    return ".".join(["127", *(str(random.randint(1, 250)) for _ in range(3))])
+
+
+def variables(number: int, count: int, address: str, key: Path) -> dict[str, str]:
+    """The environment of host `number`, which has one device."""
+    return {
+        "PACELINE_HOSTS": str(count),
+        "PACELINE_HOST_NUMBER": str(number),
+        "PACELINE_COORDINATOR": f"{address}:{PORT}",
+        "PACELINE_KEY_FILE": str(key),
+        "PACELINE_HOST_DEVICES": "1",
+        "PACELINE_HOSTS_WAIT_S": "60",
+    }
+
+
+@contextmanager
+def host_processes(
+    *arguments: object, folders: Sequence[Path], environment: Mapping[str, str] = {}, apart: bool = False
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The command as host 0, 1, …, each in its folder.
+
+    Args:
+        apart: the others do not see the folder of host 0. Needs root.
+    """
+    address, key = own_address(), RunKey.make()
+    with ExitStack() as stack:
+        processes = []
+        for number, folder in enumerate(folders):
+            write_key(key, file := folder / f"key-{random.randbytes(4).hex()}")
+            own = {**variables(number, len(folders), address, file), **environment}
+            command: tuple[object, ...] = ("paceline", *arguments)
+            if apart and number:
+                hide = f'mount -t tmpfs none {folders[0]} && exec "$@"'
+                command = ("/usr/bin/unshare", "-m", "sh", "-c", hide, "sh", BIN / "paceline", *arguments)
+            program, *rest = command
+            processes.append(stack.enter_context(started(str(program), *rest, folder=folder, environment=own)))
+        yield processes
+
+
+def outcomes(processes: Sequence[subprocess.Popen[str]]) -> list[Outcome]:
+    """How each ended, host 0 first."""
+    return [ended(process, 110) for process in processes]
+
+
+def run_on(*arguments: object, folders: Sequence[Path]) -> list[Outcome]:
+    """Run the command as hosts 0, 1, … to its end."""
+    with host_processes(*arguments, folders=folders) as processes:
+        return outcomes(processes)

@@ -1,0 +1,153 @@
+"""One command on several hosts trains one run, and ends everywhere in the same way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from commands import checkpoints, kill_rank, losses, paceline, processes_of, rank_of, wait_for_step, write_job
+from host_processes import host_processes, outcomes, run_on
+
+LONG = {"stop": {"steps": 100_000}, "checkpoint": {"every_steps": 20}}
+
+
+def folders(root: Path, count: int = 2) -> list[Path]:
+    """A folder of its own for every host."""
+    made = [root / f"host-{number}" for number in range(count)]
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
+def lines(run: Path, rank: int) -> list[int]:
+    """The lengths in steps that the record of a rank has: the number of every line."""
+    return [yaml.safe_load(line)["step"] for line in (run / "steps" / f"rank-{rank}.jsonl").read_text().splitlines()]
+
+
+def test_two_hosts_train_what_one_process_trains(tmp_path: Path) -> None:
+    first, second = folders(tmp_path)
+    job = write_job(first / "job.yaml", stop={"steps": 6}, checkpoint={"every_steps": 3})
+    zero, one = run_on("train", job, "--plan", "dp=2", "--run", "run", folders=[first, second])
+    assert (zero.code, one.code) == (0, 0), zero.err + one.err
+    assert one.says("the run has ended")
+    alone = paceline("train", job, "--plan", "dp=1", "--run", "alone", folder=first)
+    assert alone.code == 0, alone.err
+    assert losses(first / "run") == pytest.approx(losses(first / "alone"), rel=1e-5)
+    assert lines(first / "run", 1) == [1, 2, 3, 4, 5, 6]
+    cluster = yaml.safe_load((first / "run" / "cluster.yaml").read_text())
+    assert len(cluster["hosts"]) == 2
+    assert all(any(link["kind"] == "measured" for link in host["links"]) for host in cluster["hosts"])
+
+
+@pytest.mark.slow
+@pytest.mark.needs_root
+@pytest.mark.timeout(240)
+def test_hosts_without_a_common_disk_save_resume_and_record_as_one(tmp_path: Path) -> None:
+    first, second = folders(tmp_path)
+    job = first / "job.yaml"
+    for steps in (6, 9):
+        write_job(job, stop={"steps": steps}, checkpoint={"every_steps": 3})
+        more = ["--resume"] if steps == 9 else []
+        arguments = ("train", job, "--plan", "fsdp=2", "--run", first / "run", *more)
+        with host_processes(*arguments, folders=[first, second], apart=True) as hosts:
+            zero, one = outcomes(hosts)
+        assert (zero.code, one.code) == (0, 0), zero.err + one.err
+    assert "resumed at step 6" in zero.err
+    assert lines(first / "run", 1) == list(range(1, 10))
+    assert "step-00000009" in checkpoints(first / "run")
+    alone = paceline("train", job, "--plan", "dp=1", "--run", "alone", folder=first)
+    assert alone.code == 0
+    assert losses(first / "run") == pytest.approx(losses(first / "alone"), rel=1e-4)
+    assert not [name for name in os.listdir(second) if name.startswith("paceline-scratch")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_named_with_its_host_and_ends_all(tmp_path: Path, rank: int) -> None:
+    job = write_job(tmp_path / "job.yaml", **LONG)
+    where = folders(tmp_path)
+    with host_processes("train", job, "--plan", "dp=2", "--run", tmp_path / "run", folders=where) as hosts:
+        wait_for_step(5, tmp_path / "run", hosts[0])
+        kill_rank(rank, hosts[rank])
+        zero, one = outcomes(hosts)
+    assert (zero.code, one.code) == (1, 1)
+    assert zero.says(f"rank {rank} (host ", f"-{rank}, pid", "was killed by SIGKILL")
+    assert one.says("exit code 1")
+
+
+@pytest.mark.slow
+def test_a_restart_starts_the_ranks_of_all_hosts_again(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 400}, checkpoint={"every_steps": 20})
+    arguments = ("train", job, "--plan", "dp=2", "--run", tmp_path / "run", "--restarts", 1)
+    with host_processes(*arguments, folders=folders(tmp_path)) as hosts:
+        wait_for_step(5, tmp_path / "run", hosts[0])
+        kill_rank(1, hosts[1])
+        zero, one = outcomes(hosts)
+    assert (zero.code, one.code) == (0, 0), zero.err
+    assert max(losses(tmp_path / "run")) == 400
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_is_named(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", **LONG)
+    with host_processes("train", job, "--plan", "dp=2", "--run", tmp_path / "run", folders=folders(tmp_path)) as hosts:
+        wait_for_step(5, tmp_path / "run", hosts[0])
+        hosts[1].kill()
+        zero, _ = outcomes(hosts)
+    assert zero.code == 1
+    assert zero.says("(number 1), which had rank 1, is lost")
+
+
+@pytest.mark.slow
+def test_hosts_stop_their_ranks_when_the_coordinator_is_lost(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", **LONG)
+    with host_processes("train", job, "--plan", "dp=2", "--run", tmp_path / "run", folders=folders(tmp_path)) as hosts:
+        wait_for_step(5, tmp_path / "run", hosts[0])
+        ranks = [process for process in processes_of(hosts[1]) if rank_of(process) is not None]
+        hosts[0].kill()
+        _, one = outcomes(hosts)
+    assert one.code == 1
+    assert one.says("(number 0) is lost")
+    assert ranks
+    assert not any(process.is_running() for process in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_sigterm_at_any_host_saves_and_ends_all(tmp_path: Path, number: int) -> None:
+    job = write_job(tmp_path / "job.yaml", **LONG)
+    with host_processes("train", job, "--plan", "dp=2", "--run", tmp_path / "run", folders=folders(tmp_path)) as hosts:
+        wait_for_step(5, tmp_path / "run", hosts[0])
+        hosts[number].send_signal(signal.SIGTERM)
+        zero, one = outcomes(hosts)
+    assert (zero.code, one.code) == (143, 143), zero.err
+    assert zero.says("stopped      SIGTERM")
+    assert len(checkpoints(tmp_path / "run")) > 0
+
+
+@pytest.mark.slow
+def test_sigterm_before_the_hosts_have_met_ends_each_cleanly(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    where = folders(tmp_path, 3)
+    with host_processes("train", job, folders=where, environment={"PACELINE_HOSTS": "4"}) as hosts:
+        for host in hosts:
+            host.send_signal(signal.SIGTERM)
+        assert all(outcome.code in (143, -signal.SIGTERM, 1) for outcome in outcomes(hosts))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_check_bench_and_links_run_over_hosts(tmp_path: Path) -> None:
+    first, second = folders(tmp_path)
+    job = write_job(first / "job.yaml")
+    zero, one = run_on("check", job, "--plan", "dp=2", "--steps", 2, folders=[first, second])
+    assert (zero.code, one.code) == (0, 0), zero.err + zero.out
+    assert zero.says("parity holds")
+    words = ("links", "--ranks", 2, "--sizes", "1KiB", "--collectives", "all_reduce", "--transports", "shm")
+    zero, one = run_on(*words, folders=[first, second])
+    assert (zero.code, one.code) == (0, 0), zero.err
+    assert zero.says("2 hosts", "none wrong")
