@@ -1,4 +1,4 @@
-"""Where a command starts its ranks: the options --cluster and --hosts, or the hosts on which it was started."""
+"""Options --cluster and --hosts of commands that start ranks, and commands over hosts."""
 
 from __future__ import annotations
 
@@ -58,13 +58,14 @@ def _without_hosts(arguments: list[str]) -> list[str]:
 
 
 def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
-    """A command that, started once per host, runs on host 0 and starts ranks on all."""
+    """Command that is started once per host, and runs on host 0."""
 
     @wraps(command)
     def started(*args: P.args, **kwargs: P.kwargs) -> None:
         from paceline.launch_engine import own_engine
 
-        if own_engine().hosts() is None:  # most often; and then nothing more is imported
+        # Most often there is one host, and then nothing more is imported; --hosts is refused by the command.
+        if own_engine().hosts() is None or kwargs.get("hosts") is not None:
             command(*args, **kwargs)
             return
         from paceline.launch.host.over_hosts import over_hosts
@@ -76,7 +77,7 @@ def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def to_run_on(text: str | None) -> Cluster | None:
-    """The cluster of a file, else the hosts on which the command was started; None is this machine.
+    """The cluster of a file, else this run's hosts; None is this machine.
 
     Raises:
         ClusterError: the file cannot be read, or what is named is from the catalogue of hardware, where nothing can

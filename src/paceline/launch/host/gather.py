@@ -1,6 +1,7 @@
 """Meeting of a run's host processes: host 0 listens, the others come.
 
-Hosts that cannot work together are refused before anything starts."""
+Hosts that cannot work together are refused before anything starts.
+"""
 
 from __future__ import annotations
 

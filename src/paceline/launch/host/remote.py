@@ -162,7 +162,7 @@ class RemoteRanks:
 
     @property
     def lost(self) -> str | None:
-        """Name and ranks of a host that is lost, and the reason; None where all are there."""
+        """Name and ranks of a host that is lost; None where all are there."""
         return next((self._of_lost(link) for link in self.links if link.lost is not None), None)
 
     def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
