@@ -24,6 +24,7 @@ from leaks import Snapshot, adopt_orphans
 from ranks import Ranks, run_on_ranks, start_seed
 from simulated.build import COMPILER, build
 from simulated.environment import Simulated
+from slurm_cluster import is_installed as slurm_is_installed
 from sshd import SSHD
 
 # before torch is imported: models in tests are too small to share among threads
@@ -55,6 +56,7 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         "a C++ compiler and Python's headers (packages g++, python3-dev)",
         lambda: bool(shutil.which(COMPILER)) and Path(sysconfig.get_path("include"), "Python.h").exists(),
     ),
+    "needs_slurm": ("root and Slurm (packages slurm-wlm, munge)", slurm_is_installed),
 }
 MUST_RUN_ALL = os.environ.get("CI") == "true"
 

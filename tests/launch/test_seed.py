@@ -71,6 +71,15 @@ def test_ranks_are_stopped_and_started_again_where_their_seed_is_killed(tmp_path
     assert len(run("tell_of_the_fork", tmp_path)) == 2
 
 
+def test_a_scheduler_that_signals_every_process_ends_no_seed_and_ranks_alone_are_ended(tmp_path: Path) -> None:
+    assert len(run("tell_of_the_fork", tmp_path)) == 2
+    seed = shared_pids()[-1]
+    os.kill(seed, signal.SIGTERM)
+    told = run("tell_of_the_fork", tmp_path)
+    assert {one["parent"] for one in told.values()} == {seed}
+    assert {one["on_sigterm"] for one in told.values()} == {signal.SIG_DFL}
+
+
 def test_every_rank_is_an_interpreter_where_that_is_asked_for_or_a_fork_would_be_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

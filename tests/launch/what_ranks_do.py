@@ -186,6 +186,7 @@ def tell_of_the_fork(arguments: list[str]) -> None:
     descriptors = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     told = {
         "parent": os.getppid(),
+        "on_sigterm": signal.getsignal(signal.SIGTERM),
         "threads": torch.get_num_threads(),
         "threads_of_a_product": len(os.listdir("/proc/self/task")) - before + 1,
         "random": [random.random(), np.random.rand()],

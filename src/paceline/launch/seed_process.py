@@ -55,6 +55,8 @@ def main() -> None:
 
     Returns in ranks only, when they have done their work.
     """
+    # A scheduler signals every process of a run: the launcher says what is to end, and with it this one does.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     descriptor, launcher, dies_with_thread = map(int, sys.argv[1:])
     if dies_with_thread:  # also while it imports
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -149,6 +151,7 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
 
 def _become(order: _Order, watch: int) -> None:
     """Be the rank, in this fresh fork."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()  # the terminal's Ctrl-C is for the launcher, which forwards it once
     out, err, *others = order.descriptors
     for descriptor, standard in ((out, 1), (err, 2)):

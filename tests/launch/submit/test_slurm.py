@@ -1,0 +1,89 @@
+"""A real Slurm with two nodes: submitted, followed, interrupted, queued again, resumed, cancelled."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from commands import ended, events, in_a_process, losses, started, wait_for, wait_for_step, write_job
+from slurm_cluster import SlurmCluster, slurm_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs_slurm, pytest.mark.timeout(600)]
+STEPS = 200
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job that lasts some seconds, and is slow enough to be interrupted in them."""
+    return write_job(
+        tmp_path / "job.yaml",
+        data={"kind": "synthetic", "samples": 4_800, "held_out": 0},
+        optimizer={"name": "sgd", "lr": 0.001},
+        stop={"steps": STEPS},
+    )
+
+
+def environment(slurm: SlurmCluster, here: Path) -> dict[str, str]:
+    return {**slurm.environment, "PACELINE_HOME": str(here / "home")}
+
+
+def undisturbed(job: Path, plan: str) -> dict[int, float]:
+    assert in_a_process("train", job, "--plan", plan, "--run", "alone", folder=job.parent).code == 0
+    return losses(job.parent / "alone")
+
+
+def test_a_run_that_is_interrupted_twice_has_the_losses_of_an_undisturbed_one(
+    slurm: SlurmCluster, job: Path, tmp_path: Path
+) -> None:
+    arguments = ("submit", job, "--on", "slurm", "--plan", "dp=1", "--run", "run", "--set", "cpus-per-task=2")
+    with started("paceline", *arguments, folder=tmp_path, environment=environment(slurm, tmp_path)) as followed:
+        run = tmp_path / "run"
+        wait_for_step(30, run, followed)
+        number = slurm.ask("squeue", "--noheader", "--format=%i")
+        slurm.ask("scancel", "--batch", "--signal=USR1", number)  # as before the time limit
+        wait_for_resume(1, run, followed)
+        slurm.ask("scontrol", "requeue", number)  # as for a job of higher priority
+        wait_for_resume(2, run, followed)
+        shown = ended(followed, 300)
+    assert shown.code == 0, shown
+    assert shown.says("the time limit is near; saving", "back into the queue", "is queued", "is done, exit code 0")
+    assert losses(run) == undisturbed(job, "dp=1")
+    assert not list(tmp_path.glob("home/submitted/*.key"))
+
+
+def wait_for_resume(count: int, run: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a run was resumed so often, and has gone on from there."""
+    wait_for(lambda: len(events(run, "resume")) >= count, process)
+    wait_for_step(max(losses(run)) + 10, run, process)
+
+
+def test_a_failed_run_ends_with_its_code_and_is_not_queued_again(slurm: SlurmCluster, tmp_path: Path) -> None:
+    write_job(tmp_path / "job.yaml", model="nowhere:Model")
+    arguments = ("submit", "job.yaml", "--on", "slurm", "--set", "cpus-per-task=1")
+    shown = in_a_process(*arguments, folder=tmp_path, **environment(slurm, tmp_path))
+    assert shown.code == 1
+    assert shown.says("nowhere", "is failed", "exit code 1")
+    assert slurm.ask("squeue", "--noheader") == ""
+
+
+def test_a_cancelled_run_has_saved(slurm: SlurmCluster, job: Path, tmp_path: Path) -> None:
+    arguments = ("submit", job, "--on", "slurm", "--plan", "dp=1", "--run", "run", "--set", "cpus-per-task=2")
+    variables = environment(slurm, tmp_path)
+    with started("paceline", *arguments, folder=tmp_path, environment=variables) as followed:
+        wait_for_step(20, tmp_path / "run", followed)
+        [record] = tmp_path.glob("home/submitted/*.json")
+        assert in_a_process("runs", folder=tmp_path, **variables).says(record.stem, "running")
+        assert in_a_process("cancel", record.stem, folder=tmp_path, **variables).says("was told to end")
+        shown = ended(followed, 120)
+    assert shown.code == 143
+    assert shown.says("is cancelled")
+    assert events(tmp_path / "run", "end")[-1]["reason"] == "SIGTERM"

@@ -1,0 +1,114 @@
+"""A Slurm of this test's own: every daemon on 127.0.0.1, nothing of the system's touched."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+_CONFIGURATION = """\
+ClusterName=paceline
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={here}/munge.socket,cred_expire=5
+SlurmctldPort={ports[0]}
+StateSaveLocation={here}/state
+SlurmdSpoolDir={here}/spool.%n
+SlurmctldPidFile={here}/slurmctld.pid
+SlurmdPidFile={here}/slurmd.%n.pid
+SlurmctldLogFile={here}/slurmctld.log
+SlurmdLogFile={here}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=2,batch_sched_delay=0,bf_interval=5
+SlurmdParameters=config_overrides
+ReturnToService=2
+MpiDefault=none
+KillWait=60
+MinJobAge=600
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+_NODE = "NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000\n"
+
+
+def is_installed() -> bool:
+    """Whether Slurm's daemons and commands are there, and may be started."""
+    return os.geteuid() == 0 and all(map(shutil.which, NEEDED))
+
+
+@dataclass(frozen=True)
+class SlurmCluster:
+    """A cluster under way; `environment` is for commands."""
+
+    environment: dict[str, str]
+
+    def ask(self, *command: str) -> str:
+        """Output of a command of Slurm."""
+        environment = os.environ | self.environment
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
+
+
+@contextmanager
+def slurm_cluster(here: Path, nodes: int) -> Iterator[SlurmCluster]:
+    """A cluster of so many nodes, ended with all that runs on it."""
+    host, ports = socket.gethostname().partition(".")[0], _free_ports(nodes + 1)
+    lines = [_NODE.format(i=i, host=host, port=port) for i, port in enumerate(ports[1:])]
+    (here / "state").mkdir()
+    (here / "slurm.conf").write_text(_CONFIGURATION.format(here=here, host=host, ports=ports) + "".join(lines))
+    (here / "munge.key").write_bytes(secrets.token_bytes(128))
+    (here / "munge.key").chmod(0o600)
+    here.chmod(0o755)
+    cluster = SlurmCluster({"SLURM_CONF": str(here / "slurm.conf")})
+    files = ("--socket", "--key-file", "--pid-file", "--log-file", "--seed-file")
+    names = ("munge.socket", "munge.key", "munged.pid", "munged.log", "munge.seed")
+    with ExitStack() as started:
+        started.callback(_end, here)
+        cluster.ask("munged", "--force", *(f"{o}={here / name}" for o, name in zip(files, names, strict=True)))
+        cluster.ask("slurmctld", "-c")
+        for i in range(nodes):
+            cluster.ask("slurmd", "-N", f"n{i}")
+        until = time.monotonic() + 60
+        while cluster.ask("sinfo", "--noheader", "--states=idle", "--format=%D") != str(nodes):
+            assert time.monotonic() < until, (here / "slurmctld.log").read_text()
+            time.sleep(0.1)
+        yield cluster
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _end(here: Path) -> None:
+    """End the daemons, by the numbers that they left, and what they started."""
+    ended = []
+    for name in ("slurmd.*.pid", "slurmctld.pid", "munged.pid"):
+        for file in here.glob(name):
+            with suppress(psutil.NoSuchProcess, ValueError):
+                daemon = psutil.Process(int(file.read_text()))
+                found = [*daemon.children(recursive=True), daemon]
+                for process in found:
+                    process.terminate() if process is daemon else process.kill()
+                ended += found
+    for process in psutil.wait_procs(ended, 20)[1]:
+        process.kill()
