@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import DEADLINE_S
+from commands import losses, paceline, write_job
+from paceline.channel.key import RunKey, write_key
 from paceline.launch_engine.variables import default_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs_mpirun]
@@ -26,8 +27,8 @@ open(f"place-{told['number']}", "w").write(json.dumps(told))
 """
 
 
-def places(folder: Path, *arguments: str, **environment: str) -> list[dict[str, str | int]]:
-    """What each of two processes of mpirun found, by number."""
+def run_by_mpirun(folder: Path, *arguments: object, **environment: str) -> None:
+    """Run a command on two hosts by mpirun, to its end."""
     (folder / "agent").write_text(AGENT)
     (folder / "agent").chmod(0o700)
     about = {
@@ -35,12 +36,18 @@ def places(folder: Path, *arguments: str, **environment: str) -> list[dict[str, 
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "TMPDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
     }
-    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", *arguments, sys.executable, "-c", PLACE]
+    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", *map(str, arguments)]
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **about, **environment}, capture_output=True, timeout=2 * DEADLINE_S
+        command, cwd=folder, env={**os.environ, **about, **environment}, capture_output=True, timeout=100
     )
     assert done.returncode == 0, done.stderr.decode()
+
+
+def places(folder: Path, *arguments: str, **environment: str) -> list[dict[str, str | int]]:
+    """Place that each of two processes of mpirun found, by number."""
+    run_by_mpirun(folder, *arguments, sys.executable, "-c", PLACE, **environment)
     return [json.loads((folder / f"place-{number}").read_text()) for number in range(2)]
 
 
@@ -63,3 +70,13 @@ def test_two_processes_on_one_host_are_refused_with_the_right_command(tmp_path: 
     for place in places(tmp_path):
         assert "mpirun started 2 processes on this host" in str(place["error"])
         assert "mpirun --map-by ppr:1:node paceline" in str(place["error"])
+
+
+def test_a_job_under_mpirun_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    write_key(RunKey.make(), tmp_path / "run.key")
+    train = (sys.executable, "-m", "paceline", "train", job, "--plan", "dp=2", "--run", "run")
+    about = {"PACELINE_KEY_FILE": str(tmp_path / "run.key"), "PACELINE_HOST_DEVICES": "1"}
+    run_by_mpirun(tmp_path, "--host", "localhost,other", *train, **about)
+    assert paceline("train", job, "--plan", "dp=1", "--run", "alone", folder=tmp_path).code == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)

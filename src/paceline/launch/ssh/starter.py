@@ -39,7 +39,7 @@ from paceline.rank_environment import KEY_FD, KEY_FILE, RankEnvironment
 REMOTE_PYTHON = "PACELINE_REMOTE_PYTHON"
 _PROGRAM = "paceline.launch.ssh.host"
 # Settings of the user's that hold for this machine only.
-_NOT_SENT = RankEnvironment.names() | {KEY_FD, KEY_FILE, REMOTE_PYTHON, "PACELINE_SSH", "PACELINE_STORE"}
+_NOT_SENT = RankEnvironment.names() | {KEY_FD, KEY_FILE, REMOTE_PYTHON, "PACELINE_SSH"}
 _SENT_AS_WELL = ("OMP_NUM_THREADS",)
 _START_S = 60.0  # for ssh, the login and Python
 _DISMISS_S, _LAST_FILES_S = 5.0, 60.0  # for the other hosts to end after host 0: a failed one, one that is done

@@ -1,0 +1,41 @@
+"""A job trains on hosts that ssh reaches as it does in one process."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from commands import checkpoints, ended, events, losses, paceline, started, wait_for_step, write_job
+from sshd import ssh_to
+
+pytestmark = [pytest.mark.needs_sshd, pytest.mark.slow]
+_DEADLINE_S = 100.0
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return ssh_to(tmp_path_factory.mktemp("ssh"), {"b": "127.0.0.2"})
+
+
+def test_a_job_on_two_hosts_has_the_losses_of_one_process(ssh: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    arguments = ("train", job, "--plan", "dp=2", "--run", "run", "--hosts", "localhost:1,b:1")
+    with started("paceline", *arguments, folder=tmp_path, environment={"PACELINE_SSH": ssh}) as process:
+        outcome = ended(process, _DEADLINE_S)
+    assert outcome.code == 0, outcome.err
+    assert paceline("train", job, "--plan", "dp=1", "--run", "alone", folder=tmp_path).code == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+def test_ctrl_c_at_the_starter_saves_the_run_on_all_hosts(ssh: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 1_000_000})
+    arguments = ("paceline", "train", job, "--plan", "dp=2", "--run", "run", "--hosts", "b:1,localhost:1")
+    with started(*arguments, folder=tmp_path, environment={"PACELINE_SSH": ssh}) as process:
+        wait_for_step(3, tmp_path / "run", process)
+        process.send_signal(signal.SIGINT)
+        outcome = ended(process, _DEADLINE_S)
+    assert outcome.code == 130, outcome.err
+    assert checkpoints(tmp_path / "run")
+    assert events(tmp_path / "run", "end")[0]["reason"] == "SIGINT"
