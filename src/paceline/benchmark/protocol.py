@@ -124,6 +124,7 @@ class Benchmark:
             )
         self.job = job if isinstance(job, Job) else Job.load(job)
         self.job.model.must_be_at_hand()
+        self.job.data.fetch()
         self.cluster = to_run_on(cluster)
         self.repeat, self.steps, self.command = repeat, steps, command
         self.console = console or SafeConsole(stderr=True, soft_wrap=True)

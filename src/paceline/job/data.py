@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, cast
 
-from pydantic import BeforeValidator, Field, PositiveInt, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PositiveInt,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
+from paceline.errors import DataError, StorageError
 from paceline.job.read.imports import resolve_import_path
 from paceline.job.spec import Args, Spec
+from paceline.storage.url import checked_url, is_url, local_path
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 
 ImageShape = tuple[PositiveInt, PositiveInt, PositiveInt]  # channels, height, width
+
+
+def _path_or_url(value: Any, to_path: ValidatorFunctionWrapHandler) -> Any:
+    if not is_url(value):
+        return to_path(value)
+    try:
+        url = checked_url(value)
+    except StorageError as error:
+        raise ValueError(str(error)) from None
+    return local_path(url) or url
+
+
+def _not_empty(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    if not paths:
+        raise ValueError("name at least one file or folder")
+    return paths
+
+
+# A URL stays the text that it is until `build` puts the path of its copy in its place.
+DataPath = Annotated[Path, WrapValidator(_path_or_url), PlainSerializer(str, when_used="json")]
 
 
 class DataSets(NamedTuple):
@@ -42,11 +74,38 @@ class _Data(Spec):
     @classmethod
     def _resolve(cls, value: Any, info: ValidationInfo) -> Any:
         base = (info.context or {}).get("base", Path.cwd())
-        if isinstance(value, str):
+        if isinstance(value, str) and not is_url(value):
             return resolve_import_path(value, info.context)
         if isinstance(value, tuple):
-            return tuple(_expand(p, base) for p in value)
-        return value and _expand(value, base)
+            return tuple(p if is_url(p) else _expand(p, base) for p in value)
+        return value if is_url(value) or not value else _expand(value, base)
+
+    def fetch(self) -> None:
+        """Fetch files that are named by a URL and not here in the store's version.
+
+        Raises:
+            DataError: there is nothing, it cannot be read, or cannot be kept; names the URL and what to do.
+        """
+        self._with_paths(refresh=True)
+
+    def _with_paths(self, *, refresh: bool) -> Self:
+        """A copy with a path for each URL; `refresh` asks the store for its version."""
+
+        def local(field: str, value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(local(field, one) for one in value)
+            if not is_url(value):
+                return value
+            from paceline.storage.data import at_hand, fetched  # fsspec, which few jobs need
+
+            try:
+                return fetched(value) if refresh else at_hand(value)
+            except StorageError as error:
+                raise DataError(f"data.{field}: {error}") from error
+
+        fields = {field: getattr(self, field, None) for field in ("path", "held_out_path")}
+        paths = {field: local(field, value) for field, value in fields.items() if value is not None}
+        return self.model_copy(update=paths)
 
     def build(self, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
         """The training and validation sets.
@@ -59,7 +118,7 @@ class _Data(Spec):
         """
         from paceline.job.zoo.data.datasets import build_data
 
-        return build_data(cast("DataSpec", self), input_shape=input_shape, seed=seed)
+        return build_data(cast("DataSpec", self._with_paths(refresh=False)), input_shape=input_shape, seed=seed)
 
 
 class Digits(_Data):
@@ -77,7 +136,7 @@ class Cifar10(_Data):
     """
 
     kind: Literal["cifar10"]
-    path: Path
+    path: DataPath
 
 
 class Images(_Data):
@@ -88,8 +147,8 @@ class Images(_Data):
     """
 
     kind: Literal["images"]
-    path: Path
-    held_out_path: Path | None = None
+    path: DataPath
+    held_out_path: DataPath | None = None
     shape: ImageShape | None = None
 
 
@@ -104,7 +163,9 @@ class Text(_Data):
 
     kind: Literal["text"]
     path: Annotated[
-        tuple[Path, ...], Field(min_length=1), BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,))
+        tuple[DataPath, ...],
+        AfterValidator(_not_empty),  # not min_length, whose message would show a URL's secret
+        BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,)),
     ]
     context: int = Field(default=128, ge=1)
     objective: Literal["causal", "masked"] = "causal"
@@ -120,7 +181,7 @@ class Arrays(_Data):
     """
 
     kind: Literal["arrays"]
-    path: Path
+    path: DataPath
     inputs: str | Annotated[tuple[str, ...], Field(min_length=1)] = "x"
     target: str = "y"
 

@@ -105,6 +105,7 @@ def _train(
         warm_up()  # it imports while this process reads and checks
     job = job if isinstance(job, Job) else Job.load(job)
     job.model.must_be_at_hand()
+    job.data.fetch()
     cluster = to_run_on(cluster) if (hosts := current_hosts()) is None or cluster else hosts.cluster
     if is_rank():
         defer_compiler()

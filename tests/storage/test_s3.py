@@ -1,0 +1,214 @@
+"""Runs and data on a real S3 server: trained, cut off, resumed elsewhere, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from commands import ended, in_a_process, losses, started, wait_for, write_job
+from storage.servers import S3, linked, reached_over, serving
+
+RUN = "s3://bucket/runs/mine"
+TEXT = {
+    "model": {"zoo": "gpt", "args": {"layers": 1, "hidden": 32, "heads": 2, "context": 16}},
+    "data": {"kind": "text", "path": "s3://bucket/corpus.txt", "context": 16, "held_out": 0},
+}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[S3]:
+    with serving(tmp_path) as server:
+        yield server
+
+
+def python(program: str, *arguments: object, environment: dict[str, str]) -> str:
+    """What a Python program prints; fsspec's thread stays in that process."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+
+
+STORE = """
+import sys
+from pathlib import Path
+from paceline.errors import StorageError
+from paceline.storage.store import PART_BYTES, Store
+folder = Path(sys.argv[1])
+store = Store("s3://bucket/some/place")
+print(store.list(), store.about("x"), store.read("x", 9), store.create("x", b"1"), store.create("x", b"2"))
+(folder / "large").write_bytes(bytes(range(256)) * (PART_BYTES // 100))
+store.upload(folder / "large", "deep/large")
+store.write("empty", b"")
+print(sorted((name, entry.size) for name, entry in store.list().items()), store.read("empty", 9))
+store.fetch("deep/large", folder / "back")
+print((folder / "back").read_bytes() == (folder / "large").read_bytes())
+store.delete(["x", "never"])
+print(sorted(store.list()))
+for what in (lambda: Store("s3://nowhere/x").list(), lambda: store.read("deep/large", 9)):
+    try:
+        what()
+    except StorageError as error:
+        print(error)
+"""
+
+
+def test_objects_of_a_real_server_are_made_once_listed_moved_in_parts_and_deleted(server: S3, tmp_path: Path) -> None:
+    assert python(STORE, tmp_path, environment=server.environment).splitlines() == [
+        "{} None None True False",
+        "[('deep/large', 13421568), ('empty', 0), ('x', 1)] b''",
+        "True",
+        "['deep/large', 'empty']",
+        "s3://nowhere/x: not there (The specified bucket does not exist)",
+        "s3://bucket/some/place/deep/large has 13,421,568 bytes; at most 9 are expected",
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_on_s3_resumes_on_another_machine_as_if_nothing_had_happened(server: S3, tmp_path: Path) -> None:
+    put(server, "corpus.txt", b"to be or not to be, that is the question. " * 200)
+    job = write_job(tmp_path / "job.yaml", **TEXT)
+    on = server.environment
+    begun = in_a_process("train", job, "--plan", "dp=2", "--run", RUN, folder=tmp_path, **on)
+    assert begun.code == 0, begun.err
+    assert begun.says(f"run          {RUN}", "fetching s3://bucket/corpus.txt (0.0 MB)")
+    assert begun.err.count("fetching s3://bucket/corpus.txt") == 1, "once for all ranks"
+    refused = in_a_process("train", job, "--plan", "dp=2", "--run", RUN, folder=tmp_path, **on)
+    assert "holds a run already" in refused.error
+
+    more = write_job(tmp_path / "more.yaml", **TEXT, stop={"steps": 12})
+    elsewhere = on | {"XDG_CACHE_HOME": str(tmp_path / "elsewhere")}
+    resumed = in_a_process("train", more, "--plan", "dp=2", "--run", RUN, "--resume", folder=tmp_path, **elsewhere)
+    assert resumed.says("fetched the checkpoint of step 6", "resumed at step 6")
+    whole = in_a_process("train", more, "--plan", "dp=2", "--run", "whole", folder=tmp_path, **on)
+    assert whole.code == 0, whole.err
+    assert in_a_process("report", RUN, folder=tmp_path, **on).out == "mine.report.html\n"
+    assert in_a_process("export", RUN, "model.safetensors", folder=tmp_path, **on).code == 0
+    assert downloaded(server) == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_and_comes_back_costs_the_run_nothing(server: S3, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"seconds": 40}, checkpoint={"every_seconds": 2})
+    with linked(server) as link:
+        on = reached_over(link, server)
+        with started("paceline", "train", job, "--plan", "dp=1", "--run", RUN, folder=tmp_path, environment=on) as run:
+            wait_for(lambda: "runs/mine/checkpoints" in names(server), run)
+            link.cut()
+            steps = len(losses(working(tmp_path)))
+            wait_for(lambda: len(losses(working(tmp_path))) > steps + 500, run)
+            link.mend()
+            outcome = ended(run, 120)
+    assert outcome.code == 0, outcome.err
+    assert outcome.err.count("upload: s3://bucket/runs/mine") == 1
+    assert outcome.err.count("can be reached again") == 1
+    assert downloaded(server) == losses(working(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_away_fails_the_command_at_its_end_and_resume_uploads(server: S3, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"seconds": 10})
+    with linked(server) as link:
+        on = reached_over(link, server)
+        with started("paceline", "train", job, "--plan", "dp=1", "--run", RUN, folder=tmp_path, environment=on) as run:
+            wait_for(lambda: "runs/mine/job.yaml" in names(server), run)
+            link.cut()
+            outcome = ended(run, 180)
+        assert "files (" in outcome.error
+        assert "could not be uploaded" in outcome.error
+        assert "stopped" not in outcome.out
+        before = losses(working(tmp_path))
+        link.mend()
+        again = in_a_process("train", job, "--run", RUN, "--resume", folder=tmp_path, **on)
+        assert again.code == 0, again.err
+    assert downloaded(server) == before
+
+
+@pytest.mark.slow
+def test_a_slow_link_holds_up_no_step_and_the_end_waits_for_it(server: S3, tmp_path: Path) -> None:
+    large = {"zoo": "mlp", "args": {"hidden": 2000}}
+    job = write_job(tmp_path / "job.yaml", model=large, stop={"seconds": 15}, checkpoint={"every_seconds": 1})
+    with linked(server, bytes_per_s=2e6) as link:
+        outcome = in_a_process(
+            "train", job, "--plan", "dp=1", "--run", RUN, folder=tmp_path, **reached_over(link, server)
+        )
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("uploading to s3://bucket/runs/mine")
+    manifests = [name for name in names(server).split() if name.endswith("manifest.json")]
+    assert manifests, "though the run deletes a checkpoint before it is sent, whole ones arrive"
+    assert downloaded(server) == losses(working(tmp_path))
+
+
+@pytest.mark.slow
+def test_without_credentials_right_bucket_or_object_no_rank_starts(server: S3, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", **TEXT)
+    own = write_job(tmp_path / "own.yaml")
+    on = server.environment
+    without = {key: value for key, value in on.items() if key not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    run, data = ("train", own, "--run", RUN), ("train", job)
+    looked_for = "no credentials. Looked for AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    for command, environment, says in (
+        (run, without, f"{RUN}/lock: {looked_for}"),
+        (data, without, f"data.path: s3://bucket/corpus.txt: {looked_for}"),
+        (("train", own, "--run", "s3://nowhere/x"), on, "The specified bucket does not exist"),
+        (data, on, "data.path: s3://bucket/corpus.txt: no such file or folder"),
+    ):
+        outcome = in_a_process(*command, folder=tmp_path, **environment)
+        assert says in outcome.error
+        assert "plan" not in outcome.err
+    server.stop()
+    server.start(INITIAL_NO_AUTH_ACTION_COUNT="1")
+    assert "runs/mine/lock: refused (" in in_a_process(*run, folder=tmp_path, **on).error
+    assert "data.path: s3://bucket/corpus.txt: refused (" in in_a_process(*data, folder=tmp_path, **on).error
+
+
+@pytest.mark.slow
+def test_two_trainings_of_one_url_from_two_machines_are_one(server: S3, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"seconds": 60})
+    arguments = ("train", job, "--plan", "dp=1", "--run", RUN)
+    with started("paceline", *arguments, folder=tmp_path, environment=server.environment) as run:
+        wait_for(lambda: "runs/mine/job.yaml" in names(server), run)
+        elsewhere = server.environment | {"XDG_CACHE_HOME": str(tmp_path / "elsewhere")}
+        for more in ((), ("--resume",)):
+            second = in_a_process(*arguments, *more, folder=tmp_path, **elsewhere)
+            assert f"{RUN} is being trained by process" in second.error
+        run.terminate()
+        assert ended(run).code == 143
+
+
+def put(server: S3, name: str, content: bytes) -> None:
+    """Make an object."""
+    program = "import sys; from paceline.storage.store import Store; Store('s3://bucket').write(sys.argv[1], {!r})"
+    python(program.format(content), name, environment=server.environment)
+
+
+def names(server: S3) -> str:
+    """The names of all objects."""
+    return python(
+        "from paceline.storage.store import Store; print(*Store('s3://bucket').list(), sep='\\n')",
+        environment=server.environment,
+    )
+
+
+def downloaded(server: S3) -> dict[int, float]:
+    """The losses of the run in the store."""
+    read = "Store('s3://bucket/runs/mine').read('steps/rank-0.jsonl', 2**30)"
+    program = f"from paceline.storage.store import Store; print({read}.decode())"
+    lines = python(program, environment=server.environment).split("\n")
+    return {record["step"]: record["loss"] for record in map(json.loads, filter(None, lines))}
+
+
+def working(folder: Path) -> Path:
+    """The working directory of the one run."""
+    found = [path for path in (folder / "cache" / "paceline" / "runs").glob("*") if (path / "job.yaml").exists()]
+    return found[0]
