@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from commands import BIN, Outcome, ended, started
+from hosts import EmulatedHosts
 from paceline.channel.key import RunKey, write_key
 
 PORT = 29611
@@ -33,23 +34,31 @@ def variables(number: int, count: int, address: str, key: Path) -> dict[str, str
 
 @contextmanager
 def host_processes(
-    *arguments: object, folders: Sequence[Path], environment: Mapping[str, str] = {}, apart: bool = False
+    *arguments: object,
+    folders: Sequence[Path],
+    environment: Mapping[str, str] = {},
+    apart: bool = False,
+    emulated: EmulatedHosts | None = None,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The command as host 0, 1, …, each in its folder.
 
     Args:
         apart: the others do not see the folder of host 0. Needs root.
+        emulated: hosts in whose networks the processes run.
     """
-    address, key = own_address(), RunKey.make()
+    address, key = emulated.emulation.hosts[0].address if emulated else own_address(), RunKey.make()
     with ExitStack() as stack:
         processes = []
         for number, folder in enumerate(folders):
             write_key(key, file := folder / f"key-{random.randbytes(4).hex()}")
             own = {**variables(number, len(folders), address, file), **environment}
-            command: tuple[object, ...] = ("paceline", *arguments)
+            command: list[object] = [BIN / "paceline", *arguments]
             if apart and number:
                 hide = f'mount -t tmpfs none {folders[0]} && exec "$@"'
-                command = ("/usr/bin/unshare", "-m", "sh", "-c", hide, "sh", BIN / "paceline", *arguments)
+                command = ["/usr/bin/unshare", "-m", "sh", "-c", hide, "sh", *command]
+            if emulated:
+                network = emulated.emulation.hosts[number].namespace
+                command = ["/usr/bin/nsenter", f"--net={network}", *command]
             program, *rest = command
             processes.append(stack.enter_context(started(str(program), *rest, folder=folder, environment=own)))
         yield processes

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
-from commands import checkpoints, kill_rank, losses, paceline, processes_of, rank_of, wait_for_step, write_job
+from commands import checkpoints, events, kill_rank, losses, paceline, processes_of, rank_of, wait_for_step, write_job
 from host_processes import host_processes, outcomes, run_on
+from hosts import Hosts
+from paceline.cluster.emulate.namespace import inside
 
 LONG = {"stop": {"steps": 100_000}, "checkpoint": {"every_steps": 20}}
 
@@ -63,6 +68,59 @@ def test_hosts_without_a_common_disk_save_resume_and_record_as_one(tmp_path: Pat
     assert alone.code == 0
     assert losses(first / "run") == pytest.approx(losses(first / "alone"), rel=1e-4)
     assert not [name for name in os.listdir(second) if name.startswith("paceline-scratch")]
+
+
+@pytest.mark.slow
+@pytest.mark.needs_root
+@pytest.mark.needs_iproute2
+@pytest.mark.timeout(240)
+def test_between_two_networks_every_port_is_behind_the_key(tmp_path: Path, hosts: Hosts) -> None:
+    first, second = folders(tmp_path)
+    job = write_job(first / "job.yaml", **LONG)
+    run, emulated = first / "run", hosts(2, rate="1gbit")
+    arguments = ("train", job, "--plan", "dp=2", "--run", run)
+    with host_processes(*arguments, folders=[first, second], apart=True, emulated=emulated) as processes:
+        wait_for_step(5, run, processes[0])
+        listening = [ports_in(host.namespace) for host in emulated.emulation.hosts]
+        answers = [
+            stranger(host.namespace, *where)
+            for host, found in zip(emulated.emulation.hosts, listening, strict=True)
+            for where in found
+        ]
+        wait_for_step(50, run, processes[0])
+        processes[1].send_signal(signal.SIGTERM)
+        zero, one = outcomes(processes)
+    assert (zero.code, one.code) == (143, 143), zero.err + one.err
+    for host, found in zip(emulated.emulation.hosts, listening, strict=True):
+        assert {address for address, _ in found} <= {host.address}
+    assert answers
+    assert all(b"paceline" not in answer and len(answer) < 64 for answer in answers), answers
+    assert events(run, "start")[0]["transport"] == "tcp"
+    assert lines(run, 1) == lines(run, 0)
+    alone = paceline("train", write_job(job, stop={"steps": 50}), "--plan", "dp=1", "--run", "alone", folder=first)
+    assert alone.code == 0
+    together = losses(run)
+    assert {step: together[step] for step in range(1, 51)} == pytest.approx(losses(first / "alone"), rel=1e-3)
+
+
+def ports_in(network: str) -> set[tuple[str, int]]:
+    """Addresses and ports on which anything listens in a network."""
+    told = subprocess.run(["nsenter", f"--net={network}", "ss", "-Hltn"], capture_output=True, text=True, check=True)
+    places = [line.split()[3].rpartition(":") for line in told.stdout.splitlines()]
+    return {(address, int(port)) for address, _, port in places}
+
+
+def stranger(network: str, address: str, port: int) -> bytes:
+    """What a port answers to somebody without the key, who speaks plainly."""
+
+    def ask() -> bytes:
+        with suppress(OSError), socket.create_connection((address, port), 10) as link:
+            link.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(64))
+            link.settimeout(10)
+            return link.recv(4096)
+        return b""  # nothing, or it was closed
+
+    return inside(network, ask)
 
 
 @pytest.mark.slow
