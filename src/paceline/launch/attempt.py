@@ -272,6 +272,8 @@ class Attempt:
                 stack=rank.stack(),
                 stopped=rank.code is None and rank.stopped,
                 host=place.host.name if place.host else place.host_name or HOST,
+                remote=isinstance(rank, RemoteRank),
+                oom_kills=rank.oom_kills if isinstance(rank, RemoteRank) else None,
             )
             for rank, place, status in zip(self.ranks, self.setting.places, self.board.read(), strict=True)
         ]

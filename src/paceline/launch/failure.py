@@ -171,6 +171,8 @@ class RankEnd:
     stack: str  # what faulthandler wrote when the rank crashed or was asked
     stopped: bool  # by SIGSTOP
     host: str = HOST
+    remote: bool = False  # on another host, whose kernel counted `oom_kills`
+    oom_kills: int | None = None
 
     @property
     def primary(self) -> bool:
@@ -244,7 +246,7 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
         return LaunchFailure(record.text(ranks), rank, final, record.type, record.explained)
     others = _others(ranks, "it")
     if end.code is not None and end.code < 0:
-        name, why = _signal_name(-end.code), _reason(-end.code, oom_kills)
+        name, why = _signal_name(-end.code), _reason(-end.code, end.oom_kills if end.remote else oom_kills)
         stack = f"\n\n{_shortened(end.stack)}" if end.stack else ""
         return LaunchFailure(f"{_who(end)} was killed by {name} in {_where(end.status)}{why}; {others}.{stack}", rank)
     return LaunchFailure(

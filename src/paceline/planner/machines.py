@@ -104,6 +104,9 @@ def _core(host: Host) -> Accelerator:
     return _slowed(found, host.physical_cores / host.cores)
 
 
+NETWORK = ("ethernet", "measured")  # kinds of links between hosts
+
+
 def _quotas(cluster: Cluster, hosts: list[Host]) -> list[float]:
     """Fraction of each of its cores that a host may keep busy."""
     limits = cluster.emulate.cores if cluster.emulate else (None,) * len(hosts)
@@ -119,7 +122,7 @@ def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSp
     delay_s = (cluster.emulate.delay_ms or 0.0) / 1000 if cluster.emulate else 0.0
     shares = []
     for host in hosts:
-        rates = [link.bandwidth_gbps for link in host.links if link.kind == "ethernet" and link.bandwidth_gbps]
+        rates = [link.bandwidth_gbps for link in host.links if link.kind in NETWORK and link.bandwidth_gbps]
         if rates:
             shares.append((max(rates), max(rates) * 1e9 / 8 / len(host.devices)))
     if not shares:
