@@ -23,6 +23,7 @@ from paceline.data.loader import Loader
 from paceline.device import widened
 from paceline.engine.comparable import all_in_float64, in_float64, nothing_dropped, random_module, without_dropout
 from paceline.engine.engine import Engine
+from paceline.errors import LaunchError
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
@@ -71,7 +72,7 @@ def compare(comparison: Comparison) -> Compared:
             found.losses.append(engine.step(batch).loss)
             if outputs is not None:
                 outputs.close()
-            tensors = load_file(steps.folder / f"reference-{step}.safetensors")
+            tensors = _reference(steps, step)
             found.steps.append(_compare(engine, tensors, set(reference.written)))
         found.outputs = outputs.found if outputs is not None else {}
         engine.close()
@@ -173,6 +174,17 @@ def _buffers(engine: Engine) -> list[tuple[int, dict[str, Tensor]]]:
     if dealt is None:
         return [(engine.loader.partition.replica, engine.named_buffers())]
     return [(rank, dealt.named_buffers(rank)) for rank in range(len(dealt.buffers))]
+
+
+def _reference(steps: Steps, step: int) -> dict[str, Tensor]:
+    """The tensors of one process after a step."""
+    file = steps.folder / f"reference-{step}.safetensors"
+    if not file.exists():
+        raise LaunchError(
+            f"this host does not see {file}, which host 0 has written. A check over several hosts needs a temporary "
+            "folder (TMPDIR) that all of them share."
+        )
+    return load_file(file)
 
 
 def _tensors(engine: Engine) -> dict[str, Tensor]:
