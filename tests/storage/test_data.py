@@ -86,6 +86,21 @@ def test_a_download_that_was_cut_short_does_not_count_and_is_gone_on_with(
     assert fetched == ["b"]
 
 
+def test_a_host_that_would_read_another_version_than_the_run_began_with_refuses_it(
+    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bucket / "a.txt").write_text("a" * 1000)
+    text = Text(kind="text", path=[f"file://{bucket}/a.txt"])
+    for name, version in text.fetch().items():
+        monkeypatch.setenv(name, version)
+    (bucket / "a.txt").write_text("b" * 1000)
+    data.fetched(f"file://{bucket}/a.txt")  # another run of this host
+    assert text.build(input_shape=None, seed=0).train[0][0][0] == ord("a")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other host"))
+    with pytest.raises(DataError, match="not what the run began with"):
+        text.build(input_shape=None, seed=0)
+
+
 def test_ranks_that_ask_at_once_fetch_once(bucket: Path) -> None:
     (bucket / "a").write_text("a")
     said: list[str] = []

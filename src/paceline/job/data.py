@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, cast
 
@@ -20,7 +22,7 @@ from pydantic import (
 from paceline.errors import DataError, StorageError
 from paceline.job.read.imports import resolve_import_path
 from paceline.job.spec import Args, Spec
-from paceline.storage.url import checked_url, is_url, local_path
+from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -80,26 +82,34 @@ class _Data(Spec):
             return tuple(p if is_url(p) else _expand(p, base) for p in value)
         return value if is_url(value) or not value else _expand(value, base)
 
-    def fetch(self) -> None:
+    def fetch(self) -> dict[str, str]:
         """Fetch files that are named by a URL and not here in the store's version.
+
+        Returns the environment by which ranks, on other hosts too, read these versions and no others.
 
         Raises:
             DataError: there is nothing, it cannot be read, or cannot be kept; names the URL and what to do.
         """
-        self._with_paths(refresh=True)
+        versions: dict[str, str] = {}
 
-    def _with_paths(self, *, refresh: bool) -> Self:
-        """A copy with a path for each URL; `refresh` asks the store for its version."""
+        def newest(url: str) -> Path:
+            from paceline.storage.data import fetched, version_of  # fsspec, which few jobs need
+
+            copy = fetched(url)
+            versions[url] = version_of(copy)
+            return copy
+
+        self._with_paths(newest)
+        return {DATA_VERSIONS: json.dumps(versions)} if versions else {}
+
+    def _with_paths(self, copy_of: Callable[[str], Path]) -> Self:
+        """A copy of the spec with a path for each URL."""
 
         def local(field: str, value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(local(field, one) for one in value)
-            if not is_url(value):
-                return value
-            from paceline.storage.data import at_hand, fetched  # fsspec, which few jobs need
-
             try:
-                return fetched(value) if refresh else at_hand(value)
+                return copy_of(value) if is_url(value) else value
             except StorageError as error:
                 raise DataError(f"data.{field}: {error}") from error
 
@@ -118,7 +128,12 @@ class _Data(Spec):
         """
         from paceline.job.zoo.data.datasets import build_data
 
-        return build_data(cast("DataSpec", self._with_paths(refresh=False)), input_shape=input_shape, seed=seed)
+        def copy(url: str) -> Path:
+            from paceline.storage.data import at_hand
+
+            return at_hand(url)
+
+        return build_data(cast("DataSpec", self._with_paths(copy)), input_shape=input_shape, seed=seed)
 
 
 class Digits(_Data):

@@ -228,6 +228,7 @@ def _launch_ranks(
             on_tick=tick,
             on_event=events.event,
             inherited=[lock.fd],
+            env=job.data.fetch(),
             folder=RunFolder(record.path.resolve(), DESCRIPTION, FOLDERS),
         )
 

@@ -28,7 +28,7 @@ from paceline.files import (
 )
 from paceline.printable import printable
 from paceline.storage.store import STALL_S, Entry, Store
-from paceline.storage.url import cache_name, checked_url, local_path
+from paceline.storage.url import DATA_VERSIONS, cache_name, checked_url, local_path
 
 Say = Callable[[str], object]
 TELL_EVERY_S = 5.0
@@ -70,19 +70,32 @@ def fetched(url: str, say: Say = to_stderr) -> Path:
 
 
 def at_hand(url: str, say: Say = to_stderr) -> Path:
-    """The copy that was fetched last, without asking the store; fetched where there is none.
+    """The copy that the run reads, else the one fetched last; fetched if missing.
 
-    All ranks of a run read the same version so.
+    All ranks of a run read one version, and do not ask the store for another.
+
+    Raises:
+        StorageError: as `fetched`, or the store has another version now than the run began with.
     """
     url = checked_url(url)
     home = cache_folder() / "data" / cache_name(url)
+    of_run = json.loads(os.environ.get(DATA_VERSIONS, "{}")).get(url)
     try:
         must_not_be_anothers(home)
-        version = read_text(home / "newest", 100)
+        version = of_run or read_text(home / "newest", 100)
     except OSError:
-        return fetched(url, say)
+        version = ""
     place = home / version / _leaf(url)
-    return place if _VERSION.fullmatch(version) and place.exists() else fetched(url, say)
+    if not (_VERSION.fullmatch(version) and place.exists()):
+        place = fetched(url, say)
+    if of_run not in (None, version_of(place)):
+        raise StorageError(f"{url} is not what the run began with: it was changed. Start the run again.")
+    return place
+
+
+def version_of(copy: Path) -> str:
+    """The version of a fetched copy."""
+    return copy.parent.name
 
 
 def _contents(store: Store) -> dict[str, Entry]:

@@ -11,6 +11,7 @@ from typing import TypeGuard
 from paceline.errors import StorageError
 from paceline.nearest import nearest
 
+DATA_VERSIONS = "PACELINE_DATA"  # of a rank's environment: versions of its data by URL, as JSON
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _USER = re.compile(r"//[^/@\s]*@")
 _OF_ONE_PROCESS = ("memory",)
