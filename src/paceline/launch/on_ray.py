@@ -79,9 +79,7 @@ def _actors(hosts: int, resources: dict[str, int], stop: StopSignals) -> Iterato
     group = placement_group([resources] * hosts, strategy="STRICT_SPREAD")
     try:
         _await_hosts(group, hosts, resources, stop)
-        actor = ray.remote(HostActor).options(
-            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_restarts=0, max_concurrency=2
-        )
+        actor = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_concurrency=2)(HostActor)
         yield [
             actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
             for bundle in range(hosts)
