@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all compiled check docs dist lock clean
+.PHONY: help install demo test test-all engines compiled check docs dist lock clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1#/p' $(MAKEFILE_LIST) | awk -F'#' '{ printf "%-18s%s\n", $$1, $$2 }'
@@ -33,6 +33,12 @@ test: $(VENV)/.test ## Run every check and every test that is not slow.
 test-all: $(VENV)/.test ## Run every check and every test.
 	@$(MAKE) --no-print-directory --jobs=2 check compiled
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --slow
+
+engines: $(VENV)/.test ## Make build/engines with Ray, SkyPilot and kubernetes-validate, for the slow tests that need them.
+	@$(PYTHON) -m venv build/engines
+	@build/engines/bin/python -m pip --disable-pip-version-check install --quiet 'ray[default]==2.60.*' 'skypilot==0.14.*' kubernetes-validate
+	@echo "import site; site.addsitedir('$(CURDIR)/$$(echo $(VENV)/lib/python*/site-packages)')" \
+		> $$(echo build/engines/lib/python*/site-packages)/paceline.pth
 
 # The workers of pytest would each compile the tests anew if they met them at the same time. This also builds the simulated accelerator.
 compiled: $(VENV)/.test

@@ -56,6 +56,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         "a C++ compiler and Python's headers (packages g++, python3-dev)",
         lambda: bool(shutil.which(COMPILER)) and Path(sysconfig.get_path("include"), "Python.h").exists(),
     ),
+    "needs_engines": (
+        "Ray, SkyPilot and kubernetes-validate (`make engines`)",
+        lambda: Path(__file__).parent.parent.joinpath("build", "engines", "bin", "ray").exists(),
+    ),
     "needs_slurm": ("root and Slurm (packages slurm-wlm, munge)", slurm_is_installed),
 }
 MUST_RUN_ALL = os.environ.get("CI") == "true"

@@ -37,15 +37,18 @@ def environment(slurm: SlurmCluster, here: Path) -> dict[str, str]:
 
 
 def undisturbed(job: Path, plan: str) -> dict[int, float]:
-    assert in_a_process("train", job, "--plan", plan, "--run", "alone", folder=job.parent).code == 0
+    alone = ("train", job, "--plan", f"{plan} transport=tcp", "--run", "alone")
+    assert in_a_process(*alone, folder=job.parent).code == 0
     return losses(job.parent / "alone")
 
 
 def test_a_run_that_is_interrupted_twice_has_the_losses_of_an_undisturbed_one(
     slurm: SlurmCluster, job: Path, tmp_path: Path
 ) -> None:
-    arguments = ("submit", job, "--on", "slurm", "--plan", "dp=1", "--run", "run", "--set", "cpus-per-task=2")
-    with started("paceline", *arguments, folder=tmp_path, environment=environment(slurm, tmp_path)) as followed:
+    two = ("--hosts", "2", "--plan", "dp=2")
+    arguments = ("submit", job, "--on", "slurm", *two, "--run", "run", "--set", "cpus-per-task=2")
+    variables = environment(slurm, tmp_path) | {"PACELINE_COORDINATOR": "127.0.0.1"}  # names of nodes lead nowhere here
+    with started("paceline", *arguments, folder=tmp_path, environment=variables) as followed:
         run = tmp_path / "run"
         wait_for_step(30, run, followed)
         number = slurm.ask("squeue", "--noheader", "--format=%i")
@@ -56,7 +59,7 @@ def test_a_run_that_is_interrupted_twice_has_the_losses_of_an_undisturbed_one(
         shown = ended(followed, 300)
     assert shown.code == 0, shown
     assert shown.says("the time limit is near; saving", "back into the queue", "is queued", "is done, exit code 0")
-    assert losses(run) == undisturbed(job, "dp=1")
+    assert losses(run) == undisturbed(job, "dp=2")
     assert not list(tmp_path.glob("home/submitted/*.key"))
 
 
