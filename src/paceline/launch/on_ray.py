@@ -95,7 +95,8 @@ def _await_hosts(group: Any, hosts: int, resources: dict[str, int], stop: StopSi
     while not ray.wait([group.ready()], timeout=1)[0]:
         now = time.monotonic()
         there = sum(node["Alive"] for node in ray.nodes())
-        what = f"{hosts} hosts with {resources}; {there} are in the cluster"
+        each = " and ".join(f"{count} {name}" for name, count in resources.items())
+        what = f"{hosts} hosts with {each} each that are free; the cluster has {there} hosts of all kinds"
         if stop.first or now - begun > _PLACED_S:
             raise LaunchError(f"waited {now - begun:.0f} s for {what}" + (", until it was stopped" * bool(stop.first)))
         if now - told > _TOLD_EVERY_S:

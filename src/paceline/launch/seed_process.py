@@ -126,7 +126,10 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
         ready, _, _ = select.select([channel.fileno(), watch], [], [])
         if watch in ready:
             return None
-        message, descriptors = receive(channel)
+        try:
+            message, descriptors = receive(channel)
+        except ConnectionResetError:  # the launcher ended with an answer unread
+            return None
         if message is None:
             return None
         do = message.pop("do")

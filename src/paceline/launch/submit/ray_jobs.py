@@ -55,7 +55,7 @@ class Ray(Scheduler):
                 if not (count.isascii() and count.isdecimal()):
                     raise LaunchError(f"--set {name}={count[:40]}: a whole number")
                 driver += [f"--{name}", count]
-        environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S), "PYTHONUNBUFFERED": "1"}}
+        environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S), "RAY_DEDUP_LOGS": "0"}}
         options = ["--submission-id", request.name, "--no-wait", "--runtime-env-json", json.dumps(environment)]
         return [
             *("ray", "job", "submit", *_address(request.options.get("address"))),
