@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.tcp import TcpProcessGroup
-from paceline.comm.tcp.collectives import _PIECE_BYTES, _SMALL_BYTES
+from paceline.comm.tcp.collectives import _SMALL_BYTES
 from paceline.errors import SyncError
 from ranks import Ranks
 
 # elements: to all at once; round the ring; in many pieces
-SIZES = [0, 1, 5, 1000, _SMALL_BYTES // 4 + 1, 9 * _PIECE_BYTES[1] // 4 * 2 + 3]
+SIZES = [0, 1, 5, 1000, _SMALL_BYTES // 4 + 1, 2**20 + 3]
 Use = Callable[[dist.ProcessGroup, Tensor], list[Tensor]]
 
 

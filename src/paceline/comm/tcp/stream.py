@@ -14,15 +14,16 @@ import struct
 from collections import deque
 from typing import Protocol
 
-from paceline.comm.tcp.wire import RECORD_BYTES, AlteredError, Wire
+from paceline.comm.tcp.wire import AlteredError, Wire
 from paceline.errors import SyncError
 
 _FRAME = struct.Struct("<IQ")
 _GOODBYE = 0xFFFFFFFF  # as a length: the sender will send no more, on this connection or any other
-FRAME_BYTES = 2**18  # at most in a frame, so that word of what was received is never far behind
+# At most in a frame, so that word of what was received is never far behind: a piece of a ring, and its header.
+FRAME_BYTES = 2**20 + 2**10
 _ACKNOWLEDGE_BYTES = 2**18  # received before the other side is told, where nothing goes its way anyhow
 WINDOW_BYTES = 2**24  # sent and not acknowledged, at most: what a lost connection may have to carry again
-_AHEAD_BYTES = RECORD_BYTES
+_AHEAD_BYTES = 2**12  # read beyond a frame, and copied: headers, and whole small messages
 _NO_LINGER = struct.pack("ii", 1, 0)
 _TURN_BYTES = 2**21  # read at a time, so that no peer holds up the others
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import struct
 from contextlib import suppress
+from itertools import takewhile
 from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
@@ -18,9 +19,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_BYTES, TAG_BYTES = 32, 16
 _LENGTH = struct.Struct("<I")
-RECORD_BYTES = 2**16 + 2**4  # of plaintext, at most: a quarter of a frame of the stream, with its header
+RECORD_BYTES = 2**16  # of plaintext, at most
 _SEALED_BYTES = _LENGTH.size + RECORD_BYTES + TAG_BYTES
-_GATHERED_BYTES = 2**12  # a part up to here is copied into one record with those behind it
+_GATHERED_BYTES = 2**12  # a part up to here is copied into one record with those behind it, of which so many are
+_MOST_GATHERED = RECORD_BYTES // _GATHERED_BYTES
 _MOST_RECORDS = 2**26  # under one key (4 TiB); beyond, a new connection brings new ones
 
 
@@ -109,7 +111,7 @@ class SealedWire:
         self.flush()
         if self._sent == _MOST_RECORDS:
             raise ConnectionError("its keys have served their time")
-        plain = parts[0][:RECORD_BYTES] if len(parts) == 1 or len(parts[0]) > _GATHERED_BYTES else _gathered(parts)
+        plain = _gathered(parts) if len(parts[0]) <= _GATHERED_BYTES else parts[0][:RECORD_BYTES]
         end = _LENGTH.size + len(plain) + TAG_BYTES
         _LENGTH.pack_into(self._out, 0, len(plain))
         self._sending.encrypt_into(_nonce(self._sent), plain, None, self._out[_LENGTH.size : end])
@@ -165,13 +167,10 @@ class SealedWire:
         self._received += 1
 
 
-def _gathered(parts: list[memoryview]) -> bytearray:
-    plain = bytearray()
-    for part in parts:
-        plain += part[: RECORD_BYTES - len(plain)]
-        if len(plain) == RECORD_BYTES:
-            break
-    return plain
+def _gathered(parts: list[memoryview]) -> memoryview | bytes:
+    """The small parts at the beginning: large ones have records of their own, which are sealed without a copy."""
+    small = list(takewhile(lambda part: len(part) <= _GATHERED_BYTES, parts[:_MOST_GATHERED]))
+    return small[0] if len(small) == 1 else b"".join(small)
 
 
 def _nonce(number: int) -> bytes:
