@@ -168,7 +168,7 @@ class SealedWire:
 
 
 def _gathered(parts: list[memoryview]) -> memoryview | bytes:
-    """The small parts at the beginning: large ones have records of their own, which are sealed without a copy."""
+    """The small parts at the beginning. Large ones have records of their own, sealed without a copy."""
     small = list(takewhile(lambda part: len(part) <= _GATHERED_BYTES, parts[:_MOST_GATHERED]))
     return small[0] if len(small) == 1 else b"".join(small)
 
