@@ -11,6 +11,7 @@ one thread each:
 - `flood_share`: steps per second while 10,000 connections of strangers knock at both ranks' ports / without them. A
   step is some arithmetic and an encrypted all-reduce of 1 MiB. Half of the strangers say nothing and stay, the others
   begin a TLS handshake; the flooding process is held to a tenth of a core.
+- `first_step_8_hosts_to_1`: time to the first step of 8 ranks on 8 emulated hosts / on one host (`hosts_start.py`).
 
 The same processes hold a group of each kind, and these take turns, in blocks of calls of about 50 ms. A block's time is
 that of its slowest rank; each ratio is of neighbouring blocks, the median with its 95 % interval. Before any time is
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import KIB, MIB, calls_in, size_text, timed
+from hosts_start import first_step_ratio
 from measure import environment_line
 from paceline.channel.key import RunKey
 from paceline.cluster.cluster import Emulate
@@ -84,16 +86,18 @@ def report(as_json: bool) -> None:
                     for form, blocks_s in all_reduces(ranks, size).items():
                         found[place, size].setdefault(form, []).extend(blocks_s)
     flooded = steps_with_strangers()
+    started = first_step_ratio()
     print("all-reduce, fp32, 2 ranks: milliseconds a call; gloo's time / ours; encrypt=off / encrypted (95 % interval)")
     for (place, size), times_s in found.items():
         print("\n".join(lines(place, size, times_s)))
     print(f"steps per second with {STRANGERS} strangers / without: {flooded}")
+    print(f"time to the first step on 8 hosts / on one: {started}")
     print(environment_line())
     if as_json:
-        print(json.dumps({"figures": figures(found, flooded), "environment": environment()}))
+        print(json.dumps({"figures": figures(found, flooded, started), "environment": environment()}))
 
 
-def figures(found: dict[tuple[str, int], Times], flooded: Interval) -> dict[str, float]:
+def figures(found: dict[tuple[str, int], Times], flooded: Interval, started: Interval) -> dict[str, float]:
     """The numbers by name."""
     large, small, far = found[LOOPBACK, 16 * MIB], found[LOOPBACK, KIB], found[RATE, 16 * MIB]
     named = {
@@ -104,6 +108,7 @@ def figures(found: dict[tuple[str, int], Times], flooded: Interval) -> dict[str,
         "encrypted_share_loopback": ratio(large, PLAIN, SEALED),
         "encrypted_share_1gbit": ratio(far, PLAIN, SEALED),
         "flood_share": flooded,
+        "first_step_8_hosts_to_1": started,
     }
     return {name: round(interval.middle, 4) for name, interval in named.items()}
 
