@@ -66,7 +66,7 @@ def host_processes(
 
 def outcomes(processes: Sequence[subprocess.Popen[str]]) -> list[Outcome]:
     """How each ended, host 0 first."""
-    return [ended(process, 110) for process in processes]
+    return [ended(process, 200) for process in processes]
 
 
 def run_on(*arguments: object, folders: Sequence[Path]) -> list[Outcome]:

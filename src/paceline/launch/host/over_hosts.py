@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.channel.key import own_key
+from paceline.channel.key import RunKey, own_key
 from paceline.errors import LaunchError
 from paceline.launch.host.gather import gathered, joined
 from paceline.launch.host.hosts import coordinating, current_hosts
 from paceline.launch.host.serve import serve
 from paceline.launch.seed import warm_up
-from paceline.launch_engine import own_engine
+from paceline.launch_engine import HostPlace, own_engine
 from paceline.printable import printable
 
 
@@ -36,7 +38,12 @@ def over_hosts() -> Iterator[None]:
             f"{place.count} hosts meet under one key, and none was handed to host {place.name}. `paceline key FILE` "
             "makes one: copy it to every host, and set PACELINE_KEY_FILE=FILE there."
         )
-    warm_up()  # it imports while the hosts meet
+    with _sigterm_as_exit():
+        warm_up()  # it imports while the hosts meet
+        yield from _met(place, key)
+
+
+def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
     if place.number:
         coordinator = joined(place, key)
         code = serve(coordinator, f"host {place.name} (number {place.number})")
@@ -55,6 +62,19 @@ def over_hosts() -> Iterator[None]:
         raise
     finally:
         hosts.dismiss(code)
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Within it, SIGTERM unwinds this process, so that the others hear of it. A launch has its own answer."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _exit_code(error: BaseException) -> int:
