@@ -37,6 +37,8 @@ TORCHRUN = {
             status_file=Path("/tmp/run/status"),
             error_file=Path("/tmp/run/rank-1.error"),
             launcher=42,
+            store="10.77.0.1:4712",
+            key_fd=8,
             store_fd=5,
             inherited_fds=(6, 7),
         ),

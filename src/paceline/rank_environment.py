@@ -24,6 +24,7 @@ RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK = (
 _ADDRESS, _HOST, _STATUS, _STORE_FD = "PACELINE_ADDRESS", "PACELINE_HOST", "PACELINE_STATUS", "PACELINE_STORE_FD"
 # the run's key, where one was handed over: an inherited descriptor, or a file of mode 0600
 KEY_FD, KEY_FILE = "PACELINE_KEY_FD", "PACELINE_KEY_FILE"
+_STORE = "PACELINE_STORE"
 ENCRYPT = "PACELINE_ENCRYPT"  # set to off: gradients between hosts are authenticated, and not encrypted
 
 # set where a rank's run directory is a copy that another host keeps: checkpoints come from there
@@ -69,7 +70,7 @@ class RankEnvironment:
 
     Attributes:
         local_rank: number among the ranks of its host, `local_world_size` of them.
-        master_address: host of the rendezvous, which rank 0 serves on `master_port`.
+        master_address: host of rank 0, where torch's own store is served on `master_port`; 0 is a free port.
         attempt: number of restarts before; every attempt has a rendezvous of its own.
         address: where the other ranks reach this one; None where the rank finds it out.
         interface: network interface of that address.
@@ -79,7 +80,9 @@ class RankEnvironment:
         status_file: where the rank says what it does; None without a launcher of paceline's.
         error_file: where the rank leaves its error for the launcher.
         launcher: process id of the launcher.
-        store_fd: descriptor of the socket on which rank 0 serves the rendezvous.
+        store: the channel's store where the ranks meet: its Unix socket, or its address and port.
+        key_fd: descriptor of the run's key.
+        store_fd: descriptor of the socket on which rank 0 serves torch's own store, where something needs that.
         inherited_fds: descriptors that the rank holds open until it ends; not the processes that it starts.
     """
 
@@ -98,6 +101,8 @@ class RankEnvironment:
     status_file: Path | None = None
     error_file: Path | None = None
     launcher: int | None = None
+    store: str | None = None
+    key_fd: int | None = None
     store_fd: int | None = None
     inherited_fds: tuple[int, ...] = ()
 
@@ -119,6 +124,8 @@ class RankEnvironment:
             _STATUS: self.status_file,
             "PACELINE_ERROR_FILE": self.error_file,
             "PACELINE_LAUNCHER": self.launcher,
+            _STORE: self.store,
+            KEY_FD: self.key_fd,
             _STORE_FD: self.store_fd,
             "PACELINE_INHERITED": ",".join(map(str, self.inherited_fds)) or None,
         }
@@ -159,6 +166,8 @@ class RankEnvironment:
             status_file=_path(environ.get(_STATUS)),
             error_file=_path(environ.get("PACELINE_ERROR_FILE")),
             launcher=int(environ["PACELINE_LAUNCHER"]) if "PACELINE_LAUNCHER" in environ else None,
+            store=environ.get(_STORE) or None,
+            key_fd=int(environ[KEY_FD]) if KEY_FD in environ else None,
             store_fd=int(environ[_STORE_FD]) if _STORE_FD in environ else None,
             inherited_fds=_numbers(environ.get("PACELINE_INHERITED")),
         )
@@ -167,7 +176,7 @@ class RankEnvironment:
 _SOME = Path("/")
 _NAMES = frozenset(
     RankEnvironment(
-        0, 1, "", 0, 0, 1, 0, "a", "i", 1, (0,), HostEntry("h", "n", "b", _SOME), _SOME, _SOME, 0, 0, (0,)
+        0, 1, "", 0, 0, 1, 0, "a", "i", 1, (0,), HostEntry("h", "n", "b", _SOME), _SOME, _SOME, 0, "s", 0, 0, (0,)
     ).to_env()
 )
 
@@ -186,7 +195,7 @@ def own_rank() -> int:
 
 
 def take_store_fd() -> int | None:
-    """The socket on which rank 0 serves the rendezvous; None if not opened.
+    """The socket on which rank 0 serves torch's own store; None if not opened.
 
     Handed out once.
     """

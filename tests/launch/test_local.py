@@ -78,8 +78,17 @@ def test_every_rank_finds_its_place_its_threads_and_the_rendezvous_in_its_enviro
         assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("5", "5")
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         assert environment["EXTRA"] == "yes"
-        assert ("PACELINE_STORE_FD" in environment) == (rank == 0)
-    assert len({t["environment"]["MASTER_PORT"] for t in told}) == 1
+        assert environment["MASTER_PORT"] == "0", "no port is opened"
+    assert len({t["environment"]["PACELINE_STORE"] for t in told}) == 1
+
+
+def test_a_port_that_was_asked_for_is_rank_0s_for_torchs_own_store(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    run("tell", tmp_path, port=port)
+    told = [json.loads((tmp_path / f"rank-{rank}.json").read_text())["environment"] for rank in range(2)]
+    assert [environment["MASTER_PORT"] for environment in told] == [str(port)] * 2
+    assert ["PACELINE_STORE_FD" in environment for environment in told] == [True, False]
 
 
 def test_a_rank_keeps_the_memory_that_it_frees_unless_the_user_says_otherwise(
@@ -110,11 +119,9 @@ def test_cores_that_do_not_exist_are_an_error_that_lists_those_there_are() -> No
     assert str(min(os.sched_getaffinity(0))) in text
 
 
-def test_the_rendezvous_and_gloo_listen_on_loopback_only(tmp_path: Path) -> None:
+def test_ranks_of_one_machine_listen_on_no_port(tmp_path: Path) -> None:
     run("list_listeners", tmp_path)
-    addresses = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    assert addresses[0]
-    assert {address for own in addresses for address in own} == {"127.0.0.1"}
+    assert [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)] == [[], []]
 
 
 def test_the_launcher_does_without_torch() -> None:
@@ -292,7 +299,7 @@ def test_a_restart_has_a_rendezvous_of_its_own(tmp_path: Path) -> None:
         "fail_in_the_first_attempt", tmp_path, ranks=1, restarts=3, on_event=lambda *event: events.append(event)
     )
     assert launched.attempts == 2
-    assert (tmp_path / "port-0").read_text() != (tmp_path / "port-1").read_text()
+    assert (tmp_path / "store-0").read_text() != (tmp_path / "store-1").read_text()
     [(kind, event)] = events
     assert kind == "restart"
     assert event["attempt"] == 1

@@ -162,7 +162,7 @@ def never_be_ready(arguments: list[str]) -> None:
 
 def fail_in_the_first_attempt(arguments: list[str]) -> None:
     attempt = os.environ["PACELINE_ATTEMPT"]
-    Path(arguments[0], f"port-{attempt}").write_text(os.environ["MASTER_PORT"])
+    Path(arguments[0], f"store-{attempt}").write_text(os.environ["PACELINE_STORE"])
     if attempt == "0":
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import torch.distributed as dist
 # Imported before there is a group, they hold none; else its threads outlive `leave`, and now and then one of them
 # aborts the process at Python's end.
 import torch.distributed.nn.functional
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 # Imported before ranks are forked from a seed, which then have it; `register_transport` would import it in each.
 import paceline.comm.tcp  # noqa: F401
@@ -26,11 +25,12 @@ from paceline.comm.c10d.process_group import abort_all
 from paceline.comm.c10d.transport import register as register_transport
 from paceline.comm.deadline import register
 from paceline.comm.group import Group
+from paceline.comm.rendezvous import close_stores, drop_torchs_port, rendezvous_store, torchs_store
 from paceline.comm.transport import choose, tell_all
 from paceline.device import default_backend, is_accelerator, use
-from paceline.errors import LaunchError, tell_of_failure
+from paceline.errors import tell_of_failure
 from paceline.launch_engine import is_rank
-from paceline.rank_environment import LOCAL_RANK, RankEnvironment, take_store_fd
+from paceline.rank_environment import LOCAL_RANK, RankEnvironment
 
 _joins = count()  # of this process so far
 
@@ -94,6 +94,7 @@ def leave(group: Group) -> None:
         # Whoever still holds the process group keeps its threads alive, and one that drops a tensor while Python ends
         # aborts the process.
         group.close()
+        close_stores()
 
 
 def _met(
@@ -106,56 +107,21 @@ def _met(
     until = time.monotonic() + deadline_s
     number = next(_joins)
     while True:
-        store = _store(environment, deadline_s, number)
         try:
+            store = rendezvous_store(environment, deadline_s, number)
             if is_accelerator(device):
                 # all come to this store, and none to one that closes
                 tell_all(store, "here", environment.rank, environment.world_size, deadline_s, None)
-                return store, (default_backend(device), None)
+                store, note = torchs_store(environment, store, deadline_s)
+                return store, (default_backend(device), note)
+            drop_torchs_port()
             return store, choose(store, environment.rank, environment.world_size, transport, deadline_s)
-        except dist.DistNetworkError:
-            if number == 0 or environment.rank == 0 or time.monotonic() > until:
+        except BaseException as error:
+            close_stores()
+            lost = isinstance(error, dist.DistNetworkError)
+            if not lost or number == 0 or environment.rank == 0 or time.monotonic() > until:
                 raise
             time.sleep(0.05)
-
-
-def _store(environment: RankEnvironment, deadline_s: float, number: int) -> Store:
-    """The rendezvous' store, scoped by attempt and by how often the ranks have joined.
-
-    So neither a restarted run nor ranks that meet again read the keys of the time before.
-    """
-    rank, world = environment.rank, environment.world_size
-    address, port = environment.master_address, environment.master_port
-    timeout = timedelta(seconds=deadline_s)
-    try:
-        # Rank 0 serves on the socket that the launcher bound: no other interface, no race for the port.
-        if (listening := take_store_fd()) is not None:
-            store: Store = TCPStore(
-                address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=listening
-            )
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or rank != 0:
-            store = TCPStore(address, port, world, False, timeout, wait_for_workers=False)
-        else:
-            store = TCPStore(
-                address, port, world, True, timeout, wait_for_workers=False, master_listen_fd=_listen(address, port)
-            )
-    except (RuntimeError, OSError) as error:  # includes torch's DistNetworkError and DistStoreError
-        raise LaunchError(
-            f"rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another "
-            "run, or rank 0 not started? "
-            "Choose another MASTER_PORT (torchrun --master-port), the same on every host."
-        ) from error
-    return PrefixStore(f"paceline/{environment.attempt}/{number}", store)
-
-
-def _listen(address: str, port: int) -> int:
-    """A socket that listens on the cluster's address only; TCPStore alone would use every interface."""
-    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(1024)
-        return listener.detach()
 
 
 def _keep_gloo_to_the_interface() -> None:

@@ -1,6 +1,6 @@
 """One attempt of a launch: its ranks are started, watched, and ended together. Does without torch.
 
-It has a socket for its rendezvous, a status board and a private folder of its own, of which nothing is left at the end.
+It has a rendezvous, a status board and a private folder of its own, of which nothing is left at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +24,7 @@ from paceline.launch.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, h
 from paceline.launch.host.hosts import current_hosts
 from paceline.launch.host.remote import RemoteRank, RemoteRanks, RunFolder
 from paceline.launch.place import RankPlace
+from paceline.launch.rendezvous import on_one_host, rendezvous
 from paceline.launch.signals import StopSignals
 from paceline.launch.started import StartedRank, Starter
 from paceline.rank_environment import RankEnvironment
@@ -90,7 +91,8 @@ class Attempt:
             self._begin_on_others(folder)
             self._made.callback(self._close_ranks)
             self._prepare()
-            with self.setting.places[0].listen(self.setting.port, backlog=max(128, 2 * self.setting.ranks)) as listener:
+            self._rendezvous = self._made.enter_context(rendezvous(self.setting.places, folder, self.setting.port))
+            with self._listener() as listener:
                 for number in range(self.setting.ranks):
                     self._start(number, folder, listener)
             self._made = self._made.pop_all()
@@ -125,7 +127,14 @@ class Attempt:
                 self.on_tick()
         return None
 
-    def _start(self, number: int, folder: Path, listener: socket.socket) -> None:
+    def _listener(self) -> AbstractContextManager[socket.socket | None]:
+        """A socket for torch's own store, if a port was asked for."""
+        setting = self.setting
+        if setting.port is None or not on_one_host(setting.places):
+            return nullcontext()
+        return setting.places[0].listen(setting.port, backlog=max(128, 2 * setting.ranks))
+
+    def _start(self, number: int, folder: Path, listener: socket.socket | None) -> None:
         record = folder / f"rank-{number}.error"
         environment = self._environment(number, record, listener)
         if self.remote and (host := self.setting.places[number].number):
@@ -159,8 +168,8 @@ class Attempt:
             self._obey_signals()
             raise LaunchError(f"{self.signals.first} stopped the run before rank 0 was ready to train.")
 
-    def _environment(self, number: int, record: Path, listener: socket.socket) -> RankEnvironment:
-        setting, port = self.setting, listener.getsockname()[1]
+    def _environment(self, number: int, record: Path, listener: socket.socket | None) -> RankEnvironment:
+        setting, port = self.setting, 0 if listener is None else listener.getsockname()[1]
         place = setting.places[number].environment(number, setting.ranks, setting.places[0], port)
         return replace(
             place,
@@ -170,7 +179,9 @@ class Attempt:
             status_file=record.with_name("status"),
             error_file=record,
             launcher=os.getpid(),
-            store_fd=listener.fileno() if number == 0 else None,
+            store=self._rendezvous.store,
+            key_fd=self._rendezvous.key_fd,
+            store_fd=listener.fileno() if listener and number == 0 else None,
             inherited_fds=setting.inherited,
         )
 

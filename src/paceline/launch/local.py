@@ -56,7 +56,8 @@ def launch(
         places: of the ranks, on emulated hosts; None is this machine as it is.
         start_deadline_s: the same for the start-up.
         collect_s: after the first failure, for the other ranks to end by themselves before they are stopped.
-        port: for the rendezvous at rank 0's address; None takes a free one.
+        port: of the rendezvous between hosts, at rank 0's address; on one machine, of torch's own store, where
+            accelerators need that. None takes a free one.
         restarts: how often to start again after a failure that another attempt may survive.
         saves: whether ranks that are told to stop save a checkpoint first, for the message then.
         on_tick: called at least five times a second, in this thread.

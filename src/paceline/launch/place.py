@@ -45,7 +45,7 @@ class RankPlace:
     def environment(self, rank: int, world_size: int, master: RankPlace, port: int) -> RankEnvironment:
         """Environment of the rank in this place.
 
-        `master` is the place of rank 0, which serves the rendezvous at `port`.
+        `master` is the place of rank 0, whose host serves torch's own store at `port`, 0 for a free one.
         """
         return RankEnvironment(
             rank,
@@ -60,7 +60,7 @@ class RankPlace:
         )
 
     def listen(self, port: int | None, backlog: int) -> socket.socket:
-        """A socket at this place's address, for the rendezvous that its rank serves. None takes a free port."""
+        """A socket at this place's address, for a store. None takes a free port."""
         if self.host is None:
             return listen(port, backlog, self.address)
         return inside(self.host.namespace, lambda: listen(port, backlog, self.address))
@@ -149,7 +149,7 @@ def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[Ran
 
 
 def listen(port: int | None, backlog: int, address: str = ADDRESS) -> socket.socket:
-    """A socket at one address for the store of the rendezvous.
+    """A socket at one address, for a store.
 
     Bound here, so no one can take the port before rank 0 is up.
     """

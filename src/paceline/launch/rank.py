@@ -36,7 +36,8 @@ def main() -> None:
     """Be the rank that the environment names, in an interpreter that the launcher has started."""
     environment = RankEnvironment.from_env()
     assert environment.launcher is not None
-    for descriptor in environment.inherited_fds:
+    held = [*environment.inherited_fds, *([] if environment.key_fd is None else [environment.key_fd])]
+    for descriptor in held:
         os.set_inheritable(descriptor, False)  # held by this rank, and not by a program that it starts
     run(sys.argv[1:], environment, environment.launcher, os.pidfd_open(environment.launcher))
 

@@ -161,19 +161,21 @@ class Seed:
         """Fork a rank. `variables` are all that it finds in its environment.
 
         Args:
-            listener: the socket on which the rank serves the rendezvous; it is the rank's alone when the launcher
+            listener: the socket on which the rank serves torch's own store; it is the rank's alone when the launcher
                 closes its own end.
 
         Raises:
             LaunchError: the process could not be forked, or the seed is lost.
         """
         passed = [] if listener is None else [listener.fileno()]
+        key = [] if environment.key_fd is None else [environment.key_fd]
         order = {
             "do": "fork",
             "arguments": list(module_args),
             "environment": dict(variables),
             "folder": os.getcwd(),
             "serves": bool(passed),
+            "has_key": bool(key),
             "limits": {
                 name: resource.getrlimit(getattr(resource, name))
                 for name in dir(resource)
@@ -181,9 +183,8 @@ class Seed:
             },
             "cores": sorted(os.sched_getaffinity(0)),
         }
-        return ForkedRank(
-            self.ask(order, [_open_or_null(1), _open_or_null(2), *passed, *environment.inherited_fds])["pid"], self
-        )
+        descriptors = [_open_or_null(1), _open_or_null(2), *passed, *key, *environment.inherited_fds]
+        return ForkedRank(self.ask(order, descriptors)["pid"], self)
 
     def ask(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """Send an order, and return the answer.

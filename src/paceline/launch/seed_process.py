@@ -36,7 +36,7 @@ class _Order:
 
     Attributes:
         folder: the launcher's current one; `limits` of resources and `cores` are the launcher's as well.
-        descriptors: for stdout, stderr, the rendezvous where the rank serves it, and those to hold.
+        descriptors: for stdout, stderr, torch's store where the rank serves it, the run's key, and those to hold.
         seed: process id of the seed.
     """
 
@@ -44,6 +44,7 @@ class _Order:
     environment: dict[str, str]
     folder: str
     serves: bool
+    has_key: bool
     limits: dict[str, tuple[int, int]]
     cores: list[int]
     descriptors: list[int]
@@ -162,7 +163,12 @@ def _become(order: _Order, watch: int) -> None:
         os.close(descriptor)
     told = RankEnvironment.from_env(order.environment)
     # they have other numbers here
-    environment = replace(told, store_fd=others[0] if order.serves else None, inherited_fds=())
+    environment = replace(
+        told,
+        store_fd=others.pop(0) if order.serves else None,
+        key_fd=others.pop(0) if order.has_key else None,
+        inherited_fds=(),
+    )
     os.environ.clear()
     os.environ.update({name: value for name, value in order.environment.items() if name not in environment.names()})
     os.environ.update(environment.to_env())

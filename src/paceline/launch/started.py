@@ -16,7 +16,7 @@ from paceline.device import ON_CPU
 from paceline.errors import LaunchError
 from paceline.launch.failure import is_stopped
 from paceline.launch.seed import DEFAULTS, ForkedRank, Seed, seed_for, why_not
-from paceline.rank_environment import RankEnvironment
+from paceline.rank_environment import KEY_FD, RankEnvironment
 
 
 @dataclass
@@ -100,12 +100,14 @@ class Starter:
         """Start a rank.
 
         Args:
-            listener: the socket on which it serves the rendezvous.
+            listener: the socket on which it serves torch's own store.
 
         Raises:
             LaunchError: it could not be started.
         """
-        variables = {**os.environ, **self._variables(environment)}
+        # the number of a descriptor of this process means nothing there
+        inherited = {name: value for name, value in os.environ.items() if name != KEY_FD}
+        variables = {**inherited, **self._variables(environment)}
         process: subprocess.Popen[bytes] | ForkedRank | None = None
         try:
             if self.seed is None:
@@ -129,7 +131,10 @@ class Starter:
             env=variables,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which forwards it once
-            pass_fds=[*environment.inherited_fds, *([] if environment.store_fd is None else [environment.store_fd])],
+            pass_fds=[
+                *environment.inherited_fds,
+                *(fd for fd in (environment.store_fd, environment.key_fd) if fd is not None),
+            ],
         )
 
     def _variables(self, environment: RankEnvironment | None) -> dict[str, str]:

@@ -74,7 +74,8 @@ def train(
             is uploaded while it trains; None makes `runs/<job>-<time>` in the current directory.
         resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is
             none.
-        port: of the rendezvous, on 127.0.0.1 or the first emulated host; None takes a free one.
+        port: of the rendezvous between hosts, on the first one; on one machine, of torch's own store, where
+            accelerators need that. None takes a free one.
         restarts: how often a run that failed is started again from its newest checkpoint.
         console: where progress is shown; None is stderr.
 

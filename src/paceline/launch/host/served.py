@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.channel.key import key_descriptor, own_key
 from paceline.cluster.identity import interface_of
 from paceline.engine.status import StatusBoard
 from paceline.errors import LaunchError
@@ -63,6 +64,10 @@ class ServedAttempt:
         self.scratch = self._made.enter_context(scratch_folder())
         self.board = StatusBoard.create(self.scratch / "status", begin.ranks, begin.attempt)
         self._made.callback(self.board.close)
+        key = own_key()
+        self._key_fd = None if key is None else key_descriptor(key)
+        if self._key_fd is not None:
+            self._made.callback(os.close, self._key_fd)
         self.copy = self._copy()
         self._parts: Iterator[Put] | None = None
         arguments = [str(self.copy.folder) if self.copy and a == begin.folder else a for a in begin.module_args]
@@ -158,6 +163,7 @@ class ServedAttempt:
                 status_file=self.scratch / "status",
                 error_file=self.scratch / f"rank-{told.rank}.error",
                 launcher=os.getpid(),
+                key_fd=self._key_fd,
                 store_fd=None,
                 inherited_fds=(),
             )
