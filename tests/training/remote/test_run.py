@@ -101,7 +101,6 @@ class TestMirror:
     def test_what_could_not_be_sent_is_said_with_the_command_that_sends_it(
         self, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("paceline.training.remote.run.PATIENCE_S", 0.2)
         monkeypatch.setattr(upload, "_FIRST_PAUSE_S", 0.01)
 
         def fails(store: Store, file: Path, name: str) -> None:
@@ -109,6 +108,7 @@ class TestMirror:
 
         with monkeypatch.context() as patch:
             patch.setattr(Store, "upload", fails)
+            patch.setattr("paceline.training.remote.run.PATIENCE_S", 0.2)
             run = RemoteRun(url, lambda line: None, resume=False).__enter__()
             run.path.mkdir()
             (run.path / "job.yaml").write_text("name: x\n")
@@ -140,6 +140,7 @@ class TestMirror:
 class TestCopy:
     """Copies of what a stranger may have put at a URL."""
 
+    @pytest.mark.slow
     def test_a_half_or_altered_checkpoint_is_left_out_and_the_one_before_is_taken(
         self, tmp_path: Path, url: str
     ) -> None:
@@ -168,6 +169,7 @@ class TestLease:
     @pytest.fixture(autouse=True)
     def _quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lease, "BEAT_S", 0.05)
+        monkeypatch.setattr(lease, "_LOOK_S", 0.05)
 
     def test_a_second_training_is_refused_and_told_who_trains(self, tmp_path: Path, url: str) -> None:
         store = Store(url)
@@ -231,7 +233,7 @@ def mirrored(folder: Path, store: Store) -> Lines:
     said: Lines = []
     uploader = Uploader(folder, store, said.append)
     uploader.start()
-    assert uploader.finish(30, said.append).files == 0
+    assert uploader.finish(60, lambda line: None).files == 0
     return said
 
 

@@ -25,6 +25,7 @@ from paceline.training.record.run_lock import Holder
 LEASE = "lock"
 BEAT_S = 10.0
 STALE_S = 60.0  # a holder that wrote nothing for so long is taken for dead
+_LOOK_S = 2.0
 _MOST_BYTES = 4096
 
 
@@ -98,7 +99,7 @@ class Lease:
         self.say(f"the run is held by {holder}; waiting up to {STALE_S:g} s for a sign of life from there")
         before, until = self.store.read(LEASE, _MOST_BYTES), time.monotonic() + STALE_S
         while time.monotonic() < until:
-            time.sleep(min(2.0, STALE_S / 10))
+            time.sleep(_LOOK_S)
             now = self.store.read(LEASE, _MOST_BYTES)
             if now is None:
                 return
