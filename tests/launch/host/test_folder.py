@@ -90,3 +90,9 @@ def test_a_name_outside_of_the_folder_is_refused(name: str, here: Path, tmp_path
         receive(Put(name, 0, b"bad", last=True), here)
     shutil.rmtree(here)
     assert sorted(path.name for path in tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_named(here: Path) -> None:
+    (here / "steps").touch()  # no folder can be made there
+    with pytest.raises(LaunchError, match=r"steps/rank-1.jsonl, which another host has sent, cannot be written"):
+        receive(Put("steps/rank-1.jsonl", -1, b"{}\n", last=False), here)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from paceline.errors import LaunchError
@@ -37,14 +38,18 @@ class WrittenFiles:
     def parts(self) -> Iterator[Put]:
         """New files and lines since the last call, part by part."""
         for path in sorted(self._files(), key=lambda path: path.suffix != ".jsonl"):
-            if path.suffix == ".jsonl":
-                yield from self._new_lines(path)
-            elif _PARTIAL.fullmatch(path.parent.name):
-                if path.name.endswith(_RECEIPT):
-                    yield from self._shard(path)
-            elif self._sent.get(path) != (about := _about(path)):
-                self._sent[path] = about
-                yield from parts_of(path, self.folder)
+            with suppress(FileNotFoundError):  # a rank has removed it meanwhile
+                yield from self._parts_of(path)
+
+    def _parts_of(self, path: Path) -> Iterator[Put]:
+        if path.suffix == ".jsonl":
+            yield from self._new_lines(path)
+        elif _PARTIAL.fullmatch(path.parent.name):
+            if path.name.endswith(_RECEIPT):
+                yield from self._shard(path)
+        elif self._sent.get(path) != (about := _about(path)):
+            self._sent[path] = about
+            yield from parts_of(path, self.folder)
 
     def _shard(self, receipt: Path) -> Iterator[Put]:
         for path in (receipt.with_name(shard_of(receipt.name)), receipt):
@@ -87,10 +92,16 @@ def receive(part: Put, folder: Path) -> None:
     A shard grows under its own name, so that rank 0 sees that it comes; any other file has its name once it is whole.
 
     Raises:
-        LaunchError: it names no place within the folder.
-        OSError: it cannot be written.
+        LaunchError: it names no place within the folder, or cannot be written.
     """
     path = place_in(folder, part.path)
+    try:
+        _write(part, path)
+    except OSError as error:
+        raise LaunchError(f"{path}, which another host has sent, cannot be written: {error.strerror}") from error
+
+
+def _write(part: Put, path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if part.offset < 0:
         descriptor = open_to_append(path)

@@ -113,6 +113,6 @@ def _bits_per_s(link: Link, budget_s: float) -> float | None:
         for _ in range(count):
             if not isinstance(link.receive(_PROBE_S), Echo):
                 return None
-        rate = 8 * count * CHUNK_BYTES / (time.perf_counter() - begun)
+        rate = max(rate, 8 * count * CHUNK_BYTES / (time.perf_counter() - begun))
         count = min(2 * count, 64)
     return rate
