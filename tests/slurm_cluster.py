@@ -110,5 +110,5 @@ def _end(here: Path) -> None:
                 for process in found:
                     process.terminate() if process is daemon else process.kill()
                 ended += found
-    for process in psutil.wait_procs(ended, 20)[1]:
+    for process in psutil.wait_procs(ended, 5)[1]:
         process.kill()
