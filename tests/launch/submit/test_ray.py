@@ -19,9 +19,9 @@ pytestmark = [
 STEPS = 300
 
 
-@pytest.fixture(scope="module")
-def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    with ray_cluster(tmp_path_factory.mktemp("ray"), nodes=2) as cluster:
+@pytest.fixture
+def ray(tmp_path: Path) -> Iterator[RayCluster]:
+    with ray_cluster(tmp_path, nodes=2) as cluster:
         yield cluster
 
 
