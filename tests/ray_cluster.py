@@ -13,8 +13,9 @@ from pathlib import Path
 
 ENGINES = Path(__file__).parent.parent / "build" / "engines" / "bin"
 _SUBNET = "10.83.0"
-# Each has its own /tmp/ray, as on a host of its own: else all would show the logs of all.
-_START = 'mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && exec ray start "$@"'
+# Each has its own folder of temporary files, as on a host of its own: else all would show the logs of all.
+_TEMPORARY = "/tmp/ray"
+_START = f'mkdir -p {_TEMPORARY} && mount -t tmpfs none {_TEMPORARY} && exec ray start "$@"'
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def ray_cluster(here: Path, nodes: int) -> Iterator[RayCluster]:
     token.write_text(secrets.token_hex(16))
     prefix = f"pr{os.getpid() % 100_000}-"
     environment = {
+        "TMPDIR": _TEMPORARY,
         "PATH": f"{ENGINES}:{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
