@@ -42,6 +42,9 @@ class Begin:
         self.init = init
 
     def __call__(self, worker: int) -> None:
+        # A scheduler signals every process of a run; the rank still needs batches for its last step. One SIGTERM more
+        # ends this process.
+        signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         info = get_worker_info()
         assert info is not None
         samples: Any = info.dataset

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import wait_for
+from commands import checkpoints, ended, processes_of, started, wait_for, wait_for_step, write_job
 from paceline.errors import LaunchError
 from paceline.launch.submit.request import Request
 from paceline.launch.submit.slurm import Slurm
@@ -110,3 +110,16 @@ def test_one_that_was_cancelled_does_not(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "step").read_text()), signal.SIGTERM)  # scancel signals the step
         assert process.wait(60) == 143
     assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_to_every_process_of_a_run_has_it_saved_with_loader_processes_too(tmp_path: Path) -> None:
+    data = {"kind": "synthetic", "samples": 48, "held_out": 0, "num_workers": 2}
+    write_job(tmp_path / "job.yaml", data=data, stop={"steps": 1_000_000})
+    arguments = ("train", "job.yaml", "--plan", "dp=1", "--run", "run")
+    with started("paceline", *arguments, folder=tmp_path) as process:
+        wait_for_step(10, tmp_path / "run", process)
+        for one in [*processes_of(process), process]:  # as Slurm does at a preemption
+            one.send_signal(signal.SIGTERM)
+        assert ended(process).code == 143
+    assert checkpoints(tmp_path / "run")
