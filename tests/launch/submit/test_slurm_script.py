@@ -119,7 +119,7 @@ def test_a_signal_to_every_process_of_a_run_has_it_saved_with_loader_processes_t
     arguments = ("train", "job.yaml", "--plan", "dp=1", "--run", "run")
     with started("paceline", *arguments, folder=tmp_path) as process:
         wait_for_step(10, tmp_path / "run", process)
-        for one in [*processes_of(process), process]:  # as Slurm does at a preemption
-            one.send_signal(signal.SIGTERM)
+        for pid in [*(one.pid for one in processes_of(process)), process.pid]:  # as Slurm does at a preemption
+            os.kill(pid, signal.SIGTERM)
         assert ended(process).code == 143
     assert checkpoints(tmp_path / "run")
