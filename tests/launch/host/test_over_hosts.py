@@ -218,7 +218,7 @@ def test_sigterm_while_hosts_wait_for_one_another_ends_each_cleanly(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_check_bench_and_links_run_over_hosts(tmp_path: Path) -> None:
+def test_check_and_links_run_over_hosts(tmp_path: Path) -> None:
     first, second = folders(tmp_path)
     job = write_job(first / "job.yaml")
     zero, one = run_on("check", job, "--plan", "dp=2", "--steps", 2, folders=[first, second])
