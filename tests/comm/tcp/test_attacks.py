@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import paceline.comm.tcp.listener as listener_module
 from between import HANDSHAKE_BYTES, Change, group_through
 from paceline.channel.key import RunKey
 from paceline.comm.tcp import TcpProcessGroup
@@ -305,6 +306,7 @@ def mutated_frames(count: int) -> tuple[bool, int]:
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
     link = next(iter(group._mesh.links.values()))
+    listener_module._STRANGERS_PER_S = 1e6  # none is to wait
     outgoing = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
         link._member.client.wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
@@ -313,7 +315,8 @@ def mutated_frames(count: int) -> tuple[bool, int]:
         chance = random.Random(seed)
         at = chance.randrange(len(hello))
         changed = hello[:at] + chance.randbytes(chance.randrange(20)) + hello[at + chance.randrange(20) :]
-        with socket.create_connection((link.peer.address, link.peer.port), 60) as stranger, suppress(OSError):
+        where, own = (link.peer.address, link.peer.port), (f"127.0.0.{seed % 250 + 1}", 0)  # not all ports of one
+        with socket.create_connection(where, 60, own) as stranger, suppress(OSError):
             stranger.sendall(changed)
         if seed % (count // 4) == 0:
             is_exact &= exact(group)
@@ -321,7 +324,7 @@ def mutated_frames(count: int) -> tuple[bool, int]:
     return is_exact, link.connections
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 def test_mutated_handshakes_have_no_effect(ranks: Ranks, count: int) -> None:
     for is_exact, connections in ranks(2, mutated_frames, count, backend="tcp", deadline_s=60 + count / 40):
         assert is_exact
