@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import time
@@ -58,7 +57,9 @@ class Ranks:
             listener = self._made.enter_context(self.places[0].listen(None, 2 * self.size))
             address, port = listener.getsockname()
             self._made.callback(self._end)
-            if not self.hosts:
+            if self.hosts:
+                listener.close()  # the first rank serves the rendezvous there
+            else:
                 self._store = TCPStore(
                     address,
                     port,
@@ -69,25 +70,21 @@ class Ranks:
                     master_listen_fd=listener.detach(),
                 )
             for rank in range(self.size):
-                self.processes.append(self._start(rank, listener, port))
+                self.processes.append(self._start(rank, port))
             self._made = self._made.pop_all()
         return self
 
-    def _start(self, rank: int, listener: socket.socket, port: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, port: int) -> subprocess.Popen[bytes]:
         """A rank, on its host where there are any.
 
         The first one serves the rendezvous there, which this process cannot reach.
         """
         variables, command = self._variables(rank, port), [sys.executable, *self.command]
-        kept: list[int] = []
         if self.hosts:
             variables["CUDA_VISIBLE_DEVICES"] = ""  # an emulated host has no GPU
             command = ["nsenter", f"--net={self.hosts[rank].namespace}", *command]
-            if rank == 0:
-                kept = [listener.fileno()]
-                variables["PACELINE_STORE_FD"] = str(listener.fileno())
             del variables["TORCHELASTIC_USE_AGENT_STORE"]
-        return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=kept)
+        return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __exit__(self, *error: object) -> None:
         self._made.close()
