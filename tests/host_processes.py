@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,8 +16,8 @@ PORT = 29611
 
 
 def own_address() -> str:
-    """An address of this machine that no other test takes at the same time."""
-    return ".".join(["127", *(str(random.randint(1, 250)) for _ in range(3))])
+    """An address of this machine that no other test takes at the same time, whatever seed it has set."""
+    return ".".join(["127", *(str(1 + secrets.randbelow(250)) for _ in range(3))])
 
 
 def variables(number: int, count: int, address: str, key: Path) -> dict[str, str]:
@@ -50,7 +50,7 @@ def host_processes(
     with ExitStack() as stack:
         processes = []
         for number, folder in enumerate(folders):
-            write_key(key, file := folder / f"key-{random.randbytes(4).hex()}")
+            write_key(key, file := folder / f"key-{secrets.token_hex(4)}")
             own = {**variables(number, len(folders), address, file), **environment}
             command: list[object] = [BIN / "paceline", *arguments]
             if apart and number:

@@ -47,11 +47,11 @@ def test_a_listening_port_is_seen(before: Snapshot) -> None:
 
 
 def test_shared_memory_is_seen(before: Snapshot) -> None:
-    segment = SharedMemory(create=True, size=64)
+    segment = SharedMemory(create=True, size=64)  # stays mapped, by which other workers know that it is not theirs
     try:
-        segment.close()
         assert before.left_over() == [f"shared memory: {segment.name}"]
     finally:
+        segment.close()
         segment.unlink()
 
 

@@ -19,7 +19,9 @@ import psutil
 import pytest
 
 from paceline.errors import LaunchError
+from paceline.launch.failure import state_of
 from paceline.launch.local import Launched, launch
+from paceline.launch.rank import _Launcher
 
 WHAT = Path(__file__).with_name("what_ranks_do.py")
 
@@ -357,6 +359,24 @@ def test_a_killed_launcher_leaves_no_process_and_nothing_in_the_temporary_folder
         wait_until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in started))
     assert len(list(tmp_path.glob("saved-*"))) == 2
     assert not list(tmp_path.glob("paceline-*"))
+
+
+DIES_THREAD_BY_THREAD = """
+import ctypes, os, threading, time
+threading.Thread(target=lambda: (time.sleep(1), os._exit(0))).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_launcher_whose_threads_end_one_by_one_leaves_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", DIES_THREAD_BY_THREAD]) as launcher:
+        pidfd = os.pidfd_open(launcher.pid)
+        wait_until(lambda: state_of(launcher.pid) == "Z")
+        _Launcher(pidfd, launcher.pid, folder).clean_up()
+        os.close(pidfd)
+    assert not folder.exists()
 
 
 def test_ctrl_c_lets_the_ranks_save_and_the_terminal_gets_its_cursor_back(tmp_path: Path) -> None:

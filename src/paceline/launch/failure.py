@@ -343,11 +343,15 @@ def _only_lost_a_peer(error: BaseException | None) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """True if SIGSTOP or a debugger holds the process."""
+    return state_of(pid) in ("T", "t")
+
+
+def state_of(pid: int) -> str:
+    """State letter of a process, that of its first thread; empty where it is gone."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state in ("T", "t")
+        return ""
 
 
 def oom_kills() -> int | None:

@@ -25,10 +25,11 @@ from paceline.cluster.emulate.hosts import enter_host
 from paceline.deferred_compiler import defer_compiler
 from paceline.errors import ClusterError, on_failure
 from paceline.job.read.imports import load_object
-from paceline.launch.failure import ErrorRecord
+from paceline.launch.failure import ErrorRecord, state_of
 from paceline.rank_environment import RankEnvironment, own_rank
 
 PR_SET_PDEATHSIG = 1  # of prctl
+_EXIT_S = 10  # for the other threads of a launcher whose first one has ended
 _ORPHAN_GRACE_S = 30  # for the last checkpoint of a rank whose launcher was killed
 
 
@@ -59,7 +60,7 @@ def run(
         prepare: called first of what may fail, once the rank is in its host and on its cores.
     """
     assert environment.error_file is not None
-    record, watch = environment.error_file, _Launcher(launcher, environment.error_file.parent)
+    record, watch = environment.error_file, _Launcher(launcher, environment.launcher, environment.error_file.parent)
     watch.end_with(parent)
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
@@ -85,8 +86,8 @@ def run(
 class _Launcher:
     """Death of the launcher: ends the rank, and removes the folder that was left behind."""
 
-    def __init__(self, process: int, folder: Path) -> None:
-        self.process, self.folder = process, folder
+    def __init__(self, process: int, pid: int | None, folder: Path) -> None:
+        self.process, self.pid, self.folder = process, pid, folder
 
     def end_with(self, parent: int) -> None:
         """Have the kernel send SIGTERM when the launcher dies, so that the rank saves.
@@ -100,7 +101,9 @@ class _Launcher:
 
     def clean_up(self) -> None:
         """Remove the launcher's temporary folder, where it was killed and cannot."""
-        if select.select([self.process], [], [], 0)[0]:
+        # The kernel tells of the end of its first thread; those of its store may end a moment later.
+        dying = self.pid is not None and state_of(self.pid) == "Z"
+        if select.select([self.process], [], [], _EXIT_S if dying else 0)[0]:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _kill_when_orphaned(self) -> None:
