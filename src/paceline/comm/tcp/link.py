@@ -161,9 +161,9 @@ class PeerLink:
 
     def lose(self, error: OSError) -> None:
         """The connection is lost: make another."""
-        self._last_error = error.strerror or str(error)
         if not self.connected:
             return
+        self._last_error = error.strerror or str(error)
         if isinstance(error, AlteredError):
             self._altered.append(time.monotonic())
         self._forget()
