@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -305,6 +306,16 @@ def test_a_batch_that_failed_is_asked_for_again_when_the_iteration_goes_on(num_w
         seen.extend(batch["labels"].tolist() for batch in loader)
     dataset.broken = None
     assert seen + [batch["labels"].tolist() for batch in loader] == list(partition().batches(0))
+
+
+def test_the_processes_of_a_loader_that_is_collected_in_a_cycle_end() -> None:
+    loader = load(Rows(), num_workers=2)
+    list(loader)
+    cycle: list[Any] = [loader]
+    cycle.append(cycle)
+    del loader, cycle
+    gc.collect()
+    assert not multiprocessing.active_children()
 
 
 def test_samples_of_different_shapes_are_named(num_workers: int) -> None:

@@ -6,6 +6,7 @@ They are read through torchdata's `StatefulDataLoader`.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -252,6 +253,8 @@ class Loader:
             )
         if reader is not None:
             self._loader.load_state_dict(reader)
+        self._end_processes = weakref.finalize(self, _end_processes, self._loader)
+        self._end_processes.atexit = False
 
     def _check_order(self, state: dict[str, Any]) -> None:
         """Refuse a position within an epoch that is now divided differently.
@@ -376,11 +379,19 @@ class Loader:
         """
         return self._loader.state_dict() if self._samples.stateful and self._batches is not None else self._resume_from
 
-    def _end_processes(self) -> None:
-        # torchdata ends them when its iterator is collected, which an exception's traceback may put off for long.
-        iterator = self._loader._iterator
-        if self.num_workers and iterator is not None:
-            iterator._shutdown_workers()
+
+def _end_processes(loader: StatefulDataLoader[Any]) -> None:
+    """End the loader processes that there are.
+
+    torchdata does it when its iterator is collected. In a cycle of garbage, as a traceback makes one, that is after the
+    queues to the processes have been closed, and its SIGTERM is not for them (see `Begin`).
+    """
+    if loader.num_workers and loader._iterator is not None:
+        loader._iterator._shutdown_workers()
+        for process in loader._iterator._workers:
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def _order_of(partition: Partition) -> dict[str, int | bool]:
