@@ -273,24 +273,28 @@ def at_a_dead_ranks_port() -> tuple[bool, str, bytes]:
 
 
 def stranger_instead(group: TcpProcessGroup) -> tuple[str, bytes]:
-    link, told, until = group._mesh.links[0], b"", time.monotonic() + 30
+    link, told, failures, until = group._mesh.links[0], b"", list[str](), time.monotonic() + 30
     context = RunKey.make().server_context()
     context.verify_mode = ssl.CERT_NONE
-    real = link.peer
+    real, failed = link.peer, link._failed
+
+    def recorded(error: OSError) -> None:
+        failures.append(str(error))
+        failed(error)
+
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         with group._progress.lock:
+            link._failed = recorded  # type: ignore[method-assign]
             link.peer = replace(real, port=stranger.getsockname()[1])
             link.lose(ConnectionError("as a test wants it"))
-        connection, _ = stranger.accept()
-        connection.settimeout(20)
-        with connection, suppress(OSError):
-            told = TlsHandshake(connection, context, accepts=True).message(GREETING_BYTES) or b""
-        while "run's key" not in link._last_error and time.monotonic() < until:
-            time.sleep(0.01)
-        error = link._last_error
+        stranger.settimeout(1)
+        while not any("run's key" in failure for failure in failures) and time.monotonic() < until:
+            with suppress(OSError), stranger.accept()[0] as connection:
+                connection.settimeout(20)
+                told += TlsHandshake(connection, context, accepts=True).message(GREETING_BYTES) or b""
         with group._progress.lock:
             link.peer = real
-    return error, told
+    return str(failures), told
 
 
 def test_a_stranger_at_the_port_of_a_dead_rank_learns_nothing(ranks: Ranks) -> None:
