@@ -28,10 +28,13 @@ class PacelineError(Exception):
         from_users_code: it was raised from an error in the user's own code, so that one's traceback belongs under the
             message.
         may_pass: the same may well work when it is tried again, so a restart is worth its time.
+        exit_code: of a command that ends with it; 130 and 143 where SIGINT or SIGTERM came before there was anything
+            to save.
     """
 
     from_users_code = False
     may_pass = False
+    exit_code = 1
 
 
 class JobError(PacelineError):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commands import checkpoints, losses, paceline, write_job
+from commands import checkpoints, ended, losses, paceline, started, wait_for, write_job
 from paceline.cluster.discover import discover
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
@@ -153,3 +155,18 @@ def test_a_resume_with_nothing_to_resume_says_that_it_begins(job: Path, tmp_path
     outcome = paceline("train", job, "--plan", "dp=1", "--run", "begun", "--resume", folder=tmp_path)
     assert outcome.says("note: nothing was saved in this run; it starts again", "No module named 'nowhere'")
     assert (begun.path / "job.yaml").exists(), "a run that has begun stays one"
+
+
+@pytest.mark.slow
+def test_sigterm_during_start_ends_it_with_a_line_and_leaves_no_run(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(600)\n")
+    job = write_job(tmp_path / "job.yaml", loss="late:loss")
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    with started("paceline", "train", job, "--plan", "dp=2", folder=tmp_path, environment=environment) as process:
+        wait_for((tmp_path / "importing").exists, process)
+        process.send_signal(signal.SIGTERM)
+        stopped = ended(process)
+    assert stopped.code == 143
+    assert stopped.says("SIGTERM")
+    assert "Traceback" not in stopped.err
+    assert not list(tmp_path.glob("runs/*"))

@@ -39,13 +39,25 @@ def failure(what: str, *arguments: object, **settings: Any) -> str:
     return str(caught.value)
 
 
+LAUNCHER = """
+import sys
+from paceline.errors import LaunchError
+from paceline.launch.local import launch
+try:
+    {call}
+except LaunchError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
 @contextmanager
 def launcher(
     what: str, folder: Path, stderr: int = subprocess.PIPE, *, fork: bool = True
 ) -> Iterator[subprocess.Popen[str]]:
     """A process that launches two ranks of the function, once both have said that they are ready."""
     call = f"launch([{f'{WHAT}:{what}'!r}, {str(folder)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60)"
-    code = f"from paceline.launch.local import launch\n{call}"
+    code = LAUNCHER.format(call=call)
     environment = {**os.environ, "TMPDIR": str(folder), "PACELINE_FORK": str(int(fork))}
     with subprocess.Popen([sys.executable, "-c", code], stderr=stderr, text=True, env=environment) as process:
         try:
@@ -343,8 +355,8 @@ def test_a_signal_before_the_ranks_can_save_says_so(tmp_path: Path) -> None:
     with launcher("never_be_ready", tmp_path) as process:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
     assert re.search(r"SIGTERM stopped the run before rank [01] was ready to train", errors)
+    assert process.returncode == 143
 
 
 @pytest.mark.parametrize("fork", [True, False])

@@ -36,9 +36,9 @@ def _about(
 
 
 def main() -> None:
-    """Run the command line; a paceline error is shown as text, with exit code 1."""
+    """Run the command line. A paceline error is shown as text, and ends it with its exit code."""
     try:
         app()
     except PacelineError as error:
         print(f"paceline: {printable(str(error))}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, ParamSpec
 
@@ -62,16 +63,18 @@ def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(command)
     def started(*args: P.args, **kwargs: P.kwargs) -> None:
-        from paceline.launch_engine import own_engine
+        from paceline.launch.signals import sigterm_as_exit
+        from paceline.launch_engine import is_rank, own_engine
 
-        # Most often there is one host, and then nothing more is imported; --hosts is refused by the command.
-        if own_engine().hosts() is None or kwargs.get("hosts") is not None:
-            command(*args, **kwargs)
-            return
-        from paceline.launch.host.over_hosts import over_hosts
+        with nullcontext() if is_rank() else sigterm_as_exit():
+            # Most often there is one host, and then nothing more is imported; --hosts is refused by the command.
+            if own_engine().hosts() is None or kwargs.get("hosts") is not None:
+                command(*args, **kwargs)
+                return
+            from paceline.launch.host.over_hosts import over_hosts
 
-        with over_hosts():
-            command(*args, **kwargs)
+            with over_hosts():
+                command(*args, **kwargs)
 
     return started
 

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.engine.status import RankStatus, StatusBoard
-from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.launch.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, hang, oom_kills, root_cause
 from paceline.launch.host.hosts import current_hosts
 from paceline.launch.host.remote import RemoteRank, RemoteRanks, RunFolder
 from paceline.launch.place import RankPlace
 from paceline.launch.rendezvous import on_one_host, rendezvous
-from paceline.launch.signals import StopSignals
+from paceline.launch.signals import StopSignals, stopped_before
 from paceline.launch.started import StartedRank, Starter
 from paceline.rank_environment import RankEnvironment
 
@@ -166,7 +165,7 @@ class Attempt:
         self.starter.prepare(self.setting.start_deadline_s, stopped)
         if self.signals.first:
             self._obey_signals()
-            raise LaunchError(f"{self.signals.first} stopped the run before rank 0 was ready to train.")
+            raise stopped_before("rank 0 was ready to train", self.signals.first)
 
     def _environment(self, number: int, record: Path, listener: socket.socket | None) -> RankEnvironment:
         setting, port = self.setting, 0 if listener is None else listener.getsockname()[1]
@@ -238,9 +237,8 @@ class Attempt:
         kills = oom_kills()
         failure = root_cause(ends, None if kills is None or self._oom_kills is None else kills - self._oom_kills)
         if self.signals.first and self.ranks[failure.rank].code == -signal.SIGTERM:
-            return LaunchFailure(
-                f"{self.signals.first} stopped the run before rank {failure.rank} was ready to train.", failure.rank
-            )
+            error = stopped_before(f"rank {failure.rank} was ready to train", self.signals.first)
+            return LaunchFailure(str(error), failure.rank, exit_code=error.exit_code)
         return failure
 
     def _hung(self) -> list[RankStatus]:

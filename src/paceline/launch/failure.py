@@ -72,7 +72,7 @@ class LaunchFailure:
     """Reason why an attempt failed.
 
     `final`: it would fail in the same way again, so no restart is worth its time. `error`: the name of the class that
-    the rank raised. `explained`: that is a PacelineError.
+    the rank raised. `explained`: that is a PacelineError. `exit_code`: of the command.
     """
 
     text: str
@@ -80,11 +80,12 @@ class LaunchFailure:
     final: bool = False
     error: str | None = None
     explained: bool = False
+    exit_code: int = 1
 
     def as_error(self) -> LaunchError:
         """The error to raise for it."""
         error = LaunchError(self.text)
-        error.rank_error, error.explained = self.error, self.explained
+        error.rank_error, error.explained, error.exit_code = self.error, self.explained, self.exit_code
         return error
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from paceline.channel.key import RunKey, key_descriptor
 from paceline.errors import LaunchError, PacelineError
 from paceline.launch.rank import PR_SET_PDEATHSIG
-from paceline.launch.signals import StopSignals
+from paceline.launch.signals import StopSignals, stopped_before
 from paceline.launch_engine.variables import COORDINATOR, ENGINE, HOST_NUMBER, HOSTS
 from paceline.rank_environment import KEY_FD, KEY_FILE
 
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
             return _until_no_host_is_lost(wanted, stop)
     except PacelineError as error:
         _say(str(error))
-        return 1
+        return error.exit_code
     finally:
         ray.shutdown()
 
@@ -97,8 +97,10 @@ def _await_hosts(group: Any, hosts: int, resources: dict[str, int], stop: StopSi
         there = sum(node["Alive"] for node in ray.nodes())
         each = " and ".join(f"{count} {name}" for name, count in resources.items())
         what = f"{hosts} hosts with {each} each that are free; the cluster has {there} hosts of all kinds"
-        if stop.first or now - begun > _PLACED_S:
-            raise LaunchError(f"waited {now - begun:.0f} s for {what}" + (", until it was stopped" * bool(stop.first)))
+        if stop.first:
+            raise stopped_before(f"there were {what}", stop.first)
+        if now - begun > _PLACED_S:
+            raise LaunchError(f"waited {now - begun:.0f} s for {what}")
         if now - told > _TOLD_EVERY_S:
             told = now
             _say(f"waiting for {what}")

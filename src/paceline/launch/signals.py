@@ -1,11 +1,16 @@
-"""Ctrl-C and SIGTERM as requests that the launcher obeys at its next tick."""
+"""Ctrl-C and SIGTERM as requests to the launcher; SIGTERM as an exit before and after."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
+
+from paceline.errors import LaunchError
 
 
 class StopSignals:
@@ -36,3 +41,38 @@ class StopSignals:
             self.first = signal.Signals(number).name
         elif number == signal.SIGINT:
             self.kill = True
+
+
+@contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """Within it, SIGTERM unwinds this process, which ends with exit code 143. A launch has its own answer."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # schedulers send it more than once, and what is unwound is not to be cut off
+    with suppress(OSError):
+        os.write(2, b"paceline: ended by SIGTERM\n")
+    raise SystemExit(128 + number)
+
+
+def stopped_before(what: str, name: str) -> LaunchError:
+    """The error of a run that a signal stopped before something happened."""
+    error = LaunchError(f"{name} stopped the run before {what}.")
+    error.exit_code = 128 + signal.Signals[name]
+    return error
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Exit code of a command that ends with this error."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    code = getattr(error, "code", None) if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
+    return code if isinstance(code, int) else 0 if isinstance(error, SystemExit) and code is None else 1

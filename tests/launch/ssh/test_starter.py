@@ -28,6 +28,12 @@ import sys
 from paceline.launch.ssh.starter import run_on_hosts
 sys.exit(run_on_hosts(sys.argv[1], sys.argv[2:]))
 """
+SILENT = """\
+#!/bin/sh
+case "$*" in *" -G "*) echo hostname 127.0.0.2; exit;; esac
+touch {here}/asked
+exec sleep 600
+"""
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +112,17 @@ def test_ctrl_c_at_the_starter_reaches_host_0_once(ssh: str, tmp_path: Path) -> 
     assert process.returncode == 7
     assert signals(tmp_path, 0) == "SIGINT"
     assert signals(tmp_path, 1) == ""  # told by host 0
+
+
+def test_sigterm_while_ssh_connects_ends_all_at_once(tmp_path: Path) -> None:
+    silent = tmp_path / "ssh"
+    silent.write_text(SILENT.format(here=tmp_path))
+    silent.chmod(0o700)
+    with starter(str(silent), "localhost,b", "wait", tmp_path) as process:
+        wait_until((tmp_path / "asked").exists, process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert "SIGTERM stopped the run before host b had started" in err
 
 
 def test_hosts_end_when_their_starter_is_killed(ssh: str, tmp_path: Path) -> None:

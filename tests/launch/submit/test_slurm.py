@@ -69,6 +69,34 @@ def wait_for_resume(count: int, run: Path, process: subprocess.Popen[str]) -> No
     wait_for_step(max(losses(run)) + 10, run, process)
 
 
+LATE = """
+import pathlib, time
+from torch.nn.functional import cross_entropy
+here = pathlib.Path(__file__).parent
+(here / "importing").touch()
+until = time.monotonic() + 300
+while not (here / "go").exists() and time.monotonic() < until:
+    time.sleep(0.02)
+"""
+
+
+def test_a_run_that_is_warned_before_its_first_step_starts_anew(slurm: SlurmCluster, job: Path, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    write_job(job, loss="late:cross_entropy", stop={"steps": 6})
+    options = ("--hosts", "2", "--plan", "dp=2", "--run", "run", "--set", "cpus-per-task=2")
+    variables = environment(slurm, tmp_path) | {"PACELINE_COORDINATOR": "127.0.0.1", "PYTHONPATH": str(tmp_path)}
+    with started("paceline", "submit", job, "--on", "slurm", *options, folder=tmp_path, environment=variables) as shown:
+        wait_for((tmp_path / "importing").exists, shown)
+        number = slurm.ask("squeue", "--noheader", "--format=%i")
+        slurm.ask("scancel", "--batch", "--signal=USR1", number)
+        wait_for(lambda: slurm.ask("squeue", "--noheader", "--format=%T") == "PENDING", shown)
+        (tmp_path / "go").touch()
+        found = ended(shown, 300)
+    assert found.code == 0, found
+    assert found.says("the time limit is near; saving", "SIGTERM", "back into the queue", "is done, exit code 0")
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_failed_run_ends_with_its_code_and_is_not_queued_again(slurm: SlurmCluster, tmp_path: Path) -> None:
     write_job(tmp_path / "job.yaml", model="nowhere:Model")
     arguments = ("submit", "job.yaml", "--on", "slurm", "--set", "cpus-per-task=1")

@@ -27,6 +27,7 @@ from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import Link, keep_alive
 from paceline.launch.host.messages import FromHost, Joining, Refused, ToHost, Welcome
 from paceline.launch.host.serve import Coordinator
+from paceline.launch.signals import exit_code_of
 from paceline.launch_engine import HostPlace
 from paceline.printable import printable
 
@@ -54,7 +55,8 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
         _await_all(place, key, listener, came, links)
     except BaseException as error:
         for link in links.values():
-            link.send(Refused(str(error) if isinstance(error, PacelineError) else "host 0 was stopped"))
+            reason = str(error) if isinstance(error, PacelineError) else "host 0 was stopped"
+            link.send(Refused(reason, exit_code_of(error)))
             link.connection.close()
         raise
     finally:
@@ -86,7 +88,10 @@ def joined(place: HostPlace, key: RunKey) -> Coordinator:
         ) from error
     if not isinstance(answer, Welcome):
         connection.close()
-        raise LaunchError(f"{who} was refused by host 0: {getattr(answer, 'reason', 'it speaks otherwise')}")
+        refusal = answer if isinstance(answer, Refused) else Refused("it speaks otherwise")
+        refused = LaunchError(f"{who} was refused by host 0: {refusal.reason}")
+        refused.exit_code = refusal.code
+        raise refused
     return Coordinator(connection, f"host {answer.names[0]} (number 0)")
 
 

@@ -116,9 +116,10 @@ class Welcome(Struct, tag=True, frozen=True):
 
 
 class Refused(Struct, tag=True, frozen=True):
-    """Reason why a host cannot take part."""
+    """Reason why a host cannot take part, and its exit code."""
 
     reason: str
+    code: int = 1
 
 
 class Probe(Struct, tag=True, frozen=True):

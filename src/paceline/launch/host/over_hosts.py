@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +12,7 @@ from paceline.launch.host.gather import gathered, joined
 from paceline.launch.host.hosts import coordinating, current_hosts
 from paceline.launch.host.serve import serve
 from paceline.launch.seed import warm_up
+from paceline.launch.signals import exit_code_of, sigterm_as_exit
 from paceline.launch_engine import HostPlace, own_engine
 from paceline.printable import printable
 
@@ -38,7 +37,7 @@ def over_hosts() -> Iterator[None]:
             f"{place.count} hosts meet under one key, and none was handed to host {place.name}. `paceline key FILE` "
             "makes one: copy it to every host, and set PACELINE_KEY_FILE=FILE there."
         )
-    with _sigterm_as_exit():
+    with sigterm_as_exit():
         warm_up()  # it imports while the hosts meet
         yield from _met(place, key)
 
@@ -58,27 +57,7 @@ def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
             yield
         code = 0
     except BaseException as error:
-        code = _exit_code(error)
+        code = exit_code_of(error)
         raise
     finally:
         hosts.dismiss(code)
-
-
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """Within it, SIGTERM unwinds this process, so that the others hear of it. A launch has its own answer."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    code = getattr(error, "code", None) if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
-    return code if isinstance(code, int) else 0 if isinstance(error, SystemExit) and code is None else 1

@@ -21,7 +21,7 @@ import msgspec
 from paceline.channel.key import RunKey
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
-from paceline.launch.signals import StopSignals
+from paceline.launch.signals import StopSignals, stopped_before
 from paceline.launch.ssh.address import coordinator_of, no_ssh, ssh, ssh_program
 from paceline.launch.ssh.host import SAVE_S, STARTED, Order
 from paceline.launch.ssh.host_list import NamedHost, read_hosts
@@ -121,10 +121,12 @@ class _HostCommand:
             self.process.stdin.flush()
 
     def stop(self) -> None:
-        """End its standard input, which ends the command there."""
+        """End its standard input, which ends the command there; ssh itself, while it still connects."""
         with suppress(BrokenPipeError):
             assert self.process.stdin is not None
             self.process.stdin.close()
+        if not self.has_begun:
+            self.process.terminate()
 
     def pass_on(self, signals: StopSignals) -> None:
         """Send the first signal, and a second Ctrl-C, once each."""
@@ -199,6 +201,8 @@ def _until_the_end(started: list[_HostCommand], signals: StopSignals, output: _O
         output.show(_TICK_S)
         started[0].pass_on(signals)
         _check(started, begun_by)
+        if signals.first and (late := [command.host.name for command in started if not command.has_begun]):
+            raise stopped_before(f"host {late[0]} had started", signals.first)
         if (code := started[0].process.poll()) is not None and dismissed_by == float("inf"):
             dismissed_by = time.monotonic() + (_DISMISS_S if code else _LAST_FILES_S)
     _check(started, begun_by)

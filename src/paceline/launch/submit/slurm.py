@@ -32,8 +32,9 @@ _PHASES: dict[str, Phase] = {
     "REVOKED": "cancelled",
 }
 
-# USR1 goes to this script alone (B:), as a host process that still imports would be ended by it. What has saved
-# and left after SIGTERM has the exit code 143; a run that finished or failed meanwhile is not queued again.
+# USR1 goes to this script alone (B:), as a host process that still imports would be ended by it. A run that
+# left after SIGTERM, saved where a step was done, has the exit code 143; one that finished or failed is not queued
+# again.
 _SCRIPT = """\
 set -u
 export PACELINE_KEY_FILE={key} PYTHONUNBUFFERED=1
