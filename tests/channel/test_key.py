@@ -98,6 +98,47 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path) -> None:
         read_key(path)
 
 
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A key as Kubernetes mounts a Secret under `fsGroup: 4242`: behind links, and root's with mode 0440."""
+    (tmp_path / "..2026").mkdir()
+    write_key(RunKey.make(), tmp_path / "..2026" / "key.pem")
+    os.chown(tmp_path / "..2026" / "key.pem", 0, 4242)
+    (tmp_path / "..2026" / "key.pem").chmod(0o440)
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "key.pem").symlink_to("..data/key.pem")
+    tmp_path.chmod(0o755)
+    return tmp_path / "key.pem"
+
+
+@pytest.mark.needs_root
+def test_a_secret_that_a_pod_mounts_for_its_group_is_read_there_and_nowhere_else(
+    secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [*os.getgroups(), 4242]
+    monkeypatch.setattr(os, "getgroups", lambda: groups)
+    with pytest.raises(LaunchError, match="mode 0440 instead of 0600"):
+        read_key(secret)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    read_key(secret)
+    groups.remove(4242)
+    with pytest.raises(LaunchError, match="mode 0440 instead of 0600"):
+        read_key(secret)
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize(("owner", "mode"), [(0, 0o460), (0, 0o444), (0, 0o450), (65534, 0o440)])
+def test_in_a_pod_nobody_else_may_write_or_read_a_key_and_root_owns_it(
+    secret: Path, owner: int, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setattr(os, "getgroups", lambda: [4242])
+    os.chown(secret, owner, 4242)
+    secret.chmod(mode)
+    with pytest.raises(LaunchError, match=r"belongs to|instead of 0600"):
+        read_key(secret)
+
+
 def test_a_key_file_is_never_written_over_or_through_a_link(tmp_path: Path) -> None:
     write_key(key := RunKey.make(), path := tmp_path / "key")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")

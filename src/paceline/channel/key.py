@@ -188,11 +188,23 @@ def _not_private(about: os.stat_result) -> str | None:
         return "is not a regular file"
     if about.st_uid not in (os.geteuid(), 0):
         return f"belongs to {user_name(about.st_uid)}"
-    if about.st_mode & 0o077:
+    if about.st_mode & 0o077 and not _is_a_pods_secret(about):
         return f"can be read by other users (mode {stat.S_IMODE(about.st_mode):04o} instead of 0600)"
     return None
 
 
+def _is_a_pods_secret(about: os.stat_result) -> bool:
+    """True if the file is a Secret that Kubernetes mounts for a container's group (`fsGroup`).
+
+    Such a file is root's, with mode 0440: a container whose user is not root reads it in no other way. Nobody but the
+    pod's own containers sees its file system, so the group is nobody else there; on a host it may be many users.
+    """
+    only_read_by_group = about.st_uid == 0 and about.st_mode & 0o037 == 0
+    ours = about.st_gid in (os.getegid(), *os.getgroups())
+    return _IN_A_POD in os.environ and only_read_by_group and ours
+
+
+_IN_A_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets it in every container
 _MAKE = "`paceline key FILE` makes one, for every host a copy."
 
 

@@ -17,7 +17,7 @@ from paceline.launch.submit.sky import Sky
 
 PYTHON = Path(__file__).parent.parent.parent.parent / "build" / "engines" / "bin" / "python"
 pytestmark = [pytest.mark.slow, pytest.mark.needs_engines]
-OPTIONS = {"image": "registry/mine:1", "cpus": "8", "memory": "64Gi", "gpus": "4", "namespace": "team"}
+OPTIONS = {"image": "registry/mine:1", "cpus": "8", "memory": "64Gi", "gpus": "4", "namespace": "team", "user": "1000"}
 VALIDATE = """
 import sys, kubernetes_validate, yaml
 for document in yaml.safe_load_all(sys.stdin):

@@ -5,6 +5,7 @@ The models accept unknown keys and drop them, so what they give back is compared
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ ALL = {
     "cpus": "8",
     "memory": "64Gi",
     "gpus": "4",
+    "user": "1000",
 }
 
 
@@ -133,3 +135,18 @@ def test_what_a_pod_would_lack_is_told_before(changes: dict[str, Any], told: str
     given["options"] = {"kind": "job"} | given["options"]
     with pytest.raises(LaunchError, match=told):
         Kubernetes().text(Request(**given))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_containers_of_another_user_than_root_get_the_secret_by_their_group(kind: str, request_: Request) -> None:
+    found = str(objects(kind, request_))
+    assert "'runAsUser': 1000" in found
+    assert "'fsGroup': 1000" in found
+    of_the_image = {name: value for name, value in ALL.items() if name != "user"}
+    assert "runAsUser" not in str(objects(kind, replace(request_, options=of_the_image)))
+
+
+@pytest.mark.parametrize("user", ["0", "root", "-1", "99999999999", "1e3"])
+def test_a_user_that_is_no_number_is_refused(user: str, request_: Request) -> None:
+    with pytest.raises(LaunchError, match="--set user"):
+        manifests("job", replace(request_, options=ALL | {"user": user}), "KEY")

@@ -35,6 +35,7 @@ class Kubernetes(Scheduler):
         "gpus": "GPUs of each pod",
         "gpu-resource": "their name in the cluster (default: nvidia.com/gpu)",
         "python": "Python in the image that has paceline (default: python)",
+        "user": "number of the user that the containers run as, e.g. 1000 (default: the image's)",
     }
 
     def text(self, request: Request) -> str:

@@ -65,6 +65,7 @@ def _train_job(request: Request) -> list[Manifest]:
     """A TrainJob. How often it starts again is the runtime's to say."""
     pod = {
         "terminationGracePeriodSeconds": _GRACE_S,
+        **_user(request),
         "volumes": _volumes(request),
         "containers": [{"name": "node", "volumeMounts": _mounts(request)}],
     }
@@ -152,6 +153,7 @@ def _job_spec(request: Request, coordinator: str, backoff: int) -> Manifest:
     pod: Manifest = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _GRACE_S,
+        **_user(request),
         "containers": [container],
         "volumes": _volumes(request),
     }
@@ -178,6 +180,21 @@ def _resources(request: Request) -> Manifest:
     names = {"cpus": "cpu", "memory": "memory", "gpus": request.options.get("gpu-resource", "nvidia.com/gpu")}
     asked = {resource: request.options[name] for name, resource in names.items() if name in request.options}
     return {"requests": asked, "limits": asked} if asked else {}
+
+
+def _user(request: Request) -> Manifest:
+    """User of the containers, in whose group the Secret is mounted.
+
+    Raises:
+        LaunchError: it is no number of a user.
+    """
+    if (text := request.options.get("user")) is None:
+        return {}
+    if not (text.isascii() and text.isdecimal() and 0 < int(text[:11]) < 2**31):
+        raise LaunchError(f"--set user={text[:40]}: the number of a user other than root, e.g. 1000")
+    number = int(text)
+    ours = {"runAsUser": number, "runAsGroup": number, "fsGroup": number, "fsGroupChangePolicy": "OnRootMismatch"}
+    return {"securityContext": {"runAsNonRoot": True, **ours}}
 
 
 def _volumes(request: Request) -> list[Manifest]:
