@@ -16,6 +16,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -36,11 +37,12 @@ from paceline.rank_environment import own_rank
 
 Q = TypeVar("Q")
 R = TypeVar("R")
+RankFunction = Callable[[Q], R] | Callable[[Q, Callable[[R], None]], R] | Callable[[Q, Path], R]
 _REQUEST, _PARTIAL = "request.json", "partial.json"
 
 
 def run_on_ranks(
-    function: Callable[[Q], R] | Callable[[Q, Callable[[R], None]], R],
+    function: RankFunction[Q, R],
     request: Q,
     *,
     places: Sequence[RankPlace],
@@ -50,6 +52,7 @@ def run_on_ranks(
     collect_s: float = COLLECT_S,
     env: Mapping[str, str] = {},
     on_partial: Callable[[R], object] | None = None,
+    folder: Path | None = None,
 ) -> list[R]:
     """Call `function(request)` on a rank in each place. Returns what each rank returned, in rank order.
 
@@ -59,6 +62,8 @@ def run_on_ranks(
         threads, deadline_s, start_deadline_s, collect_s, env: as for `launch`.
         on_partial: gets the results so far of rank 0: then the function is called with the request and a function that
             takes such a result. Called in this thread, for the newest one, before an error is raised as well.
+        folder: private, that the function is called with beside the request. On another host it is a copy, which
+            begins empty: `fetch` has a folder of it there. For one call at a time.
 
     Raises:
         LaunchError: a rank raised, hung, was killed, or ended without a result.
@@ -71,12 +76,15 @@ def run_on_ranks(
             signals.append(details["signal"])
 
     codec = _Codec(function)
-    with scratch_folder() as folder:
-        (folder / _REQUEST).write_text(codec.encoded_request(request))
-        partial = _Partial(folder / _PARTIAL, codec, on_partial)
+    more = ["partial"] if on_partial else ["folder"] if folder else []
+    with nullcontext(folder) if folder else scratch_folder() as where:
+        for earlier in (where / _PARTIAL, *(_file(where, rank) for rank in range(len(places)))):
+            earlier.unlink(missing_ok=True)
+        (where / _REQUEST).write_text(codec.encoded_request(request))
+        partial = _Partial(where / _PARTIAL, codec, on_partial)
         try:
             launch(
-                [f"{__name__}:be_rank", import_path_of(function), str(folder), *(["partial"] if on_partial else [])],
+                [f"{__name__}:be_rank", import_path_of(function), str(where), *more],
                 ranks=len(places),
                 places=places,
                 threads=threads,
@@ -88,23 +96,24 @@ def run_on_ranks(
                 on_tick=partial.look,
                 on_event=note,
                 env=env,
-                folder=RunFolder(folder, (_REQUEST,)),
+                folder=RunFolder(where, (_REQUEST,)),
             )
         finally:
             if signals:
                 raise SystemExit(128 + signal.Signals[signals[0]])
             partial.look()
-        return [_result(folder, rank, codec) for rank in range(len(places))]
+        return [_result(where, rank, codec) for rank in range(len(places))]
 
 
 def run_on_plan(
-    function: Callable[[Q], R] | Callable[[Q, Callable[[R], None]], R],
+    function: RankFunction[Q, R],
     request: Q,
     *,
     job: Job,
     cluster: Cluster,
     plan: Plan,
     on_partial: Callable[[R], object] | None = None,
+    folder: Path | None = None,
 ) -> list[R]:
     """Call a function on the ranks of a plan, with the job's deadline; see `run_on_ranks`.
 
@@ -115,7 +124,13 @@ def run_on_plan(
     warm_up_for(job, plan)
     with places_on(cluster, plan.ranks) as places:
         return run_on_ranks(
-            function, request, places=places, threads=threads, deadline_s=job.deadline_s, on_partial=on_partial
+            function,
+            request,
+            places=places,
+            threads=threads,
+            deadline_s=job.deadline_s,
+            on_partial=on_partial,
+            folder=folder,
         )
 
 
@@ -132,7 +147,7 @@ def warm_up_for(job: Job, plan: Plan) -> None:
 
 
 def be_rank(arguments: list[str]) -> None:
-    """Call the function, in a rank: `FUNCTION FOLDER [partial]`."""
+    """Call the function, in a rank: `FUNCTION FOLDER [partial|folder]`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
     function, folder = load_object(arguments[0]), Path(arguments[1])
     codec = _Codec[Any, Any](function)
@@ -142,14 +157,20 @@ def be_rank(arguments: list[str]) -> None:
         if own_rank() == 0:
             write_whole(folder / _PARTIAL, codec.encoded(result))
 
-    result = function(request, partial) if "partial" in arguments[2:] else function(request)
+    match arguments[2:]:
+        case ["partial"]:
+            result = function(request, partial)
+        case ["folder"]:
+            result = function(request, folder)
+        case _:
+            result = function(request)
     write_whole(_file(folder, own_rank()), codec.encoded(result))
 
 
 class _Codec(Generic[Q, R]):
     """JSON of a rank function's request and result, by its annotations. Infinity and NaN are kept."""
 
-    def __init__(self, function: Callable[[Q], R] | Callable[[Q, Callable[[R], None]], R]) -> None:
+    def __init__(self, function: RankFunction[Q, R]) -> None:
         hints = get_type_hints(function)
         result, parameter = hints.pop("return"), next(iter(hints.values()))
         self._request: TypeAdapter[Q] = TypeAdapter(parameter)

@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -221,7 +221,7 @@ class Checks:
     def _compared(self, plan: Plan, tolerance: Tolerance, parts: Parts) -> Parity:
         folder, reference = self._reference(parts)
         comparison = Comparison(Steps(self.job, plan, self.steps, folder, parts), reference)
-        found = run_on_plan(_compare, comparison, job=self.job, cluster=self.cluster, plan=plan)
+        found = run_on_plan(_compare, comparison, job=self.job, cluster=self.cluster, plan=plan, folder=folder)
         return Parity.of(plan, found, reference, tolerance)
 
     def _parts(self, plan: Plan) -> Parts:
@@ -249,7 +249,7 @@ class Checks:
         plan = Plan(precision=precision, microbatches=parts.microbatches)
         steps = Steps(self.job, plan, self.steps, folder, parts)
         try:
-            return run_on_plan(_take_reference, steps, job=self.job, cluster=self.cluster, plan=plan)[0]
+            return run_on_plan(_take_reference, steps, job=self.job, cluster=self.cluster, plan=plan, folder=folder)[0]
         except LaunchError:
             # Some models name float32 in their code and raise in float64; of these float32 is the most exact that there
             # is.
@@ -260,16 +260,16 @@ class Checks:
             return reference
 
 
-def _take_reference(steps: Steps) -> Reference:
+def _take_reference(steps: Steps, folder: Path) -> Reference:
     from paceline.parity.ranks import take_reference
 
-    return take_reference(steps)
+    return take_reference(replace(steps, folder=folder))
 
 
-def _compare(comparison: Comparison) -> Compared:
+def _compare(comparison: Comparison, folder: Path) -> Compared:
     from paceline.parity.ranks import compare
 
-    return compare(comparison)
+    return compare(replace(comparison, steps=replace(comparison.steps, folder=folder)))
 
 
 def check_all(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from paceline.data.loader import Loader
 from paceline.device import widened
 from paceline.engine.comparable import all_in_float64, in_float64, nothing_dropped, random_module, without_dropout
 from paceline.engine.engine import Engine
-from paceline.errors import LaunchError
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
@@ -33,6 +33,7 @@ from paceline.plans.plan import Plan
 from paceline.split.layout import ShardLayout
 from paceline.split.parts import local
 from paceline.training.build import build_engine, built, seed_all
+from paceline.training.checkpoint.fetch import fetch
 
 # Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at
 # zero, so nothing is measured by less than this share of the norm of all gradients, of all parameters, or of all
@@ -51,7 +52,9 @@ def take_reference(steps: Steps) -> Reference:
         for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
             losses.append(engine.step(batch).loss)
             outputs.close()
-            save_file(_tensors(engine), steps.folder / f"reference-{step}.safetensors")
+            file = _file(steps, step)
+            file.parent.mkdir(mode=0o700)
+            save_file(_tensors(engine), file)
         now = _tensors(engine)
         buffers = [name for name in now if name.startswith("buffer/")]
         written = sorted({name.split("/", 2)[2] for name in buffers if not torch.equal(now[name], initial[name])})
@@ -178,13 +181,14 @@ def _buffers(engine: Engine) -> list[tuple[int, dict[str, Tensor]]]:
 
 def _reference(steps: Steps, step: int) -> dict[str, Tensor]:
     """The tensors of one process after a step."""
-    file = steps.folder / f"reference-{step}.safetensors"
-    if not file.exists():
-        raise LaunchError(
-            f"this host does not see {file}, which host 0 has written. A check over several hosts needs a temporary "
-            "folder (TMPDIR) that all of them share."
-        )
+    file = _file(steps, step)
+    if not file.exists():  # host 0 has it
+        fetch(file.parent, steps.folder, steps.job.deadline_s)
     return load_file(file)
+
+
+def _file(steps: Steps, step: int) -> Path:
+    return steps.folder / f"reference-{step}" / "tensors"
 
 
 def _tensors(engine: Engine) -> dict[str, Tensor]:

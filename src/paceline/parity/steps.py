@@ -28,7 +28,7 @@ class Steps:
 
     Attributes:
         parts: how a process that computes alone divides a batch; a plan of several ranks divides it by itself.
-        folder: tensors of the reference, `reference-STEP.safetensors`.
+        folder: tensors of the reference, in `reference-STEP/tensors`.
     """
 
     job: Job

@@ -263,5 +263,5 @@ class Checkpoints(Callback):
             world=group.size,
             report=self.events,
             agree=group.gather_json,
-            fetch=partial(fetch, deadline_s=self.run.job.deadline_s),
+            fetch=partial(fetch, copy=self.run.path, deadline_s=self.run.job.deadline_s),
         )

@@ -218,13 +218,23 @@ def test_sigterm_while_hosts_wait_for_one_another_ends_each_cleanly(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.needs_root
 @pytest.mark.timeout(240)
-def test_check_and_links_run_over_hosts(tmp_path: Path) -> None:
+def test_check_compares_on_hosts_without_a_common_folder(tmp_path: Path) -> None:
     first, second = folders(tmp_path)
     job = write_job(first / "job.yaml")
-    zero, one = run_on("check", job, "--plan", "dp=2", "--steps", 2, folders=[first, second])
+    arguments = ("check", job, "--plan", "fsdp=2", "--steps", 2)
+    with host_processes(*arguments, folders=[first, second], apart=True) as hosts:
+        zero, one = outcomes(hosts)
     assert (zero.code, one.code) == (0, 0), zero.err + zero.out
     assert zero.says("parity holds")
+    assert not [*first.glob("paceline-scratch*"), *second.glob("paceline-scratch*")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_links_run_over_hosts(tmp_path: Path) -> None:
+    first, second = folders(tmp_path)
     words = ("links", "--ranks", 2, "--sizes", "1KiB", "--collectives", "all_reduce", "--transports", "shm")
     zero, one = run_on(*words, folders=[first, second])
     assert (zero.code, one.code) == (0, 0), zero.err
