@@ -252,20 +252,13 @@ LOOPS = (  # of `simulated_loops.py`
 )
 # What `make test` runs of the table in late order, and of that in random order as well.
 QUICK = {
-    "cnn dp=1 + checkpoints",
     "dropout dp=1 + resume + checkpoints",
-    "fp16_with_a_loss_scale dp=1",
-    "cnn dp=2 + batch_norm: sync",
-    "lstm dp=1 + resume",
-    "gpt dp=2 sync=diloco:3,fragments=2,overlap=1",
     "gpt tp=2",
-    "gpt cp=2",
-    "moe ep=2 + resume + evaluate",
+    "gpt fsdp=2 + resume + checkpoints",
     "own_backward dp=2",
 }
 QUICK_AT_RANDOM = {
     "gpt dp=2 + small buckets + checkpoints",
-    "gpt fsdp=2 + resume + checkpoints",
     "gpt pp=2 microbatches=4",
 }
 

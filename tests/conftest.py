@@ -34,8 +34,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background
 _PATH = [os.path.dirname(__file__), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATH))  # ranks find what tests share
 
-hypothesis.settings.register_profile("no deadline", deadline=None)  # other tests run beside an example
-hypothesis.settings.load_profile("no deadline")
+# other tests run beside an example, so that none has a deadline
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("slow", deadline=None)
+hypothesis.settings.load_profile("quick")
 
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "needs_root": ("the tests run as root", lambda: os.geteuid() == 0),
@@ -138,6 +140,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        hypothesis.settings.load_profile("slow")
     for marker, (what, _) in NEEDS.items():
         config.addinivalue_line(
             "markers", f"{marker}: needs {what}; fails where CI=true and skips elsewhere without it"

@@ -65,6 +65,7 @@ step()
 """)
 
 
+@pytest.mark.slow
 def test_a_module_of_the_compiler_is_the_one_that_the_compiler_uses() -> None:
     python("""
 import torch._dynamo as held

@@ -12,6 +12,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 
 from commands import ended, started
 from paceline.errors import DataError
@@ -23,6 +24,7 @@ from small_jobs import new_run, train_as_rank, train_here
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NEEDS_A_DOWNLOAD = "cifar10.yaml"
+LONG = {"bert_text.yaml", "gpt_text.yaml", "large_batch.yaml"}  # the models are trained by others as well
 STEPS = 10
 
 
@@ -39,7 +41,13 @@ def shortened(file: Path, steps: int) -> Job:
     return job.model_copy(update={"stop": StopSpec(steps=steps), "data": less})
 
 
-@pytest.mark.parametrize("name", sorted({file.name for file in EXAMPLES.glob("*.yaml")} - {NEEDS_A_DOWNLOAD}))
+def examples() -> list[ParameterSet]:
+    """Files of all examples."""
+    names = sorted({file.name for file in EXAMPLES.glob("*.yaml")} - {NEEDS_A_DOWNLOAD})
+    return [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", examples())
 def test_every_example_learns(name: str, folder: Path, tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", shortened(folder / name, STEPS))
     assert len(run.losses) == STEPS

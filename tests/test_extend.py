@@ -58,9 +58,7 @@ def loaded(code: str, installed: str, folder: Path | None = None) -> list[str]:
 TRAINED = (
     "dp=2",
     "dp=2 sync=majority:0.05",
-    "dp=2 compress=exponent",
     "dp=2 compress=topk:0.5+exponent",
-    "dp=2 transport=loopback",
     "fsdp=2 transport=loopback",
 )
 
@@ -138,12 +136,10 @@ for plan in ("dp=2 sync=majority:3", "dp=2 sync=majority compress=int8", "dp=2 t
 # A codec
 
 
-def test_a_codec_from_a_package_codes_gradients_alone_and_behind_another(runs: Path) -> None:
-    names = ("dp=2", "dp=2 compress=exponent", "dp=2 compress=topk:0.5+exponent")
-    plain, coded, kept = (list(losses(runs / name).values()) for name in names)
+def test_a_codec_from_a_package_codes_gradients_behind_another(runs: Path) -> None:
+    plain, coded = (list(losses(runs / name).values()) for name in ("dp=2", "dp=2 compress=topk:0.5+exponent"))
     assert coded[0] == pytest.approx(plain[0], rel=1e-6)
-    assert coded[-1] != plain[-1] != kept[-1]
-    assert coded == pytest.approx(plain, rel=0.1)
+    assert coded[-1] != plain[-1]
 
 
 def test_the_bytes_of_a_codec_from_a_package_are_predicted(installed: str) -> None:
@@ -176,9 +172,9 @@ def test_a_codec_from_a_package_is_timed_and_tried_by_auto_on_a_slow_link(instal
 
 
 def test_a_transport_from_a_package_carries_a_run(runs: Path) -> None:
-    for plan in ("dp=2 transport=loopback", "fsdp=2 transport=loopback", "dp=2"):
+    for plan in ("fsdp=2 transport=loopback", "dp=2"):
         assert events(runs / plan, "start")[0]["transport"] == ("loopback" if "loopback" in plan else "shm")
-    assert losses(runs / "dp=2 transport=loopback") == pytest.approx(losses(runs / "dp=2"), rel=1e-5)
+    assert losses(runs / "fsdp=2 transport=loopback") == pytest.approx(losses(runs / "dp=2"), rel=1e-5)
 
 
 MEASURED = """

@@ -23,6 +23,8 @@ EXCEPT = {
 
 def vendor_names(source: str) -> Iterator[tuple[int, str]]:
     """Each name and string of a module's code that names a maker's device; docstrings and comments may."""
+    if not VENDOR.search(source):  # most modules: taking them apart takes long
+        return
     tree = ast.parse(source)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {

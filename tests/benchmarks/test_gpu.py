@@ -139,6 +139,7 @@ def test_the_page_shows_every_row_as_text(module: Callable[[str], Any], browser:
     assert browser.requests() == []
 
 
+@pytest.mark.slow
 def test_without_an_accelerator_it_says_what_it_would_do(tmp_path: Path) -> None:
     ended = _started(tmp_path, "--json", stdout=subprocess.PIPE)
     said, _ = ended.communicate(timeout=120)

@@ -71,6 +71,7 @@ def test_a_torch_that_cannot_be_imported_is_a_problem_and_not_a_crash(tmp_path: 
 
 
 @pytest.mark.needs_root
+@pytest.mark.slow
 def test_ranks_that_could_not_meet_are_not_started(tmp_path: Path) -> None:
     # in a network namespace of its own, whose loopback is down
     alone = ["unshare", "--net", str(BIN / "paceline"), "doctor"]

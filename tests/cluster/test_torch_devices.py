@@ -58,6 +58,7 @@ def test_the_installed_torch_says_what_it_is_built_for_without_being_imported(
     assert hint() == said
 
 
+@pytest.mark.slow
 def test_a_plugin_without_a_device_leaves_a_machine_of_cores(tmp_path: Path) -> None:
     found = alone(DISCOVER, path=str(plugin(tmp_path, "pass")), CUDA_VISIBLE_DEVICES="")
     assert found.stdout.split() == ["cpu"], found.stderr

@@ -57,7 +57,7 @@ def losses(run: Run) -> list[list[float]]:
 # Resuming
 
 
-@pytest.mark.parametrize("plan", [LOCAL, DILOCO])
+@pytest.mark.parametrize("plan", [pytest.param(LOCAL, marks=pytest.mark.slow), DILOCO])
 def test_a_run_goes_on_bit_for_bit_from_the_middle_of_a_period(tmp_path: Path, ranks: Ranks, plan: str) -> None:
     undisturbed = train(tmp_path / "undisturbed", plan, ranks, **EXACT, stop={"steps": 30})
     # a fragment left in step 12 and arrives in 15

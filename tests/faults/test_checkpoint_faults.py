@@ -76,7 +76,9 @@ def script(*arguments: object) -> subprocess.CompletedProcess[str]:
 # A crash while writing
 
 
-@pytest.mark.parametrize("step", [2, 1], ids=["the_next_step", "the_same_step_again"])
+@pytest.mark.parametrize(
+    "step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["the_next_step", "the_same_step_again"]
+)
 def test_a_kill_at_any_line_of_the_writing_leaves_a_whole_checkpoint(tmp_path: Path, step: int) -> None:
     done = script("kill_after_every_change", tmp_path, step)
     assert done.returncode == 0, done.stderr

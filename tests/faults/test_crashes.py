@@ -178,6 +178,7 @@ def test_ctrl_c_ends_a_divided_run_which_goes_on_under_another_plan(
     assert losses(run) == pytest.approx(undisturbed, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_ranks_at_once_that_cannot_save(tmp_path: Path) -> None:
     hanging = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"trouble": "hang"}}
     job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=hanging, deadline_s=60)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.job.job import Job
 from paceline.parity.check import Checks, Parity
 from paceline.plans.plan import Plan
@@ -180,15 +182,18 @@ def test_statistics_that_stray_on_one_rank_are_found(tmp_path: Path) -> None:
     assert (worst.name, worst.rank) == ("norm.running_mean", 1)
 
 
+@pytest.mark.slow
 def test_every_rank_has_the_statistics_of_its_own_samples(tmp_path: Path) -> None:
     assert checked(job(tmp_path, "Normed"), "dp=2 microbatches=2").verdict == "holds"
     assert checked(job(tmp_path, "Normed", args={"track_running_stats": False}), "dp=2").verdict == "holds"
 
 
+@pytest.mark.slow
 def test_uneven_shares_are_checked(tmp_path: Path) -> None:
     assert checked(job(tmp_path, "Normed", partition={"weights": [3, 1]}), "dp=2").verdict == "holds"
 
 
+@pytest.mark.slow
 def test_a_loss_with_float32_tensors_and_a_model_that_computes_in_float32_are_checked_in_float64(
     tmp_path: Path,
 ) -> None:

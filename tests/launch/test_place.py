@@ -68,7 +68,7 @@ def test_a_rank_that_is_killed_is_told_with_its_host(tmp_path: Path) -> None:
         run("be_killed_on_rank_1", tmp_path, Cluster(emulate=Emulate(hosts=2, cpu=1)), 2)
 
 
-@pytest.mark.parametrize(("keeper", "cpu"), [("lives", 1), ("killed", None)])
+@pytest.mark.parametrize(("keeper", "cpu"), [pytest.param("lives", 1, marks=pytest.mark.slow), ("killed", None)])
 def test_ranks_whose_launcher_is_killed_save_while_their_network_is_still_there(
     keeper: str, cpu: float | None, tmp_path: Path
 ) -> None:

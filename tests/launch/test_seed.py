@@ -94,7 +94,7 @@ def test_every_rank_is_an_interpreter_where_that_is_asked_for_or_a_fork_would_be
     ("what_it_starts", "forked"),
     [
         ("threading.Thread(target=time.sleep, args=[60], daemon=True).start()", False),
-        ("weakref.finalize(threading.Lock, open, 'finalized', 'w')", True),
+        pytest.param("weakref.finalize(threading.Lock, open, 'finalized', 'w')", True, marks=pytest.mark.slow),
     ],
     ids=["a_thread", "a_finalizer"],
 )

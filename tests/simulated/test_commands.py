@@ -57,6 +57,7 @@ def losses(run: Run) -> list[float]:
     return [step["loss"] for step in run.steps()]
 
 
+@pytest.mark.slow
 def test_it_is_discovered_without_importing_torch_and_left_alone_where_that_is_asked_for(simulated: Simulated) -> None:
     def shown(**variables: str) -> subprocess.CompletedProcess[str]:
         environ = os.environ | simulated.environment(devices=3) | variables

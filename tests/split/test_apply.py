@@ -162,7 +162,9 @@ def test_degrees_for_other_ranks_than_were_started_are_refused() -> None:
         paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, data, plan="fsdp=2 tp=2")
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2 microbatches=2", "cp=2"])
+@pytest.mark.parametrize(
+    "plan", ["tp=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("pp=2 microbatches=2", "cp=2"))]
+)
 def test_held_out_metrics_and_the_record_of_a_divided_run(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     """Metrics as alone; the state that a rank holds is what its shapes predict; the parts of each step sum to it."""
     data = {"kind": "synthetic", "samples": 83, "shape": [16], "vocab": 48, "held_out": 0.3}  # 25 held out
@@ -193,7 +195,9 @@ def test_held_out_metrics_and_the_record_of_a_divided_run(ranks: Ranks, tmp_path
         ) == pytest.approx(step["step_s"], abs=1e-4)
 
 
-@pytest.mark.parametrize("plan", ["ep=2", "pp=2 microbatches=2", pytest.param("tp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plan", ["ep=2", *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("pp=2 microbatches=2", "tp=2"))]
+)
 def test_dropped_tokens_are_counted_alike_under_every_plan(ranks: Ranks, tmp_path: Path, plan: str) -> None:
     model = {"zoo": "moe", "args": {**ZOO["moe"], "capacity": 1.0}}
     job = family_job("moe", tmp_path, model=model, stop={"steps": 2})

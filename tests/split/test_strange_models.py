@@ -575,6 +575,7 @@ def test_what_is_changed_in_place_is_changed_once(ranks: Ranks) -> None:
     assert_same(ranks(2, divided, [*names, "a_block_that_changes_its_input"], PP, 2, backend="shm"))
 
 
+@pytest.mark.slow
 def test_what_modules_keep_from_pass_to_pass_is_kept_by_stages(ranks: Ranks) -> None:
     names = [
         "attributes_read_by_others",
@@ -585,11 +586,13 @@ def test_what_modules_keep_from_pass_to_pass_is_kept_by_stages(ranks: Ranks) -> 
     assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_models_own_are_not_cut(ranks: Ranks) -> None:
     names = ["reentrant_checkpoints", "checkpointed_halves", "blocks_in_an_autograd_function"]
     assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
 
 
+@pytest.mark.slow
 def test_modules_that_are_not_called_from_their_parent_are_found(ranks: Ranks) -> None:
     names = ["forward_called_past_hooks", "blocks_in_a_plain_list", "a_block_that_knows_its_parent", "functional_calls"]
     assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
@@ -609,6 +612,7 @@ def test_what_stages_cannot_do_is_refused_before_the_first_step(ranks: Ranks) ->
     assert_refused(ranks(2, divided, list(words), PP, 2, backend="shm"), words)
 
 
+@pytest.mark.slow
 def test_weights_with_hooks_or_made_of_others_are_not_deferred_by_a_zero_bubble_schedule(ranks: Ranks) -> None:
     names = [
         "weights_that_are_computed",
@@ -648,6 +652,7 @@ def test_what_slices_cannot_do_is_refused_before_the_first_step(ranks: Ranks) ->
     assert_refused(ranks(2, divided, list(words), FSDP, 1, backend="shm"), words)
 
 
+@pytest.mark.slow
 def test_shards_of_stages_are_gathered_where_they_are_used(ranks: Ranks) -> None:
     names = ["a_weight_of_a_block_used_by_the_model", "one_block_under_two_names", "hooks_on_the_model_and_its_blocks"]
     assert_same(ranks(4, divided, names, "fsdp=2 pp=2 microbatches=2", 2, backend="shm"))

@@ -122,7 +122,9 @@ def counted(of: Job, samples: int = 2) -> float:
     return float(counter.get_total_flops()) / samples
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "resnet50" else ()) for name in ZOO]
+)
 def test_a_trace_of_the_zoo_has_every_parameter_and_every_flop(name: str) -> None:
     found = trace(zoo(name))
     assert found.parameters == model_info(zoo(name).model).numel

@@ -65,7 +65,7 @@ def divided_by_the_split(folder: Path, tp: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_planner_counts_the_weights_that_the_split_divides(tp: int, tmp_path: Path) -> None:
     jobs, cluster = {name: job_of(tmp_path, name) for name in MODELS}, named_cluster("4xH100-SXM")
     split = divided_by_the_split(tmp_path, tp)

@@ -330,7 +330,11 @@ def test_a_resumed_run_keeps_its_plan_and_measures_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.slow, id="while predicting"), pytest.param(2, id="while measuring")]
+    "ranks",
+    [
+        pytest.param(1, marks=pytest.mark.slow, id="while predicting"),
+        pytest.param(2, marks=pytest.mark.slow, id="while measuring"),
+    ],
 )
 def test_ctrl_c_ends_the_measuring_and_trains_nothing(tmp_path: Path, ranks: int) -> None:
     body = f"if os.environ['WORLD_SIZE'] == '{1 if ranks == 1 else min(CLUSTER.devices, 8)}': "

@@ -57,7 +57,7 @@ def sums_by(algorithm: Algorithm) -> dict[str, Any]:
     ("hosts", "backend"),
     [
         ((0, 0, 0, 0), "shm"),
-        ((0, 1, 0, 1), "gloo"),
+        pytest.param((0, 1, 0, 1), "gloo", marks=pytest.mark.slow),
         ((0, 1, 0, 1), "shm"),
         pytest.param((0, 0, 0, 0), "gloo", marks=pytest.mark.slow),
     ],

@@ -324,7 +324,7 @@ ON_RANKS = settings(
 )
 
 
-@pytest.mark.parametrize("size", [2, 4])  # 4 ranks have a group of 3
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])  # 4 ranks have a group of 3
 @ON_RANKS
 @given(cases=st.lists(CASES, min_size=40, max_size=60))
 def test_any_calls_after_each_other_and_at_once_give_the_plain_results(

@@ -80,7 +80,7 @@ def disturbed() -> tuple[list[int], list[int], int]:
     return undisturbed, result, max(link.connections for link in group._mesh.links.values())
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_connections_that_break_again_and_again_change_no_bit(ranks: Ranks, size: int) -> None:
     for undisturbed, result, connections in ranks(size, disturbed, backend="tcp"):
         assert connections > 3, "they broke"

@@ -345,7 +345,7 @@ _jobs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=_jobs)
 def test_a_job_that_is_written_and_read_again_is_the_same(tmp_path: Path, values: dict[str, Any]) -> None:
     job = Job(**values)

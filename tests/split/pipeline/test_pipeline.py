@@ -27,7 +27,15 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 _BACKENDS: dict[str, Backend] = {"gpipe": "gloo", "1f1b": "shm", "interleaved": "gloo", "zero-bubble": "shm"}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param("gpipe", marks=pytest.mark.slow),
+        "1f1b",
+        pytest.param("interleaved", marks=pytest.mark.slow),
+        "zero-bubble",
+    ],
+)
 def test_every_schedule_with_a_tied_head(ranks: Ranks, schedule: str) -> None:
     """Else a schedule would train another model, or the embedding would miss the gradient of the head."""
     found = ranks(
@@ -56,6 +64,7 @@ def test_a_plain_sequence_cut_by_cost_with_a_smaller_last_batch(ranks: Ranks, sc
     assert found[0]["lines"] == found[1]["lines"], "ranks that cut differently would wait for each other for ever"
 
 
+@pytest.mark.slow
 def test_four_stages_of_uneven_size(ranks: Ranks) -> None:
     found = ranks(4, piped, "gpt", "pp=4 microbatches=4 cut=blocks.1,blocks.2,head", backend="shm")
     assert [rank["blocks"] for rank in found] == [1, 1, 3, 0]
@@ -73,34 +82,32 @@ def test_model_families(ranks: Ranks, name: str, schedule: str) -> None:
     assert_same(ranks(2, piped, name, f"pp=2 microbatches=2 schedule={schedule}", backend="shm"), alone(CASES[name], 2))
 
 
-def more_than_chains() -> dict[str, dict[str, Any]]:
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("t5", "decoder.block.1"),
+        pytest.param("resnet", "resnet.encoder.stages.1.layers.0", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_more_than_a_chain_of_blocks(ranks: Ranks, name: str, cut: str) -> None:
     """T5: four tensors cross, one of them by way of the stage; ResNet: buffers stay with their stage."""
-    cuts = {"t5": "decoder.block.1", "resnet": "resnet.encoder.stages.1.layers.0"}
-    return {name: piped(name, f"pp=2 microbatches=2 cut={cut}") for name, cut in cuts.items()}
+    assert_same(ranks(2, piped, name, f"pp=2 microbatches=2 cut={cut}", backend="shm"), alone(CASES[name], 2))
 
 
-def test_what_is_more_than_a_chain_of_blocks(ranks: Ranks) -> None:
-    first, second = ranks(2, more_than_chains, backend="shm")
-    for name, found in first.items():
-        assert_same([found, second[name]], alone(CASES[name], 2))
-
-
-def exported() -> dict[str, dict[str, Any]]:
-    cases = {
-        "aside": "schedule=zero-bubble",
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        pytest.param("aside", "zero-bubble", marks=pytest.mark.slow),
         # torch.export gives a layer another name at its second call; the weights and gradients are those of one
-        "aside_twice": "",
+        ("aside_twice", "1f1b"),
         # gradients stop only where the model stops them; in-place changes stay
-        "aside_constant": "",
-    }
-    return {name: piped(name, f"pp=2 microbatches=2 {more}") for name, more in cases.items()}
-
-
-def test_models_that_only_a_traced_graph_shows_are_exported(ranks: Ranks) -> None:
-    first, second = ranks(2, exported)
-    for name, found in first.items():
-        assert "torch.export" in found["lines"][0]
-        assert_same([found, second[name]], alone(CASES[name], 2))
+        pytest.param("aside_constant", "1f1b", marks=pytest.mark.slow),
+    ],
+)
+def test_models_that_only_a_traced_graph_shows_are_exported(ranks: Ranks, name: str, schedule: str) -> None:
+    found = ranks(2, piped, name, f"pp=2 microbatches=2 schedule={schedule}")
+    assert "torch.export" in found[0]["lines"][0]
+    assert_same(found, alone(CASES[name], 2))
 
 
 def test_code_between_modules_decides_by_the_values_that_the_whole_model_has(ranks: Ranks) -> None:

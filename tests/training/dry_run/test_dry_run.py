@@ -87,7 +87,7 @@ def test_every_stage_of_a_pipeline_of_64_ranks_takes_its_part() -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    ["interleaved", pytest.param("gpipe", marks=pytest.mark.slow), pytest.param("zero-bubble", marks=pytest.mark.slow)],
+    ["gpipe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "zero-bubble"))],
 )
 def test_every_schedule_can_be_run_dry(schedule: str) -> None:
     found = dry(f"dp=32 pp=2 schedule={schedule} microbatches=2 remat=block precision=bf16")
@@ -115,7 +115,7 @@ def measured_on_a_rank(job: Job, text: str) -> tuple[StateBytes, int, int]:
         return held, tensors.bytes_reduced - before, watch.peak_bytes
 
 
-@pytest.mark.parametrize("plan", ["fsdp=2", "tp=2 remat=block"])
+@pytest.mark.parametrize("plan", [pytest.param("fsdp=2", marks=pytest.mark.slow), "tp=2 remat=block"])
 def test_a_dry_run_finds_what_real_ranks_do(plan: str, ranks: Ranks) -> None:
     held, summed, peak_bytes = ranks(2, measured_on_a_rank, job(), plan)[0]
     [stage] = dry(plan).stages
