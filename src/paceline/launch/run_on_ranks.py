@@ -29,6 +29,7 @@ from paceline.files import scratch_folder, write_whole
 from paceline.job.job import Job
 from paceline.job.read.imports import import_path_of, load_object
 from paceline.launch.host.remote import RunFolder
+from paceline.launch.host.same_files import must_agree
 from paceline.launch.local import COLLECT_S, launch
 from paceline.launch.place import RankPlace, places_on, threads_on
 from paceline.launch.seed import warm_up
@@ -121,6 +122,7 @@ def run_on_plan(
         ClusterError: the cluster's hosts cannot be emulated here.
     """
     threads = threads_on(cluster, plan)
+    must_agree(job)
     warm_up_for(job, plan)
     with places_on(cluster, plan.ranks) as places:
         return run_on_ranks(

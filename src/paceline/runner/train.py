@@ -24,6 +24,7 @@ from paceline.job.job import Job
 from paceline.launch.host.hosts import current_hosts
 from paceline.launch.host.over_hosts import over_hosts
 from paceline.launch.host.remote import RunFolder
+from paceline.launch.host.same_files import must_agree
 from paceline.launch.local import launch
 from paceline.launch.place import cores_on, places_on, threads_on
 from paceline.launch.run_on_ranks import warm_up_for
@@ -107,6 +108,7 @@ def _train(
     job = job if isinstance(job, Job) else Job.load(job)
     job.model.must_be_at_hand()
     job.data.fetch()
+    must_agree(job)
     cluster = to_run_on(cluster) if (hosts := current_hosts()) is None or cluster else hosts.cluster
     if is_rank():
         defer_compiler()

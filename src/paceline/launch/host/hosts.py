@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import select
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+from msgspec import Struct
 
 from paceline.cluster.cluster import Cluster, Host
 from paceline.cluster.cluster import Link as NetworkLink
 from paceline.engine.status import StatusBoard
+from paceline.errors import LaunchError
 from paceline.launch.host.link import Link
-from paceline.launch.host.messages import CHUNK_BYTES, Dismiss, Echo, Probe
+from paceline.launch.host.messages import CHUNK_BYTES, Dismiss, Echo, Interrupted, Look, Probe
 from paceline.launch.host.remote import RemoteRanks, RunFolder
 from paceline.launch.signals import StopSignals
 
+M = TypeVar("M", bound=Struct)
 _MEASURE_S = 0.4  # for all links together
 _PINGS = 5
 _PROBE_S = 10.0  # the longest that an answer may take
@@ -27,10 +33,14 @@ class Hosts:
     Args:
         own: this host.
         address: where the others reach it.
+
+    Attributes:
+        agreed: code and data that were found to be the same on all.
     """
 
     def __init__(self, own: Host, address: str, links: Sequence[Link]) -> None:
         self.address, self.links = address, sorted(links, key=lambda link: link.number)
+        self.agreed: list[Look] = []
         network = _measured(self.links)
         hosts = [own, *(link.host for link in self.links)]
         self.cluster = Cluster(
@@ -41,6 +51,17 @@ class Hosts:
     def address_of(self, number: int) -> str:
         """Address at which the other hosts reach host `number`."""
         return self.links[number - 1].address if number else self.address
+
+    def ask(self, question: Struct, kind: type[M], deadline_s: float) -> list[tuple[Link, M]]:
+        """Answers of all other hosts to one question.
+
+        Raises:
+            LaunchError: a host does not answer in time.
+            SystemExit: 130 or 143, when SIGINT or SIGTERM came to one of them meanwhile.
+        """
+        for link in self.links:
+            link.send(question)
+        return [(link, _answer(link, kind, deadline_s)) for link in self.links]
 
     def remote(
         self,
@@ -78,6 +99,15 @@ def coordinating(hosts: Hosts) -> Iterator[Hosts]:
         yield hosts
     finally:
         _current.remove(hosts)
+
+
+def _answer(link: Link, kind: type[M], deadline_s: float) -> M:
+    while (message := link.receive(deadline_s)) is not None:
+        if isinstance(message, Interrupted):
+            raise SystemExit(128 + signal.Signals[message.signal])
+        if isinstance(message, kind):
+            return message
+    raise LaunchError(f"{link.who} is lost: {link.lost}")
 
 
 def _measured(links: Sequence[Link]) -> dict[int, list[NetworkLink]]:

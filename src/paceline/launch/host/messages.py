@@ -49,6 +49,12 @@ class Echo(Struct, tag=True, frozen=True):
     """Answer to a `Probe`."""
 
 
+class Looked(Struct, tag=True, frozen=True):
+    """Answer to `Look`: digest by name; "" for what is not there."""
+
+    digests: dict[str, str]
+
+
 class Ready(Struct, tag=True, frozen=True):
     """Answer to `Begin`, once the token was looked for."""
 
@@ -128,6 +134,17 @@ class Probe(Struct, tag=True, frozen=True):
     data: bytes
 
 
+class Look(Struct, tag=True, frozen=True):
+    """Modules, and files or folders, to look at.
+
+    Of a folder, files count that end with one of `suffixes`; all, without any.
+    """
+
+    modules: list[str]
+    files: list[str]
+    suffixes: list[str]
+
+
 class Begin(Struct, tag=True, frozen=True):
     """An attempt begins; `Put` and `Start` follow.
 
@@ -182,5 +199,5 @@ class Dismiss(Struct, tag=True, frozen=True):
     code: int
 
 
-FromHost = Joining | Echo | Ready | Started | Rows | Told | Ended | Put | Fetch | Interrupted | Over
-ToHost = Welcome | Refused | Probe | Begin | Put | Start | Signal | Kill | Fetched | EndAttempt | Dismiss
+FromHost = Joining | Echo | Looked | Ready | Started | Rows | Told | Ended | Put | Fetch | Interrupted | Over
+ToHost = Welcome | Refused | Probe | Look | Begin | Put | Start | Signal | Kill | Fetched | EndAttempt | Dismiss

@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from paceline.channel.connection import Connection
 from paceline.errors import PacelineError
-from paceline.launch.host.messages import Begin, Dismiss, Echo, Interrupted, Probe
+from paceline.launch.host.messages import Begin, Dismiss, Echo, Interrupted, Look, Looked, Probe
+from paceline.launch.host.same_files import digests
 from paceline.launch.host.served import ServedAttempt
 from paceline.launch.signals import StopSignals
 
@@ -57,6 +58,8 @@ def serve(coordinator: Coordinator, who: str) -> int:
                             return message.code
                         case Probe():
                             coordinator.send(Echo())
+                        case Look():
+                            coordinator.send(Looked(digests(message)))
                         case Begin():
                             attempt = ServedAttempt(message, coordinator)
                         case _ if attempt is not None and attempt.obey(message):
