@@ -223,3 +223,22 @@ def test_an_address_may_have_a_port(text: str, address: tuple[str, int]) -> None
 def test_an_address_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="host 0"):
         address_from(text, 7)
+
+
+def test_pods_of_a_second_replica_of_a_jobsets_job_are_refused_as_they_count_from_0_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "pace-node-0-1")
+    assert place(monkeypatch, JOB_SET) is not None
+    monkeypatch.setattr(socket, "gethostname", lambda: "pace-node-1-1")
+    with pytest.raises(LaunchError, match=r"job 1 of node in the JobSet pace.* replicas: 1 .* PACELINE_HOST_NUMBER"):
+        place(monkeypatch, JOB_SET)
+
+
+def test_several_jobs_of_a_jobset_with_a_pod_each_are_hosts_by_the_number_that_the_manifest_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"PACELINE_HOST_NUMBER": "1", "PACELINE_COORDINATOR": "pace-leader-0-0.pace", "JOB_COMPLETION_INDEX": "0"}
+    found = place(monkeypatch, JOB_SET, given)
+    assert found is not None
+    assert (found.number, found.count, found.coordinator) == (1, 2, "pace-leader-0-0.pace")

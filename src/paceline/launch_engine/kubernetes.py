@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 
+from paceline.errors import LaunchError
 from paceline.launch_engine.engine import HostPlace, LaunchEngine
-from paceline.launch_engine.variables import HOSTS, place_from
+from paceline.launch_engine.variables import COORDINATOR, HOST_NUMBER, HOSTS, place_from
 
 _INDEX = "JOB_COMPLETION_INDEX"
 _TRAIN_JOB = ("PET_NODE_RANK", "PET_NNODES")
@@ -17,11 +19,14 @@ _ADVICE_JOB = f"In the manifest, completionMode is Indexed, and {HOSTS} is the n
 class Kubernetes(LaunchEngine):
     """Pod of a job whose pods find one another by name.
 
-    An indexed Job says no number of pods: without PACELINE_HOSTS its pods are runs of their own, as in a sweep.
+    An indexed Job says no number of pods: without PACELINE_HOSTS its pods are runs of their own, as in a sweep. With
+    PACELINE_HOST_NUMBER the manifest says the pod's number, as it has to where the hosts are several jobs of a JobSet.
     """
 
     def detect(self) -> bool:
-        return _TRAIN_JOB[1] in os.environ or (_INDEX in os.environ and HOSTS in os.environ)
+        return _TRAIN_JOB[1] in os.environ or (
+            _INDEX in os.environ and HOSTS in os.environ and HOST_NUMBER not in os.environ
+        )
 
     def hosts(self) -> HostPlace | None:
         if _TRAIN_JOB[1] in os.environ:
@@ -34,9 +39,21 @@ class Kubernetes(LaunchEngine):
 
 
 def _first_pod() -> str:
-    """Name of the pod with index 0; empty if unknown."""
+    """Name of the pod with index 0; empty if unknown.
+
+    Raises:
+        LaunchError: the pod is of a second replica of a JobSet's job, where the indices begin at 0 again.
+    """
     job_set, replicated = os.environ.get("JOBSET_NAME"), os.environ.get("REPLICATED_JOB_NAME")
     if job_set and replicated:
+        of_replica = re.match(rf"{re.escape(f'{job_set}-{replicated}')}-(\d+)-\d+$", socket.gethostname())
+        if of_replica and int(of_replica[1]):
+            raise LaunchError(
+                f"this pod is of job {of_replica[1]} of {replicated} in the JobSet {job_set}, and the pods of each job "
+                f"count from 0 ({_INDEX}): two would be host 0. Give {replicated} replicas: 1 and the number of hosts "
+                f"as completions. Or let every job have one pod: {HOST_NUMBER} from the annotation "
+                f"jobset.sigs.k8s.io/job-global-index, and {COORDINATOR} the name of the first."
+            )
         return f"{job_set}-{replicated}-0-0.{job_set}"
     host, index = socket.gethostname(), os.environ.get(_INDEX, "")
     if not host.endswith(f"-{index}"):
