@@ -34,9 +34,9 @@ test-all: $(VENV)/.test ## Run every check and every test.
 	@$(MAKE) --no-print-directory --jobs=2 check compiled
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --slow
 
-engines: $(VENV)/.test ## Make build/engines with Ray, SkyPilot and kubernetes-validate, for the slow tests that need them.
+engines: $(VENV)/.test ## Make build/engines with Ray, SkyPilot, MPICH and kubernetes-validate, for the slow tests that need them.
 	@$(PYTHON) -m venv build/engines
-	@build/engines/bin/python -m pip --disable-pip-version-check install --quiet 'ray[default]==2.60.*' 'skypilot==0.14.*' kubernetes-validate
+	@build/engines/bin/python -m pip --disable-pip-version-check install --quiet 'ray[default]==2.60.*' 'skypilot==0.14.*' kubernetes-validate mpich
 	@echo "import site; site.addsitedir('$(CURDIR)/$$(echo $(VENV)/lib/python*/site-packages)')" \
 		> $$(echo build/engines/lib/python*/site-packages)/paceline.pth
 

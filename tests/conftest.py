@@ -59,7 +59,7 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         lambda: bool(shutil.which(COMPILER)) and Path(sysconfig.get_path("include"), "Python.h").exists(),
     ),
     "needs_engines": (
-        "Ray, SkyPilot and kubernetes-validate (`make engines`)",
+        "Ray, SkyPilot, MPICH and kubernetes-validate (`make engines`)",
         lambda: Path(__file__).parent.parent.joinpath("build", "engines", "bin", "ray").exists(),
     ),
     "needs_slurm": ("root and Slurm (packages slurm-wlm, munge)", slurm_is_installed),
