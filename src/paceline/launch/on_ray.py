@@ -40,13 +40,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--hosts", type=int, required=True)
     parser.add_argument("--cpus", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--key", help="file of the run's key on every host; without it Ray carries a new key to them")
     parser.add_argument("command", nargs="+")
     wanted = parser.parse_args(arguments)
     import ray
 
     ray.init(address="auto")  # the cluster that this job is in; none is started
-    if wanted.hosts > 1 and os.environ.get("RAY_USE_TLS") != "1":
-        _say("note: Ray hands the run's key to its actors in plaintext. RAY_USE_TLS=1 encrypts what Ray sends.")
+    if wanted.hosts > 1 and wanted.key is None and os.environ.get("RAY_USE_TLS") != "1":
+        _say(
+            "note: Ray hands the run's key to its actors in plaintext. RAY_USE_TLS=1 encrypts what Ray sends; --set "
+            "key=FILE names a key that every host has already."
+        )
     try:
         with StopSignals() as stop:
             return _until_no_host_is_lost(wanted, stop)
@@ -61,7 +65,7 @@ def _until_no_host_is_lost(wanted: argparse.Namespace, stop: StopSignals) -> int
     resources = {"CPU": wanted.cpus} | ({"GPU": wanted.gpus} if wanted.gpus else {})
     for _ in range(_MOST_LOST):
         with _actors(wanted.hosts, resources, stop) as actors:
-            codes = _run(actors, wanted.command, stop)
+            codes = _run(actors, wanted, stop)
         if stop.first or None not in codes:
             return next((code for code in codes if code), 0)
         lost = ", ".join(str(number) for number, code in enumerate(codes) if code is None)
@@ -106,18 +110,20 @@ def _await_hosts(group: Any, hosts: int, resources: dict[str, int], stop: StopSi
             _say(f"waiting for {what}")
 
 
-def _run(actors: list[Any], command: list[str], stop: StopSignals) -> list[int | None]:
+def _run(actors: list[Any], wanted: argparse.Namespace, stop: StopSignals) -> list[int | None]:
     """Exit code of each host's process; None for a host that was lost."""
     import ray
 
-    key = RunKey.make().to_pem()
+    key = None if wanted.key else RunKey.make().to_pem()
     try:
         address, port = ray.get(actors[0].address.remote(), timeout=_OTHERS_END_S)
     except ray.exceptions.RayError:
         return [None] * len(actors)
     together = {HOSTS: str(len(actors)), COORDINATOR: f"{address}:{port}", ENGINE: "ray"}
+    if wanted.key:
+        together[KEY_FILE] = wanted.key
     waiting = {
-        actor.run.remote(command, together | {HOST_NUMBER: str(number)}, key): number
+        actor.run.remote(wanted.command, together | {HOST_NUMBER: str(number)}, key): number
         for number, actor in enumerate(actors)
     }
     codes: list[int | None] = [1] * len(actors)
@@ -155,19 +161,24 @@ class HostActor:
             probe.bind((address, 0))
             return f"[{address}]" if ":" in address else address, probe.getsockname()[1]
 
-    def run(self, command: list[str], environment: dict[str, str], key_pem: bytes) -> int:
-        """Run the host process to its end; returns its exit code."""
+    def run(self, command: list[str], environment: dict[str, str], key_pem: bytes | None) -> int:
+        """Run the host process to its end; returns its exit code.
+
+        Args:
+            key_pem: the run's key; None where the environment names its file.
+        """
         inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", KEY_FILE)}
-        key = key_descriptor(RunKey.from_pem(key_pem))
+        keys = [] if key_pem is None else [key_descriptor(RunKey.from_pem(key_pem))]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.launch.on_ray", _BECOME, *command],
-                env={**inherited, **environment, KEY_FD: str(key)},
-                pass_fds=[key],
+                env={**inherited, **environment, **({KEY_FD: str(keys[0])} if keys else {})},
+                pass_fds=keys,
                 stdin=subprocess.DEVNULL,
             )
         finally:
-            os.close(key)
+            for key in keys:
+                os.close(key)
         if self._stopped:
             self._process.terminate()
         code = self._process.wait()

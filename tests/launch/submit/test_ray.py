@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from commands import BIN, events, losses, wait_for_step, write_job
+from paceline.channel.key import RunKey, write_key
 from ray_cluster import ENGINES, RayCluster, ray_cluster
 
 pytestmark = [
@@ -25,8 +26,8 @@ def ray(tmp_path: Path) -> Iterator[RayCluster]:
         yield cluster
 
 
-def submit(ray: RayCluster, here: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    options = ("--hosts", "2", "--plan", "dp=2", "--run", "run", "--set", f"python={ENGINES / 'python'}")
+def submit(ray: RayCluster, here: Path, environment: Mapping[str, str], *more: str) -> subprocess.Popen[str]:
+    options = ("--hosts", "2", "--plan", "dp=2", "--run", "run", "--set", f"python={ENGINES / 'python'}", *more)
     return subprocess.Popen(
         [*ray.inside(0), BIN / "paceline", "submit", "job.yaml", "--on", "ray", *options],
         cwd=here,
@@ -56,3 +57,31 @@ def test_a_run_that_loses_a_host_starts_again_on_those_that_are_there(ray: RayCl
     assert "PRIVATE" not in shown
     assert len(events(tmp_path / "run", "resume")) == 1
     assert sorted(losses(tmp_path / "run")) == list(range(1, STEPS + 1))
+
+
+def test_a_cancelled_run_has_saved_and_goes_on_with_a_key_that_ray_never_carried(
+    ray: RayCluster, tmp_path: Path
+) -> None:
+    job = {"data": {"kind": "synthetic", "samples": 4_800, "held_out": 0}, "optimizer": {"name": "sgd", "lr": 0.001}}
+    write_job(tmp_path / "job.yaml", **job, stop={"steps": 1_000_000})
+    with submit(ray, tmp_path, os.environ) as followed:
+        wait_for_step(30, tmp_path / "run", followed)
+        [record] = tmp_path.glob("home/submitted/*.json")
+        variables = {**os.environ, **ray.environment, "PACELINE_HOME": str(tmp_path / "home")}
+        words = [*ray.inside(0), str(BIN / "paceline"), "cancel", record.stem]
+        subprocess.run(words, env=variables, check=True, capture_output=True, timeout=200)
+        shown, _ = followed.communicate(timeout=300)
+    assert followed.returncode == 143, shown
+    assert "the run saves and ends" in shown
+    assert "is cancelled" in shown
+    [end] = events(tmp_path / "run", "end")
+    assert end["reason"] == "SIGTERM"
+
+    write_job(tmp_path / "job.yaml", **job, stop={"steps": end["step"] + 5})
+    write_key(RunKey.make(), tmp_path / "run.key")
+    with submit(ray, tmp_path, os.environ, "--set", f"key={tmp_path / 'run.key'}") as followed:
+        shown, _ = followed.communicate(timeout=600)
+    assert followed.returncode == 0, shown
+    assert "in plaintext" not in shown
+    assert len(events(tmp_path / "run", "resume")) == 1
+    assert max(losses(tmp_path / "run")) == end["step"] + 5

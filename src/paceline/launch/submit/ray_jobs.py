@@ -35,6 +35,7 @@ class Ray(Scheduler):
         "address": "of the cluster, e.g. http://head:8265 (default: RAY_ADDRESS)",
         "cpus": "CPUs that each host's actor asks for (default: 1)",
         "gpus": "GPUs that each host's actor asks for (default: 0)",
+        "key": "file of a key of `paceline key`, the same on every host (default: a new one, which Ray carries)",
         "python": "Python that has paceline and ray, on the cluster (default: python)",
     }
 
@@ -55,6 +56,10 @@ class Ray(Scheduler):
                 if not (count.isascii() and count.isdecimal()):
                     raise LaunchError(f"--set {name}={count[:40]}: a whole number")
                 driver += [f"--{name}", count]
+        if (key := request.options.get("key")) is not None:
+            if not key.startswith("/"):
+                raise LaunchError(f"--set key={key[:80]}: the whole path of the file on every host, from / on")
+            driver += ["--key", key]
         environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S), "RAY_DEDUP_LOGS": "0"}}
         options = ["--submission-id", request.name, "--no-wait", "--runtime-env-json", json.dumps(environment)]
         return [
