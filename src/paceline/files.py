@@ -109,6 +109,11 @@ def private_folder(path: Path) -> None:
         path.chmod(PRIVATE_FOLDER)
 
 
+def home_folder() -> Path:
+    """Folder of what paceline keeps for this user: PACELINE_HOME, or else ~/.paceline."""
+    return Path(os.environ.get("PACELINE_HOME") or Path.home() / ".paceline").absolute()
+
+
 def cache_folder() -> Path:
     """Folder of paceline's cache. It cannot be written if the user has no home."""
     home = os.path.expanduser("~")

@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from paceline.channel.key import RunKey, key_descriptor, own_key, read_key, write_key
+from paceline.channel.key import RunKey, default_key_file, key_descriptor, own_key, read_key, write_key
 from paceline.cli import app
 from paceline.errors import LaunchError
 from paceline.rank_environment import KEY_FD, KEY_FILE
@@ -147,6 +147,18 @@ def test_a_key_file_is_never_written_over_or_through_a_link(tmp_path: Path) -> N
             write_key(RunKey.make(), taken)
     assert read_key(path).fingerprint == key.fingerprint
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_key_that_is_given_no_name_is_made_where_hosts_look_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    app(["key"], standalone_mode=False)
+    assert read_key(default_key_file()).fingerprint in capsys.readouterr().out
+    assert default_key_file() == tmp_path / "home" / "key"
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(LaunchError, match="cannot be written"):
+        app(["key"], standalone_mode=False)
 
 
 def test_what_is_no_key_of_ours_is_refused_without_showing_it(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from paceline.errors import LaunchError
-from paceline.files import create_private, user_name
+from paceline.files import create_private, home_folder, user_name
 from paceline.rank_environment import KEY_FD, KEY_FILE
 
 _SUBJECT = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "paceline run")])
@@ -134,6 +134,11 @@ def own_key() -> RunKey | None:
     return read_key(Path(path)) if (path := os.environ.get(KEY_FILE)) else None
 
 
+def default_key_file() -> Path:
+    """File of this user's own key, for hosts to which none was handed."""
+    return home_folder() / "key"
+
+
 def key_descriptor(key: RunKey) -> int:
     """A descriptor of unnamed, sealed memory with the key, to be inherited by children. The caller closes it."""
     descriptor = os.memfd_create("paceline-key", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -205,7 +210,7 @@ def _is_a_pods_secret(about: os.stat_result) -> bool:
 
 
 _IN_A_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets it in every container
-_MAKE = "`paceline key FILE` makes one, for every host a copy."
+_MAKE = "`paceline key` makes one, for every host a copy."
 
 
 def _no_key() -> LaunchError:

@@ -1,4 +1,4 @@
-"""`paceline key FILE`"""
+"""`paceline key [FILE]`"""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "Example: paceline key my-run.key"
+EXAMPLE = "Example: paceline key"
 
 
 def command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="New file, which only you can read.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="New file, which only you can read.", show_default="~/.paceline/key"),
+    ] = None,
 ) -> None:
-    """Make the key of a run on several hosts.
+    """Make the key of runs on several hosts.
 
-    Copy it to every host, and name it there in PACELINE_KEY_FILE. Who has it belongs to the run.
+    Every host needs a copy: at ~/.paceline/key it is found, elsewhere name it in PACELINE_KEY_FILE. Who has it belongs
+    to the run.
     """
-    from paceline.channel.key import RunKey, write_key
+    from paceline.channel.key import RunKey, default_key_file, write_key
+    from paceline.files import private_folder
 
     key = RunKey.make()
+    if file is None:
+        file = default_key_file()
+        private_folder(file.parent)
     write_key(key, file)
     typer.echo(f"{file}: key {key.fingerprint}")

@@ -16,6 +16,7 @@ import yaml
 from commands import (
     checkpoints,
     events,
+    in_a_process,
     kill_rank,
     losses,
     paceline,
@@ -239,3 +240,18 @@ def test_links_run_over_hosts(tmp_path: Path) -> None:
     zero, one = run_on(*words, folders=[first, second])
     assert (zero.code, one.code) == (0, 0), zero.err
     assert zero.says("2 hosts", "none wrong")
+
+
+@pytest.mark.slow
+def test_the_key_of_the_user_is_found_where_none_was_handed_over_and_a_host_without_one_is_told(tmp_path: Path) -> None:
+    first, second = folders(tmp_path)
+    job = write_job(first / "job.yaml")
+    home = {"PACELINE_KEY_FILE": "", "PACELINE_HOME": str(tmp_path / "home")}
+    with host_processes("train", job, "--run", "none", folders=[first, second], environment=home) as hosts:
+        for outcome in outcomes(hosts):
+            assert outcome.code == 1
+            assert f"`paceline key` makes one, in {tmp_path}/home/key" in outcome.error
+    assert in_a_process("key", folder=first, **home).code == 0
+    words = ("train", job, "--plan", "dp=2", "--run", "run")
+    with host_processes(*words, folders=[first, second], environment=home) as hosts:
+        assert [outcome.code for outcome in outcomes(hosts)] == [0, 0]

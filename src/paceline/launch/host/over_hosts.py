@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.channel.key import RunKey, own_key
+from paceline.channel.key import RunKey, default_key_file, own_key, read_key
 from paceline.errors import LaunchError
 from paceline.launch.host.gather import gathered, joined
 from paceline.launch.host.hosts import coordinating, current_hosts
@@ -15,6 +16,7 @@ from paceline.launch.seed import warm_up
 from paceline.launch.signals import exit_code_of, sigterm_as_exit
 from paceline.launch_engine import HostPlace, own_engine
 from paceline.printable import printable
+from paceline.rank_environment import KEY_FILE
 
 
 @contextmanager
@@ -31,15 +33,27 @@ def over_hosts() -> Iterator[None]:
     if place is None or place.count < 2:
         yield
         return
-    key = own_key()
-    if key is None:
-        raise LaunchError(
-            f"{place.count} hosts meet under one key, and none was handed to host {place.name}. `paceline key FILE` "
-            "makes one: copy it to every host, and set PACELINE_KEY_FILE=FILE there."
-        )
+    key = _key(place)
     with sigterm_as_exit():
         warm_up()  # it imports while the hosts meet
         yield from _met(place, key)
+
+
+def _key(place: HostPlace) -> RunKey:
+    """The key handed to this host, or else its user's own.
+
+    The latter is in the environment from here on, for the ranks.
+    """
+    if (key := own_key()) is not None:
+        return key
+    file = default_key_file()
+    if not file.exists():
+        raise LaunchError(
+            f"{place.count} hosts meet under one key, and host {place.name} has none. `paceline key` makes one, in "
+            f"{file}: copy it to the same place on every host, or anywhere, and set {KEY_FILE} there."
+        )
+    os.environ[KEY_FILE] = str(file)
+    return read_key(file)
 
 
 def _met(place: HostPlace, key: RunKey) -> Iterator[None]:

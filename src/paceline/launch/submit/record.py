@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from paceline.errors import LaunchError
-from paceline.files import private_folder, read_text, write_whole
+from paceline.files import home_folder, private_folder, read_text, write_whole
 from paceline.nearest import nearest
 
 _LIMIT = 2**16  # bytes of a file
@@ -44,7 +43,7 @@ def folder() -> Path:
     Raises:
         LaunchError: it cannot be made, or belongs to another user.
     """
-    home = Path(os.environ.get("PACELINE_HOME") or Path.home() / ".paceline").absolute()
+    home = home_folder()
     try:
         private_folder(home)
         private_folder(home / "submitted")
