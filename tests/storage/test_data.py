@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -55,6 +56,21 @@ def test_a_folder_is_fetched_whole_and_a_changed_one_anew(bucket: Path) -> None:
     assert (first / "a.txt").read_text() == "a.txt", "a run that reads it goes on"
     assert data.at_hand(f"file://{bucket}") == second
     assert cache_folder().stat().st_mode & 0o777 == 0o700
+
+
+def test_versions_that_no_run_began_with_for_a_month_go_when_a_new_one_is_fetched(bucket: Path) -> None:
+    copies = []
+    for name in ("unused", "used"):
+        (bucket / "a.txt").write_text(name)
+        copies.append(data.fetched(f"file://{bucket}", lambda line: None).parent)
+    half = copies[0].with_name(f".{copies[0].name}")
+    half.mkdir()
+    for folder in (*copies, half):
+        os.utime(folder, (0, 0))
+    data.at_hand(f"file://{bucket}")
+    (bucket / "a.txt").write_text("a third one")
+    data.fetched(f"file://{bucket}", lambda line: None)
+    assert [folder.exists() for folder in (*copies, half)] == [False, True, False]
 
 
 def test_a_download_that_was_cut_short_does_not_count_and_is_gone_on_with(

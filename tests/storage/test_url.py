@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+from fsspec.registry import _registry
 
 from paceline.errors import StorageError
+from paceline.storage.store import Store
 from paceline.storage.url import cache_name, checked_url, is_url, without_secrets
 
 
@@ -46,3 +50,10 @@ def test_two_servers_with_the_same_url_have_two_places_in_the_cache(monkeypatch:
 
 def test_a_librarys_message_loses_the_password_of_a_url() -> None:
     assert without_secrets('cannot reach "http://me:pw@host:9000/b"') == 'cannot reach "http://host:9000/b"'
+
+
+def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
+    monkeypatch.delitem(_registry, "s3", raising=False)
+    with pytest.raises(StorageError, match=r"s3fs cannot be imported .*; run: pip install 'paceline\[s3\]'"):
+        Store("s3://bucket/run")

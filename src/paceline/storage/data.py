@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.errors import StorageError
@@ -33,6 +33,7 @@ from paceline.storage.url import DATA_VERSIONS, cache_name, checked_url, local_p
 Say = Callable[[str], object]
 TELL_EVERY_S = 5.0
 _AT_ONCE = 4  # files of a folder
+_UNUSED_S = 30 * 86_400.0  # after which an old version goes, when a new one is fetched
 _VERSION = re.compile(r"\d+-[0-9a-f]{20}")
 
 
@@ -59,8 +60,10 @@ def fetched(url: str, say: Say = to_stderr) -> Path:
             contents = _contents(store)
             version = _version(contents)
             if not (home / version).exists():
+                _remove_unused(home)
                 _fetch(store, contents, home, version, say, alive)
             write_whole(home / "newest", version)
+            os.utime(home / version)
     except OSError as error:
         raise StorageError(
             f"{store.url} cannot be kept in {cache_folder() / 'data'}: {error.strerror or error}. Name another place "
@@ -88,6 +91,9 @@ def at_hand(url: str, say: Say = to_stderr) -> Path:
     place = home / version / _leaf(url)
     if not (_VERSION.fullmatch(version) and place.exists()):
         place = fetched(url, say)
+    else:
+        with suppress(OSError):
+            os.utime(place.parent)
     if of_run not in (None, version_of(place)):
         raise StorageError(f"{url} is not what the run began with: it was changed. Start the run again.")
     return place
@@ -96,6 +102,14 @@ def at_hand(url: str, say: Say = to_stderr) -> Path:
 def version_of(copy: Path) -> str:
     """The version of a fetched copy."""
     return copy.parent.name
+
+
+def _remove_unused(home: Path) -> None:
+    """Remove versions, whole or half fetched, that no run has begun with for long."""
+    for folder in home.iterdir():
+        is_version = _VERSION.fullmatch(folder.name.removeprefix("."))
+        if is_version and time.time() - folder.stat().st_mtime > _UNUSED_S:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _contents(store: Store) -> dict[str, Entry]:

@@ -55,6 +55,23 @@ def test_a_run_is_whole_at_its_url_and_resumes_on_another_machine(
     assert (tmp_path / "model.safetensors").stat().st_size > 0
 
 
+def test_what_was_set_aside_here_goes_once_the_run_has_ended_and_is_in_the_store(url: str) -> None:
+    def fail() -> None:
+        with RemoteRun(url, said.append, resume=False):
+            raise ValueError
+
+    said: Lines = []
+    here = RemoteRun(url, said.append, resume=False).path
+    old = here.with_name(f"{here.name}.old")
+    here.mkdir(mode=0o700)  # by an older attempt
+    with pytest.raises(ValueError):
+        fail()
+    assert old.is_dir()
+    with RemoteRun(url, said.append, resume=False):
+        assert old.is_dir()
+    assert not old.exists()
+
+
 class TestMirror:
     """The working directory and its mirror, without a training."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -66,6 +67,8 @@ class RemoteRun:
             unsent = self.uploader.finish(HURRIED_S if hurried else PATIENCE_S, self.say)
         finally:
             self.lease.release()
+        if error is None and not unsent.files and self.lease.lost is None:
+            shutil.rmtree(self._old, ignore_errors=True)
         if not unsent.files or self.lease.lost is not None or not (self.path / JOB).exists():
             return
         text = (
@@ -103,10 +106,13 @@ class RemoteRun:
 
     def _set_aside(self) -> None:
         """Move away what an older attempt has left here."""
-        old = self.path.with_name(f"{self.path.name}.old")
         try:
             if self.path.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                self.path.rename(old)
+                shutil.rmtree(self._old, ignore_errors=True)
+                self.path.rename(self._old)
         except OSError as error:
-            raise RunError(f"{self.path} cannot be moved to {old}: {error.strerror}") from error
+            raise RunError(f"{self.path} cannot be moved to {self._old}: {error.strerror}") from error
+
+    @property
+    def _old(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.old")
