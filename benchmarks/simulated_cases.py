@@ -252,7 +252,6 @@ LOOPS = (  # of `simulated_loops.py`
 )
 # What `make test` runs of the table in late order, and of that in random order as well.
 QUICK = {
-    "dropout dp=1 + resume + checkpoints",
     "gpt tp=2",
     "gpt fsdp=2 + resume + checkpoints",
     "own_backward dp=2",

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from commands import ended, events, in_a_process, losses, paceline, started, write_job
+from small_jobs import small_job, train_here
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "extend"
@@ -282,8 +283,7 @@ def test_a_tracker_from_a_package_logs_every_step(
 
 
 def test_a_panel_from_a_package_is_on_the_page_of_a_run(installed: str, tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.yaml")
-    assert paceline("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path).code == 0
+    train_here(tmp_path / "run", small_job())
     shown = in_a_process("report", "run", folder=tmp_path, PYTHONPATH=installed)
     assert shown.code == 0, shown.err
     assert "<h2>Gradient norm</h2>" in (tmp_path / "run" / "report.html").read_text()

@@ -122,6 +122,7 @@ def test_a_crash_or_an_endless_row_is_a_row_and_what_does_not_fit_is_named(
     assert [(row.verdict, row.about) for row in short.results.checks] == [("not run", "not run: time")]
 
 
+@pytest.mark.slow
 @pytest.mark.needs_chromium
 def test_the_page_shows_every_row_as_text(module: Callable[[str], Any], browser: Browser, tmp_path: Path) -> None:
     page = module("gpu_page").write_results_page(results(module), tmp_path / "report.html")

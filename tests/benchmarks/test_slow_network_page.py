@@ -64,6 +64,7 @@ def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(
     assert browser.requests() == []
 
 
+@pytest.mark.slow
 @pytest.mark.needs_chromium
 def test_names_are_text_and_never_a_script(rules: Any, browser: Browser, tmp_path: Path) -> None:
     browser.open(rules.write_rules_page(rates(rules, name=HOSTILE, title=HOSTILE), tmp_path / "rules.html"))

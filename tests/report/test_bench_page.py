@@ -69,6 +69,7 @@ def test_every_chart_is_drawn_with_its_traces_without_an_error_or_a_request(show
         assert len(browser.all(f"#plot-loss-{over} .scatterlayer .trace")) == 5
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_the_browser_itself_refuses_a_request_or_a_script_that_is_not_the_pages(
     browser: Browser, tmp_path: Path

@@ -110,6 +110,7 @@ def test_the_words_say_what_was_chosen_why_and_what_it_does_not_know(shown: Brow
     assert undefined == 0
 
 
+@pytest.mark.slow
 @pytest.mark.needs_chromium
 def test_on_a_telephone_nothing_is_wider_than_the_screen_also_without_pipeline_prices_and_scaling(
     browser: Browser, tmp_path: Path

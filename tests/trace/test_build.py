@@ -248,7 +248,14 @@ def test_attention_and_feed_forward_are_divided_in_pairs(name: str, family: Any)
     assert layer.matrices == sum(gemm.n * gemm.k * gemm.times for gemm in layer.gemms if not gemm.batch)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "swin", "bloom", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "mixtral",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "swin", "bloom", "deepseek_v3")),
+    ],
+)
 def test_what_is_divided_is_what_the_split_proves(name: str, family: Any) -> None:
     """Pairs alone: what is divided without a partner, such as heads, is divided elsewhere."""
     of = family(name)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as _not_compiled  # imports the compiler when it is first called, not here
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
@@ -270,7 +271,7 @@ class _Outputs:
         self._hooks = [m.register_forward_hook(self._add(name)) for name, m in model.named_modules() if name]
 
     def _add(self, name: str) -> Any:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        @_not_compiled
         def add(module: nn.Module, inputs: Any, output: Any) -> None:
             first = output[0] if isinstance(output, (tuple, list)) and output else output
             if not isinstance(first, Tensor) or not first.is_floating_point():
