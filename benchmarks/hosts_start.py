@@ -1,4 +1,4 @@
-"""Time to the first step on 8 emulated hosts, beside 8 ranks of one host.
+"""Time to the first step on 8 emulated hosts, a host process each, beside 8 ranks of one host.
 
 The time is from the start of the command `paceline train` to the record of step 1. Both are started in turn, with the
 same job, and the ratio is the median of neighbouring runs.

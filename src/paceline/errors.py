@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_to_be_told: list[Callable[[BaseException], None]] = []
+_to_be_told: list[Callable[[BaseException], None]] = []  # one at most
 
 
 def on_failure(tell: Callable[[BaseException], None]) -> None:
-    """Register `tell` for the error that ends a rank.
+    """Register `tell` for the error that ends a rank, in the place of any other.
 
     It is called before the rank lets go of anything.
     """
-    _to_be_told.append(tell)
+    _to_be_told[:] = [tell]
 
 
 def tell_of_failure(error: BaseException) -> None:

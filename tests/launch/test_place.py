@@ -46,6 +46,9 @@ def test_every_rank_finds_its_host_and_its_place_there_in_its_environment(tmp_pa
         ("host-0", "1", "2", "10.77.0.1", "eth0", "10.77.0.1"),
         ("host-1", "0", "1", "10.77.0.2", "eth0", "10.77.0.1"),
     ]
+    launchers = [int(t["environment"]["PACELINE_LAUNCHER"]) for t in told]
+    assert launchers[:2] == [os.getpid()] * 2
+    assert launchers[2] != os.getpid(), "host 1 has a process of its own"
 
 
 def test_ranks_meet_and_listen_only_at_the_address_of_their_host(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def command(
 
     Runs are interleaved.
     """
-    start_on(hosts)
+    start_on(hosts, cluster)
     from paceline.job.job import Job
 
     # A mistake in the file is told before all else is imported.

@@ -55,7 +55,7 @@ def command(
 
     Exit code 3: undecided, as rounding or random numbers could hide a mistake.
     """
-    start_on(hosts)
+    start_on(hosts, cluster)
     if not dry:
         from paceline.launch.seed import warm_up
 

@@ -67,7 +67,7 @@ def command(
 
     Between real hosts: torchrun … --no-python paceline links --transports gloo, on every host.
     """
-    start_on(hosts)
+    start_on(hosts, cluster)
     from paceline.cli.where import to_run_on
     from paceline.cluster.discover import discover
     from paceline.console import Console

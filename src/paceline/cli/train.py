@@ -50,7 +50,7 @@ def command(
     ] = None,
 ) -> None:
     """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
-    start_on(hosts)
+    start_on(hosts, cluster)
     from paceline.launch.seed import warm_up
     from paceline.launch_engine import is_rank
     from paceline.rank_environment import own_rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,16 +26,21 @@ Hosts = Annotated[
 ]
 
 
-def start_on(hosts: str | None) -> None:
+def start_on(hosts: str | None, cluster: str | None = None) -> None:
     """End this command with its result on these hosts, if any are named.
+
+    Else, where a user who is not root names a cluster that is emulated, have this process be allowed to do that.
 
     Raises:
         LaunchError: a host cannot be reached, or this process is a host's or a rank already.
+        ClusterError: the cluster's file is wrong, or the kernel does not allow it.
     """
     from paceline.errors import LaunchError
     from paceline.launch_engine import is_rank, own_engine
 
     if hosts is None:
+        if cluster is not None and os.geteuid():
+            _be_allowed_to_emulate(cluster)
         if not is_rank() and (note := own_engine().note()):
             print(f"paceline: note: {note}", file=sys.stderr, flush=True)
         return
@@ -45,6 +51,14 @@ def start_on(hosts: str | None) -> None:
     from paceline.launch.ssh.starter import run_on_hosts
 
     raise typer.Exit(run_on_hosts(hosts, ["-m", "paceline", *_without_hosts(sys.argv[1:])]))
+
+
+def _be_allowed_to_emulate(cluster: str) -> None:
+    from paceline.cluster.emulate.user_namespace import become_root_of_own_namespace
+    from paceline.cluster.named import cluster_from
+
+    if cluster_from(cluster).emulate is not None:
+        become_root_of_own_namespace()
 
 
 def _without_hosts(arguments: list[str]) -> list[str]:

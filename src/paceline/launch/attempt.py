@@ -79,6 +79,7 @@ class Attempt:
         self.starter = Starter(setting.module_args, setting.env)
         self.remote: RemoteRanks | None = None
         self._told = False
+        self._killing = False
         self._made = ExitStack()
 
     def __enter__(self) -> Self:
@@ -198,6 +199,8 @@ class Attempt:
                 rank.alive_at = now
         if self.remote:
             self.remote.turn()
+            if self._killing:
+                self.remote.give_up_silent()
 
     def _note_ends_for(self, wait_s: float, *, unless_killing: bool = False) -> None:
         until = time.monotonic() + wait_s
@@ -236,6 +239,8 @@ class Attempt:
             return LaunchFailure(f"{lost}; the ranks were stopped.", 0)
         kills = oom_kills()
         failure = root_cause(ends, None if kills is None or self._oom_kills is None else kills - self._oom_kills)
+        if self.remote and (silent := self.remote.silent):
+            failure = replace(failure, text=f"{failure.text}\n{silent}")
         if self.signals.first and self.ranks[failure.rank].code == -signal.SIGTERM:
             error = stopped_before(f"rank {failure.rank} was ready to train", self.signals.first)
             return LaunchFailure(str(error), failure.rank, exit_code=error.exit_code)
@@ -243,14 +248,13 @@ class Attempt:
 
     def _hung(self) -> list[RankStatus]:
         """Ranks that did nothing for too long; all, if they only wait for another."""
-        now_ns = time.monotonic_ns()
         alive = [status for status in self.board.read() if self.ranks[status.rank].code is None]
-        limits = {"starting": self.setting.start_deadline_s}
-        late = [status for status in alive if status.idle_s(now_ns) > limits.get(status.phase, self.setting.deadline_s)]
+        limits, deadline_s = {"starting": self.setting.start_deadline_s}, self.setting.deadline_s
+        # what a rank does behind a cut link is not known, and may be more than it was last seen to do
+        idle_s = {status.rank: status.idle_s(self.ranks[status.rank].known_ns) for status in alive}
+        late = [status for status in alive if idle_s[status.rank] > limits.get(status.phase, deadline_s)]
         if len(late) == len(alive) and all(status.phase == "sync" for status in late):
-            return (
-                late if all(status.idle_s(now_ns) > self.setting.deadline_s + _OWN_ERROR_S for status in late) else []
-            )
+            return late if all(idle_s[status.rank] > deadline_s + _OWN_ERROR_S for status in late) else []
         return [status for status in late if status.phase != "sync"]
 
     def _hang(self, hung: Sequence[RankStatus]) -> LaunchFailure:
@@ -294,6 +298,7 @@ class Attempt:
         self._kill_all()
 
     def _kill_all(self) -> None:
+        self._killing = True
         for rank in self.ranks:
             rank.kill()
         self._note_ends_for(10)  # SIGKILL takes effect at once, but for a rank inside a failing disk or driver

@@ -13,6 +13,7 @@ from paceline.cluster.emulate.hosts import EmulatedHost, Emulation, LinkBytes
 from paceline.cluster.emulate.namespace import inside
 from paceline.cluster.identity import interface_of
 from paceline.errors import LaunchError
+from paceline.launch.host.emulated import host_processes
 from paceline.launch.host.hosts import Hosts, current_hosts
 from paceline.plans.plan import Plan, cores_of
 from paceline.rank_environment import RankEnvironment
@@ -30,7 +31,7 @@ class RankPlace:
         address: at which the other ranks reach it.
         interface: of that address.
         host: the emulated host, or None on this machine as it is.
-        number: of the host process that starts it; 0 is this one.
+        number: of the host process that starts it; 0 is this one, for host 0 of an emulation as well.
         host_name: of the host, for messages; "" is this machine's own.
     """
 
@@ -77,6 +78,7 @@ def places_on(
 
     Raises:
         ClusterError: the hosts cannot be emulated here.
+        LaunchError: their host processes cannot be started.
     """
     if cluster.emulate is None:
         hosts = current_hosts()
@@ -84,7 +86,8 @@ def places_on(
         return
     with Emulation(cluster.emulate) as emulation:
         try:
-            yield on_hosts(emulation.hosts, cluster.ranks_per_host(ranks))
+            with host_processes(cluster, emulation.hosts):
+                yield on_hosts(emulation.hosts, cluster.ranks_per_host(ranks))
         finally:
             if on_end:
                 on_end(emulation.carried())
@@ -142,8 +145,8 @@ def on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlace
 def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[RankPlace]:
     """Places of ranks on each emulated host, in their order."""
     return [
-        RankPlace(rank, count, host.address, host.interface, host)
-        for host, count in zip(hosts, per_host, strict=True)
+        RankPlace(rank, count, host.address, host.interface, host, number)
+        for number, (host, count) in enumerate(zip(hosts, per_host, strict=True))
         for rank in range(count)
     ]
 

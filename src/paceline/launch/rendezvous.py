@@ -15,6 +15,7 @@ from pathlib import Path
 from paceline.channel.connection import name_of
 from paceline.channel.key import RunKey, key_descriptor, own_key
 from paceline.channel.store import StoreServer
+from paceline.launch.host.hosts import current_hosts
 from paceline.launch.place import RankPlace
 
 
@@ -49,7 +50,8 @@ def rendezvous(places: Sequence[RankPlace], folder: Path, port: int | None) -> I
         finally:
             server.close()
         return
-    key = own_key() or RunKey.make()
+    hosts = current_hosts()
+    key = hosts.key if hosts else own_key() or RunKey.make()
     server = StoreServer(key, places[0].listen(port, backlog=max(128, 2 * len(places))))
     descriptor = key_descriptor(key)
     try:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.device import DEVICE_VARIABLE, VISIBLE
 from paceline.errors import LaunchError
@@ -77,14 +77,29 @@ class ForkedRank:
             return -signal.SIGTERM
 
 
+class SeedProcess(Protocol):
+    """Process of a seed; a `Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
 class Seed:
     """A seed process. It ends with this process, however that ends, or at `end`.
 
     Args:
         variables: the environment that its ranks are to have, but for what `RankEnvironment` holds.
+        start: starts the process at the second of two sockets that belong together; None for a new interpreter.
     """
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        variables: Mapping[str, str],
+        start: Callable[[socket.socket, socket.socket], SeedProcess] | None = None,
+    ) -> None:
         self.made_for = made_for(variables)
         self.owner = os.getpid()
         self._socket, theirs = socket.socketpair()
@@ -93,24 +108,8 @@ class Seed:
         self._imported: set[str] = set()
         self._imports_under_way = 1  # each is answered with why no rank may be forked, if so
         self._unfit: str | None = None
-        own_thread = threading.current_thread() is threading.main_thread()
         with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "paceline.launch.seed_process",
-                    str(theirs.fileno()),
-                    str(self.owner),
-                    str(int(own_thread)),
-                ],
-                # asked whether there is a GPU, it does not start CUDA
-                env={**variables, **_ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=_open_or_null(2),
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-            )
+            self._process = start(self._socket, theirs) if start else _interpreter(variables, theirs)
 
     @property
     def pid(self) -> int:
@@ -226,6 +225,20 @@ class Seed:
         return gone if answer is None else answer
 
 
+def _interpreter(variables: Mapping[str, str], channel: socket.socket) -> subprocess.Popen[bytes]:
+    own_thread = threading.current_thread() is threading.main_thread()
+    numbers = [str(channel.fileno()), str(os.getpid()), str(int(own_thread))]
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline.launch.seed_process", *numbers],
+        # asked whether there is a GPU, it does not start CUDA
+        env={**variables, **_ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=_open_or_null(2),
+        start_new_session=True,
+        pass_fds=[channel.fileno()],
+    )
+
+
 _shared: list[Seed] = []  # of this process; the one that was used last is the last
 _sharing = threading.Lock()
 
@@ -260,6 +273,13 @@ def seed_for(variables: Mapping[str, str]) -> Seed:
                 seed.end()
         _shared[:] = [*others[1 - _MOST_SEEDS :], found[0]]
         return found[0]
+
+
+def share(seed: Seed) -> None:
+    """Have later ranks of this process forked from this seed, where its environment is theirs."""
+    atexit.register(seed.end)
+    with _sharing:
+        _shared.append(seed)
 
 
 def wait_for_imports(deadline_s: float = _ANSWER_S) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from paceline import device
 from paceline.deferred_compiler import defer_compiler
 from paceline.launch.rank import PR_SET_PDEATHSIG, run
-from paceline.launch.seed import receive, send
+from paceline.launch.seed import DEFAULTS, Seed, receive, send, share
 from paceline.rank_environment import RankEnvironment
 
 _IMPORTS = ("paceline.training.loop", "paceline.launch.run_on_ranks")  # what every rank needs
@@ -72,6 +72,64 @@ def main() -> None:
         order = _fork_on_order(channel, watch)
         if order is not None:
             _become(order, watch)
+
+
+def split_off() -> None:
+    """Have a copy of this process be the seed of the ranks that it starts.
+
+    It was forked from a seed itself, and has started no thread that a fork could disturb.
+    """
+    _call_the_process("paceline host process")
+    share(Seed({**DEFAULTS, **os.environ}, _copy))
+
+
+def _copy(ours: socket.socket, channel: socket.socket) -> _Child:
+    """Fork a seed that obeys what comes on `channel`."""
+    launcher = os.getpid()
+    watch = os.pidfd_open(launcher)
+    if pid := os.fork():
+        os.close(watch)
+        return _Child(pid)
+    try:
+        ours.close()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _call_the_process("paceline seed")
+        if os.getppid() == launcher:
+            send(channel, {"unfit": _unfit()})
+            order = _fork_on_order(channel, watch)
+            if order is not None:
+                _become(order, watch)
+    except BaseException:  # noqa: BLE001 - nothing of it is for the code that was forked
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+class _Child:
+    """A forked process, with the methods of a `Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Exit code; None while it runs."""
+        if self._code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            self.wait()
+        return self._code
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Exit code, once it has ended."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
 
 
 def _imported() -> str | None:

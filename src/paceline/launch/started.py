@@ -36,6 +36,11 @@ class StartedRank:
         return self.process.pid
 
     @property
+    def known_ns(self) -> int:
+        """Time of what is known of it: now, by the monotonic clock."""
+        return time.monotonic_ns()
+
+    @property
     def stopped(self) -> bool:
         """True if SIGSTOP or a debugger holds the process."""
         return is_stopped(self.pid)

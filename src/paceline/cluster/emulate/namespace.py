@@ -15,7 +15,7 @@ from typing import TypeVar
 from paceline.errors import ClusterError
 
 T = TypeVar("T")
-ADVICE = "Emulated hosts need root, CAP_NET_ADMIN and CAP_SYS_ADMIN; a container needs --privileged."
+ADVICE = "Emulated hosts need CAP_NET_ADMIN and CAP_SYS_ADMIN, as root has; a container needs --privileged."
 _CLONE_NEWNET = 0x40000000
 
 
@@ -28,7 +28,7 @@ def new_namespace() -> Iterator[int]:
     """
 
     def make() -> int:
-        _call("unshare", _CLONE_NEWNET)
+        call_libc("unshare", _CLONE_NEWNET)
         return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
     try:
@@ -55,7 +55,7 @@ def enter(path: str) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            _call("setns", descriptor, _CLONE_NEWNET)
+            call_libc("setns", descriptor, _CLONE_NEWNET)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -84,7 +84,7 @@ def _in_thread(function: Callable[[], T]) -> T:
         return thread.submit(function).result()
 
 
-def _call(name: str, *arguments: int) -> None:
+def call_libc(name: str, *arguments: int) -> None:
     """Call a function of libc that Python has from 3.12 on only."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -86,8 +86,12 @@ def _port(name: str) -> socket.socket:
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # of no protocol, so nothing comes before it is bound
     port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    port.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _BUFFER)
-    port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
+    try:
+        port.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _BUFFER)
+        port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
+    except PermissionError:  # in a user namespace: what the system allows has to do
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
     port.setblocking(False)
     port.bind((name, _ALL_PROTOCOLS))
     return port

@@ -12,6 +12,7 @@ import queue
 import socket
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from pydantic import ValidationError
@@ -23,7 +24,7 @@ from paceline.cluster.cluster import Host
 from paceline.cluster.discover import discover
 from paceline.cluster.identity import host_identity
 from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
-from paceline.launch.host.hosts import Hosts
+from paceline.launch.host.hosts import Hosts, measured_cluster
 from paceline.launch.host.link import Link, keep_alive
 from paceline.launch.host.messages import FromHost, Joining, Refused, ToHost, Welcome
 from paceline.launch.host.serve import Coordinator
@@ -50,9 +51,35 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
         listener = Listener((address, place.port), key, FromHost, came.put)
     except ChannelError as error:
         raise LaunchError(f"host 0 ({place.name}) has to listen, but {error}. {_PORT}") from error
+    links = links_of(place, key, listener, came)
+    names = _different([place.name, *(link.name for link in links)])
+    for link, name in zip(links, names[1:], strict=True):
+        link.name, link.host = name, link.host.model_copy(update={"name": name})
+        link.send(Welcome(names))
+    return Hosts(measured_cluster(own.model_copy(update={"name": names[0]}), links), address, links, key)
+
+
+def links_of(
+    place: HostPlace,
+    key: RunKey,
+    listener: Listener,
+    came: queue.Queue[Connection],
+    check: Callable[[], None] = lambda: None,
+) -> list[Link]:
+    """Links to all other hosts, by number, once they have come to a listener.
+
+    It is closed then, and they wait for a `Welcome`.
+
+    Args:
+        came: where the listener puts them.
+        check: called a few times a second; what it raises ends the waiting.
+
+    Raises:
+        LaunchError: one does not come, or cannot take part.
+    """
     links: dict[int, Link] = {}
     try:
-        _await_all(place, key, listener, came, links)
+        _await_all(place, key, listener, came, links, check)
     except BaseException as error:
         for link in links.values():
             reason = str(error) if isinstance(error, PacelineError) else "host 0 was stopped"
@@ -61,11 +88,7 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
         raise
     finally:
         listener.close()
-    names = _different([place.name, *(links[number].name for number in sorted(links))])
-    for number, link in links.items():
-        link.name, link.host = names[number], link.host.model_copy(update={"name": names[number]})
-        link.send(Welcome(names))
-    return Hosts(own.model_copy(update={"name": names[0]}), address, list(links.values()))
+    return [links[number] for number in sorted(links)]
 
 
 def joined(place: HostPlace, key: RunKey) -> Coordinator:
@@ -113,7 +136,12 @@ def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
 
 
 def _await_all(
-    place: HostPlace, key: RunKey, listener: Listener, came: queue.Queue[Connection], links: dict[int, Link]
+    place: HostPlace,
+    key: RunKey,
+    listener: Listener,
+    came: queue.Queue[Connection],
+    links: dict[int, Link],
+    check: Callable[[], None],
 ) -> None:
     began = told = time.monotonic()
     wait_s = _wait_s()
@@ -121,6 +149,7 @@ def _await_all(
         try:
             connection = came.get(timeout=0.2)
         except queue.Empty:
+            check()
             now = time.monotonic()
             if now - told >= _TELL_S or now - began > wait_s:
                 told, text = now, _missing(place, key, listener, links, now - began)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from paceline.channel.key import RunKey
 from paceline.cluster.cluster import Cluster, Host
 from paceline.cluster.cluster import Link as NetworkLink
 from paceline.engine.status import StatusBoard
@@ -30,23 +31,17 @@ _PROBE_S = 10.0  # the longest that an answer may take
 class Hosts:
     """All hosts of the run, this one first.
 
-    Args:
-        own: this host.
-        address: where the others reach it.
-
     Attributes:
+        cluster: what they have.
+        address: where the others reach this one.
+        key: of the run.
         agreed: code and data that were found to be the same on all.
     """
 
-    def __init__(self, own: Host, address: str, links: Sequence[Link]) -> None:
-        self.address, self.links = address, sorted(links, key=lambda link: link.number)
+    def __init__(self, cluster: Cluster, address: str, links: Sequence[Link], key: RunKey) -> None:
+        self.cluster, self.address, self.key = cluster, address, key
+        self.links = sorted(links, key=lambda link: link.number)
         self.agreed: list[Look] = []
-        network = _measured(self.links)
-        hosts = [own, *(link.host for link in self.links)]
-        self.cluster = Cluster(
-            name="this run's hosts",
-            hosts=tuple(h.model_copy(update={"links": (*h.links, *network.get(i, ()))}) for i, h in enumerate(hosts)),
-        )
 
     def address_of(self, number: int) -> str:
         """Address at which the other hosts reach host `number`."""
@@ -108,6 +103,15 @@ def _answer(link: Link, kind: type[M], deadline_s: float) -> M:
         if isinstance(message, kind):
             return message
     raise LaunchError(f"{link.who} is lost: {link.lost}")
+
+
+def measured_cluster(own: Host, links: Sequence[Link]) -> Cluster:
+    """This host and the others, with the measured links between them."""
+    network, hosts = _measured(links), [own, *(link.host for link in links)]
+    return Cluster(
+        name="this run's hosts",
+        hosts=tuple(h.model_copy(update={"links": (*h.links, *network.get(i, ()))}) for i, h in enumerate(hosts)),
+    )
 
 
 def _measured(links: Sequence[Link]) -> dict[int, list[NetworkLink]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -26,12 +27,14 @@ class Link:
         address: where other hosts reach it.
         clock_ahead_s: its clock minus the coordinator's.
         lost: why nothing can be sent to it any more; None while it is there.
+        heard_at: when its last message came, by the monotonic clock.
     """
 
     def __init__(self, connection: Connection, number: int, name: str, address: str, host: Host) -> None:
         self.connection, self.number, self.name, self.address, self.host = connection, number, name, address, host
         self.clock_ahead_s = 0.0
         self.lost: str | None = None
+        self.heard_at = time.monotonic()
         keep_alive(connection)
 
     @property
@@ -51,9 +54,12 @@ class Link:
         """The next message; None from a host that sends none in time, and is lost."""
         if self.lost is None:
             try:
-                return self.connection.receive(deadline_s)
+                message = self.connection.receive(deadline_s)
             except (OSError, PacelineError) as error:
                 self.lose(str(error))
+            else:
+                self.heard_at = time.monotonic()
+                return message
         return None
 
     def waiting(self) -> Iterator[Any]:
@@ -66,6 +72,7 @@ class Link:
                 return
             if message is None:
                 return
+            self.heard_at = time.monotonic()
             yield message
 
     def lose(self, reason: str) -> None:

@@ -40,6 +40,7 @@ from paceline.launch.host.messages import (
 from paceline.launch.signals import StopSignals
 from paceline.rank_environment import RankEnvironment
 
+_SILENT_S = 10.0  # of a host, until nobody waits for the end of its ranks
 _READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end what is left and send its files
 _TOKEN = ".paceline-host-"
 
@@ -68,6 +69,11 @@ class RemoteRank:
     code: int | None = None
     stopped: bool = False
     oom_kills: int | None = None
+
+    @property
+    def known_ns(self) -> int:
+        """Time of the last word from its host, by the monotonic clock."""
+        return int(self.link.heard_at * 1e9)
 
     def signal(self, number: int) -> None:
         """To the rank alone, not to what it started."""
@@ -104,6 +110,7 @@ class RemoteRanks:
         self.links, self.board, self.scratch, self.folder = links, board, scratch, folder
         self.signals, self.poll = signals, poll
         self.ranks: dict[int, RemoteRank] = {}
+        self._silent: list[Link] = []
 
     def __enter__(self) -> Self:
         for link in self.links:
@@ -160,10 +167,27 @@ class RemoteRanks:
                 for rank in self._ranks_of(link):
                     rank.code = -signal.SIGKILL if rank.code is None else rank.code
 
+    def give_up_silent(self) -> None:
+        """Lose hosts whose network lets nothing through.
+
+        A host that has ranks says something several times a second.
+        """
+        for link in self.links:
+            silent_s = time.monotonic() - link.heard_at
+            if link.lost is None and silent_s > _SILENT_S and any(self._ranks_of(link)):
+                self._silent.append(link)
+                link.lose(f"nothing has come from it for {silent_s:.0f} s")
+
     @property
     def lost(self) -> str | None:
-        """Name and ranks of a host that is lost; None where all are there."""
-        return next((self._of_lost(link) for link in self.links if link.lost is not None), None)
+        """Name and ranks of a host that is lost and was not silent, or None."""
+        lost = (link for link in self.links if link.lost is not None and link not in self._silent)
+        return next(map(self._of_lost, lost), None)
+
+    @property
+    def silent(self) -> str:
+        """Names and ranks of the hosts that were given up, a line each."""
+        return "\n".join(map(self._of_lost, self._silent))
 
     def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
         """Take in messages until one of a kind. A host that sends none in time is lost."""

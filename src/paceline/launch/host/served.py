@@ -23,6 +23,7 @@ from paceline.launch.host.folder import WrittenFiles, place_in
 from paceline.launch.host.messages import (
     TEXT_LIMIT,
     Begin,
+    Echo,
     EndAttempt,
     Ended,
     Fetch,
@@ -154,7 +155,7 @@ class ServedAttempt:
     def _start(self, message: Start) -> None:
         try:
             if not self._prepared:
-                self.starter.prepare(self.begin.start_deadline_s, lambda: self.coordinator.lost is not None)
+                self.starter.prepare(self.begin.start_deadline_s, self._is_alone)
                 self._prepared = True
             told = RankEnvironment.from_env(message.environment)
             environment = replace(
@@ -177,6 +178,11 @@ class ServedAttempt:
             return
         self.ranks.append(rank)
         self.coordinator.send(Started(rank.number, rank.pid))
+
+    def _is_alone(self) -> bool:
+        """True if the coordinator is lost. The message tells it that this host is there."""
+        self.coordinator.send(Echo())
+        return self.coordinator.lost is not None
 
     def _tell_rows(self) -> None:
         if time.monotonic() - self._rows_at < _ROWS_S:
