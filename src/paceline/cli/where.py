@@ -39,9 +39,11 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
     from paceline.launch_engine import is_rank, own_engine
 
     if hosts is None:
+        if is_rank():
+            return
         if cluster is not None and os.geteuid():
             _be_allowed_to_emulate(cluster)
-        if not is_rank() and (note := own_engine().note()):
+        if note := own_engine().note():
             print(f"paceline: note: {note}", file=sys.stderr, flush=True)
         return
     place = own_engine().hosts()
