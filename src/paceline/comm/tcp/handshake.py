@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from paceline.comm.tcp.wire import KEY_BYTES, PlainWire, SealedWire, Wire
 
 _MAGIC = b"pace-tcp"
-_VERSION = 2
+_VERSION = 3
 _GREETING = struct.Struct(f"<8sH16sII??QQ{KEY_BYTES}s")
 GREETING_BYTES = _GREETING.size
 GROUP_BYTES = 16

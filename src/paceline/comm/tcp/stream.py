@@ -14,13 +14,14 @@ import struct
 from collections import deque
 from typing import Protocol
 
-from paceline.comm.tcp.wire import AlteredError, Wire
+from paceline.comm.tcp.messages import HEADER_BYTES
+from paceline.comm.tcp.wire import RECORD_BYTES, AlteredError, Wire
 from paceline.errors import SyncError
 
 _FRAME = struct.Struct("<IQ")
 _GOODBYE = 0xFFFFFFFF  # as a length: the sender will send no more, on this connection or any other
 # At most in a frame, so that word of what was received is never far behind: a piece of a ring, and its header.
-FRAME_BYTES = 2**20 + 2**10
+FRAME_BYTES = RECORD_BYTES + HEADER_BYTES
 _ACKNOWLEDGE_BYTES = 2**18  # received before the other side is told, where nothing goes its way anyhow
 WINDOW_BYTES = 2**24  # sent and not acknowledged, at most: what a lost connection may have to carry again
 _AHEAD_BYTES = 2**12  # read beyond a frame, and copied: headers, and whole small messages

@@ -1,9 +1,9 @@
-"""Bytes on an authenticated connection: sealed with AES-256-GCM, or, by name, as they are.
+"""Bytes on an authenticated connection: sealed with AES-128-OCB (RFC 7253), or, by name, as they are.
 
 Sealed, each direction of each connection has a random key of its own, told within the handshake. The bytes go in
 records: their length, the ciphertext, and a tag; the nonce is the record's number. A record that was changed, repeated,
 left out, moved, or comes from another direction or connection does not fit its tag. TLS's own records would do the same
-at three times the cost, as Python's `ssl` copies every 16 KiB several times.
+at several times the cost, as Python's `ssl` copies every 16 KiB several times.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Protocol
 
+import numpy as np
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.aead import AESOCB3
 
-KEY_BYTES, TAG_BYTES = 32, 16
+KEY_BYTES, TAG_BYTES = 16, 16
 _LENGTH = struct.Struct("<I")
-RECORD_BYTES = 2**16  # of plaintext, at most
+RECORD_BYTES = 2**20  # of plaintext, at most: a piece of a ring, so that Python's turns cost little beside the cipher
 _SEALED_BYTES = _LENGTH.size + RECORD_BYTES + TAG_BYTES
 _GATHERED_BYTES = 2**12  # a part up to here is copied into one record with those behind it, of which so many are
-_MOST_GATHERED = RECORD_BYTES // _GATHERED_BYTES
-_MOST_RECORDS = 2**26  # under one key (4 TiB); beyond, a new connection brings new ones
+_MOST_GATHERED = 16
+_AHEAD_BYTES = 2**12  # read beyond the record under way, and copied: the next one's length, and small ones whole
+_MOST_BYTES = 2**42  # sealed with one key; beyond, a new connection brings new ones
 
 
 class AlteredError(ConnectionError):
@@ -82,13 +84,14 @@ class SealedWire:
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
         self.connection = connection
-        self._sending, self._receiving = AESGCM(sending), AESGCM(receiving)
+        self._sending, self._receiving = AESOCB3(sending), AESOCB3(receiving)
         self._sent = self._received = 0  # records: the numbers of the next
-        self._out = memoryview(bytearray(_SEALED_BYTES))
+        self._sent_bytes = 0
+        self._out = _memory(_SEALED_BYTES)
         self._unsent = self._out[:0]
-        self._in = memoryview(bytearray(_SEALED_BYTES + _LENGTH.size))  # a record, and how long the next one is
+        self._in = _memory(_SEALED_BYTES + _AHEAD_BYTES)
         self._begin = self._end = 0  # what lies in `_in`
-        self._opened = memoryview(bytearray(RECORD_BYTES))
+        self._opened = _memory(RECORD_BYTES)
         self._rest = self._opened[:0]  # opened, and not yet taken
 
     @property
@@ -109,13 +112,14 @@ class SealedWire:
     def send(self, parts: list[memoryview]) -> int:
         """Seal one record, and give the kernel what it takes of it."""
         self.flush()
-        if self._sent == _MOST_RECORDS:
+        if self._sent_bytes >= _MOST_BYTES:
             raise ConnectionError("its keys have served their time")
         plain = _gathered(parts) if len(parts[0]) <= _GATHERED_BYTES else parts[0][:RECORD_BYTES]
         end = _LENGTH.size + len(plain) + TAG_BYTES
         _LENGTH.pack_into(self._out, 0, len(plain))
         self._sending.encrypt_into(_nonce(self._sent), plain, None, self._out[_LENGTH.size : end])
         self._sent += 1
+        self._sent_bytes += end
         self._unsent = self._out[:end]
         with suppress(BlockingIOError):  # taken all the same: it is pending
             self.flush()
@@ -149,11 +153,13 @@ class SealedWire:
         return length if there >= _LENGTH.size + length + TAG_BYTES else None
 
     def _fill(self) -> bool:
+        """Read the rest of the record under way, and little more. False: the connection has ended."""
+        there = self._end - self._begin
         if self._begin:
-            there = self._end - self._begin
-            self._in[:there] = bytes(self._in[self._begin : self._end])
+            self._in[:there] = self._in[self._begin : self._end]  # they may overlap
             self._begin, self._end = 0, there
-        count = self.connection.recv_into(self._in[self._end :])
+        rest = _LENGTH.unpack_from(self._in)[0] + TAG_BYTES if there >= _LENGTH.size else 0
+        count = self.connection.recv_into(self._in[there : rest + _AHEAD_BYTES])
         self._end += count
         return count > 0
 
@@ -171,6 +177,14 @@ def _gathered(parts: list[memoryview]) -> memoryview | bytes:
     """The small parts at the beginning. Large ones have records of their own, sealed without a copy."""
     small = list(takewhile(lambda part: len(part) <= _GATHERED_BYTES, parts[:_MOST_GATHERED]))
     return small[0] if len(small) == 1 else b"".join(small)
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Memory that costs nothing until it is written.
+
+    Most links never carry a record of full length.
+    """
+    return np.empty(nbytes, np.uint8).data
 
 
 def _nonce(number: int) -> bytes:
