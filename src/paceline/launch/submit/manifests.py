@@ -179,7 +179,7 @@ def _command(request: Request) -> list[str]:
 def _resources(request: Request) -> Manifest:
     names = {"cpus": "cpu", "memory": "memory", "gpus": request.options.get("gpu-resource", "nvidia.com/gpu")}
     asked = {resource: request.options[name] for name, resource in names.items() if name in request.options}
-    return {"requests": asked, "limits": asked} if asked else {}
+    return {"requests": asked, "limits": dict(asked)} if asked else {}  # one object twice would be written as an anchor
 
 
 def _user(request: Request) -> Manifest:
