@@ -42,7 +42,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{folder / 'site'}:{ROOT / 'src'}"
 
 
-def loaded(code: str, installed: str, folder: Path | None = None) -> list[str]:
+def loaded(code: str, installed: str, folder: Path | None = None, deadline_s: float = 100) -> list[str]:
     """Lines that a script prints in a process that sees the examples."""
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -50,7 +50,7 @@ def loaded(code: str, installed: str, folder: Path | None = None) -> list[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=deadline_s,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -205,9 +205,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_transport_from_a_package_is_measured_and_planned_with(installed: str, tmp_path: Path) -> None:
     write_job(tmp_path / "job.yaml", global_batch=16)
-    offered, measured, kept, dearer = loaded(MEASURED, installed, tmp_path)
+    offered, measured, kept, dearer = loaded(MEASURED, installed, tmp_path, 300)
     assert offered == measured == "shm gloo loopback"
     assert kept == "True True"
     assert dearer == "True"

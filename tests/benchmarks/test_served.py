@@ -53,6 +53,7 @@ def test_a_rank_that_ends_stops_the_benchmark_and_is_named(served: Any, script: 
         ranks.ask("end")
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_stops_the_benchmark_at_the_deadline(served: Any, script: str) -> None:
     with (
         pytest.raises(SystemExit, match=r"rank 1 .* did not answer within 5 s"),

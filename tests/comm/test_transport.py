@@ -185,7 +185,7 @@ def test_the_same_run_over_both_transports_learns_the_same(tmp_path: Path) -> No
     "change",
     [
         pytest.param("mount -t tmpfs -o size=64k tmpfs /dev/shm", id="too small", marks=pytest.mark.slow),
-        pytest.param("umount -l /dev/shm", id="missing"),
+        pytest.param("umount -l /dev/shm", id="missing", marks=pytest.mark.slow),
     ],
 )
 def test_the_system_folder_for_shared_memory_does_not_matter(tmp_path: Path, change: str) -> None:

@@ -306,6 +306,7 @@ def with_rules() -> Report:
 _LESS: dict[str, Any] = {"wire_bytes": 270_000.0, "saved_bytes": 804_600.0, "compression_error": 0.0123}
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_plans_for_as_many_devices_stand_beside_each_other_with_what_they_send_and_reach(
     browser: Browser, tmp_path: Path

@@ -57,6 +57,7 @@ def test_every_collective_has_its_curves_and_its_limit_on_logarithmic_axes(brows
     assert browser.run("return window.stolen") is None
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_measured(browser: Browser, tmp_path: Path) -> None:
     values = measured()
     browser.open(page(tmp_path, values))

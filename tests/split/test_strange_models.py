@@ -624,6 +624,7 @@ def test_weights_with_hooks_or_made_of_others_are_not_deferred_by_a_zero_bubble_
     assert_same(ranks(2, divided, names, plan, 2, backend="shm"))
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_what_is_used_outside_of_its_block_with_the_rest(ranks: Ranks) -> None:
     names = ["a_weight_of_a_block_used_by_the_model", "a_penalty_on_all_parameters", "a_block_in_a_method_of_its_own"]
     names += [

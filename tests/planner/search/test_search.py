@@ -176,6 +176,7 @@ def out_of_memory(found: SearchResult) -> int:
     return sum(excluded.plans for excluded in found.excluded)
 
 
+@pytest.mark.slow
 def test_an_answer_needs_no_torch() -> None:
     script = (
         "import sys\nfrom paceline.job.job import Job\nfrom paceline.cluster.named import named_cluster\n"

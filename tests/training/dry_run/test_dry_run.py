@@ -124,6 +124,7 @@ def test_a_dry_run_finds_what_real_ranks_do(plan: str, ranks: Ranks) -> None:
     assert stage.peak_bytes == pytest.approx(peak_bytes, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_what_a_plan_saves() -> None:
     [kept] = dry("dp=8").stages
     [again] = dry("dp=8 remat=block").stages
