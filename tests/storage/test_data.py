@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from commands import paceline, write_job
-from paceline.errors import DataError, StorageError
+from paceline.errors import DataError, JobError, StorageError
 from paceline.files import cache_folder
 from paceline.job.data import Arrays, Text
 from paceline.job.job import Job
 from paceline.storage import data
 from paceline.storage.store import Store
+from paceline.storage.url import DATA_VERSIONS
 
 
 @pytest.fixture
@@ -39,6 +40,38 @@ def test_a_jobs_url_is_recorded_and_its_copy_is_read(bucket: Path, tmp_path: Pat
     assert len(job.data.build(input_shape=None, seed=0).train) == 18  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"data\.path: file://.*/points\.npz: no such file or folder"):
         job.data.fetch()
+
+
+def test_a_job_at_a_url_takes_relative_paths_from_the_current_folder(
+    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.job.job.local_path", lambda url: None)
+    monkeypatch.chdir(tmp_path)
+    write_job(bucket / "job.yaml", data={"kind": "text", "path": "corpus.txt"})
+    job = Job.load(f"file://{bucket}/job.yaml")
+    assert job.data.path == (tmp_path / "corpus.txt",)  # type: ignore[union-attr]
+    write_job(bucket / "wrong.yaml", seeed=1)
+    with pytest.raises(JobError, match=r'wrong\.yaml, line .*unknown key "seeed"'):
+        Job.load(f"file://{bucket}/wrong.yaml")
+    with pytest.raises(StorageError, match="no such file"):
+        Job.load(f"file://{bucket}/none.yaml")
+
+
+def test_weights_at_a_url_are_fetched_and_their_version_is_kept(bucket: Path, tmp_path: Path) -> None:
+    url = f"file://{bucket}/weights.safetensors"
+    job = Job.load(write_job(tmp_path / "job.yaml", model={"zoo": "mlp", "weights": url}))
+    assert job.model_dump(mode="json")["model"]["weights"] == url
+    with pytest.raises(JobError, match=r"model\.weights: .*no such file"):
+        job.fetch()
+    (bucket / "weights.safetensors").write_bytes(b"weights")
+    assert url in job.fetch()[DATA_VERSIONS]
+    assert data.at_hand(url).read_bytes() == b"weights"
+
+
+def test_commands_that_read_files_alone_say_so_of_a_url(tmp_path: Path) -> None:
+    for command in (["plan"], ["submit", "--on", "slurm"]):
+        told = paceline(command[0], "s3://bucket/job.yaml", *command[1:], folder=tmp_path, columns=200)
+        assert told.says("a job at a URL is read by train, check and bench alone")
 
 
 def test_a_folder_is_fetched_whole_and_a_changed_one_anew(bucket: Path) -> None:

@@ -195,6 +195,25 @@ def test_two_trainings_of_one_url_from_two_machines_are_one(server: S3, tmp_path
         assert ended(run).code == 143
 
 
+@pytest.mark.slow
+def test_a_benchmark_of_a_job_on_s3_is_kept_there_and_goes_on_elsewhere(server: S3, tmp_path: Path) -> None:
+    put(server, "job.yaml", write_job(tmp_path / "job.yaml").read_bytes())
+    what = ("bench", "s3://bucket/job.yaml", "--devices", 1, "--steps", 6, "--no-weak", "--out", "s3://bucket/bench")
+    first = in_a_process(*what, "--repeat", 1, folder=tmp_path, **server.environment)
+    assert first.code == 0, first.err
+    there = names(server).split()
+    assert {"bench/protocol.json", "bench/measured.jsonl", "bench/report.json", "bench/report.html"} < set(there)
+    assert not [name for name in there if "checkpoints" in name or name.endswith("/lock")]
+    other = server.environment | {"XDG_CACHE_HOME": str(tmp_path / "other")}
+    again = in_a_process(*what, "--repeat", 2, folder=tmp_path, **other)
+    assert again.code == 0, again.err
+    assert again.says("1 are there already")
+    trained = in_a_process("train", "s3://bucket/job.yaml", "--run", "s3://bucket/run", folder=tmp_path, **other)
+    assert trained.code == 0, trained.err
+    mixed = in_a_process(*what[:-1], "s3://bucket/run", folder=tmp_path, **other)
+    assert mixed.says("s3://bucket/run holds a run, not a benchmark")
+
+
 def put(server: S3, name: str, content: bytes) -> None:
     """Make an object."""
     program = "import sys; from paceline.storage.store import Store; Store('s3://bucket').write(sys.argv[1], {!r})"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,30 @@ from paceline.benchmark.summary import FinishedRun
 from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.plans.plan import Plan
+from paceline.storage.url import is_url
 from paceline.training.record.run import JsonLines, differences, read_lines
 
 PROTOCOL, MEASURED, REPORT = "protocol.json", "measured.jsonl", "report.json"
+
+
+@contextmanager
+def kept_at(out: str | Path | None, say: Callable[[str], object]) -> Iterator[Path | None]:
+    """Directory of a benchmark; that of a URL is uploaded while the block runs.
+
+    Raises:
+        RunError: a run is there, somebody else measures there, or, at the end, not all could be uploaded.
+        StorageError: the store cannot be used.
+    """
+    if not is_url(out):
+        yield None if out is None else Path(out)
+        return
+    from paceline.training.remote.run import RemoteRun
+    from paceline.training.remote.upload import Kind
+
+    with RemoteRun(out, say, resume=True, kind=Kind("benchmark", PROTOCOL, MEASURED)) as remote:
+        say(f"benchmark {remote.url} · its working directory is {remote.path}")
+        yield remote.path
+        remote.check()
 
 
 class BenchmarkDirectory:

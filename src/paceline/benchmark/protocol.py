@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from paceline.benchmark.caveats import caveats
-from paceline.benchmark.directory import REPORT, BenchmarkDirectory
+from paceline.benchmark.directory import REPORT, BenchmarkDirectory, kept_at
 from paceline.benchmark.limits import limits_of
 from paceline.benchmark.load import OtherLoad
 from paceline.benchmark.result import Report
@@ -68,16 +68,20 @@ def bench(
         repeat: runs of every setting.
         steps: of every run; None trains to the target that the job's stop rule names, or 60 steps where it names none.
         weak: measure N devices also with N times the global batch.
-        out: directory of the benchmark; one that was begun there with the same arguments goes on. None makes
-            `bench/<job>-<time>`.
+        out: directory of the benchmark, or its URL in an object store; one that was begun there with the same
+            arguments goes on. None makes `bench/<job>-<time>`.
         console: where progress is shown; None is stderr.
 
     Raises:
         PacelineError: the job, a plan or the directory cannot work, or no run at all succeeded.
         KeyboardInterrupt: SIGINT or SIGTERM came. What was measured is kept, with a report of it.
     """
-    benchmark = Benchmark(job, cluster, plans, devices, repeat=repeat, steps=steps, weak=weak, out=out, console=console)
-    report = benchmark.run()
+    console = console or SafeConsole(stderr=True, soft_wrap=True)
+    with kept_at(out, partial(console.print, highlight=False, markup=False)) as where:
+        benchmark = Benchmark(
+            job, cluster, plans, devices, repeat=repeat, steps=steps, weak=weak, out=where, console=console
+        )
+        report = benchmark.run()
     if benchmark.stopped_by:
         raise KeyboardInterrupt(
             f"{benchmark.stopped_by} stopped the benchmark; {benchmark.path} keeps what was measured"
@@ -106,7 +110,7 @@ class Benchmark:
         repeat: int = 5,
         steps: int | None = None,
         weak: bool = True,
-        out: str | Path | None = None,
+        out: Path | None = None,
         console: Console | None = None,
         command: str = "paceline.bench",
     ) -> None:
@@ -124,11 +128,11 @@ class Benchmark:
             )
         self.job = job if isinstance(job, Job) else Job.load(job)
         self.job.model.must_be_at_hand()
-        self.job.data.fetch()
+        self.job.fetch()
         self.cluster = to_run_on(cluster)
         self.repeat, self.steps, self.command = repeat, steps, command
         self.console = console or SafeConsole(stderr=True, soft_wrap=True)
-        self.path = Path(out) if out is not None else BENCHES / f"{self.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.path = out if out is not None else BENCHES / f"{self.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.failures: dict[str, str] = {}
         self.stopped_by: str | None = None
         self._took_s: dict[str, float] = {}  # the newest run of each setting, its start included

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -17,7 +17,7 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def command(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")],
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -44,10 +44,10 @@ def command(
         bool, typer.Option("--weak/--no-weak", help="Measure N devices also with N times the global batch.")
     ] = True,
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="DIR",
-            help="Directory of the benchmark; one that was interrupted goes on.",
+            metavar="DIR|URL",
+            help="Directory of the benchmark, or its URL; one that was interrupted goes on.",
             show_default="bench/JOB-TIME",
         ),
     ] = None,
@@ -64,6 +64,7 @@ def command(
 
     # A mistake in the file is told before all else is imported.
     what = Job.load(job)
+    from paceline.benchmark.directory import kept_at
     from paceline.benchmark.protocol import Benchmark
     from paceline.benchmark.table import figures, show
     from paceline.cli.where import to_run_on
@@ -73,13 +74,14 @@ def command(
 
     line = shlex.join(["paceline", *sys.argv[1:]])
     where = to_run_on(cluster)
-    benchmark = Benchmark(
-        what, where, _plans(plans), _numbers(devices), repeat=repeat, steps=steps, weak=weak, out=out, command=line
-    )
-    report = benchmark.run()
+    settings = what, where, _plans(plans), _numbers(devices)
+    with kept_at(out, partial(typer.echo, err=True)) as folder:
+        benchmark = Benchmark(*settings, repeat=repeat, steps=steps, weak=weak, out=folder, command=line)
+        report = benchmark.run()
+        page = None if report is None else write_bench_page(report, benchmark.path)
     if report is not None:
         show(report, Console())
-        typer.echo(f"report   {write_bench_page(report, benchmark.path)}")
+        typer.echo(f"report   {page}")
     if benchmark.stopped_by:
         go_on = line if out else f"{line} --out {shlex.quote(str(benchmark.path))}"
         typer.echo(f"stopped  {benchmark.stopped_by}; what is measured is kept. Go on: {go_on}")

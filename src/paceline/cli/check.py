@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,7 +21,7 @@ CANNOT_TELL = 3  # the exit code
 
 
 def command(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")],
     plan: Annotated[
         str | None, typer.Option(help='The plan to check, e.g. "dp=2 tp=2"; auto is what train would choose.')
     ] = None,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.where import not_at_a_url
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -25,7 +27,9 @@ _ON_PAGE = 30  # plans in the pictures of a page
 
 
 def command(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    job: Annotated[
+        Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
+    ],
     cluster: Annotated[
         str | None,
         typer.Option(

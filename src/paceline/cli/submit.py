@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.where import not_at_a_url
+
 if TYPE_CHECKING:
     from paceline.launch.submit.record import Submission
     from paceline.launch.submit.request import Request
@@ -18,7 +20,9 @@ EXAMPLE = 'Example: paceline submit examples/digits.yaml --on slurm --hosts 4 --
 
 
 def command(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    job: Annotated[
+        Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
+    ],
     on: Annotated[str, typer.Option("--on", metavar="SCHEDULER", help="slurm, ray, kubernetes or sky.")],
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 1,
     plan: Annotated[str, typer.Option(help="How to train, as `paceline train` takes it.")] = "auto",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +16,7 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def command(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")],
     plan: Annotated[
         str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto finds the fastest here.')
     ] = "auto",

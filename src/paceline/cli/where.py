@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
 
 P = ParamSpec("P")
+_URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path has no two slashes in a row
 Hosts = Annotated[
     str | None,
     typer.Option(
@@ -24,6 +27,13 @@ Hosts = Annotated[
         show_default="this machine",
     ),
 ]
+
+
+def not_at_a_url(file: Path) -> Path:
+    """Refuse a URL where only a file is read."""
+    if _URL_AS_PATH.match(str(file)):
+        raise typer.BadParameter("a job at a URL is read by train, check and bench alone; fetch it first")
+    return file
 
 
 def start_on(hosts: str | None, cluster: str | None = None) -> None:

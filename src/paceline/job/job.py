@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, field_validator, model_validator
 
-from paceline.errors import JobError
+from paceline.errors import JobError, StorageError
 from paceline.job.data import DataSpec
 from paceline.job.loss import LossSpec
 from paceline.job.model import ModelSpec
@@ -17,6 +18,7 @@ from paceline.job.read.imports import import_path_of
 from paceline.job.spec import Spec
 from paceline.job.stop import StopSpec
 from paceline.messages import explain
+from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 
 Precision = Literal["fp32", "bf16", "fp64"]
 _ACCUMULATION = 'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".'
@@ -121,19 +123,51 @@ class Job(Spec):
             positions = (info.context or {}).get("positions")
             raise JobError(explain(error, cls, positions, name="job", hints=_HINTS)) from None
 
+    def fetch(self) -> dict[str, str]:
+        """Fetch data and weights that are named by a URL.
+
+        What is here in the store's version is not fetched again.
+
+        Returns the environment by which ranks, on other hosts too, read these versions and no others.
+
+        Raises:
+            DataError: there is nothing, it cannot be read, or cannot be kept; names the URL and what to do.
+            JobError: the same for weights.
+        """
+        environment = self.data.fetch()
+        if not is_url(self.model.weights):
+            return environment
+        from paceline.storage.data import fetched, version_of  # fsspec, which few jobs need
+
+        try:
+            version = version_of(fetched(self.model.weights))
+        except StorageError as error:
+            raise JobError(f"model.weights: {error}") from error
+        versions = json.loads(environment.get(DATA_VERSIONS, "{}"))
+        return {DATA_VERSIONS: json.dumps({**versions, self.model.weights: version})}
+
     @classmethod
     def load(cls, file: str | Path) -> Job:
-        """Read a job from a YAML file; relative paths start at the file's own folder.
+        """Read a job from a YAML file or from the URL of one.
+
+        Relative paths start at the file's own folder; in a job of an object store, at the current one.
 
         Raises:
             JobError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a
                 misspelled one.
+            StorageError: there is nothing at the URL, or it cannot be read.
         """
         from paceline.yaml_file import FileKind, read_yaml
 
         kind = FileKind("job", "model, data, loss, optimizer, global_batch and stop", "`model: mlp`", JobError)
+        base = None
+        if is_url(file):
+            from paceline.storage.data import fetched
+
+            url = checked_url(file)
+            file, base = fetched(url), Path.cwd() if local_path(url) is None else None
         values, positions = read_yaml(file := Path(file), kind)
-        return cls.model_validate(values, context={"base": file.parent.resolve(), "positions": positions})
+        return cls.model_validate(values, context={"base": base or file.parent.resolve(), "positions": positions})
 
     def to_yaml(self) -> str:
         """The job as YAML that `Job.load` reads back to an equal job (defaults omitted, paths absolute)."""

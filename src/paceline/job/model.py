@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from paceline.errors import JobError
+from paceline.job.data import DataPath
 from paceline.job.read.dimensions import Dimensions
 from paceline.job.read.imports import resolve_import_path
 from paceline.job.spec import Args, Spec
+from paceline.storage.url import is_url
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +40,7 @@ class ModelSpec(Spec):
       and not trained.
 
     `weights` is a safetensors file, or a folder in Hugging Face's layout, with the weights to start from instead of
-    fresh ones.
+    fresh ones; or the URL of either.
     """
 
     short: ClassVar[str | None] = "zoo"
@@ -47,7 +49,7 @@ class ModelSpec(Spec):
     hf: Path | None = None
     transformer: Dimensions | None = None
     task: Task | None = None
-    weights: Path | None = None
+    weights: DataPath | None = None
     args: Args = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -65,10 +67,10 @@ class ModelSpec(Spec):
 
     @field_validator("hf", "weights")
     @classmethod
-    def _resolve(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if value is None:
-            return None
-        path = Path((info.context or {}).get("base", Path.cwd()) / value.expanduser()).resolve()
+    def _resolve(cls, value: Path | str | None, info: ValidationInfo) -> Path | str | None:
+        if value is None or is_url(value):
+            return value
+        path = Path((info.context or {}).get("base", Path.cwd()) / Path(value).expanduser()).resolve()
         if not (path.is_file() if info.field_name == "hf" else path.exists()):
             raise ValueError(f"no such file{'' if info.field_name == 'hf' else ' or folder'}: {path}")
         return path

@@ -168,7 +168,7 @@ def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = Non
     """
     job, cluster = job if isinstance(job, Job) else Job.load(job), to_run_on(cluster)
     job.model.must_be_at_hand()
-    job.data.fetch()
+    job.fetch()
     chosen = choose(job, cluster).plan if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
     with Checks(job, cluster, steps=steps).opened() as checks:
         return checks.check(chosen)

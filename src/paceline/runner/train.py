@@ -107,7 +107,7 @@ def _train(
         warm_up()  # it imports while this process reads and checks
     job = job if isinstance(job, Job) else Job.load(job)
     job.model.must_be_at_hand()
-    job.data.fetch()
+    job.fetch()
     must_agree(job)
     cluster = to_run_on(cluster) if (hosts := current_hosts()) is None or cluster else hosts.cluster
     if is_rank():
@@ -231,7 +231,7 @@ def _launch_ranks(
             on_tick=tick,
             on_event=events.event,
             inherited=[lock.fd],
-            env=job.data.fetch(),
+            env=job.fetch(),
             folder=RunFolder(record.path.resolve(), DESCRIPTION, FOLDERS),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.plans.plan import Plan
 from paceline.split.mesh import Mesh
+from paceline.storage.url import is_url
 from paceline.training.checkpoint.convert import WeightSource, fitted, load_weights, weights_from
 
 if TYPE_CHECKING:
@@ -67,7 +69,12 @@ def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | Non
     """The pretrained weights that the job names, matched to the model; None without any."""
     if job.model.weights is None:
         return None
-    return fitted(weights_from(job.model.weights), model if isinstance(model, nn.Module) else model.model)
+    weights: Path | str = job.model.weights
+    if is_url(weights):
+        from paceline.storage.data import at_hand
+
+        weights = at_hand(weights)
+    return fitted(weights_from(Path(weights)), model if isinstance(model, nn.Module) else model.model)
 
 
 def _kept(buffers: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import pytest
 from commands import losses, paceline, write_job
 from paceline.errors import RunError, StorageError
 from paceline.storage.store import Store
+from paceline.training.record.run import Run
 from paceline.training.remote import lease, upload
 from paceline.training.remote.fetch import copy_of, is_plain
 from paceline.training.remote.lease import LEASE, Lease
@@ -53,6 +54,20 @@ def test_a_run_is_whole_at_its_url_and_resumes_on_another_machine(
     assert sorted(losses(there)) == list(range(1, 10))
     assert paceline("export", url, "model.safetensors", folder=tmp_path).code == 0
     assert (tmp_path / "model.safetensors").stat().st_size > 0
+    record = Run(url)
+    assert sorted(record.losses) == sorted(losses(there).values())
+    assert (record.url, record.job.name, record.reason) == (url, "small", "steps: 9 done")
+    assert (copy := record.path).is_dir()
+    del record
+    assert not copy.parent.exists()
+
+
+def test_what_is_no_run_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    with pytest.raises(RunError, match=r"bucket is not a run: it has no job\.yaml"):
+        Run(f"file://{tmp_path}/bucket")
+    assert not any((tmp_path / "temporary").iterdir())
 
 
 def test_what_was_set_aside_here_goes_once_the_run_has_ended_and_is_in_the_store(url: str) -> None:

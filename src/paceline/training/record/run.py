@@ -6,10 +6,12 @@ import errno
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +26,7 @@ from paceline.files import open_to_append, private_folder, read_text, whole_line
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.printable import printable
+from paceline.storage.url import checked_url, is_url
 
 DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # what ranks read before they start
 FOLDERS = ("steps", "checkpoints")
@@ -34,19 +37,32 @@ WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fil
 
 
 class Run:
-    """A run directory.
+    """A run directory, or a copy of one that is at a URL.
 
     `job.yaml cluster.yaml plan.txt environment.json` say what ran; `steps/rank-*.jsonl` (one line a step),
     `events.jsonl` and `checkpoints/` are written while it runs. A step that was trained again after a crash stands
     there twice; the later line counts.
 
+    Args:
+        path: the directory; or a URL, whose record is fetched, without the checkpoints, into a temporary directory.
+
     Attributes:
-        url: where the directory was uploaded to while it trained; None without.
+        url: where the directory was uploaded to while it trained, or fetched from; None without.
+
+    Raises:
+        RunError: there is no run.
+        StorageError: the store cannot be used.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
         self.url: str | None = None
+        if is_url(path):
+            from paceline.training.remote.fetch import record_at
+
+            self.url = checked_url(path)
+            path = record_at(self.url)
+            weakref.finalize(self, shutil.rmtree, path.parent, ignore_errors=True)
+        self.path = Path(path)
         if not (self.path / "job.yaml").is_file():
             raise RunError(f"{self.path} is not a run directory: it has no job.yaml")
 

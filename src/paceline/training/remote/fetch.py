@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,15 +26,37 @@ def copy_of(url: str, say: Say, *, checkpoint: bool) -> Iterator[Path]:
         RunError: there is no run.
         StorageError: the store cannot be used.
     """
-    store = Store(url)
-    listed = store.list()
-    if JOB not in listed:
-        raise RunError(f"{store.url} is not a run: it has no {JOB}")
+    store, listed = _run_at(url)
     with scratch_folder() as folder:
         # Where --layout hf looks for it, too.
         run = folder / store.url.rpartition("/")[2]
         fetch_run(store, listed, run, say, checkpoint=checkpoint)
         yield run
+
+
+def record_at(url: str) -> Path:
+    """Record of the run at a URL, without checkpoints, in a new temporary folder.
+
+    Raises:
+        RunError: there is no run.
+        StorageError: the store cannot be used.
+    """
+    store, listed = _run_at(url)
+    folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+    try:
+        fetch_run(store, listed, folder / "run", lambda _: None, checkpoint=False)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    return folder / "run"
+
+
+def _run_at(url: str) -> tuple[Store, dict[str, Entry]]:
+    store = Store(url)
+    listed = store.list()
+    if JOB not in listed:
+        raise RunError(f"{store.url} is not a run: it has no {JOB}")
+    return store, listed
 
 
 def fetch_run(store: Store, listed: dict[str, Entry], into: Path, say: Say, *, checkpoint: bool) -> None:
@@ -50,13 +73,13 @@ def fetch_run(store: Store, listed: dict[str, Entry], into: Path, say: Say, *, c
     partial.rename(into)
 
 
-def goes_on_from(store: Store, folder: Path) -> bool:
-    """True if a run's directory here has all events of the store's, and maybe more."""
+def goes_on_from(store: Store, folder: Path, lines: str) -> bool:
+    """True if a file of lines here begins with all of the store's."""
     try:
-        here = (folder / "events.jsonl").read_bytes()
+        here = (folder / lines).read_bytes()
     except FileNotFoundError:
         here = b""
-    return here.startswith(store.read("events.jsonl", LINES_LIMIT) or b"")
+    return here.startswith(store.read(lines, LINES_LIMIT) or b"")
 
 
 def is_plain(name: str) -> bool:

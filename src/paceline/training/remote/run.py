@@ -15,7 +15,7 @@ from paceline.storage.store import Store
 from paceline.storage.url import cache_name
 from paceline.training.remote.fetch import fetch_run, goes_on_from
 from paceline.training.remote.lease import Lease
-from paceline.training.remote.upload import JOB, Uploader
+from paceline.training.remote.upload import JOB, RUN, Kind, Uploader
 
 PATIENCE_S = 60.0  # at the end, without a byte that moves
 HURRIED_S = 3.0  # the same after a second Ctrl-C
@@ -29,6 +29,7 @@ class RemoteRun:
     Args:
         resume: go on with the run at the URL, which is fetched where this machine does not have all of it.
         say: told what a person should know, in words.
+        kind: of what is kept there.
 
     Attributes:
         path: the working directory.
@@ -38,8 +39,8 @@ class RemoteRun:
         StorageError: the store cannot be used: no such bucket, no credentials, no right, no connection.
     """
 
-    def __init__(self, url: str, say: Callable[[str], object], *, resume: bool) -> None:
-        self.store, self.say, self.resume = Store(url), say, resume
+    def __init__(self, url: str, say: Callable[[str], object], *, resume: bool, kind: Kind = RUN) -> None:
+        self.store, self.say, self.resume, self.kind = Store(url), say, resume, kind
         self.url = self.store.url
         try:
             self.path = made_cache_folder("runs") / cache_name(self.url)
@@ -54,7 +55,7 @@ class RemoteRun:
         self.lease = Lease(self.store, self.path.with_name(f"{self.path.name}.lease"), self.say)
         try:
             self._prepare()
-            self.uploader = Uploader(self.path, self.store, self.say, self.lease.check)
+            self.uploader = Uploader(self.path, self.store, self.say, self.lease.check, self.kind)
             self.uploader.start()
         except BaseException:
             self.lease.release()
@@ -69,12 +70,15 @@ class RemoteRun:
             self.lease.release()
         if error is None and not unsent.files and self.lease.lost is None:
             shutil.rmtree(self._old, ignore_errors=True)
-        if not unsent.files or self.lease.lost is not None or not (self.path / JOB).exists():
+        if not unsent.files or self.lease.lost is not None or not (self.path / self.kind.mark).exists():
             return
+        again = "the same command again uploads them"
+        if self.kind == RUN:
+            job, url = shlex.quote(str(self.path / JOB)), shlex.quote(self.url)
+            again = f"this uploads them: paceline train {job} --run {url} --resume"
         text = (
-            f"{unsent.files} files ({unsent.size / 1e6:,.1f} MB) of the run could not be uploaded to {self.url}. They "
-            f"are in {self.path}; this uploads them: paceline train {shlex.quote(str(self.path / JOB))} --run "
-            f"{shlex.quote(self.url)} --resume"
+            f"{unsent.files} files ({unsent.size / 1e6:,.1f} MB) of the {self.kind.name} could not be uploaded to "
+            f"{self.url}. They are in {self.path}; {again}"
         )
         if error is None:
             raise RunError(text)
@@ -87,14 +91,16 @@ class RemoteRun:
     def _prepare(self) -> None:
         """Have in `path` what the run continues from, or nothing."""
         listed = self.store.list()
-        here = (self.path / JOB).is_file()
-        if JOB in listed:
+        here = (self.path / self.kind.mark).is_file()
+        if self.kind != RUN and JOB in listed:
+            raise RunError(f"{self.url} holds a run, not a {self.kind.name}. Name another URL.")
+        if self.kind.mark in listed:
             if not self.resume:
                 raise RunError(f"{self.url} holds a run already. Continue it with --resume, or name another URL.")
-            if here and goes_on_from(self.store, self.path):
+            if here and goes_on_from(self.store, self.path, self.kind.lines):
                 return
             self._set_aside()
-            self.say(f"fetching the run from {self.url}")
+            self.say(f"fetching the {self.kind.name} from {self.url}")
             fetch_run(self.store, listed, self.path, self.say, checkpoint=True)
         elif here and not self.resume:
             raise RunError(

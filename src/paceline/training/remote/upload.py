@@ -31,6 +31,23 @@ Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
+class Kind:
+    """Kind of directory that may be kept at a URL.
+
+    Attributes:
+        mark: the file that makes a directory one.
+        lines: the file of lines that grows as it goes on.
+    """
+
+    name: str
+    mark: str
+    lines: str
+
+
+RUN = Kind("run", JOB, "events.jsonl")
+
+
+@dataclass(frozen=True)
 class Unsent:
     """Files of a run that are not in the store, and their size."""
 
@@ -45,12 +62,18 @@ class Uploader:
         folder: the run's directory, on a file system of this host.
         say: told when the connection is lost, and when it is back.
         allowed: raises while this process may not write there any more.
+        kind: of the directory.
     """
 
     def __init__(
-        self, folder: Path, store: Store, say: Callable[[str], object], allowed: Callable[[], None] = lambda: None
+        self,
+        folder: Path,
+        store: Store,
+        say: Callable[[str], object],
+        allowed: Callable[[], None] = lambda: None,
+        kind: Kind = RUN,
     ) -> None:
-        self.folder, self.store, self.say, self.allowed = folder, store, say, allowed
+        self.folder, self.store, self.say, self.allowed, self.kind = folder, store, say, allowed, kind
         self.links = folder.with_name(f"{folder.name}.sending")  # a checkpoint's files, though the run deletes it
         self._sent: dict[str, Stamp] = {}
         self._next: dict[str, float] = {}  # when a file's new lines go at the earliest
@@ -134,10 +157,11 @@ class Uploader:
 
     def _round(self, last: bool) -> None:
         self._check()
-        if not (self.folder / JOB).exists():  # a run that failed before its first step is withdrawn
-            if JOB in self._sent:
-                self.store.delete([JOB])
-                del self._sent[JOB]
+        mark = self.kind.mark
+        if not (self.folder / mark).exists():  # a run that failed before its first step is withdrawn
+            if mark in self._sent:
+                self.store.delete([mark])
+                del self._sent[mark]
             return
         self._send_files(last)
         newest = self._newest_here()
@@ -169,20 +193,16 @@ class Uploader:
         """Files beside the checkpoints, in the order in which they are sent."""
         found = []
         for place, folders, files in os.walk(self.folder):
-            folders[:] = [f for f in folders if not f.startswith(".") and (f != CHECKPOINTS or place != self._top)]
+            folders[:] = [f for f in folders if not f.startswith(".") and f != CHECKPOINTS]
             for file in files:
                 path = Path(place, file)
                 name = path.relative_to(self.folder).as_posix()
-                if name == LEASE or file.startswith(".") or path.is_symlink():
+                if file == LEASE or file.startswith(".") or path.is_symlink():
                     continue
                 with suppress(FileNotFoundError):
                     found.append((name, path, _stamp(path)))
         # job.yaml makes a folder a run, so it comes after the others that describe it
         yield from sorted(found, key=lambda entry: (entry[0] not in _TOLD, entry[0] == JOB, entry[0]))
-
-    @property
-    def _top(self) -> str:
-        return str(self.folder)
 
     def _newest_here(self) -> tuple[int, Path, Stamp] | None:
         """Step, folder and manifest's stamp of the newest whole checkpoint."""
