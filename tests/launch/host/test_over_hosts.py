@@ -63,6 +63,22 @@ def test_two_hosts_train_what_one_process_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_three_hosts_measure_every_link_unless_told_not_to(tmp_path: Path) -> None:
+    where = folders(tmp_path, 3)
+    job = write_job(where[0] / "job.yaml")
+    for run, environment in (("run", {}), ("unmeasured", {"PACELINE_MEASURE": "off"})):
+        arguments = ("train", job, "--plan", "dp=3", "--run", run)
+        with host_processes(*arguments, folders=where, environment=environment) as hosts:
+            found = outcomes(hosts)
+        assert [outcome.code for outcome in found] == [0, 0, 0], found[0].err
+        cluster = yaml.safe_load((where[0] / run / "cluster.yaml").read_text())
+        measured = [{link["name"] for link in host["links"] if link["kind"] == "measured"} for host in cluster["hosts"]]
+        every = [{"channel:1", "channel:2"}, {"channel:0", "channel:2"}, {"channel:0", "channel:1"}]
+        assert measured == (every if run == "run" else [set(), set(), set()])
+
+
+@pytest.mark.slow
 @pytest.mark.needs_root
 @pytest.mark.timeout(240)
 def test_hosts_without_a_common_disk_save_resume_and_record_as_one(tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ from paceline.cluster.cluster import Host
 from paceline.cluster.discover import discover
 from paceline.cluster.identity import host_identity
 from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
-from paceline.launch.host.hosts import Hosts, measured_cluster
+from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import Link, keep_alive
+from paceline.launch.host.measure import measured_cluster
 from paceline.launch.host.messages import FromHost, Joining, Refused, ToHost, Welcome
 from paceline.launch.host.serve import Coordinator
 from paceline.launch.signals import exit_code_of

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
 from paceline.errors import PacelineError
+from paceline.launch.host.messages import Interrupted
 
 if TYPE_CHECKING:
     from paceline.channel.connection import Connection
     from paceline.cluster.cluster import Host
 
+M = TypeVar("M", bound=Struct)
 # A peer whose machine is gone says nothing: the kernel asks after 15 s of silence, and gives up after 45.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 45_000}
 
@@ -59,6 +62,19 @@ class Link:
                 self.lose(str(error))
             else:
                 self.heard_at = time.monotonic()
+                return message
+        return None
+
+    def answer(self, kind: type[M], deadline_s: float) -> M | None:
+        """The next message of a kind; None from a host that is lost meanwhile.
+
+        Raises:
+            SystemExit: 130 or 143, when SIGINT or SIGTERM came to that host meanwhile.
+        """
+        while (message := self.receive(deadline_s)) is not None:
+            if isinstance(message, Interrupted):
+                raise SystemExit(128 + signal.Signals[message.signal])
+            if isinstance(message, kind):
                 return message
         return None
 

@@ -55,6 +55,26 @@ class Looked(Struct, tag=True, frozen=True):
     digests: dict[str, str]
 
 
+class Answering(Struct, tag=True, frozen=True):
+    """Answer to `Listen`: the port on which this host answers probes; 0 where on none."""
+
+    port: int
+
+
+class Speed(Struct, array_like=True, frozen=True):
+    """Network to another host, by its number."""
+
+    number: int
+    round_trip_s: float
+    bits_per_s: float
+
+
+class Measured(Struct, tag=True, frozen=True):
+    """Answer to `Measure`, without the hosts that do not answer."""
+
+    speeds: list[Speed]
+
+
 class Ready(Struct, tag=True, frozen=True):
     """Answer to `Begin`, once the token was looked for."""
 
@@ -134,6 +154,18 @@ class Probe(Struct, tag=True, frozen=True):
     data: bytes
 
 
+class Listen(Struct, tag=True, frozen=True):
+    """Address at which to answer other hosts' probes; "" to stop that."""
+
+    address: str
+
+
+class Measure(Struct, tag=True, frozen=True):
+    """Hosts to measure to: number, address, port."""
+
+    targets: list[tuple[int, str, int]]
+
+
 class Look(Struct, tag=True, frozen=True):
     """Modules, and files or folders, to look at.
 
@@ -199,5 +231,35 @@ class Dismiss(Struct, tag=True, frozen=True):
     code: int
 
 
-FromHost = Joining | Echo | Looked | Ready | Started | Rows | Told | Ended | Put | Fetch | Interrupted | Over
-ToHost = Welcome | Refused | Probe | Look | Begin | Put | Start | Signal | Kill | Fetched | EndAttempt | Dismiss
+FromHost = (
+    Joining
+    | Echo
+    | Answering
+    | Measured
+    | Looked
+    | Ready
+    | Started
+    | Rows
+    | Told
+    | Ended
+    | Put
+    | Fetch
+    | Interrupted
+    | Over
+)
+ToHost = (
+    Welcome
+    | Refused
+    | Probe
+    | Listen
+    | Measure
+    | Look
+    | Begin
+    | Put
+    | Start
+    | Signal
+    | Kill
+    | Fetched
+    | EndAttempt
+    | Dismiss
+)

@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from paceline.channel.connection import Connection
 from paceline.errors import PacelineError
-from paceline.launch.host.messages import Begin, Dismiss, Echo, Interrupted, Look, Looked, Probe
+from paceline.launch.host.measure import Measuring
+from paceline.launch.host.messages import Begin, Dismiss, Echo, Interrupted, Listen, Look, Looked, Measure, Probe
 from paceline.launch.host.same_files import digests
 from paceline.launch.host.served import ServedAttempt
 from paceline.launch.signals import StopSignals
@@ -47,6 +48,7 @@ class Coordinator:
 def serve(coordinator: Coordinator, who: str) -> int:
     """Obey until the coordinator dismisses this host. Returns the exit code of the command on host 0."""
     attempt: ServedAttempt | None = None
+    measuring = Measuring()
     with StopSignals() as signals:
         told = False
         try:
@@ -58,6 +60,8 @@ def serve(coordinator: Coordinator, who: str) -> int:
                             return message.code
                         case Probe():
                             coordinator.send(Echo())
+                        case Listen() | Measure():
+                            coordinator.send(measuring.answer(message))
                         case Look():
                             coordinator.send(Looked(digests(message)))
                         case Begin():
@@ -73,6 +77,7 @@ def serve(coordinator: Coordinator, who: str) -> int:
                 if attempt is not None:
                     attempt.turn()
         finally:
+            measuring.close()
             if attempt is not None:
                 attempt.stop(_SAVE_S if coordinator.lost is not None else 0.0)
                 attempt.close()
