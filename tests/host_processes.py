@@ -73,3 +73,10 @@ def run_on(*arguments: object, folders: Sequence[Path]) -> list[Outcome]:
     """Run the command as hosts 0, 1, … to its end."""
     with host_processes(*arguments, folders=folders) as processes:
         return outcomes(processes)
+
+
+def ports_in(network: str) -> set[tuple[str, int]]:
+    """Addresses and ports on which anything listens in a network."""
+    told = subprocess.run(["nsenter", f"--net={network}", "ss", "-Hltn"], capture_output=True, text=True, check=True)
+    places = [line.split()[3].rpartition(":") for line in told.stdout.splitlines()]
+    return {(address, int(port)) for address, _, port in places}

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +22,10 @@ from channel_ends import DEADLINE_S, reached
 from paceline.channel import store as store_module
 from paceline.channel.connection import Connection, connect
 from paceline.channel.key import RunKey
+from paceline.channel.listener import MOST_UNPROVEN
 from paceline.channel.store import KEY_LIMIT, VALUE_LIMIT, Answer, Set, StoreClient, StoreServer
 from paceline.errors import ChannelError, DeadlineError
+from strangers import mutated_hello
 
 Clients = Callable[[], StoreClient]
 LOOPBACK = ("127.0.0.1", 0)
@@ -204,6 +207,44 @@ def test_strangers_read_and_change_nothing() -> None:
         assert b"ours" not in heard
     assert own.get("secret") == b"ours"
     assert server.strangers == 3
+    own.close()
+    server.close()
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_a_flood_of_mutated_bytes_changes_nothing_and_keeps_nobody_out(count: int) -> None:
+    key = RunKey.make()
+    server = StoreServer(key, LOOPBACK)
+    there: list[socket.socket] = []
+
+    def flood() -> None:
+        for seed in range(count):
+            while len(there) >= 2 * MOST_UNPROVEN:
+                there.pop(0).close()
+            own = f"127.0.0.{seed % 250 + 1}", 0  # not all ports of one address
+            there.append(socket.create_connection(reached(server), DEADLINE_S, own))  # type: ignore[arg-type]
+            with suppress(OSError):  # turned away already
+                there[-1].sendall(mutated_hello(seed) if seed % 3 else b"")
+
+    own = StoreClient(reached(server), key, DEADLINE_S)
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    calls = 0
+    while flooding.is_alive() or calls < 100:
+        calls += 1
+        assert own.add("calls", 1) == calls
+        if calls % 50 == 0:
+            newcomer = StoreClient(reached(server), key, DEADLINE_S)
+            assert newcomer.get("calls") == str(calls).encode()
+            newcomer.close()
+    flooding.join()
+    for stranger in there:
+        stranger.close()
+    until = time.monotonic() + DEADLINE_S
+    while server.strangers < count // 2 and time.monotonic() < until:  # the last are still coming
+        calls = own.add("calls", 1)
+    assert server.strangers >= count // 2
+    assert own.num_keys() == 1
     own.close()
     server.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from commands import (
     wait_for_step,
     write_job,
 )
-from host_processes import host_processes, outcomes, run_on
+from host_processes import host_processes, outcomes, ports_in, run_on
 from hosts import Hosts
 from paceline.cluster.emulate.namespace import inside
 
@@ -131,13 +130,6 @@ def test_between_two_networks_every_port_is_behind_the_key(tmp_path: Path, hosts
     assert alone.code == 0
     together = losses(run)
     assert {step: together[step] for step in range(1, 51)} == pytest.approx(losses(first / "alone"), rel=1e-3)
-
-
-def ports_in(network: str) -> set[tuple[str, int]]:
-    """Addresses and ports on which anything listens in a network."""
-    told = subprocess.run(["nsenter", f"--net={network}", "ss", "-Hltn"], capture_output=True, text=True, check=True)
-    places = [line.split()[3].rpartition(":") for line in told.stdout.splitlines()]
-    return {(address, int(port)) for address, _, port in places}
 
 
 def stranger(network: str, address: str, port: int) -> bytes:
