@@ -22,7 +22,7 @@ import yaml
 from paceline.cli import main
 
 BIN = Path(sys.executable).parent
-DEADLINE_S = 60.0  # ten times what any of them takes on a busy machine of two cores
+DEADLINE_S = 100.0  # ten times what any of them takes on a busy machine of two cores
 
 
 @dataclass(frozen=True)

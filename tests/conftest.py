@@ -64,6 +64,7 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     ),
     "needs_slurm": ("root and Slurm (packages slurm-wlm, munge)", slurm_is_installed),
 }
+SLOW_S = 400  # for a slow test that names no time-out of its own
 MUST_RUN_ALL = os.environ.get("CI") == "true"
 
 
@@ -162,6 +163,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
         if "simulated" in getattr(item, "fixturenames", ()):
             item.add_marker("needs_compiler")
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
     if config.getoption("--slow"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

@@ -205,7 +205,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_transport_from_a_package_is_measured_and_planned_with(installed: str, tmp_path: Path) -> None:
     write_job(tmp_path / "job.yaml", global_batch=16)
     offered, measured, kept, dearer = loaded(MEASURED, installed, tmp_path, 300)

@@ -50,7 +50,7 @@ def job_file(folder: Path, steps: int) -> Path:
 
 def patiently(*arguments: object, folder: Path, **environment: str) -> Outcome:
     with started("paceline", *arguments, folder=folder, environment=environment) as process:
-        return ended(process, deadline_s=110)
+        return ended(process, deadline_s=300)
 
 
 def losses(run: Run) -> list[float]:

@@ -75,7 +75,6 @@ def test_objects_of_a_real_server_are_made_once_listed_moved_in_parts_and_delete
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_on_s3_resumes_on_another_machine_as_if_nothing_had_happened(server: S3, tmp_path: Path) -> None:
     put(server, "corpus.txt", b"to be or not to be, that is the question. " * 200)
     job = write_job(tmp_path / "job.yaml", **TEXT)
@@ -99,7 +98,6 @@ def test_a_run_on_s3_resumes_on_another_machine_as_if_nothing_had_happened(serve
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_server_that_goes_and_comes_back_costs_the_run_nothing(server: S3, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", stop={"steps": 1_000_000}, checkpoint={"every_seconds": 2})
     arguments = ("train", job, "--plan", "dp=1", "--run", RUN)
@@ -121,7 +119,6 @@ def test_a_server_that_goes_and_comes_back_costs_the_run_nothing(server: S3, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_server_that_stays_away_fails_the_command_at_its_end_and_resume_uploads(server: S3, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", stop={"seconds": 30})
     with linked(server) as link:
@@ -141,7 +138,6 @@ def test_a_server_that_stays_away_fails_the_command_at_its_end_and_resume_upload
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_slow_link_holds_up_no_step_and_the_end_waits_for_it(server: S3, tmp_path: Path) -> None:
     large = {"zoo": "mlp", "args": {"hidden": 2000}}
     job = write_job(tmp_path / "job.yaml", model=large, stop={"seconds": 15}, checkpoint={"every_seconds": 1})
@@ -157,7 +153,6 @@ def test_a_slow_link_holds_up_no_step_and_the_end_waits_for_it(server: S3, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_without_credentials_right_bucket_or_object_no_rank_starts(server: S3, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", **TEXT)
     own = write_job(tmp_path / "own.yaml")
@@ -181,7 +176,6 @@ def test_without_credentials_right_bucket_or_object_no_rank_starts(server: S3, t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_two_trainings_of_one_url_from_two_machines_are_one(server: S3, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", stop={"steps": 1_000_000})
     arguments = ("train", job, "--plan", "dp=1", "--run", RUN)
