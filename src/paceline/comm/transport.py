@@ -27,10 +27,10 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
     """The backend for ranks on CPUs, the same on all of them.
 
     `auto` is `shm` where all can share memory; between several hosts `tcp`; else, on one host, `gloo`, and then why.
-    Between hosts `tcp` took as long as gloo for 16 MiB (emulated links of 1 Gbit/s, 2 and 4 hosts: 0.91 to 1.02 of its
-    time) and for 1 to 4 MiB at 25 and 100 Mbit/s (0.95 to 1.07), a sixth of its time for 1 KiB, and it survives a link
-    that is cut. Over loopback gloo is faster with large tensors. Where `tcp` is asked for, groups whose ranks are all
-    on one host are shared memory under that name.
+    Between hosts `tcp`, which encrypts and survives a link that is cut, takes as long as gloo's plaintext: 0.991 to
+    0.996 of its speed for 16 MiB over emulated links of 1 Gbit/s. Over loopback, two ranks, it has 0.53 of it (0.85
+    with encrypt=off) for 16 MiB, and as much or more for 1 KiB (`benchmarks/hosts.py`). Where `tcp` is
+    asked for, groups whose ranks are all on one host are shared memory under that name.
 
     Raises:
         ClusterError: the transport that is asked for cannot be had.
