@@ -19,7 +19,7 @@ from paceline.errors import LaunchError
 from paceline.launch.host import gather
 from paceline.launch.host.gather import gathered, joined
 from paceline.launch.host.hosts import Hosts
-from paceline.launch.host.messages import Echo, Probe, ToHost
+from paceline.launch.host.messages import Dismiss, Echo, Interrupted, Probe, ToHost
 from paceline.launch_engine import HostPlace
 
 KEY = RunKey.make()
@@ -94,6 +94,25 @@ def test_hosts_that_fit_meet(place: HostPlace) -> None:
     assert measured[0].bandwidth_gbps
     assert measured[0].latency_ms
     found[0].dismiss(0)
+    reached.connection.close()
+
+
+def test_a_signal_at_one_host_while_links_are_measured_ends_all_with_its_code(place: HostPlace) -> None:
+    ended: list[int] = []
+
+    def gather_them() -> None:
+        with pytest.raises(SystemExit) as caught:
+            gathered(place, KEY)
+        ended.append(int(str(caught.value.code)))
+
+    thread = threading.Thread(target=gather_them)
+    thread.start()
+    reached = joined(other(place), KEY)
+    reached.send(Interrupted("SIGTERM"))
+    while not isinstance(message := reached.connection.receive(20), Dismiss):
+        assert isinstance(message, Probe)
+    thread.join(30)
+    assert (ended, message.code) == ([143], 143)
     reached.connection.close()
 
 

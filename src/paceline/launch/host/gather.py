@@ -27,7 +27,7 @@ from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineEr
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import Link, keep_alive
 from paceline.launch.host.measure import measured_cluster
-from paceline.launch.host.messages import FromHost, Joining, Refused, ToHost, Welcome
+from paceline.launch.host.messages import Dismiss, FromHost, Joining, Refused, ToHost, Welcome
 from paceline.launch.host.serve import Coordinator
 from paceline.launch.signals import exit_code_of
 from paceline.launch_engine import HostPlace
@@ -57,7 +57,14 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
     for link, name in zip(links, names[1:], strict=True):
         link.name, link.host = name, link.host.model_copy(update={"name": name})
         link.send(Welcome(names))
-    return Hosts(measured_cluster(own.model_copy(update={"name": names[0]}), links), address, links, key)
+    try:
+        cluster = measured_cluster(own.model_copy(update={"name": names[0]}), links)
+    except BaseException as error:  # a signal, here or there
+        for link in links:
+            link.send(Dismiss(exit_code_of(error)))
+            link.connection.close()
+        raise
+    return Hosts(cluster, address, links, key)
 
 
 def links_of(
