@@ -61,6 +61,7 @@ def ray_cluster(here: Path, nodes: int) -> Iterator[RayCluster]:
     environment = {
         "TMPDIR": _TEMPORARY,
         "PATH": f"{ENGINES}:{os.environ['PATH']}",
+        "PACELINE_HOST_DEVICES": "1",  # so that two ranks are on two hosts
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_API_SERVER_ADDRESS": f"http://{_SUBNET}.1:8265",

@@ -30,6 +30,7 @@ from paceline.launch.place import cores_on, places_on, threads_on
 from paceline.launch.run_on_ranks import warm_up_for
 from paceline.launch.seed import warm_up
 from paceline.launch_engine import is_rank
+from paceline.launch_engine.variables import HOST_DEVICES
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan
@@ -171,6 +172,7 @@ def _train_here(
         say(f"plan {choice.plan} · run {record.path}")
         for note in [
             *warnings_about(choice.plan, job, cluster),
+            *(_note_on_idle_hosts(choice.plan, cluster) if current_hosts() else []),
             *(_notes_on_resuming(job, run, before) if resume else []),
         ]:
             _note(console, f"note: {note}")
@@ -183,6 +185,20 @@ def _train_here(
         if before is None:
             remember_run(choice, job, cluster, record)
         return record
+
+
+def _note_on_idle_hosts(plan: Plan, cluster: Cluster) -> list[str]:
+    """Message for a plan that leaves hosts without a rank."""
+    per_host = cluster.ranks_per_host(plan.ranks)
+    idle = [host.name for host, ranks in zip(cluster.hosts, per_host, strict=True) if not ranks]
+    if not idle:
+        return []
+    each = -(-plan.ranks // len(per_host))
+    spread = f", or {HOST_DEVICES}={each} on each" if plan.ranks >= len(per_host) else ""
+    return [
+        f"the ranks of plan {plan} fill the hosts in their order, and leave none for {', '.join(idle)}. A plan of "
+        f"{cluster.devices} ranks uses all hosts{spread}."
+    ]
 
 
 def _notes_on_resuming(job: Job, run: str | Path | None, before: Run | None) -> list[str]:

@@ -263,3 +263,15 @@ def test_the_key_of_the_user_is_found_where_none_was_handed_over_and_a_host_with
     words = ("train", job, "--plan", "dp=2", "--run", "run")
     with host_processes(*words, folders=[first, second], environment=home) as hosts:
         assert [outcome.code for outcome in outcomes(hosts)] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_host_that_a_plan_leaves_without_a_rank_is_named(tmp_path: Path) -> None:
+    first, second = folders(tmp_path)
+    zero, one = run_on(
+        "train", write_job(first / "job.yaml"), "--plan", "dp=1", "--run", "run", folders=[first, second]
+    )
+    assert (zero.code, one.code) == (0, 0), zero.err
+    assert zero.says(
+        "the ranks of plan dp=1 fill the hosts in their order, and leave none for", "A plan of 2 ranks uses all"
+    )

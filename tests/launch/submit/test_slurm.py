@@ -33,7 +33,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def environment(slurm: SlurmCluster, here: Path) -> dict[str, str]:
-    return {**slurm.environment, "PACELINE_HOME": str(here / "home")}
+    return {**slurm.environment, "PACELINE_HOME": str(here / "home"), "PACELINE_HOST_DEVICES": "1"}
 
 
 def undisturbed(job: Path, plan: str) -> dict[int, float]:
