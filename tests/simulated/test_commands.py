@@ -153,6 +153,7 @@ def test_the_doctor_says_what_it_can_do_and_how_fast_it_is(simulated: Simulated,
     assert shown.says("sim:0", "sim:1", "torch on sim", "collectives", "simccl", "paceline can train here")
     *screen, last = shown.out.splitlines()
     assert max(map(len, screen)) <= 100
+    assert not any("shared memory" in why for why in json.loads(last)["environment"]["not_measured"])
     figures = json.loads(last)["figures"]
     assert {"sim0_matmul_fp32_gflops", "sim1_copy_gigabytes_per_s", "simccl_all_reduce_1KiB_us"} <= figures.keys()
 

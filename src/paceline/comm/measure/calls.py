@@ -17,6 +17,7 @@ from paceline.comm.backend import joined
 from paceline.comm.c10d.transport import register
 from paceline.comm.group import Group
 from paceline.comm.measure.speed import CollectiveSpeed, repeats_within, timed
+from paceline.device import is_accelerator
 
 _PERIOD = 251  # of the numbers in a buffer: a prime, so that a block that lands in the wrong place does not look right
 _BUDGET_S, _CALLS = 0.25, (5, 200)  # of each measurement
@@ -119,7 +120,8 @@ def measure_all_reduces(sizes: tuple[int, ...]) -> Speeds:
         groups = (group,) if other is group else (other, group)
         speeds = [measure_call(each, "all_reduce", size) for size in sizes for each in groups]
         group.barrier()
-        return Speeds(speeds, group.transport_note)
+        # what accelerators say of their store is no reason: shared memory is not for them
+        return Speeds(speeds, None if is_accelerator(group.device) else group.transport_note)
 
 
 @contextmanager
