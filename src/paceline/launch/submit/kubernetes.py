@@ -86,7 +86,7 @@ class Kubernetes(Scheduler):
         pod = f"{owner}={submission.name},batch.kubernetes.io/job-completion-index=0"
         log = ["kubectl", "logs", "--follow", "--tail=-1", f"--selector={pod}", *_namespace(submission)]
         told = None
-        while not (state := self.state(submission)).ended and state.phase != "unknown":
+        while not (state := self.steady_state(submission)).ended and state.phase != "unknown":
             if state.phase != told:
                 told = state.phase
                 print(f"paceline: {submission.id} is {state.phase}", flush=True)

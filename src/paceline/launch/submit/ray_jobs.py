@@ -83,7 +83,7 @@ class Ray(Scheduler):
 
     def follow(self, submission: Submission) -> State:
         log = ["ray", "job", "logs", "--follow", *_address(submission.options.get("address")), submission.id]
-        while not (state := self.state(submission)).ended and state.phase != "unknown":
+        while not (state := self.steady_state(submission)).ended and state.phase != "unknown":
             if state.phase == "queued" or show(log, _ADVICE):
                 time.sleep(_POLL_S)
         return state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -18,6 +19,7 @@ Phase = Literal["queued", "running", "done", "failed", "cancelled", "unknown"]
 ENDED: frozenset[Phase] = frozenset(("done", "failed", "cancelled"))
 _EXIT_CODES: dict[Phase, int] = {"done": 0, "cancelled": 143}  # 143: as after SIGTERM
 ANSWER_S = 120.0  # in which a scheduler's command has to answer
+_AWAY_S, _AGAIN_S = 300.0, 5.0  # that a scheduler may fail to answer while a run is followed; until it is asked again
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,18 @@ class Scheduler:
     def state(self, submission: Submission) -> State:
         """State of a run, as the scheduler says. Raises LaunchError where it does not answer."""
         raise NotImplementedError
+
+    def steady_state(self, submission: Submission) -> State:
+        """State of a run that is followed: a scheduler that fails to answer is asked again for some minutes."""
+        until = time.monotonic() + _AWAY_S
+        while True:
+            try:
+                return self.state(submission)
+            except LaunchError as error:
+                if time.monotonic() > until:
+                    raise
+                print(f"paceline: {error}. Asked again.", flush=True)
+            time.sleep(_AGAIN_S)
 
     def follow(self, submission: Submission) -> State:
         """Show the log until the run has ended."""

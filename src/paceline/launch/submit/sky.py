@@ -110,10 +110,10 @@ class Sky(Scheduler):
         return State(phase, note=word if phase == "failed" else "")
 
     def follow(self, submission: Submission) -> State:
-        while not (state := self.state(submission)).ended and state.phase != "unknown":
+        while not (state := self.steady_state(submission)).ended and state.phase != "unknown":
             if show(["sky", "jobs", "logs", "--follow", "--name", submission.id], _ADVICE):
                 break  # it says why itself
-        return self.state(submission)
+        return self.steady_state(submission)
 
     def cancel(self, submission: Submission) -> None:
         ask(["sky", "jobs", "cancel", "--yes", "--name", submission.id], _ADVICE)

@@ -155,7 +155,7 @@ class Slurm(Scheduler):
     def follow(self, submission: Submission) -> State:
         log, seen, told = folder() / f"{submission.name}.log", 0, None
         while True:
-            state = self.state(submission)  # before the log is read, so that nothing of it is missed at the end
+            state = self.steady_state(submission)  # before the log is read, so that nothing of it is missed at the end
             if (state.phase, state.note) != told:
                 told = (state.phase, state.note)
                 note = f" ({state.note})" if state.note else ""
