@@ -74,7 +74,10 @@ class Scheduler:
         raise NotImplementedError
 
     def steady_state(self, submission: Submission) -> State:
-        """State of a run that is followed: a scheduler that fails to answer is asked again for some minutes."""
+        """State of a run that is followed.
+
+        A scheduler that fails to answer is asked again for some minutes.
+        """
         until = time.monotonic() + _AWAY_S
         while True:
             try:
