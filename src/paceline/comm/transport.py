@@ -27,10 +27,10 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
     """The backend for ranks on CPUs, the same on all of them.
 
     `auto` is `shm` where all can share memory; between several hosts `tcp`; else, on one host, `gloo`, and then why.
-    Between hosts `tcp`, which encrypts and survives a link that is cut, takes as long as gloo's plaintext: 0.991 to
-    0.996 of its speed for 16 MiB over emulated links of 1 Gbit/s. Over loopback, two ranks, it has 0.53 of it (0.85
-    with encrypt=off) for 16 MiB, and as much or more for 1 KiB (`benchmarks/hosts.py`). Where `tcp` is
-    asked for, groups whose ranks are all on one host are shared memory under that name.
+    Between hosts `tcp`, which encrypts and survives a link that is cut, takes as long as gloo's plaintext: 0.97 to
+    0.99 of its speed for 16 MiB over emulated links of 1 Gbit/s. Over loopback, two ranks, it has 0.83 of it (1.23
+    with encrypt=off) for 16 MiB, and takes a fifth of its time for 1 KiB (`benchmarks/hosts.py`). Where `tcp` is asked
+    for, groups whose ranks are all on one host are shared memory under that name.
 
     Raises:
         ClusterError: the transport that is asked for cannot be had.
