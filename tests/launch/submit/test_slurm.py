@@ -12,7 +12,7 @@ from commands import ended, events, in_a_process, losses, started, wait_for, wai
 from slurm_cluster import SlurmCluster, slurm_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs_slurm, pytest.mark.timeout(600)]
-STEPS = 200
+STEPS = 1_000  # some seconds, in which a run is interrupted
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A job that lasts some seconds, and is slow enough to be interrupted in them."""
+    """A job that is long enough to be interrupted."""
     return write_job(
         tmp_path / "job.yaml",
         data={"kind": "synthetic", "samples": 4_800, "held_out": 0},
@@ -107,6 +107,7 @@ def test_a_failed_run_ends_with_its_code_and_is_not_queued_again(slurm: SlurmClu
 
 
 def test_a_cancelled_run_has_saved(slurm: SlurmCluster, job: Path, tmp_path: Path) -> None:
+    write_job(job, data={"kind": "synthetic", "samples": 4_800, "held_out": 0}, stop={"steps": 1_000_000})
     arguments = ("submit", job, "--on", "slurm", "--plan", "dp=1", "--run", "run", "--set", "cpus-per-task=2")
     variables = environment(slurm, tmp_path)
     with started("paceline", *arguments, folder=tmp_path, environment=variables) as followed:
