@@ -114,6 +114,11 @@ def home_folder() -> Path:
     return Path(os.environ.get("PACELINE_HOME") or Path.home() / ".paceline").absolute()
 
 
+def sockets_fit(folder: str) -> bool:
+    """True if multiprocessing can make its sockets there: the kernel takes paths of 107 bytes."""
+    return len(os.fsencode(f"{folder}/listener-12345678")) <= 107
+
+
 def cache_folder() -> Path:
     """Folder of paceline's cache. It cannot be written if the user has no home."""
     home = os.path.expanduser("~")

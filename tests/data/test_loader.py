@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import multiprocessing.util
 import os
+import shutil
 import signal
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -316,6 +320,18 @@ def test_the_processes_of_a_loader_that_is_collected_in_a_cycle_end() -> None:
     del loader, cycle
     gc.collect()
     assert not multiprocessing.active_children()
+
+
+def test_loader_processes_work_where_the_temporary_folder_has_a_long_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    process: Any = multiprocessing.current_process()
+    monkeypatch.setattr(process, "_config", process._config | {"tempdir": None})  # as at the start of a process
+    assert rows(load(Rows(), num_workers=2)) == list(partition().batches(0))
+    shutil.rmtree(multiprocessing.util.get_temp_dir())
 
 
 def test_samples_of_different_shapes_are_named(num_workers: int) -> None:

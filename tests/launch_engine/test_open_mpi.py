@@ -15,8 +15,8 @@ from paceline.channel.key import RunKey, write_key
 from paceline.launch_engine.variables import default_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs_mpirun]
-# The program by which mpirun reaches other hosts: here they are this machine, by other names. Each has a temporary folder
-# of its own, as Open MPI's daemons fail where two of them make one at the same moment.
+# The program by which mpirun reaches other hosts: here they are this machine, by other names. Each has a temporary
+# folder of its own, as Open MPI's daemons fail where two of them make one at the same moment.
 AGENT = """\
 #!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done

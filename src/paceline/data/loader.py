@@ -16,7 +16,7 @@ from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from paceline.data.loader_processes import Begin, Workers, failed
+from paceline.data.loader_processes import Begin, Workers, failed, make_room_for_sockets
 from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest
 from paceline.data.stream import SamplerStream
 from paceline.data.whole import BatchPart, Flow
@@ -297,6 +297,8 @@ class Loader:
     def _start(self, epoch: int, start: int) -> Any:
         """torchdata's iterator; the death of a loader process interrupts only the one that waits."""
         self._steps.next = epoch, self._turn if isinstance(self.partition, Flow) else start
+        if self.num_workers:
+            make_room_for_sockets()
         try:
             batches: Any = iter(self._loader)
         except RuntimeError as error:

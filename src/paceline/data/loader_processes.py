@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
+import os
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +13,9 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from paceline.errors import LoaderProcessError
+from paceline.files import sockets_fit
+
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,27 @@ class Begin:
         object.__setattr__(info, "dataset", samples.dataset)  # the class refuses plain assignments
         if self.init is not None:
             self.init(worker)
+
+
+def make_room_for_sockets() -> None:
+    """Have multiprocessing keep its sockets where their paths are short enough.
+
+    In a long TMPDIR loader processes could not hand over a batch, and nobody would be told.
+
+    Raises:
+        LoaderProcessError: no such folder can be written.
+    """
+    chosen = tempfile.tempdir
+    if not sockets_fit(f"{tempfile.gettempdir()}/pymp-12345678"):
+        tempfile.tempdir = next((folder for folder in _SHORT if os.access(folder, os.W_OK)), chosen)
+    try:
+        folder = multiprocessing.util.get_temp_dir()  # made once, and handed on to the processes
+    finally:
+        tempfile.tempdir = chosen
+    if not sockets_fit(folder):
+        raise LoaderProcessError(
+            f"the path {folder} is too long for the sockets of DataLoader worker processes. Set TMPDIR to a shorter one"
+        )
 
 
 def failed(

@@ -24,6 +24,7 @@ from pathlib import Path
 from paceline.cluster.emulate.hosts import enter_host
 from paceline.deferred_compiler import defer_compiler
 from paceline.errors import ClusterError, on_failure
+from paceline.files import sockets_fit
 from paceline.job.read.imports import load_object
 from paceline.launch.failure import ErrorRecord, state_of
 from paceline.rank_environment import RankEnvironment, own_rank
@@ -72,7 +73,8 @@ def run(
         prepare()
         defer_compiler()
         # What multiprocessing makes, as for loader processes, goes with the launcher's folder, however this rank ends.
-        multiprocessing.current_process()._config["tempdir"] = str(record.parent)  # type: ignore[attr-defined]
+        if sockets_fit(str(record.parent)):
+            multiprocessing.current_process()._config["tempdir"] = str(record.parent)  # type: ignore[attr-defined]
         target, *arguments = module_args
         load_object(target)(arguments)
     except SystemExit as error:
