@@ -53,6 +53,7 @@ def sums_in(backend: str, key: bytes | None, where: tuple[str, int] | Path | str
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if backend == "tcp":  # between ranks of one host it would be shared memory
         transport.host_identity = lambda: f"the host of rank {rank}"
+    dist.barrier()  # a rank that leaves at once would fail those that still connect to it
     dist.destroy_process_group()
     store = ChannelStore(StoreClient(where, RunKey.from_pem(key) if key else None, DEADLINE_S))  # type: ignore[arg-type]
     timeout = timedelta(seconds=DEADLINE_S)

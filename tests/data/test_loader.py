@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
-import multiprocessing.util
 import os
-import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -331,7 +329,6 @@ def test_loader_processes_work_where_the_temporary_folder_has_a_long_path(
     process: Any = multiprocessing.current_process()
     monkeypatch.setattr(process, "_config", process._config | {"tempdir": None})  # as at the start of a process
     assert rows(load(Rows(), num_workers=2)) == list(partition().batches(0))
-    shutil.rmtree(multiprocessing.util.get_temp_dir())
 
 
 def test_samples_of_different_shapes_are_named(num_workers: int) -> None:

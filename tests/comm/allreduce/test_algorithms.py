@@ -94,6 +94,7 @@ def chosen(name: str) -> tuple[str, list[str], float]:
         names = (
             [algorithm.best(nbytes).name for nbytes in (4, 2**10, 2**16, 2**24)] if isinstance(algorithm, Auto) else []
         )
+        group.barrier()  # a rank that leaves at once would fail those that still start a group within theirs
         algorithm.close()
         return algorithm.why, names, took_s
 
