@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, Subset
 
 from paceline.data.held_out import held_out_batches
 from paceline.data.loader import Loader, Position
+from paceline.data.loader_processes import Workers
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
 
@@ -320,15 +321,17 @@ def test_the_processes_of_a_loader_that_is_collected_in_a_cycle_end() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_loader_processes_work_where_the_temporary_folder_has_a_long_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = tmp_path / ("long" * 20)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setenv("TMPDIR", str(long))
     process: Any = multiprocessing.current_process()
     monkeypatch.setattr(process, "_config", process._config | {"tempdir": None})  # as at the start of a process
-    assert rows(load(Rows(), num_workers=2)) == list(partition().batches(0))
+    assert rows(load(Rows(), workers=Workers(2, context=how))) == list(partition().batches(0))
 
 
 def test_samples_of_different_shapes_are_named(num_workers: int) -> None:

@@ -27,7 +27,9 @@ def command(
 
     if name is not None:
         submission = find(name)
-        follow(scheduler(submission.engine), submission)
+        where = scheduler(submission.engine)
+        where.state(submission)  # one that cannot be asked at all is told at once
+        follow(where, submission)
         return
     found = submissions()
     if not found:

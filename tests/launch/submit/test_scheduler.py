@@ -29,7 +29,7 @@ def test_a_scheduler_that_fails_to_answer_once_does_not_end_the_following(
     monkeypatch.setattr(scheduler, "_AGAIN_S", 0.0)
     submission: Any = None
     assert Busy().steady_state(submission) == State("running")
-    assert "Unexpected message received. Asked again." in capsys.readouterr().out
+    assert "Unexpected message received. It is asked again for 5 minutes." in capsys.readouterr().out
     monkeypatch.setattr(scheduler, "_AWAY_S", -1.0)
     with pytest.raises(LaunchError, match="Unexpected message"):
         Busy().steady_state(submission)

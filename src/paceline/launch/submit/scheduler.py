@@ -78,14 +78,16 @@ class Scheduler:
 
         A scheduler that fails to answer is asked again for some minutes.
         """
-        until = time.monotonic() + _AWAY_S
+        until, told = time.monotonic() + _AWAY_S, False
         while True:
             try:
                 return self.state(submission)
             except LaunchError as error:
                 if time.monotonic() > until:
                     raise
-                print(f"paceline: {error}. Asked again.", flush=True)
+                if not told:
+                    told = True
+                    print(f"paceline: {error}. It is asked again for {_AWAY_S / 60:.0f} minutes.", flush=True)
             time.sleep(_AGAIN_S)
 
     def follow(self, submission: Submission) -> State:
