@@ -51,7 +51,6 @@ class Begin:
         # A scheduler signals every process of a run; the rank still needs batches for its last step. One SIGTERM more
         # ends this process.
         signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-        make_room_for_sockets()  # where the process was not forked, nothing of it was handed on
         info = get_worker_info()
         assert info is not None
         samples: Any = info.dataset
