@@ -22,7 +22,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import CheckpointError
 from paceline.training.checkpoint.reader import Loaded, load_latest
 from paceline.training.checkpoint.writer import Checkpointer
-from paceline.training.state import _numpy_state, _python_state, _random_tensors, _restore_random, restore, snapshot
+from paceline.training.state import numpy_state, python_state, random_tensors, restore, restore_random, snapshot
 from ranks import Ranks
 from small_jobs import CLASSES, FEATURES, Points
 
@@ -243,10 +243,10 @@ def test_a_checkpoint_with_state_for_a_parameter_that_the_optimizer_does_not_hol
 
 
 def test_a_checkpoint_of_another_device_resumes_without_that_devices_random_state() -> None:
-    own = _random_tensors(torch.device("cpu"))
-    values = {"python": _python_state(), "numpy": _numpy_state()}
+    own = random_tensors(torch.device("cpu"))
+    values = {"python": python_state(), "numpy": numpy_state()}
     torch.manual_seed(99)
-    assert _restore_random(torch.device("cpu"), own, values) == []
+    assert restore_random(torch.device("cpu"), own, values) == []
     assert torch.equal(torch.get_rng_state(), own["rng/torch"])
-    (said,) = _restore_random(torch.device("xpu", 0), own, values)
+    (said,) = restore_random(torch.device("xpu", 0), own, values)
     assert "not of a xpu device" in said

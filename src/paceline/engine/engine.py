@@ -87,6 +87,7 @@ class Engine:
         replica: what the rule sees of this rank; its `traffic` is what the rule has sent.
         messages: lines for the record of the run, of the rule and of the comparison of replicas.
         local_steps: True if replicas differ between the steps in which they agree (local rules).
+        updates: how many there were; replicas are compared before some of them.
         runs_ahead: True if `begin` leaves the numbers of its step to be read later.
         device: where the model is.
         before_update: called with the number of every optimizer step before it (the checkpoint writer copies weights
@@ -112,7 +113,7 @@ class Engine:
         self.precision = plan.precision or settings.precision
         self.step_count = self._dealt = 0
         self.before_update: Callable[[int], object] | None = None
-        self._updates = 0
+        self.updates = 0
         self.on_phase: Callable[[Phase, int], None] = StatusBoard.of_this_rank().mark
         self.meter = Meter(self.device)
         self.model = made_ready(self, model, plan)
@@ -193,7 +194,7 @@ class Engine:
 
         The steps before are settled first: such a step waits for the device, and reports other problems than theirs.
         """
-        return self._updates + 1 >= self.replica_state.due or self.compute.weighing.examines(step)
+        return self.updates + 1 >= self.replica_state.due or self.compute.weighing.examines(step)
 
     def _queued(
         self, agreement: AgreementAhead, step: int, batch: Batch | None, position: Position, local: LocalLoss
@@ -430,9 +431,9 @@ class Engine:
 
     def _prepare_update(self, step: int) -> None:
         """Compare replicas where due, and let a checkpoint copy parameters before they change."""
-        self._updates += 1
-        if self._updates >= self.replica_state.due:
-            self.replica_state.before_update(self._updates)
+        self.updates += 1
+        if self.updates >= self.replica_state.due:
+            self.replica_state.before_update(self.updates)
         if self.before_update is not None:
             self.meter.mark(OPTIMIZER)
             self.before_update(step)

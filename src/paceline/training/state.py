@@ -38,7 +38,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
         CheckpointError: the optimizer keeps something of a divided parameter that is neither divided like it
             nor a single number.
     """
-    held = _RankState.by(engine)
+    held = RankState.by(engine)
     rule_tensors, rule_values, rule_own_values = rule_state(engine, held.parameters)
     shared, parts = _agreed_parameters(engine, held)
     scalars: dict[str, dict[str, Any]] = {}
@@ -58,7 +58,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
         shared=shared,
         own={
             **{f"buffer/{name}": b.detach() for name, b in held.buffers.items()},
-            **_random_tensors(engine.device),
+            **random_tensors(engine.device),
             **rule_tensors,
         },
         values={
@@ -72,8 +72,8 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
             "loop": values,
         },
         own_values={
-            "python": _python_state(),
-            "numpy": _numpy_state(),
+            "python": python_state(),
+            "numpy": numpy_state(),
             **rule_own_values,
             **({"scalars": scalars} if scalars and held.coordinate.is_first_of_stage else {}),
         },
@@ -96,7 +96,7 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     Raises:
         CheckpointError: it is of another model or optimizer. Names what differs, and nothing was changed.
     """
-    held = _RankState.by(engine)
+    held = RankState.by(engine)
     _check_same_model(engine, held, loaded)
     alone = own_tensors(engine, loaded, held.parameters, held.coordinate.sizes)
     state = _optimizer_state(held, engine.optimizer, loaded, own_optimizer(alone, held.parameters))
@@ -115,7 +115,7 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     if said := restore_rule(engine, loaded, alone):
         report("sync", {"said": said})
     if loaded.mesh == held.coordinate.sizes:
-        if said := _restore_random(engine.device, own, loaded.own_values[held.coordinate.rank]):
+        if said := restore_random(engine.device, own, loaded.own_values[held.coordinate.rank]):
             report("random", {"said": said})
     else:
         torch.manual_seed(engine.settings.seed * 1_000_003 + 1 + held.coordinate.data_rank + 7919 * engine.step_count)
@@ -123,7 +123,7 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     return loop
 
 
-def _agreed_parameters(engine: Engine, held: _RankState) -> tuple[dict[str, Tensor], dict[str, Part]]:
+def _agreed_parameters(engine: Engine, held: RankState) -> tuple[dict[str, Tensor], dict[str, Part]]:
     """Parameters that all replicas agree on, and this rank's part of each.
 
     Where replicas have local parameters, these hold the agreed values only for a moment, and are copied.
@@ -139,7 +139,7 @@ def _agreed_parameters(engine: Engine, held: _RankState) -> tuple[dict[str, Tens
 
 
 @dataclass
-class _RankState:
+class RankState:
     """A rank's share of the model, by the names in the undivided one.
 
     Attributes:
@@ -154,7 +154,8 @@ class _RankState:
     aliases: dict[str, str]
 
     @classmethod
-    def by(cls, engine: Engine) -> _RankState:
+    def by(cls, engine: Engine) -> RankState:
+        """The share of an engine's rank."""
         model, mesh = engine.model, engine.split.mesh if engine.split is not None else None
         persistent = {id(tensor) for tensor in (*model.state_dict(keep_vars=True).values(), *engine.extra.values())}
         buffers = {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
@@ -165,6 +166,7 @@ class _RankState:
         return cls(engine.named_parameters(), buffers, engine.parts, coordinate, aliases)
 
     def part(self, name: str) -> Part:
+        """This rank's part of a parameter."""
         return Part(name, ShardLayout.whole(self.parameters[name].shape)) if self.parts is None else self.parts[name]
 
     def shapes(self) -> dict[str, list[int]]:
@@ -196,7 +198,7 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
     )
 
 
-def _check_same_model(engine: Engine, held: _RankState, loaded: Loaded) -> None:
+def _check_same_model(engine: Engine, held: RankState, loaded: Loaded) -> None:
     wanted = held.shapes()
     if held.coordinate.sizes.get("pp", 1) > 1:  # no stage has all names
         wanted = {name: shape for shapes in engine.group.gather_json(wanted) for name, shape in shapes.items()}
@@ -224,7 +226,7 @@ def _bare(name: str) -> str:
 
 
 def _optimizer_state(
-    held: _RankState, optimizer: torch.optim.Optimizer, loaded: Loaded, alone: Mapping[str, dict[str, Tensor]] | None
+    held: RankState, optimizer: torch.optim.Optimizer, loaded: Loaded, alone: Mapping[str, dict[str, Tensor]] | None
 ) -> dict[str, Any]:
     """This rank's part of the saved state, for the optimizer's `load_state_dict`.
 
@@ -298,24 +300,27 @@ def _random_name(device: torch.device) -> str:
     return f"rng/{device.type}"
 
 
-def _random_tensors(device: torch.device) -> dict[str, Tensor]:
+def random_tensors(device: torch.device) -> dict[str, Tensor]:
+    """This rank's random states of torch, by the names in a checkpoint."""
     tensors = {"rng/torch": torch.get_rng_state()}
     if is_accelerator(device):
         tensors[_random_name(device)] = random_state(device)
     return tensors
 
 
-def _python_state() -> list[Any]:
+def python_state() -> list[Any]:
+    """State of `random`, as JSON values."""
     version, numbers, gauss = random.getstate()
     return [version, list(numbers), gauss]
 
 
-def _numpy_state() -> list[Any]:
+def numpy_state() -> list[Any]:
+    """State of NumPy's global generator, as JSON values."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return [kind, np.asarray(keys).tolist(), *rest]
 
 
-def _restore_random(device: torch.device, own: Mapping[str, Tensor], own_values: Mapping[str, Any]) -> list[str]:
+def restore_random(device: torch.device, own: Mapping[str, Tensor], own_values: Mapping[str, Any]) -> list[str]:
     """Restore this rank's random states; returns remarks on what is left behind."""
     torch.set_rng_state(own["rng/torch"])
     version, numbers, gauss = own_values["python"]
