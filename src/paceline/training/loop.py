@@ -261,6 +261,8 @@ class Loop:
         if any(found := self.group.gather_json(self.engine.compute.experts.counts())):
             self.events("experts", {"step": self.engine.step_count, **add_counts(found)})
         reasons = self.group.gather_json(reason)
+        if strangers := sum(self.group.gather_json(self.group.transport.strangers)):
+            self.events("strangers", {"connections": strangers})
         named = next((r for r in reasons if r != "interrupted"), reason)
         self.events(
             "end",

@@ -29,8 +29,10 @@ def test_a_run_that_strangers_flood_has_the_losses_of_one_that_is_left_alone(tmp
     flooded, told = trained(tmp_path / "flooded", folders, emulated, steps=100_000, flood=True)
     assert "does not belong to this run and was turned away" in told
     assert events(tmp_path / "flooded", "start")[0]["transport"] == "tcp"
+    assert events(tmp_path / "flooded", "strangers")[0]["connections"] > 0
     alone, told = trained(tmp_path / "alone", folders, emulated, steps=max(flooded), flood=False)
     assert "turned away" not in told
+    assert events(tmp_path / "alone", "strangers") == []
     assert alone == flooded
 
 

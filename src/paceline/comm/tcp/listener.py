@@ -102,6 +102,7 @@ class Listener:
     def _turn_away(self, fd: int) -> None:
         self._forget(fd).connection.close()
         self.strangers += 1
+        self._loop.strangers += 1
         self._allowance -= 1
 
     def _forget(self, fd: int) -> TlsHandshake:

@@ -117,17 +117,19 @@ class LinkMesh:
                 found.update(dict.fromkeys(self.links.values()))
         return list(found)
 
-    def fail(self, error: Exception, *, tell: bool = True) -> None:
-        """Fail all operations of this group, and tell the others why."""
+    def fail(self, error: Exception) -> None:
+        """Fail all operations of this group, and tell the others why.
+
+        A rank that was told tells it, too: whoever sees it leave the group then has the reason already.
+        """
         if self.broken is not None:
             return
         self.broken = error
-        if tell:
-            said = str(error) if isinstance(error, SyncError) else f"{self._own}: {type(error).__name__}: {error}"
-            text = said[:_LONGEST_FAILURE].encode()
-            for link in self.links.values():
-                link.stream.give(memoryview(header(FAILURE, CurrentCall.of("failure"), len(text)) + text), lent=False)
-                link.flush()
+        said = str(error) if isinstance(error, SyncError) else f"{self._own}: {type(error).__name__}: {error}"
+        text = said[:_LONGEST_FAILURE].encode()
+        for link in self.links.values():
+            link.stream.give(memoryview(header(FAILURE, CurrentCall.of("failure"), len(text)) + text), lent=False)
+            link.flush()
 
     def close(self, linger_s: float) -> None:
         """End all links, when the others have received everything, or at the latest after `linger_s`."""
@@ -175,7 +177,7 @@ class LinkMesh:
         )
 
     def _on_failure(self, text: str) -> None:
-        self.fail(SyncError(text), tell=False)
+        self.fail(SyncError(text))
 
 
 class MeshQueue(OperationQueue):

@@ -11,6 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.c10d.operation import Steps
 from paceline.comm.c10d.process_group import DrivenProcessGroup, flattened, put_back
+from paceline.comm.c10d.transport import Transport
 from paceline.comm.tcp.collectives import TcpCollectives
 from paceline.comm.tcp.link import PeerLink
 from paceline.comm.tcp.mesh import LinkMesh, MeshQueue, TcpSend
@@ -34,6 +35,13 @@ class TcpProcessGroup(DrivenProcessGroup):
             raise
         super().__init__(rank, size, timeout, name, loop, TcpCollectives(self._mesh))
         self._operations = MeshQueue(self._mesh)
+
+    @property
+    def transport(self) -> Transport:
+        """The transport for `Group`, with the strangers that came to this process so far."""
+        described = Transport("tcp")
+        described.strangers = 0 if self._closed else self._progress.strangers
+        return described
 
     def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
         self._check_open()

@@ -31,7 +31,11 @@ class Awaited(Protocol):
 
 
 class TcpProgress(Driver):
-    """Drives the operations and the connections of this process, of all its groups over TCP."""
+    """Drives the operations and the connections of this process, of all its groups over TCP.
+
+    Attributes:
+        strangers: connections that the groups' listeners have turned away so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # the lock is that of the groups' links, too
@@ -45,6 +49,7 @@ class TcpProgress(Driver):
         self._urgent = False
         self._watch_until = 0.0
         self._looked_at = 0.0
+        self.strangers = 0
         self._start_thread("paceline-tcp")
 
     def close(self) -> None:

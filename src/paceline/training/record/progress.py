@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 5.0  # where the output is not a terminal
 # events that are shown in colour
-TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite", "restart", "slow_rank")
+TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite", "restart", "slow_rank", "strangers")
 
 
 @dataclass
@@ -236,6 +236,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return str(event["problem"])
         case "rewind":
             return f"went back from step {event['from_step']} to step {event['to_step']}"
+        case "strangers":
+            return f"{event['connections']} connections to the ranks' ports did not show the run's key and were closed"
         case "restart":
             return f"{event['reason']} Starting again, attempt {event['attempt'] + 1}."
     return None
