@@ -40,7 +40,7 @@ class TcpProcessGroup(DrivenProcessGroup):
     def transport(self) -> Transport:
         """The transport for `Group`, with the strangers that came to this process so far."""
         described = Transport("tcp")
-        described.strangers = 0 if self._closed else self._progress.strangers
+        described.strangers = 0 if self._closed else self._mesh.loop.strangers
         return described
 
     def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
