@@ -15,7 +15,11 @@ import yaml
 
 from commands import paceline, write_job
 from paceline.channel.key import RunKey
+from paceline.cluster.discover import discover
+from paceline.job.job import Job
 from paceline.launch.submit.record import Submission, save
+from paceline.plans.plan import Plan
+from paceline.training.record.run import Run
 
 KUBECTL = """\
 #!/bin/sh
@@ -194,3 +198,19 @@ def test_a_run_that_is_not_known_is_told_with_the_nearest(here: Path) -> None:
 def test_a_scheduler_that_does_not_answer_hides_no_run(here: Path) -> None:
     save(Submission(name="mine-1", engine="slurm", id="7", hosts=2, job="j", run="/r", since=1.0))
     assert paceline("runs", folder=here).says("mine-1", "unknown: the command squeue is not on this machine")
+
+
+def test_a_run_whose_directory_is_at_hand_is_listed_with_its_goodput(here: Path) -> None:
+    run = Run.create(here / "run", Job.load(here / "job.yaml"), discover(), Plan())
+    steps = [{"step": n, "time": 1e9 + 1 + 0.1 * n, "step_s": 0.1, "checkpoint_s": 0.0} for n in range(1, 91)]
+    (run.path / "steps" / "rank-0.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (run.path / "events.jsonl").write_text(json.dumps({"event": "launch", "time": 1e9}) + "\n")
+    (garbage := here / "garbage" / "steps").mkdir(parents=True)
+    (garbage / "rank-0.jsonl").write_text("[1]\n")
+    for name, where in (("at-hand", run.path), ("garbage", garbage.parent), ("gone", here / "gone")):
+        one = Submission(name=name, engine="slurm", id="7", hosts=1, job="j", run=str(where), since=1.0, phase="done")
+        save(one)
+    lines = {line.split()[0]: line for line in paceline("runs", folder=here).out.splitlines()}
+    assert "goodput" in lines["name"]
+    assert " 90 % " in lines["at-hand"]
+    assert "%" not in lines["garbage"] + lines["gone"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import signal
@@ -155,6 +157,30 @@ def test_a_resume_with_nothing_to_resume_says_that_it_begins(job: Path, tmp_path
     outcome = paceline("train", job, "--plan", "dp=1", "--run", "begun", "--resume", folder=tmp_path)
     assert outcome.says("note: nothing was saved in this run; it starts again", "No module named 'nowhere'")
     assert (begun.path / "job.yaml").exists(), "a run that has begun stays one"
+
+
+def test_the_summary_of_a_run_that_failed_in_between_says_what_that_cost(job: Path, tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", Job.load(job), discover(), Plan())
+    summary = importlib.import_module("paceline.cli.train").summary
+
+    def write(restarted: bool) -> None:
+        late = {n: 2.0 if restarted and n > 50 else 0.0 for n in range(1, 101)}
+        steps = [
+            {"step": n, "time": 1e9 + 0.1 * n + late[n], "step_s": 0.1, "checkpoint_s": 0.0, "loss": 1.0, "samples": 8}
+            for n in late
+        ]
+        (run.path / "steps" / "rank-0.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        events = [{"event": "launch", "time": 1e9}, {"event": "start", "time": 1e9, "synthetic": False}]
+        if restarted:
+            events.append({"event": "restart", "time": 1e9 + 6})
+        events.append({"event": "end", "time": steps[-1]["time"], "reason": "steps", "step": 100, "elapsed_s": 1.0})
+        text = "".join(json.dumps(event | {"interrupted": False}) + "\n" for event in events)
+        (run.path / "events.jsonl").write_text(text)
+
+    write(restarted=False)
+    assert "goodput" not in summary(run)
+    write(restarted=True)
+    assert "goodput      83 % of 12.0 s; lost: restarts 2.00 s" in summary(run)
 
 
 @pytest.mark.slow

@@ -5,10 +5,12 @@ from __future__ import annotations
 from paceline.engine import meter
 from paceline.report.definitions import DEFINITIONS, PARTS
 from paceline.report.page import described
+from paceline.training.record import goodput
 
 
 def test_every_part_of_a_step_has_a_definition_in_the_order_of_the_meter() -> None:
     assert tuple(PARTS) == meter.PARTS
+    assert [name for name in DEFINITIONS if name.startswith("wall_")] == [f"wall_{part}" for part in goodput.PARTS]
     assert all(definition.text.endswith(".") for definition in DEFINITIONS.values())
 
 

@@ -70,7 +70,17 @@ def test_the_page_of_a_run_on_two_ranks_shows_what_they_wrote(ranks: Ranks, brow
     charts = [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")]
     assert charts == [
         f"plot-{n}"
-        for n in ("breakdown", "loss-steps", "loss-time", "metric-0", "throughput", "parts", "memory_now", "wire")
+        for n in (
+            "breakdown",
+            "goodput",
+            "loss-steps",
+            "loss-time",
+            "metric-0",
+            "throughput",
+            "parts",
+            "memory_now",
+            "wire",
+        )
     ]
     assert len(browser.all("#plot-breakdown .barlayer .trace .point")) == 2 * len(PARTS)
     assert len(browser.all("#plot-loss-steps .scatterlayer .trace")) == 2, "training and held out"
@@ -263,6 +273,46 @@ def test_the_time_between_two_attempts_is_left_out_and_the_resume_is_marked(tmp_
     text = write_run_page(Run(path)).read_text()
     assert '"text": "resume"' in text
     assert "resumed at step 9" in text
+
+
+@pytest.mark.needs_chromium
+def test_a_run_that_was_disturbed_shows_what_that_cost(run: Run, browser: Browser) -> None:
+    """Ten seconds are lost before step 11, six of them to a restart of ranks that had lost a step."""
+    first = run.steps()[0]["time"] - 1
+    times = {f"{part}_s": 0.0 for part in PARTS} | {"step_s": 1.0, "compute_s": 1.0}
+    rewrite(run, 0, lambda line: line | times | {"time": first + line["step"] + (10 if line["step"] > 10 else 0)})
+    file = run.path / "steps" / "rank-0.jsonl"
+    again = json.loads(file.read_text().splitlines()[9]) | {"time": first + 20}
+    with file.open("a") as lines:
+        lines.write(json.dumps(again) + "\n")
+    events: list[dict[str, Any]] = [
+        {"event": "launch", "time": first - 2},
+        {"event": "start", "time": first, "total_steps": 20},
+        {"event": "restart", "time": first + 16, "reason": "rank 1 was killed.", "attempt": 1},
+        {"event": "resume", "time": first + 18, "step": 9, "total_steps": 20},
+        {"event": "epoch", "time": first + 23.5, "epoch": 1, "lost": [1], "reason": "killed", "gap_s": "<b>"},
+        {"event": "healed", "time": first + 25.5, "rank": "<script>"},
+        {"event": "end", "time": first + 30, "reason": "steps", "step": 20, "elapsed_s": 30},
+    ]
+    (run.path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+    browser.open(write_run_page(Run(run.path)))
+    assert browser.one("#goodput .lead p").text.startswith("Goodput is 61 % of 32.0 s; lost: restarts 9.00 s, ")
+    shown = {
+        row.get_attribute("data-figure"): [
+            float(cell.get_attribute("data-value") or "nan") for cell in row.find_elements("css selector", "td")
+        ]
+        for row in browser.all("#wall tr")
+    }
+    assert {name: cells[0] for name, cells in shown.items()} == pytest.approx(
+        {"wall_useful": 19.5, "wall_start": 2.0, "wall_restart": 9.0, "wall_recovery": 0.5, "wall_replay": 1.0},
+        abs=0.01,
+    )
+    assert sum(cells[1] for cells in shown.values()) == pytest.approx(1)
+    marks = [text.text for text in browser.all("#plot-goodput .annotation-text")]
+    assert marks == ["restart", "rank 1 lost", "rank <script> healed"]
+    assert {"rank lost", "healed"} <= {text.text for text in browser.all("#plot-loss-steps .annotation-text")}
+    assert browser.console() == []
 
 
 def test_what_happened_at_the_same_moment_is_one_mark(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: paceline runs"
 _MOST = 30
+_MOST_BYTES = 2**26  # of a run's steps that are read for its goodput
 
 
 def command(
@@ -36,12 +38,12 @@ def command(
         typer.echo("nothing was submitted from here; `paceline submit --help` says how")
         return
     table = Table(box=None, pad_edge=False)
-    for title in ("name", "on", "id", "state", "hosts", "since", "run"):
+    for title in ("name", "on", "id", "state", "hosts", "since", "goodput", "run"):
         table.add_column(title, no_wrap=title != "state", overflow="fold")
     for submission in found[:_MOST]:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(submission.since))
         words = (submission.name, submission.engine, submission.id, _state_of(submission), str(submission.hosts))
-        table.add_row(*words, since, submission.run)
+        table.add_row(*words, since, _goodput_of(submission), submission.run)
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 400  # a line for each run, also in a pipe
@@ -63,3 +65,21 @@ def _state_of(submission: Submission) -> str:
     if state.ended:
         return _state_of(ended(submission, state.phase, state.exit_code))
     return state.phase + (f" ({state.note})" if state.note else "")
+
+
+def _goodput_of(submission: Submission) -> str:
+    """Goodput of a run so far; empty where its directory cannot be read from here."""
+    from paceline.errors import PacelineError
+
+    try:
+        # also of a URL, which is no path: nothing is fetched for a list
+        if (Path(submission.run) / "steps" / "rank-0.jsonl").stat().st_size > _MOST_BYTES:
+            return ""
+        from paceline.training.record.goodput import goodput
+        from paceline.training.record.run import Run
+        from paceline.units import percent
+
+        share = goodput(Run(Path(submission.run))).share
+    except (OSError, PacelineError, LookupError, TypeError, ValueError):  # it is gone, or no record of ours
+        return ""
+    return str(percent(share)) if share else ""

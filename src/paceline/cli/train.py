@@ -83,6 +83,8 @@ def command(
 
 def summary(run: Run) -> str:
     """Result, speed, reason for the end, and directory of a run, as text."""
+    from paceline.training.record.goodput import goodput
+
     steps, end = run.steps(), last(run, "end")
     synthetic = " (synthetic data)" if last(run, "start", "resume")["synthetic"] else ""
     lines = [f"stopped      {end['reason']}"]
@@ -96,6 +98,8 @@ def summary(run: Run) -> str:
             f"throughput   {run.throughput:,.0f} samples/s = global batch / median step time, plan "
             f"{run.plan}{synthetic}"
         )
+    if (of_run := goodput(run)).disturbed:
+        lines.append(f"goodput      {of_run.sentence()}")
     lines.append(f"run          {run.url or run.path}")
     if end["interrupted"]:
         lines.append(f"continue     paceline train {run.path}/job.yaml --run {run.url or run.path} --resume")

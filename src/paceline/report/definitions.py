@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from paceline.planner.cost.prediction import PART_NAMES
 from paceline.stats import LEAST_REPEATS
+from paceline.training.record.goodput import PARTS as WALL_NAMES
 from paceline.training.record.run import WARM_UP_STEPS
 
 
@@ -78,6 +79,11 @@ _FIGURES = {
     ),
     "strong": ("strong scaling", "The same global batch on more devices: the same work, sooner."),
     "weak": ("weak scaling", "The same batch per device on more devices: more work in about the same time."),
+    "goodput": (
+        "goodput",
+        "Useful step time / wall-clock, with restarts, replays and stalls counted against it. The wall-clock is that "
+        "of all commands of the run; the time between an end and a resumption is left out.",
+    ),
     "interval": (
         "95 % interval",
         "Interval of the median over the repeats (by order from 6 repeats on, Student's t of the logarithms "
@@ -182,6 +188,16 @@ _PREDICTED = {  # on a plan's page
         "Throughput of the best plan with the change over that without, less 1, by the same model.",
     ),
 }
+_WALL = {  # those of `paceline.training.record.goodput.PARTS`
+    "useful": "Steps done for the first time, without their checkpoint stall.",
+    "start": "From the start of the ranks to the first step, and what that step takes beyond the usual time.",
+    "restart": "From the last step before a failure that stopped all ranks to the first one after it.",
+    "recovery": "Rewinds, and beyond a step’s own time what a failure takes that the other ranks outlive.",
+    "replay": "Steps done again, because the state after them was lost.",
+    "checkpoint": "Time in which training waits for a checkpoint, that at the end included.",
+    "evaluation": "Measuring the validation set.",
+    "between": "What else passes between two steps, such as writing the record.",
+}
 _PREDICTED_PARTS = {  # those of `paceline.planner.cost.prediction.PARTS`
     "compute": "Forward and backward pass: products of matrices and other kernels.",
     "recompute": "What the backward pass computes again instead of keeping it (remat).",
@@ -222,3 +238,4 @@ _LINKS = {  # on the page of `paceline links`
 PARTS = {name: Definition(*words) for name, words in _PARTS.items()}
 DEFINITIONS = PARTS | {name: Definition(*words) for name, words in (_FIGURES | _PREDICTED | _LINKS).items()}
 DEFINITIONS |= {f"part_{part}": Definition(PART_NAMES[part], text) for part, text in _PREDICTED_PARTS.items()}
+DEFINITIONS |= {f"wall_{part}": Definition(WALL_NAMES[part], text) for part, text in _WALL.items()}

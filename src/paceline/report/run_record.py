@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.engine.meter import PARTS
 from paceline.files import read_text, whole_lines
+from paceline.training.record.goodput import Goodput, goodput_of
 from paceline.training.record.run import WARM_UP_STEPS, Run
 
 _NONE_WAITED = {"bubble_s": 0.0}  # what runs of before there were pipelines do not say
@@ -26,10 +27,12 @@ class RunRecord:
 
     Attributes:
         ranks: the steps of each rank, each step once, in order.
+        goodput: the wall-clock of the run, divided.
         gaps: what is missing or unreadable, a sentence each.
     """
 
     ranks: dict[int, list[dict[str, Any]]]
+    goodput: Goodput
     events: list[dict[str, Any]]
     environment: dict[str, Any]
     plan: str
@@ -40,12 +43,13 @@ class RunRecord:
     def read(cls, run: Run) -> RunRecord:
         """Read what can be read. Broken lines are counted and left out."""
         gaps: list[str] = []
-        ranks = {}
+        lines, ranks = {}, {}
         there = sorted(_ranks(run))
         gaps += _missing(there, run.plan.ranks)
         for rank in there:
             name = f"steps/rank-{rank}.jsonl"
-            newest = {line["step"]: _NONE_WAITED | line for line in _whole_lines(run.path, name, _is_step, gaps)}
+            lines[rank] = [_NONE_WAITED | line for line in _whole_lines(run.path, name, _is_step, gaps)]
+            newest = {line["step"]: line for line in lines[rank]}
             ranks[rank] = [newest[step] for step in sorted(newest)]
         events = _whole_lines(run.path, "events.jsonl", _is_event, gaps)
         if not events:
@@ -54,6 +58,7 @@ class RunRecord:
             )
         return cls(
             ranks,
+            goodput_of(lines, events),
             events,
             _environment(run.path / "environment.json", gaps),
             str(run.plan),

@@ -13,6 +13,7 @@ from paceline.benchmark.words import listed
 from paceline.errors import RunError
 from paceline.report import charts
 from paceline.report.definitions import PARTS, SYNTHETIC
+from paceline.report.goodput_view import GoodputView
 from paceline.report.page import PAGE, Card, Chart, not_by_paceline, write_page
 from paceline.report.run_charts import run_charts
 from paceline.report.run_record import RunRecord, timed
@@ -168,6 +169,11 @@ class RunView:
         each = list(self.mean_parts_s.values())
         step_s = sum(sum(parts.values()) for parts in each)
         return SyncView(self.record, self.run.plan, sum(parts["comm"] for parts in each) / step_s if step_s else None)
+
+    @cached_property
+    def goodput(self) -> GoodputView:
+        """Division of the run's wall-clock."""
+        return GoodputView(self.record.goodput, len(self.steps))
 
     def _slow_rank(self, step_s: float) -> list[str]:
         waits = {rank: parts["imbalance"] for rank, parts in self.mean_parts_s.items()}

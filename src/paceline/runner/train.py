@@ -228,6 +228,7 @@ def _launch_ranks(
         places_on(cluster, plan.ranks, partial(_note_links, events)) as places,
         LiveProgress(record.path, console) as progress,
     ):
+        events.event("launch", {"ranks": plan.ranks})
 
         def tick() -> None:
             lock.check()
