@@ -22,6 +22,7 @@ from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 from paceline.training.record.callback import Callback, StepInfo
 from paceline.training.record.events import Events
 from paceline.training.record.run import Run
+from paceline.training.recovery.last_good import LastGood
 from paceline.training.state import restore, snapshot
 
 # of the time between two checkpoints: after a longer wait for one, the next is begun earlier
@@ -100,12 +101,17 @@ class CheckpointSchedule:
         self._in_flight, self._released = True, False
         self.checkpointer.save(step, snapshot)
 
+    def release(self) -> None:
+        """Wait until the weights may change."""
+        if self._in_flight:
+            self.checkpointer.release()
+            self._released = True
+
     def before_update(self, step: int) -> None:
         """Wait until the weights may change, and `step` may be completed."""
         if not self._in_flight:
             return
-        self.checkpointer.release()
-        self._released = True
+        self.release()
         every = self.rule.every_steps
         if (
             every is None
@@ -171,6 +177,7 @@ class Checkpoints(Callback):
     Attributes:
         writer: writes this rank's part of each checkpoint.
         saving: when a checkpoint is due, and what happens where one fails.
+        memory: the last good state in memory; None where the job does not rewind.
         rejected: steps whose batch a rewind leaves out.
     """
 
@@ -187,6 +194,8 @@ class Checkpoints(Callback):
         )
         self.saving = CheckpointSchedule(self.writer, job.checkpoint, engine.signals, events)
         engine.before_update = self.saving.before_update
+        rewinds = job.nonfinite == "rewind"
+        self.memory = LastGood(engine, group, job.checkpoint.memory_every_steps) if rewinds else None
         self.rejected: list[int] = []
         self._rewinds = 0
 
@@ -194,13 +203,23 @@ class Checkpoints(Callback):
         """See `Callback`; begins a due checkpoint unless the run ends with one anyway."""
         if self.saving.due(info.result.step, info.result.votes) and info.ending is None:
             self.save()
+        if self.memory is not None and info.ending is None and self.memory.after_step(info, self._values):
+            self._rewinds = 0
+            self.engine.meter.mark(CHECKPOINT)
         return None
+
+    def begin(self) -> None:
+        """Have a state to go back to before the first step, where the job rewinds."""
+        if self.memory is None:
+            return
+        if self.saving.at < 0:
+            self.save()
+        self.memory.take(self._values())
 
     def save(self) -> None:
         """Begin a checkpoint of this moment; it is written while the next steps run."""
         self.engine.on_phase("checkpoint", self.engine.step_count)
-        values = {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic}
-        self.saving.begin(self.engine.step_count, snapshot(self.engine, values), self.stop.elapsed_s)
+        self.saving.begin(self.engine.step_count, snapshot(self.engine, self._values()), self.stop.elapsed_s)
         self._rewinds = 0
         self.engine.meter.mark(CHECKPOINT)
 
@@ -229,7 +248,9 @@ class Checkpoints(Callback):
         return True
 
     def rewind(self, result: StepResult) -> None:
-        """Go back to the newest checkpoint, and skip this step's batch from then on.
+        """Go back to the last good state, and skip this step's batch from then on.
+
+        That is the one in memory, or the newest checkpoint where that is newer, or going back to memory did not help.
 
         Raises:
             NonFiniteError: there were too many rewinds in a row, or there is no checkpoint.
@@ -239,6 +260,20 @@ class Checkpoints(Callback):
             raise NonFiniteError(
                 f"{result.problem}, after {MAX_REWINDS} rewinds in a row. Lower the learning rate or set clip_norm."
             )
+        state = self.memory.newest(since=self.saving.at) if self.memory is not None else None
+        if self.memory is not None and state is not None:
+            self.saving.release()
+            values = self.memory.restore(state)
+        else:
+            values = self._from_disk(result)
+        self.stop.rewind(values["stop"])
+        self.rejected = [*self.rejected, result.step]
+        self.engine.meter.restart()
+        kept = "memory" if state is not None else "disk"
+        self.events("rewind", {"from_step": result.step, "to_step": self.engine.step_count, "kept": kept})
+
+    def _from_disk(self, result: StepResult) -> dict[str, Any]:
+        """Go back to the newest checkpoint; returns the loop's values."""
         self.saving.settle()
         # Every rank's part of the checkpoint is written before any rank reads it.
         self.group.barrier()
@@ -246,13 +281,13 @@ class Checkpoints(Callback):
         if loaded is None:
             # That of before the first step could not be written.
             raise NonFiniteError(f"{result.problem}, and there is no checkpoint to go back to.")
-        rejected = [*self.rejected, result.step]
-        values: dict[str, Any] = restore(self.engine, loaded)
-        self.stop.rewind(values["stop"])
-        self.rejected = rejected
+        values = restore(self.engine, loaded)
         self.saving.resumed(loaded.step, self.stop.elapsed_s)
-        self.engine.meter.restart()
-        self.events("rewind", {"from_step": result.step, "to_step": loaded.step})
+        return values
+
+    def _values(self) -> dict[str, Any]:
+        """The loop's own state."""
+        return {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic}
 
     def _newest(self) -> Loaded | None:
         """The newest checkpoint that is whole; the ranks agree which that is."""

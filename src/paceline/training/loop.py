@@ -247,8 +247,7 @@ class Loop:
         self.remarks.tell()
         if self.group.transport_note is not None:
             self.events("transport", {"transport": self.group.transport.name, "reason": self.group.transport_note})
-        if self.job.nonfinite == "rewind" and self.checkpoints.saving.at < 0:
-            self.checkpoints.save()
+        self.checkpoints.begin()
         engine.meter.restart()
 
     def _finish(self, reason: str) -> None:

@@ -235,7 +235,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
         case "nonfinite":
             return str(event["problem"])
         case "rewind":
-            return f"went back from step {event['from_step']} to step {event['to_step']}"
+            kept = f", kept {'in memory' if event['kept'] == 'memory' else 'on disk'}" if event.get("kept") else ""
+            return f"went back from step {event['from_step']} to step {event['to_step']}{kept}"
         case "strangers":
             return f"{event['connections']} connections to the ranks' ports did not show the run's key and were closed"
         case "restart":
