@@ -165,6 +165,32 @@ def test_a_saved_position_continues_with_the_next_batch_in_a_new_loader(num_work
     assert seen + rest == whole
 
 
+def test_shares_change_behind_what_was_read_ahead_and_a_saved_position_knows_them(num_workers: int) -> None:
+    whole = [list(partition().batches(epoch)) for epoch in range(3)]
+    loaders = [load(Rows(), num_workers, replica, 2) for replica in range(2)]
+    seen: list[list[list[int]]] = [[] for _ in whole]
+    saved: list[str] = []
+    places = []
+    for epoch in range(2):
+        for step, batches in enumerate(zip(*loaders, strict=True)):
+            seen[epoch].append([i for own in rows(batches) for i in own])
+            shares = loaders[0].partition.shares(step, epoch)
+            assert [loader.position for loader in loaders] == [Position(epoch, step, n, sum(shares)) for n in shares]
+            if (epoch, step) in ((0, 1), (0, 4), (1, 0)):
+                places.append([loader.reshare((BATCH - 1 - step, 1 + step)) for loader in loaders])
+            if (epoch, step) == (1, 2):
+                saved = [json.dumps(loader.state_dict()) for loader in loaders]
+    assert seen[:2] == whole[:2]
+    ahead = 2 * num_workers
+    assert places == [[(0, 2 + ahead)] * 2, [(1, 0) if ahead else (0, 5)] * 2, [(1, 1 + ahead)] * 2]
+    resumed = [load(Rows(), 0, replica, 2) for replica in range(2)]
+    for loader, state in zip(resumed, saved, strict=True):
+        loader.load_state_dict(json.loads(state))
+    rest = list(zip(*(rows(loader) for loader in resumed), strict=True))
+    assert [a + b for a, b in rest] == whole[1][3:]
+    assert [(len(a), len(b)) for a, b in rest] == [loaders[0].partition.shares(step, 1) for step in range(3, 7)]
+
+
 def test_a_position_saved_between_epochs_begins_the_next_one(num_workers: int) -> None:
     loader = load(Rows(), num_workers)
     list(loader)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -140,6 +140,50 @@ def test_without_shuffle_the_samples_come_in_the_datasets_order() -> None:
     assert epochs(parts, 5) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
     with pytest.raises(ValidationError, match="shuffle: false goes with uniform"):
         PartitionSpec(kind="stratified", shuffle=False)
+
+
+@settings(max_examples=40)
+@given(deals(kinds=("uniform", "stratified")), st.data())
+def test_shares_that_change_within_an_epoch_leave_every_batch_as_it_is_and_resume_at_any_step(
+    deal: dict[str, Any], data: st.DataObject
+) -> None:
+    parts, replicas, batch = partitions(deal), deal["replicas"], deal["global_batch"]
+    steps = parts[0].steps_per_epoch
+    changes = data.draw(st.lists(st.tuples(st.integers(1, 2), st.integers(0, steps - 1)), max_size=4).map(sorted))
+    shares = {}
+    for place in changes:
+        cuts = sorted(data.draw(st.sets(st.integers(1, batch - 1), min_size=replicas - 1, max_size=replicas - 1)))
+        shares[place] = tuple(b - a for a, b in zip([0, *cuts], [*cuts, batch], strict=True))
+        for part in parts:
+            part.changes.add(place, shares[place])
+    for epoch in (2, 3):
+        dealt = epochs(parts, epoch)
+        for step, (ours, theirs) in enumerate(zip(dealt, epochs(partitions(deal), epoch), strict=True)):
+            assert sorted(chain(*ours)) == sorted(chain(*theirs))
+            assert all(part.shares(step, epoch) == tuple(len(own) for own in ours) for part in parts)
+            in_force = [shares[place] for place in shares if place <= (epoch, step)]
+            if in_force and parts[0].size(step) == batch:
+                assert parts[0].shares(step, epoch) == in_force[-1]
+            elif in_force:
+                assert 0 not in map(len, ours) or 0 in map(len, theirs), "a small last batch is left to all it can be"
+        resumed = Partition(replica=replicas - 1, **deal)
+        resumed.changes.load(parts[-1].changes.state())
+        start = data.draw(st.integers(0, steps))
+        assert list(resumed.batches(epoch, start)) == list(parts[-1].batches(epoch, start))
+
+
+def test_saved_changes_of_shares_are_checked_and_left_out_for_other_replicas() -> None:
+    deal = {"spec": PartitionSpec(), "samples": 100, "global_batch": 10, "replicas": 2, "seed": 0}
+    part = partitions(deal)[0]
+    part.changes.add((0, 3), (9, 1))
+    for wrong in ([[0, 1]], [[0, 0, [True, 9]]], [["0", 0, [5, 5]]], [[0, -1, [5, 5]]], [[0, 0, [10, 0]]], [3]):
+        with pytest.raises((TypeError, ValueError)):
+            part.changes.load(wrong)
+    other = Partition(replica=0, **deal | {"replicas": 4})
+    other.changes.load([[0, 3, [9, 1]]])
+    assert other.shares(5) == (3, 2, 3, 2)
+    assert not other.changes.state()
+    assert not Partition(replica=0, **deal | {"spec": PartitionSpec(kind="hierarchical")}).moves
 
 
 def test_weights_decide_the_shares() -> None:

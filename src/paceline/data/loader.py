@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from paceline.data.whole import BatchPart, Flow
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import on_device
 from paceline.job.partition import Partition
+from paceline.job.share_changes import Place
 
 
 class Position(NamedTuple):
@@ -165,6 +166,21 @@ class Loader:
         if isinstance(self.partition, Partition):
             self._check_filled(self.partition.steps_per_epoch - 1)
 
+    def reshare(self, shares: Sequence[int]) -> Place:
+        """Deal full batches by other shares, from the first one on that no rank has asked for yet.
+
+        Every rank must call this between the same two batches, with equal shares. Batches that loader processes read
+        ahead stay as they were dealt.
+
+        Returns:
+            Epoch and step of that batch.
+        """
+        assert isinstance(self.partition, Partition)
+        epoch, step = self._next[0], self._next[1] + self.workers.ahead
+        place = (epoch, step) if step < self.partition.steps_per_epoch else (epoch + 1, 0)
+        self.partition.changes.add(place, shares)
+        return place
+
     def state_dict(self) -> dict[str, Any]:
         """Position of the next batch, as JSON-able values, the same on every rank except `reader`.
 
@@ -175,6 +191,7 @@ class Loader:
         state = {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": self._reader_state()}
         if isinstance(self.partition, Partition):
             state["order"] = _order_of(self.partition)
+            state |= {"shares": changes} if (changes := self.partition.changes.state()) else {}
         if isinstance(self.partition, SamplerStream):
             state["stream"] = self.partition.state_dict(epoch, step)
         if isinstance(self.partition, Flow):
@@ -203,6 +220,7 @@ class Loader:
             )
         if isinstance(self.partition, Partition):
             self._check_order(state)
+            self.partition.changes.load(state.get("shares", ()))
         if (
             isinstance(self.partition, Flow)
             and state["flow"]["workers"] != self.num_workers
@@ -345,15 +363,15 @@ class Loader:
             self.partition.found(step, self.partition.size(step))
         self.indices = self._requests.popleft().indices
         if self._needs_samples:
-            self._check_filled(step)
-        local = self.partition.shares(step)[self.partition.replica] if read_whole else len(self.indices)
+            self._check_filled(step, epoch)
+        local = self.partition.shares(step, epoch)[self.partition.replica] if read_whole else len(self.indices)
         self.position = Position(epoch, step, local, self.partition.size(step))
         last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
         self._next = (epoch + 1, 0) if last else (epoch, step + 1)
         return (self.example(1) if batch is None and self.fills_empty else batch,)
 
-    def _check_filled(self, step: int) -> None:
-        shares = self.partition.shares(step)
+    def _check_filled(self, step: int, epoch: int = 0) -> None:
+        shares = self.partition.shares(step, epoch)
         if len(shares) > 1 and 0 in shares:
             last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
             raise PlanError(

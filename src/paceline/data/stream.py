@@ -116,7 +116,7 @@ class SamplerStream:
             raise DataError(f"the size of batch {step} is known only when {self.name} has drawn it")
         return known
 
-    def shares(self, step: int) -> tuple[int, ...]:
+    def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
         """Samples of each data-parallel rank in that step of the epoch under way."""
         return even_shares(self.size(step), self.replicas)
 

@@ -261,7 +261,7 @@ class Flow:
             raise DataError(f"the samples of batch {step} of {self.name} are known only when it was read")
         return found
 
-    def shares(self, step: int) -> tuple[int, ...]:
+    def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
         """Samples of each data-parallel rank in that step."""
         return even_shares(self.size(step), self.replicas)
 

@@ -173,7 +173,7 @@ class Compute(ABC):
     def _loss(self, output: Any, part: Batch, position: Position, step: int) -> tuple[Tensor, float | Tensor]:
         target = self.weighing.target(part)
         if getattr(self.loss, "whole_batch", False):
-            counts = self.loader.partition.shares(position.step)
+            counts = self.loader.partition.shares(position.step, position.epoch)
             outputs = gather(self.data_group, output if isinstance(output, Tensor) else output.logits, counts)
             targets = gather(self.data_group, target, counts)
             # every rank has the same loss

@@ -90,7 +90,7 @@ class SplitModel(Compute):
 
     def forward_backward(self, batch: Batch | None, position: Position, step: int) -> LocalLoss:
         """See `Compute.forward_backward`."""
-        local, count = LocalLoss(), self.split.microbatches(self.loader.partition.shares(position.step))
+        local, count = LocalLoss(), self.split.microbatches(self.loader.partition.shares(position.step, position.epoch))
         if batch is None and not self.split.all_must_compute:
             return local
         placed = self._placed(batch, count)

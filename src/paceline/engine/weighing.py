@@ -184,7 +184,7 @@ class Weighing:
         compute, output = self.compute, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output)
         if len(target) > 1:
             return output, target
-        shares = compute.loader.partition.shares(position.step)
+        shares = compute.loader.partition.shares(position.step, position.epoch)
         # and so on all ranks
         if max(shares) == min(shares) == 1 and compute.data_group.size > 1 and isinstance(output, Tensor):
             return gather(compute.data_group, output, shares), gather(compute.data_group, target, shares)

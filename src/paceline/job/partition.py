@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from paceline.errors import DataError, PlanError
+from paceline.job.share_changes import ShareChanges
 from paceline.job.spec import Spec
 
 Ints = NDArray[np.int64]
@@ -63,6 +64,9 @@ class Partition:
             host.
         labels: `stratified` only: the class of each sample, shape (samples,), integers.
 
+    Attributes:
+        changes: shares other than those of the weights, and since when; only where `moves`.
+
     Raises:
         DataError: an empty set, one shorter than a global batch, labels that are missing or do not fit, a host without
             samples.
@@ -87,6 +91,7 @@ class Partition:
         weights = _weights(spec, replicas)
         self.samples, self.global_batch, self.seed, self.shuffle = samples, global_batch, seed, spec.shuffle
         self.replica, self.replicas = replica, replicas
+        self.changes = ShareChanges(replicas, global_batch)
         self.held_samples = samples  # the length of the dataset that this replica opens
         self.steps_per_epoch = samples // global_batch if drop_last else -(-samples // global_batch)
         self._deal: _Deal
@@ -104,12 +109,17 @@ class Partition:
         """Samples of all replicas together in that step of an epoch (0-based)."""
         return min(self.global_batch, self.samples - step * self.global_batch)
 
-    def shares(self, step: int) -> tuple[int, ...]:
+    def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
         """Number of samples of each replica in step `step` of an epoch (0-based).
 
-        They sum to `size(step)`, and do not depend on the epoch.
+        They sum to `size(step)`, and do not depend on the epoch until there are `changes`.
         """
-        return tuple(self._deal.shares(step).tolist())
+        return tuple(self._deal.shares(epoch, step).tolist())
+
+    @property
+    def moves(self) -> bool:
+        """True if any replica may read any sample, so that shares can change."""
+        return isinstance(self._deal, _Uniform)
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[int]]:
         """This replica's sample indices, step by step from `start_step`.
@@ -127,7 +137,7 @@ def even_shares(samples: int, replicas: int) -> tuple[int, ...]:
 class _Deal(Protocol):
     """One way of dealing: what `Partition` hands its two questions to."""
 
-    def shares(self, step: int) -> Ints: ...
+    def shares(self, epoch: int, step: int) -> Ints: ...
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]: ...
 
@@ -139,8 +149,18 @@ class _Uniform:
         self.partition = partition
         self.bounds = _bounds(weights)
 
-    def shares(self, step: int) -> Ints:
-        return np.diff(_cuts(self.bounds, self.partition.size(step)))
+    def shares(self, epoch: int, step: int) -> Ints:
+        return np.diff(self.cuts(epoch, step))
+
+    def cuts(self, epoch: int, step: int) -> Ints:
+        """Places in a step's batch where the replicas' parts end, from 0 on."""
+        part = self.partition
+        size, changed = part.size(step), part.changes.at((epoch, step))
+        if changed is not None:
+            cuts = _cuts(_bounds(np.asarray(changed, np.float64)), size)
+            if size == part.global_batch or np.diff(cuts).all():  # a small last batch leaves no replica without
+                return cuts
+        return _cuts(self.bounds, size)
 
     def order(self, epoch: int) -> NDArray[np.integer[Any]]:
         """All samples in the epoch's order, which depends on neither replicas nor weights."""
@@ -148,9 +168,12 @@ class _Uniform:
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
         part, order = self.partition, self.order(epoch)
+        shares = None
         for step in range(start_step, part.steps_per_epoch):
-            if step == start_step or part.size(step) != part.global_batch:  # the cuts of all full steps are the same
-                begin, end = _cuts(self.bounds, part.size(step))[part.replica : part.replica + 2].tolist()
+            before, shares = shares, part.changes.at((epoch, step))
+            # the cuts of all full steps are the same, until shares change
+            if step == start_step or shares is not before or part.size(step) != part.global_batch:
+                begin, end = self.cuts(epoch, step)[part.replica : part.replica + 2].tolist()
             first = step * part.global_batch
             yield order[first + begin : first + end].tolist()
 
@@ -189,7 +212,7 @@ class _Stratified(_Uniform):
         halvings = [(*halving, np.zeros(classes)) for halving in _halvings(part.replica, part.replicas)]
         for step in range(part.steps_per_epoch):  # from the first step on, for what it leaves owed
             batch = order[step * part.global_batch : step * part.global_batch + part.size(step)]
-            cuts = _cuts(self.bounds, len(batch))
+            cuts = self.cuts(epoch, step)
             kept, counts = np.argsort(codes[batch], kind="stable"), np.bincount(codes[batch], minlength=classes)
             for first, middle, owed in halvings:
                 lower = _round_to_sum(counts, int(cuts[middle] - cuts[first]), owed)
@@ -216,7 +239,7 @@ class _Hierarchical:
         self.host = int(owners[partition.replica])
         self.counts = _counts_per_host(self.sizes, partition.global_batch)
 
-    def shares(self, step: int) -> Ints:
+    def shares(self, epoch: int, step: int) -> Ints:
         shares = np.zeros(self.partition.replicas, np.int64)
         for members, bounds, count in zip(self.members, self.bounds, self.counts[step], strict=True):
             shares[members] = np.diff(_cuts(bounds, int(count)))
