@@ -35,7 +35,7 @@ def job_of(folder: Path, *, deadline_s: float) -> Path:
 
 @contextmanager
 def training(job: Path, run: str, *more: str) -> Iterator[subprocess.Popen[str]]:
-    options = ["--cluster", "cluster.yaml", "--plan", "dp=2 transport=tcp", "--run", run, *more]
+    options = ["--cluster", "cluster.yaml", "--plan", "dp=2 transport=tcp balance=off", "--run", run, *more]
     with started("paceline", "train", job, *options, folder=job.parent) as process:
         yield process
 

@@ -36,6 +36,7 @@ plans = st.builds(
     threads=st.integers(0, 256),
     pin=st.booleans(),
     fused=st.booleans(),
+    balance=st.sampled_from(["auto", "on", "off"]),
     sync=st.just("allreduce"),
     transport=st.sampled_from(["auto", "shm", "gloo"]),
 )
@@ -76,8 +77,8 @@ def test_any_text_is_a_plan_or_a_plan_error(text: str) -> None:
         (Plan(microbatches=4), "microbatches=4"),
         (Plan(dp=2, microbatches=4, precision="bf16", pin=True), "dp=2 microbatches=4 precision=bf16 pin=on"),
         (
-            Plan(memory_format="channels_last", compile="on", threads=3, fused=True, transport="gloo"),
-            "memory_format=channels_last compile=on threads=3 fused=on transport=gloo",
+            Plan(memory_format="channels_last", compile="on", threads=3, fused=True, balance="off", transport="gloo"),
+            "memory_format=channels_last compile=on threads=3 fused=on balance=off transport=gloo",
         ),
         (Plan(dp=2, pp=2, cut="blocks.1", microbatches=2, tp=2), "dp=2 tp=2 pp=2 cut=blocks.1 microbatches=2"),
         (Plan(fsdp=2, zero=2, offload=True, remat="block"), "fsdp=2 zero=2 offload=on remat=block"),

@@ -32,7 +32,7 @@ def train(path: Path, replicas: int, ranks: Ranks, **changes: Any) -> Run:
     job = small_job(**changes)
     if replicas == 1:
         return train_here(path, job)
-    new_run(path, job, f"dp={replicas}")
+    new_run(path, job, f"dp={replicas} balance=off")
     ranks(replicas, train_as_rank, path)
     return Run(path)
 

@@ -27,6 +27,11 @@ class ShareChanges:
         found = bisect_right(self._places, place) - 1
         return self._shares[found] if found >= 0 else None
 
+    @property
+    def newest(self) -> Shares | None:
+        """Shares that will hold from some place on; None where they are the partition's own."""
+        return self._shares[-1] if self._shares else None
+
     def add(self, place: Place, shares: Sequence[int]) -> None:
         """Put shares in force from `place` on; what was to hold from there on is dropped, and so is what is over.
 

@@ -12,6 +12,7 @@ MemoryFormat = Literal["contiguous", "channels_last"]
 Compile = Literal["off", "on", "reduce-overhead"]
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
 Remat = Literal["none", "selective", "block"]
+Balance = Literal["auto", "on", "off"]
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 REMATS: tuple[Remat, ...] = get_args(Remat)

@@ -15,6 +15,7 @@ from paceline.nearest import nearest
 from paceline.partition import contiguous, starts
 from paceline.plans.axes import DEGREES
 from paceline.plans.choices import STAGES_PER_RANK
+from paceline.plans.sync_info import sync_info
 from paceline.units import count
 
 if TYPE_CHECKING:
@@ -179,6 +180,36 @@ def whole_batch_in_parts(loss: str, microbatches: int) -> str:
         f"computes a share in {microbatches} parts, but {loss} compares all samples of a batch with each other: "
         "microbatches=1."
     )
+
+
+def no_balance(plan: Plan, kind: str) -> str | None:
+    """Reason why the replicas' shares of a batch cannot follow their speeds.
+
+    Args:
+        kind: of the job's partition.
+    """
+    if plan.dp == 1:
+        return "moves samples from slow replicas to fast ones, and there is only one: dp=2 or more, or balance=auto."
+    if plan.pp > 1:
+        return "cannot move samples between pipelines, whose microbatches have to be equal: balance=auto."
+    if sync_info(plan.sync).local_steps:
+        return f"cannot move samples between replicas that take steps of their own (sync={plan.sync}): balance=auto."
+    if kind == "hierarchical":
+        return "cannot move samples between hosts that read their own part (partition: hierarchical): balance=auto."
+    return None
+
+
+def no_automatic_balance(plan: Plan, kind: str, weighted: bool) -> str | None:
+    """Reason why `balance=auto` leaves the replicas' shares as they are.
+
+    Args:
+        kind: of the job's partition; `weighted`: whether it has weights.
+    """
+    if weighted:
+        return "keeps to the weights of the job's partition, unless balance=on."
+    if plan.compile != "off":
+        return f"keeps shares that compile={plan.compile} has compiled code for, unless balance=on."
+    return no_balance(plan, kind)
 
 
 def degrees(plan: Plan) -> str:

@@ -14,7 +14,7 @@ from paceline.errors import PlanError
 from paceline.job.job import Job, Precision
 from paceline.nearest import nearest
 from paceline.plans.axes import DEGREES
-from paceline.plans.choices import REMATS, SCHEDULES, Compile, MemoryFormat, Remat, Schedule
+from paceline.plans.choices import REMATS, SCHEDULES, Balance, Compile, MemoryFormat, Remat, Schedule
 from paceline.plans.sync_info import problem_with, sync_info
 from paceline.plans.transport_info import problem_with_transport
 
@@ -27,10 +27,12 @@ _CHOICES = {
     "precision": get_args(Precision),
     "memory_format": get_args(MemoryFormat),
     "compile": get_args(Compile),
+    "balance": get_args(Balance),
 }
 _TEXTS = ("cut", "sync", "compress", "transport")
 _EXAMPLES = {
     "compile": "on",
+    "balance": "off",
     "transport": "gloo",
     "cut": "blocks.2",
     "sync": "allreduce:ring",
@@ -73,6 +75,7 @@ class Plan:
     fused: bool = False  # torch's fused optimizer step
     # the rule that synchronises replicas: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or one's own
     sync: str = "allreduce"
+    balance: Balance = "auto"  # whether the replicas' shares of the batch follow their measured speeds
     # codec of what the rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
     compress: str = "none"
     transport: str = "auto"  # between ranks on CPUs; auto: shared memory within a host. GPUs use NCCL

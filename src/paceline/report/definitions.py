@@ -125,6 +125,10 @@ _FIGURES = {
         "resident memory",
         "Memory of the rank’s process that is in use at that moment, as the system counts it.",
     ),
+    "share": (
+        "share of the batch",
+        "Part of a global batch that a rank computes; it follows the measured speeds of the replicas (balance=auto).",
+    ),
     "gpu_memory": (
         "GPU memory per rank",
         "Memory that the rank has allocated on its accelerator; in a table that of the rank with most.",

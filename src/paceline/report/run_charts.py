@@ -40,11 +40,12 @@ class PanelInfo:
     panel: str
 
 
+_BUILT_IN = ("losses", "metrics", "speeds", "shares", "memory")
 PANELS = ExtensionPoint(
     "panel",
     "paceline.panels",
     PanelInfo,
-    {name: PanelInfo(f"paceline.report.run_charts:{name}") for name in ("losses", "metrics", "speeds", "memory")},
+    {name: PanelInfo(f"paceline.report.run_charts:{name}") for name in _BUILT_IN},
     RunError,
 )
 
@@ -145,6 +146,21 @@ def _parts(record: RunRecord) -> Chart:
     )
     label = "Time of rank 0’s steps over the run, part by part."
     return Chart("parts", figure, label, "Where rank 0’s time went", list(PARTS))
+
+
+def shares(record: RunRecord) -> Iterator[Chart]:
+    """Each rank's share of the full batches, where shares followed the replicas' speeds."""
+    if not any(event["event"] == "balance" for event in record.events):
+        return
+    series = []
+    for rank, steps in record.ranks.items():
+        batch = max(s["samples"] for s in steps)
+        full = [s for s in steps if s["samples"] == batch > 0 and isinstance(s.get("local_samples"), int)]
+        percent = [100 * s["local_samples"] / s["samples"] for s in full]
+        colour = charts.SERIES[rank % len(charts.SERIES)]
+        series.append(charts.Line(f"rank {rank}", [s["step"] for s in full], percent, colour))
+    title = "Share of the batch of each rank"
+    yield Chart("shares", charts.lines(series, "steps", "percent"), f"{title}, in percent.", title, ["share"])
 
 
 def memory(record: RunRecord) -> Iterator[Chart]:

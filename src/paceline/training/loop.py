@@ -36,6 +36,7 @@ from paceline.training.record.events import Events, Remarks
 from paceline.training.record.progress import PlainProgress
 from paceline.training.record.recorder import StepRecorder
 from paceline.training.record.run import Run
+from paceline.training.recovery.balancing import Balancing
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -79,11 +80,13 @@ class Loop:
         progress = PlainProgress(self.total_steps) if first and not is_our_rank() else None
         self.events = Events(run, progress, writes=first)
         self.recorder = StepRecorder(run.path, engine, epoch_steps=self.epoch_steps)
-        self.remarks = Remarks(engine, self.events)
+        self.balancing = Balancing(engine, run.job, self.events, self.epoch_steps)
+        self.remarks = Remarks(engine, self.events, self.balancing.at_even_shares)
         self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events)
         self.evaluations = Evaluations(self.job, engine, data, self.stop, self.events, self.epoch_steps)
         self.evaluations.told = self._tell_metrics
-        self.callbacks: list[Callback] = [self.recorder, self.events, self.remarks, self.evaluations, self.checkpoints]
+        self.callbacks: list[Callback] = [self.recorder, self.events, self.remarks, self.balancing]
+        self.callbacks += [self.evaluations, self.checkpoints]
         self._on_step = [c.on_step for c in self.callbacks if type(c).on_step is not Callback.on_step]
         self._after_step = [c.after_step for c in self.callbacks if type(c).after_step is not Callback.after_step]
         self.signal: str | None = None
@@ -182,6 +185,7 @@ class Loop:
         assert begun.position is not None
         result = self.engine.settle(begun.step)
         info = StepInfo(result, begun.position.epoch, begun.position.local, begun.lr)
+        info.busy_s = self.engine.signals.take_busy()
         for on_step in self._on_step:
             on_step(info)
         self.engine.on_phase("data", self.engine.step_count + 1)
@@ -240,6 +244,7 @@ class Loop:
                 "total_steps": self.total_steps,
                 "parameters": engine.parameter_count,
                 "synthetic": self.data.synthetic,
+                "balance_off": self.balancing.off,
                 "predicted_state_bytes": self._predicted_state_bytes(),
             },
         )

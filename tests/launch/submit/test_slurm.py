@@ -45,7 +45,7 @@ def undisturbed(job: Path, plan: str) -> dict[int, float]:
 def test_a_run_that_is_interrupted_twice_has_the_losses_of_an_undisturbed_one(
     slurm: SlurmCluster, job: Path, tmp_path: Path
 ) -> None:
-    two = ("--hosts", "2", "--plan", "dp=2")
+    two = ("--hosts", "2", "--plan", "dp=2 balance=off")
     arguments = ("submit", job, "--on", "slurm", *two, "--run", "run", "--set", "cpus-per-task=2")
     variables = environment(slurm, tmp_path) | {"PACELINE_COORDINATOR": "127.0.0.1"}  # names of nodes lead nowhere here
     with started("paceline", *arguments, folder=tmp_path, environment=variables) as followed:
@@ -59,7 +59,7 @@ def test_a_run_that_is_interrupted_twice_has_the_losses_of_an_undisturbed_one(
         shown = ended(followed, 300)
     assert shown.code == 0, shown
     assert shown.says("the time limit is near; saving", "back into the queue", "is queued", "is done, exit code 0")
-    assert losses(run) == undisturbed(job, "dp=2")
+    assert losses(run) == undisturbed(job, "dp=2 balance=off")
     assert not list(tmp_path.glob("home/submitted/*.key"))
 
 

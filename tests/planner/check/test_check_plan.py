@@ -28,7 +28,7 @@ SERVERS = Cluster(hosts=tuple(Host(name=name, cores=2, memory_bytes=2**36, cpu_b
     "plan",
     [
         "dp=1",
-        "dp=2 microbatches=4 transport=shm",
+        "dp=2 microbatches=4 transport=shm balance=on",
         "memory_format=channels_last fused=on pin=on compile=on transport=gloo",
         "precision=fp64",
     ],
@@ -47,6 +47,21 @@ def test_a_plan_that_fits_has_no_reason_against_it(plan: str) -> None:
                 "needs 999 ranks, for which torch alone takes 250 GiB of memory; this machine has room for 64 and "
                 "cores for 2: dp=2."
             ),
+        ),
+        (
+            "balance=on",
+            {},
+            "moves samples from slow replicas to fast ones, and there is only one: dp=2 or more, or balance=auto.",
+        ),
+        (
+            "dp=2 sync=local:8 balance=on",
+            {},
+            "cannot move samples between replicas that take steps of their own (sync=local:8): balance=auto.",
+        ),
+        (
+            "dp=2 balance=on",
+            {"partition": "hierarchical"},
+            "cannot move samples between hosts that read their own part (partition: hierarchical): balance=auto.",
         ),
         ("compile=reduce-overhead", {}, "replays graphs of kernels, and this machine has no GPU that can: compile=on."),
         (

@@ -36,6 +36,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "compress": ("none", "int8"),
     "sync": ("allreduce",),
     "transport": ("auto",),
+    "balance": ("auto",),
 }
 
 

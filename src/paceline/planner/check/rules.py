@@ -10,7 +10,7 @@ from paceline.job.job import Job
 from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.split_check import SPLIT_CHECKS
 from paceline.plans.axes import DATA_AXES, DEGREES
-from paceline.plans.limits import multiplied, no_graphs, other_world, whole_batch_in_parts
+from paceline.plans.limits import multiplied, no_balance, no_graphs, other_world, whole_batch_in_parts
 from paceline.plans.sync_info import RULES, SyncSpec, sync_info
 from paceline.plans.transport_info import TRANSPORTS
 from paceline.units import count, size
@@ -249,6 +249,11 @@ def _no_such_transport(context: PlanContext) -> str | None:
     return None
 
 
+def _no_balance(context: PlanContext) -> str | None:
+    on = context.plan.balance == "on"
+    return context.reason(no_balance(context.plan, context.job.partition.kind)) if on else None
+
+
 def _data_rank(plan: Plan) -> str:
     return "replica" if plan.data_ranks == plan.dp else "data-parallel rank"
 
@@ -275,6 +280,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_no_images, ("memory_format",)),
     Check(_no_graphs, ("compile",)),
     Check(_no_such_transport, ("transport", *DEGREES)),
+    Check(_no_balance, ("balance", "dp", "pp", "sync")),
     *SYNC_CHECKS,
     *SPLIT_CHECKS,
 )

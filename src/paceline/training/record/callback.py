@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.engine.engine import StepResult
 
@@ -18,6 +18,7 @@ class StepInfo:
         lr: learning rate of the step.
         ending: why the run ends after this step; None where it goes on, as far as the callbacks called so far
             know.
+        busy_s: of every rank, before the step's agreement; empty where replicas do not agree in it.
     """
 
     result: StepResult
@@ -25,6 +26,7 @@ class StepInfo:
     local_samples: int
     lr: float
     ending: str | None = None
+    busy_s: list[float] = field(default_factory=list)
 
 
 class Callback:

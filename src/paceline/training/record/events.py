@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.engine.engine import Engine
@@ -50,15 +51,18 @@ class Events(Callback):
 class Remarks(Callback):
     """Events of every step from the sync rule, the loss and slow ranks."""
 
-    def __init__(self, engine: Engine, events: Events) -> None:
-        self.engine, self.events = engine, events
+    def __init__(
+        self, engine: Engine, events: Events, at_even_shares: Callable[[StepInfo], Sequence[float]] = lambda i: i.busy_s
+    ) -> None:
+        """Make the callback; `at_even_shares` gives what ranks are compared by."""
+        self.engine, self.events, self.at_even_shares = engine, events, at_even_shares
         self.slow_ranks = SlowRanks(engine.plan, engine.group.hosts)
         # how many lines of the rule are in the record
         self._told = 0
 
     def after_step(self, info: StepInfo) -> str | None:
         """See `Callback`."""
-        for event, details in self.slow_ranks.step(info.result.step, self.engine.signals.take_busy()):
+        for event, details in self.slow_ranks.step(info.result.step, self.at_even_shares(info)):
             self.events(event, details)
         self.tell()
         return None

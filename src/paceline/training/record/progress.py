@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 5.0  # where the output is not a terminal
 # events that are shown in colour
-TROUBLE = ("checkpoint_damaged", "checkpoint_failed", "lines_lost", "nonfinite", "restart", "slow_rank", "strangers")
+TROUBLE = (
+    "balance",
+    "checkpoint_damaged",
+    "checkpoint_failed",
+    "lines_lost",
+    "nonfinite",
+    "restart",
+    "slow_rank",
+    "strangers",
+)
 
 
 @dataclass
@@ -33,6 +42,14 @@ class RecentSteps:
 
     total_steps: int | None
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=50))
+    slow: str = ""  # the replicas with a smaller share of the batch
+
+    def told(self, event: dict[str, Any]) -> None:
+        """Take in an event."""
+        if event["event"] in ("start", "resume"):
+            self.total_steps = event["total_steps"]
+        if event["event"] == "balance":
+            self.slow = ", ".join(f"{_straggler(slow)} at {slow['speed']:.2f}" for slow in event["slow"])
 
     def add(self, record: dict[str, Any]) -> None:
         """Take in the record of a step."""
@@ -64,6 +81,7 @@ class RecentSteps:
             words.append(f"{newest['samples'] / step_s:,.0f} samples/s")
             if self.total_steps:
                 words.append(f"{clock(step_s * (self.total_steps - self.step))} left")
+            words += [f"slow: {self.slow}"] if self.slow else []
             words.append(_where_time_goes(timed))  # the longest part comes last, where a narrow terminal cuts
         return " · ".join(words)
 
@@ -96,6 +114,7 @@ class PlainProgress:
 
     def event(self, event: dict[str, Any]) -> None:
         """Print an event that matters to a person."""
+        self.recent.told(event)
         if sentence := event_sentence(event):
             print(printable(sentence), file=sys.stderr, flush=True)
 
@@ -153,8 +172,7 @@ class LiveProgress:
             self.console.print(self.recent.sentence(), highlight=False)
 
     def _event(self, event: dict[str, Any]) -> None:
-        if event["event"] in ("start", "resume"):
-            self.recent.total_steps = event["total_steps"]
+        self.recent.told(event)
         if sentence := event_sentence(event):
             self.console.print(
                 printable(sentence),
@@ -225,6 +243,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
                 f"rank {event['rank']} is as fast as the others again in step {event['step']}; it was slow since "
                 f"step {event['since_step']}"
             )
+        case "balance":
+            return _sentence_of_balance(event)
         case "lines_lost":
             return (
                 f"{event['lines']} lines of {event['file']} are lost, because the disk could not take them; "
@@ -242,6 +262,26 @@ def event_sentence(event: dict[str, Any]) -> str | None:
         case "restart":
             return f"{event['reason']} Starting again, attempt {event['attempt'] + 1}."
     return None
+
+
+def _sentence_of_balance(event: dict[str, Any]) -> str:
+    """Who gets less work, how slow it is, and since when."""
+    shares = f"from step {event['step']} on: {', '.join(map(str, event['shares']))} samples"
+    if not event["slow"]:
+        return f"the shares of the batch follow the replicas' speeds {shares}"
+    slow = [
+        f"{_straggler(slow)} computes at {slow['speed']:.2f} of the usual speed since step {slow['since_step']} and "
+        f"gets {slow['share']:.1%} of the batch"
+        for slow in event["slow"]
+    ]
+    return f"{'; '.join(slow)} (shares {shares})"
+
+
+def _straggler(slow: dict[str, Any]) -> str:
+    first, last = slow["ranks"]
+    ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    host = f", host {slow['host']}" if slow["host"] else ""
+    return f"replica {slow['replica']} ({ranks}{host})"
 
 
 def _where_time_goes(steps: list[dict[str, Any]]) -> str:

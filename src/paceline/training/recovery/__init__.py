@@ -1,4 +1,4 @@
-"""Recovery from failures within a run: states in memory, healing, membership.
+"""Recovery from failures within a run: states in memory, healing, membership; and balance between replicas.
 
 Read `memory_state.py` first.
 """

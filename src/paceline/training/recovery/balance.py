@@ -1,0 +1,216 @@
+"""Shares of the global batch that follow the measured speeds of the replicas.
+
+Everything here is a pure function of the shares and busy times of past steps, which all ranks know alike, so all come
+to the same decision and none asks another. No clock is read.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Shares = tuple[int, ...]
+
+WARM_UP, SETTLE = 5, 2  # steps left out at the start, and after each change: allocators and caches are slow there
+# steps of a block, of which the medians are compared, and of work: on a shared machine, ranks are slow in turn
+BLOCK, BLOCK_S = 5, 0.5
+BLOCKS = 3  # in a row, in each of which a change has to be worth it
+LEAST_GAIN, LEAST_GAIN_S = 0.04, 0.002  # of a step's time: less is noise
+BACK = 0.25  # of that is enough to go back to the shares of equal speeds
+EVEN = 1.05  # times the least time: shares of equal speeds are as good
+MOST = 2  # times the share of equal speeds: memory was planned for that one
+TELLING = 0.1  # of a share: smaller changes tell nothing about the fixed cost
+SLOW = 0.9  # of the usual speed
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of shares.
+
+    Attributes:
+        shares: samples of each data-parallel rank in a full batch.
+        speeds: of each replica, relative to the usual one.
+        slow: the slow replicas, and since which step.
+        gain: expected, as a part of the step's busy time.
+    """
+
+    shares: Shares
+    speeds: tuple[float, ...]
+    slow: dict[int, int]
+    gain: float
+
+
+class Balance:
+    """Decides on the shares of the data-parallel ranks.
+
+    A rank with n samples is busy for cost × (fixed + n) seconds; the cost is its replica's, and `fixed`, what a step
+    costs apart from samples, is the same for all, and learned from what a change of shares did.
+
+    Args:
+        base: shares of each data-parallel rank while all are equally fast; those of a replica are neighbours.
+        replicas: their number, which divides the data-parallel ranks.
+        least: samples that every data-parallel rank keeps.
+    """
+
+    def __init__(self, base: Shares, replicas: int, least: int = 1) -> None:
+        self.base, self.replicas = base, replicas
+        self._ranks = len(base) // replicas  # of each replica
+        self._bounds = [(min(least, n), max(MOST * n, least)) for n in base]
+        self._fixed = 0.0
+        self._slow: dict[int, int] = {}
+        self._before: tuple[list[int], list[float]] | None = None  # samples and times before a change
+        self._shares = base
+        self.forget()
+
+    def forget(self) -> None:
+        """Measure anew, as after a pause or where other replicas take part."""
+        self._rows: list[Sequence[float]] = []
+        self._blocks: deque[tuple[int, list[Sequence[float]]]] = deque(maxlen=BLOCKS)
+        self._first, self._worked_s, self._left_out = 0, 0.0, WARM_UP
+
+    def step(self, step: int, shares: Shares, busy_s: Sequence[float]) -> Move | None:
+        """Take in a step with a full batch; returns a change that is worth it.
+
+        Args:
+            shares: those of this step.
+            busy_s: of the slowest rank of each replica.
+        """
+        if shares != self._shares:
+            self._changed(shares)
+        if self._left_out > 0:
+            self._left_out -= 1
+            return None
+        self._first = self._first if self._rows else step
+        self._rows.append(busy_s)
+        self._worked_s += max(busy_s)
+        if len(self._rows) < BLOCK or self._worked_s < BLOCK_S:
+            return None
+        self._blocks.append((self._first, self._rows))
+        self._rows, self._worked_s = [], 0.0
+        return self._decide() if len(self._blocks) == BLOCKS else None
+
+    def _changed(self, shares: Shares) -> None:
+        before = (self._samples(self._shares), _medians(self._all_rows)) if len(self._blocks) == BLOCKS else None
+        self.forget()
+        self._shares, self._before = shares, before
+        self._left_out = SETTLE if before else WARM_UP
+
+    @property
+    def _all_rows(self) -> list[Sequence[float]]:
+        return [row for _, rows in self._blocks for row in rows]
+
+    def _samples(self, shares: Shares) -> list[int]:
+        """Samples of each replica's rank with the most, for which the others wait."""
+        return [max(shares[i : i + self._ranks]) for i in range(0, len(shares), self._ranks)]
+
+    def _decide(self) -> Move | None:
+        samples, rows = self._samples(self._shares), self._all_rows
+        times = _medians(rows)
+        if self._before is not None and any(
+            abs(n - before) > TELLING * before for n, before in zip(samples, self._before[0], strict=True)
+        ):
+            self._fixed = _fixed_cost(*self._before, samples, times, most=sum(self.base) / len(self.base))
+        self._before = None
+        costs = self._costs(times)
+        # if samples could be divided: most often there is nothing to gain
+        ideal_s = (sum(self.base) / self._ranks + self.replicas * self._fixed) / sum(1 / cost for cost in costs)
+        needed = max(LEAST_GAIN, 2 * _error_of_slowest(rows, times))
+        if self._shares == self.base and 1 - ideal_s / max(times) < needed:
+            return None
+        by_rank = [cost for cost in costs for _ in range(self._ranks)]
+        shares = fastest(by_rank, self._bounds, sum(self.base), self._fixed)
+        needed_s = LEAST_GAIN_S
+        if self._busy_s(costs, self.base) <= EVEN * self._busy_s(costs, shares):
+            shares, needed, needed_s = self.base, BACK * LEAST_GAIN, BACK * LEAST_GAIN_S
+        if shares == self._shares:
+            return None
+        gains = [self._gain(_medians(block), shares) for _, block in self._blocks]
+        if any(gain < needed or gain_s < needed_s for gain, gain_s in gains):
+            return None
+        return Move(shares, *self._named(costs), self._gain(times, shares)[0])
+
+    def _costs(self, times: Sequence[float]) -> list[float]:
+        """Seconds that each replica takes for a sample."""
+        return [max(t, 1e-9) / (self._fixed + n) for t, n in zip(times, self._samples(self._shares), strict=True)]
+
+    def _busy_s(self, costs: Sequence[float], shares: Shares) -> float:
+        """Expected busy time of the slowest replica."""
+        return max(cost * (self._fixed + n) for cost, n in zip(costs, self._samples(shares), strict=True))
+
+    def _gain(self, times: Sequence[float], shares: Shares) -> tuple[float, float]:
+        """Part of the slowest replica's time, and seconds, that other shares would save."""
+        saved_s = max(times) - self._busy_s(self._costs(times), shares)
+        return saved_s / max(times), saved_s
+
+    def _named(self, costs: Sequence[float]) -> tuple[tuple[float, ...], dict[int, int]]:
+        """Speeds of the replicas, and which of them are slow since when."""
+        usual = statistics.median_low(costs)
+        speeds = tuple(usual / cost for cost in costs)
+        since = self._blocks[0][0]
+        self._slow = {i: self._slow.get(i, since) for i, speed in enumerate(speeds) if speed < SLOW}
+        return speeds, dict(self._slow)
+
+
+def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: int, fixed: float) -> Shares:
+    """Shares of `total` samples with the least time of the slowest, where n samples take cost × (fixed + n).
+
+    Args:
+        bounds: fewest and most samples of each.
+    """
+
+    def shares_in(time: float) -> list[int]:
+        return [
+            min(max(math.floor(time / cost - fixed), low), high)
+            for cost, (low, high) in zip(costs, bounds, strict=True)
+        ]
+
+    low, high = 0.0, max(cost * (fixed + most) for cost, (_, most) in zip(costs, bounds, strict=True))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(shares_in(middle)) <= total else (low, middle)
+    shares = shares_in(low)
+    # what is left goes one by one to whoever would be ready first
+    ready = [
+        (cost * (fixed + n + 1), i)
+        for i, (cost, n, (_, most)) in enumerate(zip(costs, shares, bounds, strict=True))
+        if n < most
+    ]
+    heapq.heapify(ready)
+    for _ in range(total - sum(shares)):
+        _, i = heapq.heappop(ready)
+        shares[i] += 1
+        if shares[i] < bounds[i][1]:
+            heapq.heappush(ready, (costs[i] * (fixed + shares[i] + 1), i))
+    return tuple(shares)
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def _error_of_slowest(rows: Sequence[Sequence[float]], times: Sequence[float]) -> float:
+    """Standard error of the slowest replica's median, relative to it."""
+    slowest = max(range(len(times)), key=times.__getitem__)
+    deviation = statistics.median(abs(row[slowest] - times[slowest]) for row in rows)
+    # 1.4826: of a standard deviation from a median one; 1.2533: of a median from a mean
+    return 1.4826 * 1.2533 * deviation / times[slowest] / math.sqrt(len(rows))
+
+
+def _fixed_cost(
+    before: Sequence[int], before_s: Sequence[float], after: Sequence[int], after_s: Sequence[float], *, most: float
+) -> float:
+    """Cost of a step apart from samples, in samples, from the times before and after a change of shares.
+
+    With t = cost × (fixed + n) and t' = cost × (fixed + n'), fixed × (t' − t) = t × n' − t' × n: by least squares over
+    the replicas, each relative to its time. Between 0 and `most`, as a replica may have changed its speed meanwhile.
+    """
+    found = weight = 0.0
+    for n, t, changed_n, changed_t in zip(before, before_s, after, after_s, strict=True):
+        slope = (changed_t - t) / t
+        found += slope * (changed_n - changed_t / t * n)
+        weight += slope * slope
+    return min(max(found / weight, 0.0), most) if weight > 0 else 0.0
