@@ -1,0 +1,248 @@
+"""Shares of the batch that follow the speed of a host that is slowed and released.
+
+    python benchmarks/balance.py [--json] [--cases gpt,cnn,gpt_fsdp] [--rounds N]
+
+Needs root: four hosts are emulated on this machine, whose control groups allow each the same part of a core, and the
+last one half of that. Figures, of each case (`gpt_`, `cnn_`, and `gpt_fsdp_`, whose replicas are two ranks that shard
+the model):
+- `share_of_sum_of_speeds`: samples per second of the four replicas together, once the shares have settled / the sum of
+  those of the hosts when each trains alone on a quarter of the batch.
+- `even_share_of_sum_of_speeds`: the same with even shares (`balance=off`), as DDP deals them.
+- `even_again_steps`: from the step in which the slow host got its full speed back to the first one of even shares.
+- `loss_difference`: largest relative difference of the losses of all steps to those of even shares.
+- `balance_cost`: on four equal hosts, step time with `balance=auto` / with `balance=off`, the median over rounds that
+  take turns, with its 95 % interval in the table.
+
+Every run is the command `paceline train` with its record; times are medians over the steps named. Figures of a busy
+machine say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import environment_line
+from paceline.cluster.discover import environment
+from paceline.cluster.emulate.cgroup import PREFIX, make_group, place_of_group
+from paceline.stats import Interval, median_interval
+
+BIN = Path(sys.executable).parent
+HOSTS, FULL, HALF = 4, 0.4, 0.2  # cores of a host
+ALONE_STEPS, SETTLED_STEP, SLOW_STEPS, RELEASED_STEPS = 25, 60, 100, 60
+EQUAL_STEPS, WARM_UP, ROUNDS = 60, 10, 7
+DEADLINE_S = 1800.0
+BASE = {"optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}, "loss": "cross_entropy", "global_batch": 64}
+GPT = {
+    "model": {"zoo": "gpt", "args": {"layers": 3, "hidden": 128, "heads": 4, "context": 64}},
+    "data": {"kind": "synthetic", "samples": 4096, "shape": [64], "vocab": 256},
+}
+CNN = {
+    "model": "cifar_cnn",
+    "data": {"kind": "synthetic", "samples": 4096, "shape": [3, 32, 32], "classes": 10},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one plan; `inside` is how a replica is split."""
+
+    job: dict[str, Any]
+    inside: str = ""
+    ranks: int = 1  # of a replica
+
+
+CASES = {"gpt": Case(GPT), "cnn": Case(CNN), "gpt_fsdp": Case(GPT, " fsdp=2", 2)}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Measurements of a case; speeds in samples per second."""
+
+    alone: tuple[float, float]  # at full and at half speed
+    settled: float
+    even: float
+    even_again_steps: int | None
+    loss_difference: float
+    cost: Interval
+
+    @property
+    def sum_of_speeds(self) -> float:
+        """Speeds of all hosts, one of them at half speed."""
+        return (HOSTS - 1) * self.alone[0] + self.alone[1]
+
+    def figures(self) -> dict[str, float | None]:
+        """The figures by name."""
+        return {
+            "share_of_sum_of_speeds": self.settled / self.sum_of_speeds,
+            "even_share_of_sum_of_speeds": self.even / self.sum_of_speeds,
+            "even_again_steps": self.even_again_steps,
+            "loss_difference": self.loss_difference,
+            "balance_cost": self.cost.middle,
+        }
+
+
+def main() -> None:
+    """Measure, print the tables, and with --json a last line for machines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {','.join(CASES)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of equal hosts (default {ROUNDS})")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    figures: dict[str, float | None] = {}
+    for name in arguments.cases.split(","):
+        found = measured(CASES[name], arguments.rounds)
+        print("\n".join(lines_of(name, found)), flush=True)
+        figures |= {f"{name}_{figure}": value for figure, value in found.figures().items()}
+    print(environment_line())
+    if arguments.json:
+        print(json.dumps({"figures": figures, "environment": environment()}))
+
+
+def measured(case: Case, rounds: int) -> Found:
+    """All runs of a case."""
+    with tempfile.TemporaryDirectory(prefix="paceline-balance-") as folder:
+        run = Runs(case, Path(folder))
+        alone = run.alone(FULL), run.alone(HALF)
+        followed = run.trained("auto", [FULL] * 3 + [HALF], SLOW_STEPS + RELEASED_STEPS, released=True)
+        even = run.trained("off", [FULL] * 3 + [HALF], SLOW_STEPS)
+        ratios = []
+        for number in range(rounds):
+            times = {
+                how: run.trained(how, [FULL] * HOSTS, EQUAL_STEPS).step_s(WARM_UP, EQUAL_STEPS)
+                for how in (("auto", "off") if number % 2 else ("off", "auto"))
+            }
+            ratios.append(times["auto"] / times["off"])
+        return Found(
+            alone,
+            followed.batch / followed.step_s(SETTLED_STEP, SLOW_STEPS),
+            even.batch / even.step_s(WARM_UP, SLOW_STEPS),
+            followed.even_again_steps(),
+            max(abs(a - b) / abs(b) for a, b in zip(followed.losses, even.losses, strict=False)),
+            median_interval(ratios or [1.0]),
+        )
+
+
+def lines_of(name: str, found: Found) -> Iterator[str]:
+    """A case for people."""
+    yield f"{name}: hosts alone at full and half speed {found.alone[0]:.1f} and {found.alone[1]:.1f} samples/s"
+    for figure, value in found.figures().items():
+        yield f"  {figure:28} {'not within the run' if value is None else f'{value:.4g}'}"
+    yield f"  balance_cost, 95 % interval  {found.cost.low:.4f} to {found.cost.high:.4f}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The record of a run."""
+
+    steps: list[list[dict[str, Any]]]  # of each rank
+    released_at: int | None
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        return int(self.steps[0][0]["samples"])
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step."""
+        return [step["loss"] for step in self.steps[0]]
+
+    def step_s(self, first: int, last: int) -> float:
+        """Median time of a step after `first`, up to `last`."""
+        times = [step["step_s"] for step in self.steps[0] if first < step["step"] <= last]
+        return float(statistics.median(times))
+
+    def even_again_steps(self) -> int | None:
+        """Steps from the release to even shares; None if they did not come."""
+        assert self.released_at is not None
+        for steps in zip(*self.steps, strict=False):
+            shares = {step["local_samples"] for step in steps}
+            if steps[0]["step"] > self.released_at and max(shares) - min(shares) <= 1:
+                return int(steps[0]["step"]) - self.released_at
+        return None
+
+
+class Runs:
+    """Trainings of one case, each the command in a directory of its own."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.folder = case, folder
+        self._numbers = itertools.count()
+
+    def alone(self, cores: float) -> float:
+        """Samples per second of a single host with a quarter of the batch."""
+        job = BASE | {"global_batch": BASE["global_batch"] // HOSTS}  # type: ignore[operator]
+        run = self._run(job, f"dp=1{self.case.inside}", [cores], ALONE_STEPS, None)
+        return run.batch / run.step_s(WARM_UP, ALONE_STEPS)
+
+    def trained(self, balance: str, cores: list[float], steps: int, *, released: bool = False) -> Trained:
+        """A training on all hosts; `released`: the last one gets its full speed after `SLOW_STEPS`."""
+        plan = f"dp={HOSTS}{self.case.inside} balance={balance}"
+        return self._run(BASE, plan, cores, steps, SLOW_STEPS if released else None)
+
+    def _run(self, base: dict[str, Any], plan: str, cores: list[float], steps: int, release: int | None) -> Trained:
+        folder = self.folder / str(next(self._numbers))
+        folder.mkdir()
+        job = {"name": "balance", **base, **self.case.job, "stop": {"steps": steps}}
+        (folder / "job.yaml").write_text(json.dumps(job))
+        (folder / "cluster.yaml").write_text(json.dumps({"emulate": {"hosts": len(cores), "cpu": cores}}))
+        cluster, run = folder / "cluster.yaml", folder / "run"
+        options = ["--plan", f"{plan} threads=1", "--cluster", str(cluster), "--run", str(run)]
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(
+                [BIN / "paceline", "train", str(folder / "job.yaml"), *options], stdout=output, stderr=output
+            )
+        released_at = None
+        try:
+            if release is not None:
+                file = folder / "run" / "steps" / "rank-0.jsonl"
+                _wait_for(lambda: _lines(file) >= release, process, folder)
+                _set_cores(process.pid, len(cores) - 1, FULL)
+                released_at = _lines(file)
+            _wait_for(lambda: process.poll() is not None, process, folder)
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode:
+            sys.exit(f"the training with plan {plan} failed:\n{(folder / 'output').read_text()}")
+        ranks = len(cores) * self.case.ranks
+        return Trained([_steps(folder / "run" / "steps" / f"rank-{rank}.jsonl") for rank in range(ranks)], released_at)
+
+
+def _wait_for(come: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not come() and process.poll() is None:
+        if time.monotonic() > until:
+            sys.exit(f"a training did not end within {DEADLINE_S:g} s:\n{(folder / 'output').read_text()}")
+        time.sleep(0.05)
+
+
+def _set_cores(launcher: int, host: int, cores: float) -> None:
+    """Give an emulated host of that launcher other cores while it runs."""
+    [group] = place_of_group(PREFIX).parent.glob(f"{PREFIX}{launcher}-*-{host}")
+    make_group(group, cores)
+
+
+def _lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def _steps(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()
