@@ -173,7 +173,7 @@ def test_shares_that_change_within_an_epoch_leave_every_batch_as_it_is_and_resum
 
 
 def test_saved_changes_of_shares_are_checked_and_left_out_for_other_replicas() -> None:
-    deal = {"spec": PartitionSpec(), "samples": 100, "global_batch": 10, "replicas": 2, "seed": 0}
+    deal: dict[str, Any] = {"spec": PartitionSpec(), "samples": 100, "global_batch": 10, "replicas": 2, "seed": 0}
     part = partitions(deal)[0]
     part.changes.add((0, 3), (9, 1))
     for wrong in ([[0, 1]], [[0, 0, [True, 9]]], [["0", 0, [5, 5]]], [[0, -1, [5, 5]]], [[0, 0, [10, 0]]], [3]):
