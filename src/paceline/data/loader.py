@@ -167,13 +167,13 @@ class Loader:
             self._check_filled(self.partition.steps_per_epoch - 1)
 
     def reshare(self, shares: Sequence[int]) -> Place:
-        """Deal full batches by other shares, from the first one on that no rank has asked for yet.
+        """Deal full batches by other shares, behind those that were asked for.
 
         Every rank must call this between the same two batches, with equal shares. Batches that loader processes read
         ahead stay as they were dealt.
 
         Returns:
-            Epoch and step of that batch.
+            Epoch and step of the first batch with these shares.
         """
         assert isinstance(self.partition, Partition)
         epoch, step = self._next[0], self._next[1] + self.workers.ahead

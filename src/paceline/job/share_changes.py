@@ -1,4 +1,4 @@
-"""Changes of the replicas' shares within a run, each from a step of an epoch on."""
+"""Changes of the replicas' shares of the batch within a run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class ShareChanges:
         return self._shares[-1] if self._shares else None
 
     def add(self, place: Place, shares: Sequence[int]) -> None:
-        """Put shares in force from `place` on; what was to hold from there on is dropped, and so is what is over.
+        """Put shares in force from `place` on.
 
-        Changes before the epoch of `place` are over, but for the newest of them.
+        What was to hold from there on is dropped, and so is what is over: all but the newest before that epoch.
 
         Raises:
             ValueError: they are no shares of a full batch, at least one sample each.

@@ -265,7 +265,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
 
 
 def _sentence_of_balance(event: dict[str, Any]) -> str:
-    """Who gets less work, how slow it is, and since when."""
+    """The slow replicas, how slow each is, since when, and what it gets."""
     shares = f"from step {event['step']} on: {', '.join(map(str, event['shares']))} samples"
     if not event["slow"]:
         return f"the shares of the batch follow the replicas' speeds {shares}"

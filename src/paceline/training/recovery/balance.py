@@ -156,7 +156,9 @@ class Balance:
 
 
 def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: int, fixed: float) -> Shares:
-    """Shares of `total` samples with the least time of the slowest, where n samples take cost × (fixed + n).
+    """Shares of `total` samples with the least time of the slowest.
+
+    A rank takes cost × (fixed + n) for n samples.
 
     Args:
         bounds: fewest and most samples of each.
@@ -203,7 +205,7 @@ def _error_of_slowest(rows: Sequence[Sequence[float]], times: Sequence[float]) -
 def _fixed_cost(
     before: Sequence[int], before_s: Sequence[float], after: Sequence[int], after_s: Sequence[float], *, most: float
 ) -> float:
-    """Cost of a step apart from samples, in samples, from the times before and after a change of shares.
+    """Cost of a step apart from samples, in samples, from times around a change.
 
     With t = cost × (fixed + n) and t' = cost × (fixed + n'), fixed × (t' − t) = t × n' − t' × n: by least squares over
     the replicas, each relative to its time. Between 0 and `most`, as a replica may have changed its speed meanwhile.

@@ -1,4 +1,4 @@
-"""Moving shares of the global batch from slow replicas to fast ones while a run trains."""
+"""Moves of shares of the global batch from slow replicas to fast ones."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Balancing(Callback):
 
 
 def why_off(plan: Plan, job: Job) -> str:
-    """Reason why the shares of a run stay as they are; "" if they follow the speeds."""
+    """Reason why shares stay as they are; "" if they follow the speeds."""
     if plan.balance == "off":
         return "the plan says balance=off."
     weighted = job.partition.weights is not None
@@ -109,5 +109,8 @@ def why_off(plan: Plan, job: Job) -> str:
 
 
 def _least(shares: Shares, microbatches: int) -> int:
-    """Samples that a data-parallel rank keeps: two for each microbatch where it had them, as batch norm needs."""
+    """Samples that a data-parallel rank keeps.
+
+    Two for each microbatch where it had them, as batch norm needs.
+    """
     return microbatches * (2 if min(shares) >= 2 * microbatches else 1)
