@@ -193,6 +193,23 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(os.listdir(run / "checkpoints"))
 
 
+LATE = """
+import pathlib, time
+from torch.nn.functional import cross_entropy
+here = pathlib.Path(__file__).parent
+(here / "importing").touch()
+until = time.monotonic() + 300
+while not (here / "go").exists() and time.monotonic() < until:
+    time.sleep(0.02)
+"""
+
+
+def write_late_job(folder: Path, **changes: Any) -> Path:
+    """A job whose loss makes the file `importing` while it is imported, and goes on once there is a file `go`."""
+    (folder / "late.py").write_text(LATE)
+    return write_job(folder / "job.yaml", **{"loss": "late.py:cross_entropy", **changes})
+
+
 def write_job(file: Path, **changes: Any) -> Path:
     """A small job in a YAML file: 48 points in batches of 16, so 3 steps an epoch; 6 steps of SGD."""
     job: dict[str, Any] = {

@@ -8,8 +8,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +57,14 @@ class SlurmCluster:
 
     environment: dict[str, str]
 
+    @property
+    def idle_nodes(self) -> int:
+        """How many nodes wait for work; 0 before there is a controller to ask."""
+        try:
+            return int(self.ask("sinfo", "--noheader", "--states=idle", "--format=%D") or 0)
+        except subprocess.CalledProcessError:
+            return 0
+
     def ask(self, *command: str) -> str:
         """Output of a command of Slurm."""
         environment = os.environ | self.environment
@@ -78,17 +86,42 @@ def slurm_cluster(here: Path, nodes: int) -> Iterator[SlurmCluster]:
     cluster = SlurmCluster({"SLURM_CONF": str(here / "slurm.conf")})
     files = ("--socket", "--key-file", "--pid-file", "--log-file", "--seed-file")
     names = ("munge.socket", "munge.key", "munged.pid", "munged.log", "munge.seed")
+    places = [f"{option}={here / name}" for option, name in zip(files, names, strict=True)]
     with ExitStack() as started:
-        started.callback(_end, here)
-        cluster.ask("munged", "--force", *(f"{o}={here / name}" for o, name in zip(files, names, strict=True)))
-        cluster.ask("slurmctld", "-c")
+        started.enter_context(_daemon(cluster, "munged", "--foreground", "--force", *places))
+        _wait(here / "munged.log", (here / "munge.socket").exists)
+        started.enter_context(_daemon(cluster, "slurmctld", "-D", "-c"))
         for i in range(nodes):
-            cluster.ask("slurmd", "-N", f"n{i}")
-        until = time.monotonic() + 60
-        while cluster.ask("sinfo", "--noheader", "--states=idle", "--format=%D") != str(nodes):
-            assert time.monotonic() < until, (here / "slurmctld.log").read_text()
-            time.sleep(0.1)
+            started.enter_context(_daemon(cluster, "slurmd", "-D", "-N", f"n{i}"))
+        _wait(here / "slurmctld.log", lambda: cluster.idle_nodes == nodes)
         yield cluster
+
+
+@contextmanager
+def _daemon(cluster: SlurmCluster, *command: str) -> Iterator[None]:
+    """A daemon, ended with all that it started; it ends with this process, too, as where Ctrl-C ends the tests."""
+    environment = os.environ | cluster.environment
+    with subprocess.Popen(
+        ["setpriv", "--pdeathsig", "TERM", *command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            yield
+        finally:
+            found = [*psutil.Process(process.pid).children(recursive=True), process]
+            for one in found:
+                one.kill()
+            psutil.wait_procs(found[:-1], 5)
+
+
+def _wait(log: Path, is_ready: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_ready():
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.1)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -97,18 +130,3 @@ def _free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
-
-
-def _end(here: Path) -> None:
-    """End the daemons, by the numbers that they left, and what they started."""
-    ended = []
-    for name in ("slurmd.*.pid", "slurmctld.pid", "munged.pid"):
-        for file in here.glob(name):
-            with suppress(psutil.NoSuchProcess, ValueError):
-                daemon = psutil.Process(int(file.read_text()))
-                found = [*daemon.children(recursive=True), daemon]
-                for process in found:
-                    process.terminate() if process is daemon else process.kill()
-                ended += found
-    for process in psutil.wait_procs(ended, 5)[1]:
-        process.kill()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from commands import losses, paceline, write_job
+from commands import ended, losses, paceline, started, wait_for, write_job, write_late_job
 from paceline.channel.key import RunKey, write_key
 from paceline.launch_engine.variables import default_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs_mpirun]
+pytestmark = pytest.mark.needs_mpirun
 # The program by which mpirun reaches other hosts: here they are this machine, by other names. Each has a temporary
 # folder of its own, as Open MPI's daemons fail where two of them make one at the same moment.
 AGENT = """\
@@ -34,22 +37,26 @@ open(f"place-{told['number']}", "w").write(json.dumps(told))
 """
 
 
-def run_by_mpirun(folder: Path, *arguments: object, **environment: str) -> None:
-    """Run a command on two hosts by mpirun, to its end."""
+@contextmanager
+def mpirun(folder: Path, *arguments: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A command on two hosts, started by mpirun."""
     (folder / "agent").write_text(AGENT)
     (folder / "agent").chmod(0o700)
     about = {
         "OMPI_MCA_plm_rsh_agent": str(folder / "agent"),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "TMPDIR": str(folder),
-        "OMP_NUM_THREADS": "1",
     }
-    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", "2", *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, **about, **environment}, capture_output=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    options = ("--oversubscribe", "--bind-to", "none", "-n", "2", *arguments)
+    with started(str(shutil.which("mpirun")), *options, folder=folder, environment=about | environment) as process:
+        yield process
+
+
+def run_by_mpirun(folder: Path, *arguments: object, **environment: str) -> None:
+    """Run a command on two hosts by mpirun, to its end."""
+    with mpirun(folder, *arguments, **environment) as process:
+        found = ended(process)
+    assert found.code == 0, found
 
 
 def places(folder: Path, *arguments: str, **environment: str) -> list[dict[str, str | int]]:
@@ -58,6 +65,7 @@ def places(folder: Path, *arguments: str, **environment: str) -> list[dict[str, 
     return [json.loads((folder / f"place-{number}").read_text()) for number in range(2)]
 
 
+@pytest.mark.slow
 def test_one_process_per_host_makes_hosts_that_meet_where_mpirun_runs(tmp_path: Path) -> None:
     found = places(tmp_path, "--host", "localhost,other")
     assert [(place["number"], place["count"], place["engine"]) for place in found] == [(0, 2, "mpi"), (1, 2, "mpi")]
@@ -66,6 +74,7 @@ def test_one_process_per_host_makes_hosts_that_meet_where_mpirun_runs(tmp_path: 
     assert {place["port"] for place in found} == {default_port("mpi", str(found[0]["run_name"]))}
 
 
+@pytest.mark.slow
 def test_a_host_0_that_is_not_where_mpirun_runs_has_to_be_named(tmp_path: Path) -> None:
     first, _ = places(tmp_path, "--host", "one,other")
     assert "Set PACELINE_COORDINATOR=ADDRESS:PORT" in str(first["error"])
@@ -73,6 +82,7 @@ def test_a_host_0_that_is_not_where_mpirun_runs_has_to_be_named(tmp_path: Path) 
     assert [(place["coordinator"], place["port"]) for place in named] == [("10.0.0.7", 4711)] * 2
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_host_are_refused_with_the_right_command(tmp_path: Path) -> None:
     for place in places(tmp_path):
         assert "mpirun started 2 processes on this host" in str(place["error"])
@@ -81,9 +91,30 @@ def test_two_processes_on_one_host_are_refused_with_the_right_command(tmp_path: 
 
 def test_a_job_under_mpirun_has_the_losses_of_one_process(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml")
-    write_key(RunKey.make(), tmp_path / "run.key")
-    train = (sys.executable, "-m", "paceline", "train", job, "--plan", "dp=2", "--run", "run")
-    about = {"PACELINE_KEY_FILE": str(tmp_path / "run.key"), "PACELINE_HOST_DEVICES": "1"}
-    run_by_mpirun(tmp_path, "--host", "localhost,other", *train, **about)
+    run_by_mpirun(tmp_path, *training(job), **own_key(tmp_path))
     assert paceline("train", job, "--plan", "dp=1", "--run", "alone", folder=tmp_path).code == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_sigterm_before_the_first_step_ends_all_hosts(tmp_path: Path) -> None:
+    job = write_late_job(tmp_path)
+    with mpirun(tmp_path, *training(job), **own_key(tmp_path)) as process:
+        wait_for((tmp_path / "importing").exists, process)
+        process.send_signal(signal.SIGTERM)
+        found = ended(process)
+    assert found.code == 143
+    assert found.says("SIGTERM")
+    assert "Traceback" not in found.err
+
+
+def training(job: Path) -> list[object]:
+    """Words by which mpirun trains a job on two hosts, in the folder `run`."""
+    hosts = ("--host", "localhost,other")
+    return [*hosts, sys.executable, "-m", "paceline", "train", job, "--plan", "dp=2", "--run", "run"]
+
+
+def own_key(folder: Path) -> dict[str, str]:
+    """A key for the hosts, which have one device each."""
+    write_key(RunKey.make(), folder / "run.key")
+    return {"PACELINE_KEY_FILE": str(folder / "run.key"), "PACELINE_HOST_DEVICES": "1"}

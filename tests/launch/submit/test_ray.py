@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import BIN, events, losses, wait_for_step, write_job
+from commands import BIN, events, losses, wait_for, wait_for_step, write_job, write_late_job
 from paceline.channel.key import RunKey, write_key
 from ray_cluster import ENGINES, RayCluster, ray_cluster
 
@@ -66,10 +66,7 @@ def test_a_cancelled_run_has_saved_and_goes_on_with_a_key_that_ray_never_carried
     write_job(tmp_path / "job.yaml", **job, stop={"steps": 1_000_000})
     with submit(ray, tmp_path, os.environ) as followed:
         wait_for_step(30, tmp_path / "run", followed)
-        [record] = tmp_path.glob("home/submitted/*.json")
-        variables = {**os.environ, **ray.environment, "PACELINE_HOME": str(tmp_path / "home")}
-        words = [*ray.inside(0), str(BIN / "paceline"), "cancel", record.stem]
-        subprocess.run(words, env=variables, check=True, capture_output=True, timeout=200)
+        cancel(ray, tmp_path)
         shown, _ = followed.communicate(timeout=300)
     assert followed.returncode == 143, shown
     assert "the run saves and ends" in shown
@@ -85,3 +82,24 @@ def test_a_cancelled_run_has_saved_and_goes_on_with_a_key_that_ray_never_carried
     assert "in plaintext" not in shown
     assert len(events(tmp_path / "run", "resume")) == 1
     assert max(losses(tmp_path / "run")) == end["step"] + 5
+
+
+def test_a_run_that_is_cancelled_before_its_first_step_ends_everywhere(ray: RayCluster, tmp_path: Path) -> None:
+    write_late_job(tmp_path)
+    with submit(ray, tmp_path, os.environ) as followed:
+        wait_for((tmp_path / "importing").exists, followed)
+        cancel(ray, tmp_path)
+        shown, _ = followed.communicate(timeout=300)
+    assert followed.returncode == 143, shown
+    assert "SIGTERM" in shown
+    assert "is cancelled" in shown
+    assert "Traceback" not in shown
+    assert losses(tmp_path / "run") == {}
+
+
+def cancel(ray: RayCluster, here: Path) -> None:
+    """Cancel the one run that was submitted."""
+    [record] = here.glob("home/submitted/*.json")
+    variables = {**os.environ, **ray.environment, "PACELINE_HOME": str(here / "home")}
+    words = [*ray.inside(0), str(BIN / "paceline"), "cancel", record.stem]
+    subprocess.run(words, env=variables, check=True, capture_output=True, timeout=200)

@@ -8,10 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from commands import ended, events, in_a_process, losses, started, wait_for, wait_for_step, write_job
+from commands import (
+    ended,
+    events,
+    in_a_process,
+    losses,
+    paceline,
+    started,
+    wait_for,
+    wait_for_step,
+    write_job,
+    write_late_job,
+)
 from slurm_cluster import SlurmCluster, slurm_cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs_slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs_slurm, pytest.mark.timeout(600)]
 STEPS = 1_000  # some seconds, in which a run is interrupted
 
 
@@ -42,6 +53,18 @@ def undisturbed(job: Path, plan: str) -> dict[int, float]:
     return losses(job.parent / "alone")
 
 
+def test_a_submitted_run_ends_with_the_losses_of_one_process(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    options = ("--hosts", "2", "--plan", "dp=2", "--run", "run", "--set", "cpus-per-task=1")
+    variables = environment(slurm, tmp_path) | {"PACELINE_COORDINATOR": "127.0.0.1"}
+    shown = in_a_process("submit", job, "--on", "slurm", *options, folder=tmp_path, **variables)
+    assert shown.code == 0, shown
+    assert shown.says("is done, exit code 0")
+    assert paceline("train", job, "--plan", "dp=1", "--run", "alone", folder=tmp_path).code == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_twice_has_the_losses_of_an_undisturbed_one(
     slurm: SlurmCluster, job: Path, tmp_path: Path
 ) -> None:
@@ -69,22 +92,11 @@ def wait_for_resume(count: int, run: Path, process: subprocess.Popen[str]) -> No
     wait_for_step(max(losses(run)) + 10, run, process)
 
 
-LATE = """
-import pathlib, time
-from torch.nn.functional import cross_entropy
-here = pathlib.Path(__file__).parent
-(here / "importing").touch()
-until = time.monotonic() + 300
-while not (here / "go").exists() and time.monotonic() < until:
-    time.sleep(0.02)
-"""
-
-
-def test_a_run_that_is_warned_before_its_first_step_starts_anew(slurm: SlurmCluster, job: Path, tmp_path: Path) -> None:
-    (tmp_path / "late.py").write_text(LATE)
-    write_job(job, loss="late:cross_entropy", stop={"steps": 6})
+@pytest.mark.slow
+def test_a_run_that_is_warned_before_its_first_step_starts_anew(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = write_late_job(tmp_path)
     options = ("--hosts", "2", "--plan", "dp=2", "--run", "run", "--set", "cpus-per-task=2")
-    variables = environment(slurm, tmp_path) | {"PACELINE_COORDINATOR": "127.0.0.1", "PYTHONPATH": str(tmp_path)}
+    variables = environment(slurm, tmp_path) | {"PACELINE_COORDINATOR": "127.0.0.1"}
     with started("paceline", "submit", job, "--on", "slurm", *options, folder=tmp_path, environment=variables) as shown:
         wait_for((tmp_path / "importing").exists, shown)
         number = slurm.ask("squeue", "--noheader", "--format=%i")
@@ -97,6 +109,7 @@ def test_a_run_that_is_warned_before_its_first_step_starts_anew(slurm: SlurmClus
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_failed_run_ends_with_its_code_and_is_not_queued_again(slurm: SlurmCluster, tmp_path: Path) -> None:
     write_job(tmp_path / "job.yaml", model="nowhere:Model")
     arguments = ("submit", "job.yaml", "--on", "slurm", "--set", "cpus-per-task=1")
@@ -106,6 +119,7 @@ def test_a_failed_run_ends_with_its_code_and_is_not_queued_again(slurm: SlurmClu
     assert slurm.ask("squeue", "--noheader") == ""
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_has_saved(slurm: SlurmCluster, job: Path, tmp_path: Path) -> None:
     write_job(job, data={"kind": "synthetic", "samples": 4_800, "held_out": 0}, stop={"steps": 1_000_000})
     arguments = ("submit", job, "--on", "slurm", "--plan", "dp=1", "--run", "run", "--set", "cpus-per-task=2")

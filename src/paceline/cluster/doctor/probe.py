@@ -55,6 +55,9 @@ class Probe:
     """A process with a torch of its own, which measures when it is asked to. The end of the context ends it.
 
     A torch that cannot be imported, or that crashes, takes down that process only.
+
+    Args:
+        deadline_s: the longest that it may take for one answer.
     """
 
     def __init__(self, host: Host, deadline_s: float = 120.0) -> None:
@@ -71,15 +74,11 @@ class Probe:
             stderr=self._errors,
             text=True,
         )
-        self._timer = threading.Timer(self.deadline_s, self._process.kill)
-        self._timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
         self._process.kill()
         self._process.communicate()
-        self._timer.join()
         self._errors.close()
 
     def torch(self) -> dict[str, Any]:
@@ -114,14 +113,19 @@ class Probe:
 
     def _answer(self, task: str) -> dict[str, Any]:
         assert self._process.stdout is not None
+        timer = threading.Timer(self.deadline_s, self._process.kill)
+        timer.start()
         line = self._process.stdout.readline()
+        is_late = not timer.is_alive()
+        timer.cancel()
+        timer.join()
         if line:
             answer: dict[str, Any] = json.loads(line)
             return answer
         code = self._process.wait()
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip().splitlines()
-        late = f" (was it more than {self.deadline_s:g} s?)" if not self._timer.is_alive() else ""
+        late = f" (was it more than {self.deadline_s:g} s?)" if is_late else ""
         raise ClusterError(
             f"the process that was to {task} ended with exit code {code}{late}{': ' + said[-1] if said else ''}"
         )
