@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,33 +151,39 @@ def test_without_an_accelerator_it_says_what_it_would_do(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1500)
 def test_a_try_on_the_cpu_checks_and_measures(tmp_path: Path) -> None:
-    tried = ("--device", "cpu", "--minutes", "1.5", "--out", "out", "--json")
-    with _started(tmp_path, *tried, stdout=subprocess.PIPE) as ended:
-        said, _ = ended.communicate(timeout=240)
-    assert ended.returncode == 0, said
-    figures = json.loads(said.splitlines()[-1])["figures"]
-    assert figures["checks_differs"] + figures["checks_crashed"] + figures["checks_cannot_tell"] == 0, said
+    found = measured(tmp_path, "gpt_ratio_to_plain", 5, "--device", "cpu", "--json")
+    figures = found["figures"]
+    assert figures["checks_differs"] + figures["checks_crashed"] + figures["checks_cannot_tell"] == 0, found
     assert figures["checks_holds"] >= 5
     assert figures["gpt_ratio_to_plain"] > 0
-    rows = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert all(row["about"] == "not run: time" for row in rows["checks"] if row["verdict"] == "not run")
+    assert all(row["about"] == "not run: time" for row in found["checks"] if row["verdict"] == "not run")
     assert (tmp_path / "out" / "report.html").stat().st_size > 10**6
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1500)
 def test_simulated_accelerators_are_used_and_marked(simulated: Simulated, tmp_path: Path) -> None:
-    env = os.environ | simulated.environment()
-    with _started(tmp_path, "--minutes", "1.5", "--out", "out", env=env, stdout=subprocess.PIPE) as ended:
-        said, _ = ended.communicate(timeout=240)
-    assert ended.returncode == 0, said
-    found = json.loads((tmp_path / "out" / "result.json").read_text())
+    found = measured(tmp_path, "checks", 3, env=os.environ | simulated.environment())
     assert found["heading"].startswith("SIMULATED, no accelerator: 2 × ")
-    assert found["figures"]["checks_holds"] >= 3, said
-    assert found["figures"]["checks_differs"] + found["figures"]["checks_crashed"] == 0, said
+    assert found["figures"]["checks_holds"] >= 3, found
+    assert found["figures"]["checks_differs"] + found["figures"]["checks_crashed"] == 0, found
     assert "SIMULATED" in (tmp_path / "out" / "report.html").read_text()
+
+
+def measured(folder: Path, figure: str, checks: int, *options: str, **about: Any) -> dict[str, Any]:
+    """Result of a try of minutes; a longer one where a busy machine came to less than a figure and so many checks."""
+    for minutes in ("1.5", "15"):
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        tried = (*options, "--minutes", minutes, "--out", "out")
+        with _started(folder, *tried, stdout=subprocess.PIPE, **about) as ended:
+            said, _ = ended.communicate(timeout=60 * float(minutes) + 300)
+        assert ended.returncode == 0, said
+        found: dict[str, Any] = json.loads((folder / "out" / "result.json").read_text())
+        if figure in found["figures"] and found["figures"]["checks_holds"] >= checks:
+            break
+    return found
 
 
 @pytest.mark.slow

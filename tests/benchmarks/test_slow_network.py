@@ -180,7 +180,6 @@ def test_the_choice_of_auto_is_waited_for_before_its_steps_are_timed(slow: Any, 
 @pytest.mark.needs_root
 @pytest.mark.needs_iproute2
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # half a minute alone
 def test_on_emulated_hosts_ddp_and_a_rule_do_the_work_of_one_process(
     slow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ def test_a_fresh_model_with_the_exported_weights_has_the_accuracy_of_the_run(tmp
     outcome = paceline("export", "run", "folder", "--layout", "hf", folder=tmp_path)
     assert "(Sequential) is not one of transformers'" in outcome.error
     outcome = paceline("export", "runs", "other.safetensors", folder=tmp_path)
-    assert outcome.error.startswith("runs holds no checkpoint")
+    assert outcome.error.startswith("runs does not exist. Name a run directory")
 
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     (newest / "rank-0.safetensors").write_bytes(b"altered")

@@ -119,7 +119,7 @@ def exact_gpt_losses(tmp_path_factory: pytest.TempPathFactory, _seed: None) -> l
 def gpt_losses(ranks: Ranks, path: Path, codec: str) -> list[float]:
     """The loss of every step."""
     new_run(path / "run", gpt_job(), f"dp=2 compress={codec}")
-    ranks(2, train_as_rank, path / "run", backend="shm", deadline_s=100)
+    ranks(2, train_as_rank, path / "run", backend="shm", deadline_s=400)
     return Run(path / "run").losses
 
 

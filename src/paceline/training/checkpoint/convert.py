@@ -145,7 +145,8 @@ def _newest(run_or_folder: Path) -> Loaded:
 
     loaded = load_latest(folder, rank=0, world=1, report=warn)
     if loaded is None:
-        raise RunError(f"{run_or_folder} holds no checkpoint. Name a run directory, or a folder of checkpoints.")
+        what = "holds no checkpoint" if run_or_folder.exists() else "does not exist"
+        raise RunError(f"{run_or_folder} {what}. Name a run directory, or a folder of checkpoints.")
     return loaded
 
 
