@@ -103,8 +103,8 @@ def test_a_sigterm_before_the_first_step_ends_all_hosts(tmp_path: Path) -> None:
         wait_for((tmp_path / "importing").exists, process)
         process.send_signal(signal.SIGTERM)
         found = ended(process)
-    assert found.code == 143
-    assert found.says("SIGTERM")
+    assert found.code != 0  # mpirun's own, whatever its processes ended with
+    assert found.says("SIGTERM", "exit code 143")
     assert "Traceback" not in found.err
 
 
