@@ -58,12 +58,12 @@ class SlurmCluster:
     environment: dict[str, str]
 
     @property
-    def idle_nodes(self) -> int:
-        """How many nodes wait for work; 0 before there is a controller to ask."""
+    def idle_nodes(self) -> int | None:
+        """How many nodes wait for work; None before there is a controller to ask."""
         try:
             return int(self.ask("sinfo", "--noheader", "--states=idle", "--format=%D") or 0)
         except subprocess.CalledProcessError:
-            return 0
+            return None
 
     def ask(self, *command: str) -> str:
         """Output of a command of Slurm."""
@@ -91,6 +91,8 @@ def slurm_cluster(here: Path, nodes: int) -> Iterator[SlurmCluster]:
         started.enter_context(_daemon(cluster, "munged", "--foreground", "--force", *places))
         _wait(here / "munged.log", (here / "munge.socket").exists)
         started.enter_context(_daemon(cluster, "slurmctld", "-D", "-c"))
+        # A node that comes too early for the controller is not asked again for minutes.
+        _wait(here / "slurmctld.log", lambda: cluster.idle_nodes is not None)
         for i in range(nodes):
             started.enter_context(_daemon(cluster, "slurmd", "-D", "-N", f"n{i}"))
         _wait(here / "slurmctld.log", lambda: cluster.idle_nodes == nodes)
@@ -118,7 +120,7 @@ def _daemon(cluster: SlurmCluster, *command: str) -> Iterator[None]:
 
 
 def _wait(log: Path, is_ready: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not is_ready():
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.1)
