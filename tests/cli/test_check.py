@@ -41,11 +41,11 @@ def test_a_plan_of_1024_ranks_is_run_dry_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_llama_of_70_billion_parameters_is_run_dry_without_memory_for_it(tmp_path: Path) -> None:
     job = EXAMPLES / "large" / "llama_70b.yaml"
     with started("paceline", "check", job, "--dry", "--plan", "dp=16 fsdp=8 tp=8", folder=tmp_path) as process:
-        outcome = ended(process, deadline_s=280)
+        outcome = ended(process, deadline_s=1000)
     assert outcome.code == 0, outcome.err
     last = outcome.out.splitlines()[-1]
     found = re.search(
