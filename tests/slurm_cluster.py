@@ -113,10 +113,11 @@ def _daemon(cluster: SlurmCluster, *command: str) -> Iterator[None]:
         try:
             yield
         finally:
-            found = [*psutil.Process(process.pid).children(recursive=True), process]
-            for one in found:
-                one.kill()
-            psutil.wait_procs(found[:-1], 5)
+            children = psutil.Process(process.pid).children(recursive=True)
+            for child in children:
+                child.kill()
+            process.kill()
+            psutil.wait_procs(children, 5)
 
 
 def _wait(log: Path, is_ready: Callable[[], bool]) -> None:
