@@ -179,6 +179,21 @@ def test_where_this_machine_cannot_be_measured_the_catalogue_stands_in_and_that_
     assert out.getvalue().strip() == "not measured: rank 0 raised: no memory; the figures of the catalogue stand in"
 
 
+def test_what_failures_cost_is_on_the_screen_where_a_rate_is_given(tmp_path: Path) -> None:
+    out = StringIO()
+    told = explain(job(), cluster(failures_per_host_day=0.5), found(), what_would_help=False)
+    show(told, fitted(Console(file=out)), top=10)
+    text = " ".join(out.getvalue().split())
+    assert "what failures cost 0.5 a day on each of 2 hosts: one in 24.0 h, predicted" in text
+    assert "restart, the best interval every" in text
+    assert "in place, by the replicas" in text
+    assert "assumed: 1.00 GB/s of storage" in text
+    assert "what failures cost" not in screen(120, terminal=False)
+    assert command._cluster(NAME, None, 0.004)[0].failures_per_host_day == 0.004
+    refused = paceline("plan", write_job(tmp_path), "--failures-per-host-day", "-1", folder=tmp_path, columns=200)
+    assert refused.code == 2
+
+
 def test_a_price_of_the_command_line_goes_before_that_of_the_cluster() -> None:
     where, here = command._cluster(NAME, 4.0)
     assert where.price_per_hour == 4.0

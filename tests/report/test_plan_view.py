@@ -36,6 +36,15 @@ def explained() -> Explanation:
     return replace(told, changes=changes, trainings=(RARER,), notes=(*told.notes, STOLEN))
 
 
+def test_what_failures_cost_stands_on_the_page_where_a_rate_is_given(tmp_path: Path) -> None:
+    told = explain(job(), cluster(failures_per_host_day=0.5), found(), what_would_help=False)
+    text = page(tmp_path, told).read_text()
+    assert 'id="failures"' in text
+    assert "with 0.5 failures a day on each host" in text
+    assert "in place, by the replicas" in text
+    assert 'id="failures"' not in page(tmp_path).read_text()
+
+
 def scaled() -> list[ScaledPlan]:
     half, whole = candidate("dp=8", compute=1.9), found().best[0]
     points = [ScaledPlan(4, why="too little memory"), ScaledPlan(8, half.plan, half.prediction, 1.0, 1.0)]

@@ -40,6 +40,15 @@ def command(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the best plans to show.")] = 10,
     price: Annotated[float | None, typer.Option(min=0, help="Price of a device for an hour, in any currency.")] = None,
+    failures: Annotated[
+        float | None,
+        typer.Option(
+            "--failures-per-host-day",
+            min=0,
+            metavar="X",
+            help="Failures of a host in a day, e.g. 0.004: say what they cost, and how often to save.",
+        ),
+    ] = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -77,7 +86,7 @@ def command(
     console = fitted(Console())
     if accept_batch is not None and accept_batch.exists():
         raise typer.BadParameter(f"{accept_batch} is there already; name a new file", param_hint="--accept-batch")
-    where, here = _cluster(cluster, price)
+    where, here = _cluster(cluster, price, failures)
     calibration = _measured(what, where, console) if here and measure else None
     with Console(stderr=True).status("searching"):
         found = search(what, where, top=top if page is None else max(top, _ON_PAGE), calibration=calibration)
@@ -96,14 +105,14 @@ def command(
         typer.echo(json.dumps(_everything(explanation, advice, scaling, top)))
 
 
-def _cluster(text: str | None, price: float | None) -> tuple[Cluster, bool]:
+def _cluster(text: str | None, price: float | None, failures: float | None = None) -> tuple[Cluster, bool]:
     """The cluster, and True if it can be measured: this machine, or emulated on it."""
     from paceline.cluster.discover import discover
     from paceline.cluster.named import cluster_from
 
     where = cluster_from(text) if text is not None else discover()
-    if price is not None:
-        where = where.model_copy(update={"price_per_hour": price})
+    given = {"price_per_hour": price, "failures_per_host_day": failures}
+    where = where.model_copy(update={key: value for key, value in given.items() if value is not None})
     return where, text is None or where.emulate is not None
 
 

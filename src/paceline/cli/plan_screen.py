@@ -15,7 +15,7 @@ from paceline.benchmark.words import on_cores
 from paceline.planner.cost.prediction import PART_NAMES
 from paceline.planner.explain.explain import LEAST
 from paceline.planner.search.result import equals, error_of, preferred
-from paceline.units import digits, large, percent, seconds, size
+from paceline.units import count, digits, large, percent, seconds, size
 
 if TYPE_CHECKING:
     from paceline.planner.explain.batch_advice import BatchAdvice
@@ -45,6 +45,7 @@ def show(explanation: Explanation, console: Console, *, top: int) -> None:
     _candidates(explanation, console, top)
     _excluded(explanation, console)
     _helps(explanation, console)
+    _failures(explanation, console)
     _notes(explanation, console)
     _search(explanation, console)
 
@@ -238,6 +239,21 @@ def _helps(explanation: Explanation, console: Console) -> None:
             Text(named(row.about), style=_QUIET),
         )
     _print(console, table)
+
+
+def _failures(explanation: Explanation, console: Console) -> None:
+    if (outlook := explanation.failures) is None:
+        return
+    hosts = count(outlook.hosts, "host")
+    about = f"{outlook.per_host_day:g} a day on each of {hosts}: one in {seconds(outlook.costs.between_s)}, predicted"
+    _title(console, "what failures cost", about)
+    table = _table("goodput", "way to go on", "what it costs")
+    table.columns[1].justify = "left"
+    for name, goodput, words in outlook.rows:
+        table.add_row(str(percent(goodput, 2)), name, Text(words, style=_QUIET))
+    _print(console, table)
+    for line in outlook.lines:
+        _print(console, Text(line, style=_QUIET if line.startswith("assumed") else ""))
 
 
 def _notes(explanation: Explanation, console: Console) -> None:

@@ -171,6 +171,7 @@ class Cluster(_Part):
     With `emulate` alone, the hosts are those that it stands for on this machine, which is asked when the cluster is
     made. With `catalogue` (`64x8xH100-SXM, 400gbit`) alone, they are as the catalogue of hardware has them: such a
     cluster can be planned for only. A price is of one device for an hour, in any currency.
+    Failures are those after which a host, or a rank on it, has to be started again.
     """
 
     name: str = "this cluster"
@@ -178,6 +179,7 @@ class Cluster(_Part):
     emulate: Emulate | None = None
     catalogue: str | None = None
     price_per_hour: float | None = Field(None, ge=0, allow_inf_nan=False)
+    failures_per_host_day: float | None = Field(None, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _from_the_catalogue(self) -> Cluster:

@@ -165,6 +165,10 @@ _PREDICTED = {  # on a plan's page
         "device-seconds",
         "Devices × predicted step time: what a step costs, in units of the price of a device.",
     ),
+    "predicted_goodput": (
+        "goodput",
+        "Useful step time / wall-clock, as predicted for failures at random; start-up and evaluations are not counted.",
+    ),
     "gap": (
         "optimality gap",
         "By what part of its time the best plan may miss the optimum of the whole space, as this model predicts it.",

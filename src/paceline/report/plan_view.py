@@ -295,6 +295,12 @@ class PlanView:
             for row in self.explanation.helps
         ]
 
+    @property
+    def failures(self) -> list[Row]:
+        """Ways to go on after a failure; none where no rate was given."""
+        outlook = self.explanation.failures
+        return [Row(name, [percent(share, 2)], about) for name, share, about in outlook.rows] if outlook else []
+
 
 def _thousands(tokens_per_s: float) -> Shown:
     if tokens_per_s < 1e4:

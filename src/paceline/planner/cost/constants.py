@@ -63,3 +63,20 @@ COLLECTIVE_S = 3.21e-05  # fitted: to start one
 CONTENTION = 0.126
 # fitted: to hand a microbatch from one stage to the next, beside the link
 PIPELINE_S = 0.000537
+
+# Failures and checkpoints: assumed, as nothing measures a cluster's storage
+# bytes per second of a host, to and from the storage of checkpoints
+STORAGE = 1e9
+# bytes per second that a rank writes beside the training, at the lowest priority and a tenth of its time
+CHECKPOINT_WRITE = 1e8
+# bytes per second at which a rank copies its part of the state, while the next step computes
+CHECKPOINT_COPY = 5e9
+# of a checkpoint, however small: its files, and what training does for it
+CHECKPOINT_WRITE_S = 0.5
+CHECKPOINT_STALL_S = 0.005
+# of the time in which a checkpoint is written, how much longer the steps take
+CHECKPOINT_SLOWS = 0.005
+# from a failure to ranks that are ready to read a checkpoint; a host in the place of a lost one is at hand
+RESTART_S = 15.0
+# beyond the step that is repeated, where replicas go on in place
+RECOVERY_S = 1.0

@@ -11,6 +11,7 @@ from paceline.job.job import Job
 from paceline.planner.cost.memory import capacity_bytes
 from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.advice import WORTH, Advice, other_machines, other_trainings
+from paceline.planner.explain.failures import FailureOutlook, outlook
 from paceline.planner.explain.uneven import cut_by_speed, weights_by_speed
 from paceline.planner.explain.what_if import Case
 from paceline.planner.search.result import Candidate, SearchResult
@@ -80,6 +81,7 @@ class Explanation:
         cut: the blocks with which the stages after the first begin (`Plan.cut`); () if the even cut is as good.
         cut_gain: the fraction of the step's time that it saves.
         notes: sentences on what the prediction does not know.
+        failures: goodput under failures; None where the cluster names no rate of them.
         measured: True if the machines were measured; else their figures are those of the catalogue.
     """
 
@@ -95,6 +97,7 @@ class Explanation:
     cut: tuple[str, ...] = ()
     cut_gain: float = 0.0
     notes: tuple[str, ...] = ()
+    failures: FailureOutlook | None = None
     measured: bool = False
 
     @property
@@ -217,6 +220,7 @@ class Explanation:
             "cut_gain": self.cut_gain,
             "what_would_help": [change.to_json() for change in self.changes],
             "faster_but": [{"change": one.what, "gain": one.saved, "but": one.but} for one in self.trainings],
+            "failures": self.failures.to_json() if self.failures else None,
             "notes": list(self.notes),
         }
 
@@ -275,6 +279,7 @@ def explain(
         cut=cut,
         cut_gain=cut_gain,
         notes=_notes(best, calibration),
+        failures=outlook(job, cluster, found.best),
         measured=calibration is not None,
     )
 
