@@ -19,7 +19,7 @@ _MARKED = {  # events that a curve shows; after a restart there is a resume
     "nonfinite": "not finite",
     "checkpoint_damaged": "checkpoint damaged",
     "rewind": "rewind",
-    "epoch": "rank lost",
+    "lost": "rank lost",
     "healed": "healed",
     "resume": "resume",
 }

@@ -31,7 +31,6 @@ PARTS: Mapping[str, str] = {
 _FAILURE = ("restart", "recovery", "replay")  # parts that only a run with failures has
 _LEAST_STALL = 0.01  # of the wall-clock: a shorter checkpoint stall is not worth a line
 _LEAST_TOLD = 0.005  # of the wall-clock
-_NAMED = 8  # lost ranks, at most
 _ROUNDING_S = 2e-3  # of the times in the record
 
 
@@ -123,7 +122,7 @@ def goodput_of(ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequenc
     timed = [_own_s(line) - line.get("checkpoint_s", 0.0) for line in lines if line.get("step_s", 0.0) > 0]
     clock = _Clock(statistics.median(timed) if timed else 0.0)
     moments = [(float(line["time"]), line, True) for line in lines]
-    moments += [(_time_of(event), event, False) for event in events]
+    moments += [(float(event["time"]), event, False) for event in events]
     for time, record, is_step in sorted(moments, key=lambda moment: moment[0]):
         if is_step:
             clock.step(time, record)
@@ -148,12 +147,6 @@ def _steps_of_the_run(ranks: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[
 
 def _own_s(line: Mapping[str, Any]) -> float:
     return max(float(line.get("step_s", 0.0)), 0.0)
-
-
-def _time_of(event: Mapping[str, Any]) -> float:
-    """Unix time of an event; of an epoch, the middle of its gap."""
-    gap_s = event.get("gap_s") if event["event"] == "epoch" else None
-    return float(event["time"]) - (0.5 * gap_s if isinstance(gap_s, int | float) else 0.0)
 
 
 class _Clock:
@@ -202,10 +195,11 @@ class _Clock:
                 self._failed(time, "restart", "restart")
             case "restart":
                 self._failed(time, "restart", "restart")
-            case "epoch":
-                lost = event.get("lost")
-                named = ", ".join(map(str, lost[:_NAMED])) if isinstance(lost, list) else ""
-                self._failed(time, "recovery", f"rank {named} lost" if named else "new epoch")
+            case "lost":
+                self._failed(time, "recovery", f"rank {event.get('rank')} lost")
+            case "epoch":  # the ranks have met anew, without a lost one or with a healed one
+                self._add(time, "recovery")
+                self._until = "recovery"
             case "healed":
                 self.failures.append(Failure(self._place(time), f"rank {event.get('rank')} healed"))
             case "rewind":
