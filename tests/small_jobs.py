@@ -48,7 +48,7 @@ class Chaotic(nn.Module):
 class Points(Dataset[tuple[Tensor, Tensor]]):
     """Random points; their class is the largest of three features.
 
-    Those in `nan_at` are not finite, in the first `nan_epochs` epochs.
+    Those in `nan_at` are not finite, in the first `nan_epochs` epochs. Those in `spike_at` are far off in the second.
     """
 
     def __init__(
@@ -58,10 +58,12 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         nan_epochs: int = 1_000_000,
         sleep_s: float = 0.0,
         noise: float = 0.0,
+        spike_at: Sequence[int] = (),
     ) -> None:
         self.inputs = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(11))
         self.labels = self.inputs[:, :CLASSES].argmax(dim=1)
         self.nan_at, self.nan_epochs, self.sleep_s, self.noise = set(nan_at), nan_epochs, sleep_s, noise
+        self.spike_at = set(spike_at)
         self.epoch = self.reads = 0
 
     def __len__(self) -> int:
@@ -79,6 +81,8 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
             time.sleep(self.sleep_s)
         bad = index in self.nan_at and self.epoch < self.nan_epochs
         noise = self.noise * (np.random.rand() + random.random())
+        if index in self.spike_at and self.epoch == 1:
+            return self.inputs[index] * -1000, self.labels[index]
         return self.inputs[index] * (float("nan") if bad else 1.0 + noise), self.labels[index]
 
 

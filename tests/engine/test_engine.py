@@ -130,7 +130,7 @@ def test_an_infinite_gradient_is_not_blamed_on_the_data() -> None:
 
 def test_skipping_is_given_up_after_twenty_steps_in_a_row() -> None:
     engine = engine_for(Overflow(), nonfinite="skip")
-    with pytest.raises(NonFiniteError, match="20 updates in a row were not finite"):
+    with pytest.raises(NonFiniteError, match="20 updates in a row were left out"):
         deque((engine.step(batch) for _ in range(10) for batch in engine.loader), maxlen=0)
     assert engine.step_count == 19
 

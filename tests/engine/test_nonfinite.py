@@ -61,4 +61,4 @@ def test_the_errors_say_what_to_do() -> None:
     assert "Nothing was updated" in str(stop("problem"))
     for way_out in ("Clean the data", "clip_norm", "`nonfinite: skip`", "`nonfinite: rewind`"):
         assert way_out in str(stop("problem"))
-    assert str(gave_up("problem", 20)).startswith("problem, and 20 updates in a row were not finite")
+    assert str(gave_up("problem", 20)).startswith("problem, and 20 updates in a row were left out")

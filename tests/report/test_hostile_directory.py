@@ -130,7 +130,8 @@ def test_a_line_with_values_that_no_run_writes_is_left_out(run: Path, line: str)
 
 
 @pytest.mark.parametrize(
-    "event", ["start", "end", "resume", "evaluation", "restart", "sync", "rewind", "nonfinite", "links", "experts"]
+    "event",
+    ["start", "end", "resume", "evaluation", "restart", "sync", "rewind", "nonfinite", "spike", "links", "experts"],
 )
 def test_an_event_without_what_belongs_to_it_breaks_no_page(run: Path, event: str) -> None:
     with (run / "events.jsonl").open("a") as file:

@@ -276,7 +276,7 @@ def test_a_rejected_batch_stays_rejected_after_a_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "text"), [("skip", "and 20 updates in a row were not finite"), ("rewind", "after 3 rewinds in a row")]
+    ("policy", "text"), [("skip", "and 20 updates in a row were left out"), ("rewind", "after 3 rewinds in a row")]
 )
 def test_a_run_that_does_not_recover_is_given_up(tmp_path: Path, policy: str, text: str) -> None:
     with pytest.raises(NonFiniteError, match=text):

@@ -14,6 +14,7 @@ from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.cluster.discover import discover
 from paceline.engine import settings
 from paceline.engine.settings import Settings
+from paceline.job.spike import SpikeSpec
 from paceline.plans.plan import Plan
 from paceline.training.checkpoint.convert import export
 from paceline.training.checkpoint.manifest import checkpoints
@@ -110,7 +111,12 @@ def test_it_runs_ahead_where_no_number_is_needed_at_once(monkeypatch: pytest.Mon
         assert not settings_of().runs_ahead(Plan.parse(plan), torch.device("cpu"))
     for plan in ("dp=2 sync=local:2", "pp=2 microbatches=2", "fsdp=2 offload=on"):
         assert not settings_of().runs_ahead(Plan.parse(plan), on)
-    for values in ({"nonfinite": "skip"}, {"nonfinite": "rewind"}, {"precision": "fp16"}, {"run_ahead": False}):
+    for values in (
+        {"nonfinite": "skip"},
+        {"spike": SpikeSpec(policy="skip")},
+        {"precision": "fp16"},
+        {"run_ahead": False},
+    ):
         assert not settings_of(**values).runs_ahead(Plan(), on)
 
 

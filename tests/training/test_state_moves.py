@@ -89,6 +89,7 @@ def rank_of(
         device=torch.device("cpu"),
         step_count=0,
         compute=SimpleNamespace(weighing=SimpleNamespace(items_per_sample=None)),
+        guard=SimpleNamespace(spikes=None),
         split=SimpleNamespace(mesh=mesh, aliases={"model/head": "model/embedding"}),
         parts=parts,
         extra={},

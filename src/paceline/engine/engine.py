@@ -5,6 +5,7 @@ paceline's own loop and users' loops run the same one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from paceline.engine.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Me
 from paceline.engine.replica_state import ReplicaState
 from paceline.engine.run_ahead import AgreementAhead, UnreadStep
 from paceline.engine.settings import Settings
+from paceline.engine.spike import LossSpikes
 from paceline.engine.status import Phase, StatusBoard
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows
@@ -53,7 +55,7 @@ class StepResult:
         loss: mean over the global batch, before the update.
         samples: the global batch.
         grad_norm: L2 norm of the whole gradient, before clipping.
-        problem: why the update was left out (loss or gradient not finite); None when it was made.
+        problem: why the update was left out (loss or gradient not finite, a spike); None when it was made.
         votes: how many ranks asked for a stop, for a checkpoint, … (see `StepSignals`).
         timing: this rank's times; on accelerators those of the step before, and None at the first, unless the engine
             runs ahead.
@@ -69,6 +71,11 @@ class StepResult:
     timing: Timing | None
     agreed: bool = True
 
+    @property
+    def is_spike(self) -> bool:
+        """True if the update was left out because of a spike, all numbers being finite."""
+        return self.problem is not None and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 class Engine:
     """Runs the steps of one rank. Made by `paceline.setup`.
@@ -82,7 +89,7 @@ class Engine:
         compute: forward and backward passes of this rank, of the whole model or of a part.
         split: how the model is divided over the ranks of a replica; None where each holds all of it.
         agreement: what makes gradients, loss and votes those of all replicas.
-        guard: leaves out updates that are not finite.
+        guard: leaves out updates that are not finite, and of spikes of the loss.
         rule: how the replicas agree.
         replica: what the rule sees of this rank; its `traffic` is what the rule has sent.
         messages: lines for the record of the run, of the rule and of the comparison of replicas.
@@ -120,7 +127,10 @@ class Engine:
         self.compute = self._compute(plan)
         self.data_group = self.compute.data_group
         self.runs_ahead = settings.runs_ahead(plan, self.device)
-        self.guard = Guard(settings.nonfinite, self.model, self.compute.loss_scale, group.rank, late=self.runs_ahead)
+        spikes = None if settings.spike.policy == "off" else LossSpikes(settings.spike)
+        self.guard = Guard(
+            settings.nonfinite, self.model, self.compute.loss_scale, group.rank, late=self.runs_ahead, spikes=spikes
+        )
         self.evaluation = Evaluation(
             self.compute,
             statistics=settings.batch_norm != "sync",

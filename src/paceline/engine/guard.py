@@ -1,4 +1,4 @@
-"""Guard before each update: NaN or Inf in loss or gradient stops or skips it."""
+"""Guard before each update: NaN, Inf or a spike stops or skips it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import Group
+from paceline.engine.spike import LossSpikes
 from paceline.errors import NonFiniteError
 from paceline.job.batch import Batch, nonfinite_rows
 
@@ -23,18 +24,27 @@ class Guard:
         loss_scale: that of fp16 training, which an overflow shrinks; None in other precisions.
         rank: this rank's number in the run.
         late: the update is made before its numbers are known here, which only `stop` allows.
+        spikes: tells spikes of the loss, whose updates are left out, too; None where they are made.
     """
 
     def __init__(
-        self, policy: Policy, model: nn.Module, loss_scale: LossScale | None, rank: int, *, late: bool = False
+        self,
+        policy: Policy,
+        model: nn.Module,
+        loss_scale: LossScale | None,
+        rank: int,
+        *,
+        late: bool = False,
+        spikes: LossSpikes | None = None,
     ) -> None:
+        self.spikes = spikes
         self.policy, self.model, self.loss_scale, self.rank, self.late = policy, model, loss_scale, rank, late
         self._left_out_in_a_row = 0
         self._saved: list[tuple[Tensor, Tensor]] = []
 
     def remember(self) -> None:
         """Copy the buffers, before a forward pass whose update may be left out."""
-        if self.policy != "stop":
+        if self.policy != "stop" or self.spikes is not None:
             self._saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
 
     def problem(
@@ -50,14 +60,17 @@ class Guard:
             NonFiniteError: the policy is to stop, or too many updates in a row were left out.
         """
         if math.isfinite(loss) and math.isfinite(norm):
-            self._left_out_in_a_row = 0
-            return None
-        if self.loss_scale is not None and math.isfinite(loss):
+            problem = None if self.spikes is None else self.spikes.problem(step, loss)
+            if problem is None:
+                self._left_out_in_a_row = 0
+                return None
+        elif self.loss_scale is not None and math.isfinite(loss):
             return self.loss_scale.shrink()
-        problem = explain(deciders, batch, samples, step=step, loss=loss, norm=norm, rank=self.rank)
+        else:
+            problem = explain(deciders, batch, samples, step=step, loss=loss, norm=norm, rank=self.rank)
+            if self.policy == "stop":
+                raise stop(problem, late=self.late)
         self._left_out_in_a_row += 1
-        if self.policy == "stop":
-            raise stop(problem, late=self.late)
         if self._left_out_in_a_row >= PATIENCE:
             raise gave_up(problem, self._left_out_in_a_row)
         for buffer, saved in self._saved:
@@ -110,7 +123,7 @@ def stop(problem: str, *, late: bool = False) -> NonFiniteError:
 def gave_up(problem: str, skipped: int) -> NonFiniteError:
     """The error when leaving updates out does not help."""
     return NonFiniteError(
-        f"{problem}, and {skipped} updates in a row were not finite: the model does not recover. "
+        f"{problem}, and {skipped} updates in a row were left out: the model does not recover. "
         "Lower the learning rate, set clip_norm, or resume from an earlier checkpoint."
     )
 

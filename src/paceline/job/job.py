@@ -16,6 +16,7 @@ from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.job.partition import PartitionSpec
 from paceline.job.read.imports import import_path_of
 from paceline.job.spec import Spec
+from paceline.job.spike import SpikeSpec
 from paceline.job.stop import StopSpec
 from paceline.messages import explain
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
@@ -89,6 +90,7 @@ class Job(Spec):
     batch_norm: Literal["local", "sync"] = "local"  # statistics over a replica's share, or over the global batch
     buffers: Literal["same", "local"] = "same"  # that forward writes: the same on all replicas, or each keeps its own
     nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # what NaN or Inf in the loss or the gradients does
+    spike: SpikeSpec = SpikeSpec()
     precision: Precision = "fp32"
     partition: PartitionSpec = PartitionSpec()
     seed: int = Field(0, ge=0, lt=2**31)

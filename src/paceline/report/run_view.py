@@ -30,6 +30,7 @@ TROUBLE = (
     "rewind",
     "resume",
     "slow_rank",
+    "spike",
     "strangers",
     "balance",
 )

@@ -48,7 +48,14 @@ def build_engine(job: Job, plan: Plan, model: nn.Module | DeferredModel, data: D
     loss = job.loss.build()
     by_loss = job.stop.loss_below is not None or job.stop.plateau is not None
     settings = Settings(
-        job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers, run_ahead=not by_loss
+        job.clip_norm,
+        job.nonfinite,
+        job.batch_norm,
+        job.precision,
+        job.seed,
+        job.buffers,
+        run_ahead=not by_loss,
+        spike=job.spike,
     )
     source = _published(job, model)
     if plan.splits:

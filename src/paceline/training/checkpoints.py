@@ -194,7 +194,7 @@ class Checkpoints(Callback):
         )
         self.saving = CheckpointSchedule(self.writer, job.checkpoint, engine.signals, events)
         engine.before_update = self.saving.before_update
-        rewinds = job.nonfinite == "rewind"
+        rewinds = "rewind" in (job.nonfinite, job.spike.policy)
         self.memory = LastGood(engine, group, job.checkpoint.memory_every_steps) if rewinds else None
         self.rejected: list[int] = []
         self._rewinds = 0

@@ -280,9 +280,10 @@ class Loop:
         self.engine.on_phase("done", self.engine.step_count)
 
     def _rewound(self, result: StepResult) -> bool:
-        """Apply the non-finite policy to a skipped update; True after a rewind."""
-        self.events("nonfinite", {"step": result.step, "problem": result.problem, "policy": self.job.nonfinite})
-        if self.job.nonfinite != "rewind":
+        """Apply the job's policy to an update that was left out; True after a rewind."""
+        event, policy = ("spike", self.job.spike.policy) if result.is_spike else ("nonfinite", self.job.nonfinite)
+        self.events(event, {"step": result.step, "problem": result.problem, "policy": policy})
+        if policy != "rewind":
             return False
         self.checkpoints.rewind(result)
         self.evaluations.at = -1

@@ -65,6 +65,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
             "step": engine.step_count,
             "loader": engine.loader.state_dict(),
             "items_per_sample": engine.compute.weighing.items_per_sample,
+            **({} if engine.guard.spikes is None else {"last_losses": engine.guard.spikes.state_dict()}),
             "optimizer": {
                 "groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
             },
@@ -111,6 +112,8 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     values = loaded.values
     engine.step_count = values["step"]
     engine.compute.weighing.items_per_sample = values["items_per_sample"]
+    if engine.guard.spikes is not None:
+        engine.guard.spikes.load_state_dict(values.get("last_losses", []))
     engine.loader.load_state_dict(values["loader"])
     if said := restore_rule(engine, loaded, alone):
         report("sync", {"said": said})

@@ -55,6 +55,7 @@ def test_a_rule_that_can_work_has_no_reason_against_it(plan: str) -> None:
             None,
         ),
         ("dp=2 sync=local:4", {"nonfinite": "rewind"}, "nonfinite: skip in the job, or sync=allreduce", "dp=2"),
+        ("dp=2 sync=local:4", {"spike": "skip"}, "spike: off in the job, or sync=allreduce", "dp=2"),
         ("dp=2 sync=diloco:4", {"batch_norm": "sync"}, "batch_norm: local, or sync=allreduce", "dp=2"),
     ],
 )

@@ -61,6 +61,16 @@ def _cannot_go_back(context: PlanContext) -> str | None:
     )
 
 
+def _no_common_loss(context: PlanContext) -> str | None:
+    plan = context.plan
+    if context.job.spike.policy == "off" or not sync_info(plan.sync).local_steps:
+        return None
+    return (
+        f"plan {plan} lets replicas train independently, each with a loss of its own, and the job leaves out steps "
+        "whose loss is a spike, on which all have to agree: spike: off in the job, or sync=allreduce."
+    )
+
+
 def _batch_over_all_replicas(context: PlanContext) -> str | None:
     plan, job = context.plan, context.job
     if plan.dp == 1 or not sync_info(plan.sync).local_steps:
@@ -80,6 +90,7 @@ SYNC_CHECKS: tuple[Check, ...] = (
     Check(_nothing_to_try, ("compress", "sync")),
     Check(_too_wide_to_compress, ("compress", "precision")),
     Check(_cannot_go_back, ("sync",)),
+    Check(_no_common_loss, ("sync",)),
     Check(_batch_over_all_replicas, ("sync",)),
 )
 

@@ -32,6 +32,7 @@ TROUBLE = (
     "nonfinite",
     "restart",
     "slow_rank",
+    "spike",
     "strangers",
 )
 
@@ -250,9 +251,9 @@ def event_sentence(event: dict[str, Any]) -> str | None:
                 f"{event['lines']} lines of {event['file']} are lost, because the disk could not take them; "
                 "it can again"
             )
-        case "nonfinite" if event["policy"] == "skip":
+        case "nonfinite" | "spike" if event["policy"] == "skip":
             return f"{event['problem']}; left out, as the job's policy is to skip"
-        case "nonfinite":
+        case "nonfinite" | "spike":
             return str(event["problem"])
         case "rewind":
             kept = f", kept {'in memory' if event['kept'] == 'memory' else 'on disk'}" if event.get("kept") else ""

@@ -61,6 +61,7 @@ class MemoryState:
             "updates": engine.updates,
             "loader": engine.loader.state_dict(),
             "items_per_sample": engine.compute.weighing.items_per_sample,
+            "last_losses": engine.guard.spikes.state_dict() if engine.guard.spikes is not None else None,
             "loss_scale": scale.state_dict() if scale is not None else None,
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
             "numbers": numbers,
@@ -93,6 +94,8 @@ class MemoryState:
         engine.optimizer.load_state_dict(self._optimizer_state(engine.optimizer, held.parameters))
         engine.step_count, engine.updates = self.step, values["updates"]
         engine.compute.weighing.items_per_sample = values["items_per_sample"]
+        if engine.guard.spikes is not None:
+            engine.guard.spikes.load_state_dict(values["last_losses"])
         if engine.compute.loss_scale is not None:
             engine.compute.loss_scale.load_state_dict(values["loss_scale"])
         engine.loader.load_state_dict(values["loader"])

@@ -1,0 +1,129 @@
+"""Spikes of the loss: caught however small the noise, and noise is none."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.engine.spike import LossSpikes
+from paceline.errors import JobError, NonFiniteError
+from paceline.job.job import Job
+from paceline.job.partition import Partition, PartitionSpec
+from paceline.job.spike import SpikeSpec
+from paceline.training.record.run import Run
+from ranks import Ranks
+from small_jobs import new_run, points, small_job, train_as_rank, train_here
+
+
+def falling(seed: int, noise: float, slope: float, multiplies: bool, steps: int = 300) -> list[float]:
+    """Losses that fall to a level, with normal noise that is added or multiplied."""
+    drawn = random.Random(seed)
+    clean = [0.2 + 5.0 * math.exp(-slope * step) for step in range(steps)]
+    noises = [max(-3.5, min(3.5, drawn.gauss(0, 1))) * noise for _ in clean]
+    return [x * math.exp(n) if multiplies else x + n for x, n in zip(clean, noises, strict=True)]
+
+
+noisy = st.builds(falling, st.integers(0, 10**6), st.floats(0.0, 0.3), st.floats(0.0, 0.5), st.booleans())
+
+
+@given(noisy)
+def test_noise_on_a_falling_loss_is_no_spike(losses: list[float]) -> None:
+    spikes = LossSpikes(SpikeSpec())
+    assert [spikes.problem(step, loss) for step, loss in enumerate(losses, 1)] == [None] * len(losses)
+
+
+@given(noisy, st.integers(60, 299))
+def test_a_loss_far_beyond_the_noise_is_one(losses: list[float], at: int) -> None:
+    spikes = LossSpikes(SpikeSpec())
+    losses[at] = 4 * max(losses[at - 50 : at]) + 20
+    found = [spikes.problem(step, loss) for step, loss in enumerate(losses)]
+    assert [step for step, said in enumerate(found) if said] == [at]
+    assert f"the loss of step {at} is {losses[at]:.6g}, a spike" in str(found[at])
+
+
+def test_nothing_is_a_spike_before_as_many_losses_are_known_as_the_window_has() -> None:
+    spikes = LossSpikes(SpikeSpec(window=10))
+    assert [spikes.problem(step, loss) for step, loss in enumerate([1.0, 1e9] * 5)] == [None] * 10
+
+
+def test_the_last_losses_come_back_with_a_state() -> None:
+    first, second = LossSpikes(SpikeSpec(window=10)), LossSpikes(SpikeSpec(window=10))
+    for step in range(30):
+        first.problem(step, 1 + step % 3)
+    second.load_state_dict(first.state_dict())
+    assert second.limit == first.limit < math.inf
+
+
+@pytest.mark.parametrize("written", ["spike: off", "spike: {policy: off}", "", "spike: {policy: 'off'}"])
+def test_off_is_what_yaml_reads_as_false(tmp_path: Path, written: str) -> None:
+    (tmp_path / "job.yaml").write_text(small_job().to_yaml() + written + "\n")
+    assert Job.load(tmp_path / "job.yaml") == small_job()
+
+
+def test_a_misspelled_policy_is_refused() -> None:
+    with pytest.raises(JobError, match="spike"):
+        small_job(spike="ignore")
+
+
+# In a run
+
+STEP = 15  # of the spike, in the second epoch
+
+
+def spiking() -> int:
+    """A sample of that step's batch."""
+    dealt = Partition(PartitionSpec(), samples=70, global_batch=8, seed=0, replica=0, replicas=1)
+    return int(list(dealt.batches(1))[STEP - 10][0])
+
+
+def job_of(policy: str, **changes: Any) -> Job:
+    values: dict[str, Any] = {
+        "model": {"factory": "torch.nn:Linear", "args": {"in_features": 6, "out_features": 3}},
+        "data": points(spike_at=[spiking()]),
+        "spike": {"policy": policy, "window": 10},
+        "checkpoint": {"memory_every_steps": 3},
+    }
+    return small_job(**(values | changes))
+
+
+def told(run: Run, event: str) -> list[dict[str, Any]]:
+    return [e for e in run.events() if e["event"] == event]
+
+
+def test_a_step_with_a_spike_is_left_out_and_told_by_either_policy(tmp_path: Path) -> None:
+    runs = {policy: train_here(tmp_path / policy, job_of(policy)) for policy in ("off", "skip", "rewind")}
+    assert [[e["step"] for e in told(run, "spike")] for run in runs.values()] == [[], [STEP], [STEP]]
+    assert [e["kept"] for e in told(runs["rewind"], "rewind")] == ["memory"]
+    assert runs["skip"].losses[:STEP] == runs["off"].losses[:STEP]
+    assert runs["skip"].losses[STEP - 1] > 50
+    assert max(runs["skip"].losses[STEP:]) < 2 < max(runs["off"].losses[STEP:])
+    assert runs["rewind"].losses == runs["skip"].losses
+
+
+def test_all_ranks_leave_the_same_step_out(tmp_path: Path, ranks: Ranks) -> None:
+    for policy in ("skip", "rewind"):
+        new_run(tmp_path / policy, job_of(policy), "dp=2")
+        ranks(2, train_as_rank, tmp_path / policy)
+        run = Run(tmp_path / policy)
+        assert [e["step"] for e in told(run, "spike")] == [STEP]
+        assert run.reason == "steps: 20 done"
+        assert max(run.losses[STEP:]) < 2
+
+
+def test_a_resumed_run_knows_the_losses_before(tmp_path: Path) -> None:
+    train_here(tmp_path / "run", job_of("skip", stop={"steps": STEP - 1}))
+    run = train_here(tmp_path / "run", job_of("skip"))
+    assert [e["step"] for e in told(run, "spike")] == [STEP]
+
+
+def test_a_loss_that_stays_high_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"a spike: .* 20 updates in a row were left out"):
+        train_here(
+            tmp_path / "run", job_of("skip", data=points(samples=210, spike_at=list(range(210))), stop={"steps": 90})
+        )
