@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm import Group
+from paceline.comm.agree import greatest, same_machines
 from paceline.device import widened
+from paceline.engine.corruption import Corruption
 from paceline.errors import SyncError
 from paceline.plans.axes import AXES, DATA_AXES
 from paceline.plans.sync_info import sync_info
@@ -39,11 +41,13 @@ class ReplicaState:
 
     Attributes:
         due: the next update that `before_update` is to be called before.
+        corruption: heals the odd one out of three or more, and knows which it was.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.max_norm = MaxNorm(engine)
+        self.corruption = Corruption(engine)
         identical = not sync_info(engine.plan.sync).local_steps
         self._compares = identical and engine.group.size > 1 and not engine.group.is_fake
         self.due: float = 1 if self._compares or self.max_norm.tables else math.inf
@@ -55,14 +59,17 @@ class ReplicaState:
             update: number of the update that follows, from 1.
 
         Raises:
-            SyncError: ranks differ in a parameter or buffer; names it, and the ranks.
+            SyncError: ranks differ in a parameter or buffer, and no majority agrees; names it, and the ranks. Or one
+                rank differed from the others again and again.
         """
         self.max_norm.agree()
         self.due = update + 1 if self.max_norm.tables else next(n for n in count(update + 1) if _compared_before(n))
         if self._compares and _compared_before(update):
             for group, named, strict in self._held_alike():
                 if differing := _differing(group, named):
-                    self._refuse(group, named, differing, strict=strict)
+                    self._mend(group, named, differing, strict=strict)
+            if self.engine.split is not None and greatest(self.engine.group, len(self.corruption.found)):
+                self.corruption.tell_all()
 
     def close(self) -> None:
         """Let go of the model."""
@@ -99,11 +106,8 @@ class ReplicaState:
             n: b.detach() for n, b in self.engine.named_buffers().items() if id(b) in persistent and id(b) not in own
         }
 
-    def _refuse(self, group: Group, named: Mapping[str, Tensor], differing: list[str], *, strict: bool) -> None:
-        """Raise for tensors that differ between ranks; re-synchronise those that differ by rounding."""
-        from paceline.comm.agree import same_machines
-
-        found = group.gather_json([self.engine.group.rank, {name: int(_digest(named[name])) for name in differing}])
+    def _mend(self, group: Group, named: Mapping[str, Tensor], differing: list[str], *, strict: bool) -> None:
+        """Heal ranks that differ by rounding, or from a majority; else raise."""
         if not (strict and same_machines(group)) and all(_is_rounding(group, named[name]) for name in differing):
             for name in differing:
                 group.broadcast(named[name])
@@ -113,6 +117,13 @@ class ReplicaState:
                 f"the values of the first of them again since step {self.engine.step_count + 1}"
             )
             return
+        digests = {name: int(_digest(named[name])) for name in differing}
+        if not self.corruption.heal(group, named, digests):
+            self._refuse(group, digests)
+
+    def _refuse(self, group: Group, digests: Mapping[str, int]) -> None:
+        """Raise for tensors that differ between ranks."""
+        found, differing = group.gather_json([self.engine.group.rank, dict(digests)]), list(digests)
         parameters = self.engine.named_parameters()
         name = next((name for name in differing if name in parameters), differing[0])
         others = ", ".join(str(rank) for rank, digests in found if digests[name] != found[0][1][name])

@@ -18,6 +18,7 @@ from paceline.units import digits
 _MARKED = {  # events that a curve shows; after a restart there is a resume
     "nonfinite": "not finite",
     "spike": "spike",
+    "corruption": "corruption",
     "checkpoint_damaged": "checkpoint damaged",
     "rewind": "rewind",
     "lost": "rank lost",

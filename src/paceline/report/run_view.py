@@ -26,6 +26,7 @@ TROUBLE = (
     "restart",
     "checkpoint_damaged",
     "checkpoint_failed",
+    "corruption",
     "lines_lost",
     "rewind",
     "resume",

@@ -68,7 +68,11 @@ class Remarks(Callback):
         return None
 
     def tell(self) -> None:
-        """Record messages of rule and loss since the last call."""
+        """Record messages of rule and loss, and healed ranks, since the last call."""
+        corruption = self.engine.replica_state.corruption
+        found, corruption.found = corruption.found, []
+        for details in found:
+            self.events("corruption", details)
         said = self.engine.messages
         if len(said) > self._told:
             self.events("sync", {"said": said[self._told :]})

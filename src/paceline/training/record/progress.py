@@ -28,6 +28,7 @@ TROUBLE = (
     "balance",
     "checkpoint_damaged",
     "checkpoint_failed",
+    "corruption",
     "lines_lost",
     "nonfinite",
     "restart",
@@ -250,6 +251,13 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return (
                 f"{event['lines']} lines of {event['file']} are lost, because the disk could not take them; "
                 "it can again"
+            )
+        case "corruption":
+            tensors = ", ".join(event["tensors"]) + (f" and {event['more']} more" if event["more"] else "")
+            return (
+                f"step {event['step']}: rank {event['rank']} (host {event['host']}) held other values of {tensors} "
+                f"than most ranks, and has the state of rank {event['healed_from']} now. If that happens again, "
+                "check the memory of that host"
             )
         case "nonfinite" | "spike" if event["policy"] == "skip":
             return f"{event['problem']}; left out, as the job's policy is to skip"
