@@ -40,17 +40,22 @@ from paceline.stats import Interval, median_interval
 
 BIN = Path(sys.executable).parent
 HOSTS, FULL, HALF = 4, 0.4, 0.2  # cores of a host
-ALONE_STEPS, SETTLED_STEP, SLOW_STEPS, RELEASED_STEPS = 25, 60, 100, 60
-EQUAL_STEPS, WARM_UP, ROUNDS = 60, 10, 7
+ALONE_STEPS, SETTLED_STEP, SLOW_STEPS, RELEASED_STEPS = 20, 45, 70, 30
+EQUAL_STEPS, WARM_UP, ROUNDS = 25, 5, 7
 DEADLINE_S = 1800.0
-BASE = {"optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}, "loss": "cross_entropy", "global_batch": 64}
+BASE = {
+    "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+    "loss": "cross_entropy",
+    "global_batch": 128,
+    "evaluate": {"every_steps": 10**6},  # once, at the end
+}
 GPT = {
-    "model": {"zoo": "gpt", "args": {"layers": 3, "hidden": 128, "heads": 4, "context": 64}},
-    "data": {"kind": "synthetic", "samples": 4096, "shape": [64], "vocab": 256},
+    "model": {"zoo": "gpt", "args": {"layers": 3, "hidden": 128, "heads": 4, "context": 128}},
+    "data": {"kind": "text", "path": "{stdlib}/pydoc_data", "context": 128},
 }
 CNN = {
     "model": "cifar_cnn",
-    "data": {"kind": "synthetic", "samples": 4096, "shape": [3, 32, 32], "classes": 10},
+    "data": {"kind": "synthetic", "samples": 16384, "shape": [3, 32, 32], "classes": 10},
 }
 
 

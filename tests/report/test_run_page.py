@@ -14,6 +14,7 @@ import pytest
 from browser import Browser
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
+from paceline.report.run_charts import shares
 from paceline.report.run_record import RunRecord
 from paceline.report.run_view import RunView, write_run_page
 from paceline.training.record.run import WARM_UP_STEPS, Run
@@ -98,6 +99,24 @@ def test_the_parts_of_the_breakdown_sum_to_the_mean_step(run: Run) -> None:
     [parts] = RunView(run).mean_parts_s.values()
     mean = statistics.fmean(s["step_s"] for s in run.steps()[WARM_UP_STEPS:])
     assert sum(parts.values()) == pytest.approx(mean, rel=1e-3)
+
+
+def test_shares_that_followed_speeds_are_drawn_in_percent_of_full_batches_and_others_are_not(run: Run) -> None:
+    assert list(shares(RunRecord.read(run))) == []
+    for rank, own in ((1, 3), (0, 5)):
+        rewrite(run, rank, lambda line, own=own: line | {"local_samples": own if line["step"] > 1 else "five"})
+    event = {"event": "balance", "time": 1e9, "step": 2, "shares": [5, 3], "speeds": [1, 0.6], "gain": 0.2, "slow": []}
+    with (run.path / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    [chart] = shares(RunRecord.read(run))
+    full = [step["step"] for step in run.steps() if step["samples"] == 8 and step["step"] > 1]
+    assert 0 < len(full) < 19
+    assert [list(line.x) for line in chart.figure.data] == [full, full]
+    assert [set(line.y) for line in chart.figure.data] == [{62.5}, {37.5}]
+    assert (
+        RunView(run).happened[-1][1]
+        == "the shares of the batch follow the replicas' speeds from step 2 on: 5, 3 samples"
+    )
 
 
 def as_replicas(run: Run, plan: str, use: dict[str, float], events: list[dict[str, Any]], comm_s: float) -> Run:
