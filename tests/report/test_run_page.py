@@ -105,7 +105,7 @@ def test_shares_that_followed_speeds_are_drawn_in_percent_of_full_batches_and_ot
     assert list(shares(RunRecord.read(run))) == []
     for rank, own in ((1, 3), (0, 5)):
         rewrite(run, rank, lambda line, own=own: line | {"local_samples": own if line["step"] > 1 else "five"})
-    event = {"event": "balance", "time": 1e9, "step": 2, "shares": [5, 3], "speeds": [1, 0.6], "gain": 0.2, "slow": []}
+    event = {"event": "balance", "time": 1e9, "step": 2, "shares": [5, 3], "slow": [], "slow_changed": True}
     with (run.path / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     [chart] = shares(RunRecord.read(run))

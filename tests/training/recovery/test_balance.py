@@ -134,3 +134,9 @@ def test_what_was_measured_before_a_pause_is_not_compared_with_what_comes_after(
     for step in range(1, WARM_UP + BLOCK * BLOCKS):
         assert balance.step(step, (8, 8), (0.1, 0.2)) is None
     assert balance.step(100, (8, 8), (0.1, 0.2)) is not None
+
+
+def test_times_of_nothing_stop_no_run() -> None:
+    balance = Balance((8, 8), 2)
+    for step in range(1, 500):
+        assert balance.step(step, (8, 8), (0.0, 0.0) if step % 3 else (5.0, 5.0)) is None

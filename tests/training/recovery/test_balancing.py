@@ -120,7 +120,8 @@ def test_where_shares_do_not_follow_speeds_the_record_says_why(plan: str, change
 
 def test_people_are_told_who_is_slow_since_when_and_what_it_gets() -> None:
     slow = {"replica": 1, "ranks": [2, 3], "host": 1, "speed": 0.5, "share": 0.3333, "since_step": 51}
-    event = {"event": "balance", "step": 67, "shares": [8, 8, 4, 4], "speeds": [1, 0.5], "gain": 0.3, "slow": [slow]}
+    event = {"event": "balance", "step": 67, "shares": [8, 8, 4, 4], "slow": [slow], "slow_changed": True}
+    assert event_sentence(event | {"slow_changed": False}) is None
     assert event_sentence(event) == (
         "replica 1 (ranks 2 to 3, host 1) computes at 0.50 of the usual speed since step 51 and gets 33.3% of the "
         "batch (shares from step 67 on: 8, 8, 4, 4 samples)"

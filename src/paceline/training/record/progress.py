@@ -245,7 +245,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
                 f"rank {event['rank']} is as fast as the others again in step {event['step']}; it was slow since "
                 f"step {event['since_step']}"
             )
-        case "balance":
+        case "balance" if event["slow_changed"]:
             return _sentence_of_balance(event)
         case "lines_lost":
             return (

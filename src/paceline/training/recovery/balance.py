@@ -1,7 +1,7 @@
 """Shares of the global batch that follow the measured speeds of the replicas.
 
 Everything here is a pure function of the shares and busy times of past steps, which all ranks know alike, so all come
-to the same decision and none asks another. No clock is read.
+to the same decision and none asks another. No clock is read, and no sum depends on the processor (numpy's may).
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 Shares = tuple[int, ...]
+Floats = NDArray[np.float64]  # one for each replica
 
 WARM_UP, SETTLE = 5, 2  # steps left out at the start, and after each change: allocators and caches are slow there
 # steps of a block, of which the medians are compared, and of work: on a shared machine, ranks are slow in turn
 BLOCK, BLOCK_S = 5, 0.5
+APART_S = 0.01  # of work between two steps that are looked at, so that short steps cost nothing
 BLOCKS = 3  # in a row, in each of which a change has to be worth it
 LEAST_GAIN, LEAST_GAIN_S = 0.04, 0.002  # of a step's time: less is noise
 BACK = 0.25  # of that is enough to go back to the shares of equal speeds
@@ -62,15 +67,15 @@ class Balance:
         self._bounds = [(min(least, n), max(MOST * n, least)) for n in base]
         self._fixed = 0.0
         self._slow: dict[int, int] = {}
-        self._before: tuple[list[int], list[float]] | None = None  # samples and times before a change
+        self._before: tuple[Floats, Floats] | None = None  # samples and times before a change
         self._shares = base
         self.forget()
 
     def forget(self) -> None:
         """Measure anew, as after a pause or where other replicas take part."""
-        self._rows: list[Sequence[float]] = []
-        self._blocks: deque[tuple[int, list[Sequence[float]]]] = deque(maxlen=BLOCKS)
-        self._first, self._worked_s, self._left_out = 0, 0.0, WARM_UP
+        self._rows: list[Floats] = []
+        self._blocks: deque[tuple[int, list[Floats]]] = deque(maxlen=BLOCKS)
+        self._first, self._worked_s, self._apart_s, self._left_out = 0, 0.0, 0.0, WARM_UP
 
     def step(self, step: int, shares: Shares, busy_s: Sequence[float]) -> Move | None:
         """Take in a step with a full batch; returns a change that is worth it.
@@ -84,9 +89,12 @@ class Balance:
         if self._left_out > 0:
             self._left_out -= 1
             return None
+        self._apart_s += max(busy_s)
+        if self._apart_s < APART_S:
+            return None
         self._first = self._first if self._rows else step
-        self._rows.append(busy_s)
-        self._worked_s += max(busy_s)
+        self._rows.append(np.maximum(busy_s, 1e-9))
+        self._worked_s, self._apart_s = self._worked_s + self._apart_s, 0.0
         if len(self._rows) < BLOCK or self._worked_s < BLOCK_S:
             return None
         self._blocks.append((self._first, self._rows))
@@ -100,29 +108,27 @@ class Balance:
         self._left_out = SETTLE if before else WARM_UP
 
     @property
-    def _all_rows(self) -> list[Sequence[float]]:
+    def _all_rows(self) -> list[Floats]:
         return [row for _, rows in self._blocks for row in rows]
 
-    def _samples(self, shares: Shares) -> list[int]:
+    def _samples(self, shares: Shares) -> Floats:
         """Samples of each replica's rank with the most, for which the others wait."""
-        return [max(shares[i : i + self._ranks]) for i in range(0, len(shares), self._ranks)]
+        most: Floats = np.asarray(shares, np.float64).reshape(-1, self._ranks).max(axis=1)
+        return most
 
     def _decide(self) -> Move | None:
         samples, rows = self._samples(self._shares), self._all_rows
         times = _medians(rows)
-        if self._before is not None and any(
-            abs(n - before) > TELLING * before for n, before in zip(samples, self._before[0], strict=True)
-        ):
+        if self._before is not None and (abs(samples - self._before[0]) > TELLING * self._before[0]).any():
             self._fixed = _fixed_cost(*self._before, samples, times, most=sum(self.base) / len(self.base))
         self._before = None
-        costs = self._costs(times)
+        costs, slowest_s = self._costs(times), times.max()
         # if samples could be divided: most often there is nothing to gain
-        ideal_s = (sum(self.base) / self._ranks + self.replicas * self._fixed) / sum(1 / cost for cost in costs)
+        ideal_s = (sum(self.base) / self._ranks + self.replicas * self._fixed) / math.fsum(1 / costs)
         needed = max(LEAST_GAIN, 2 * _error_of_slowest(rows, times))
-        if self._shares == self.base and 1 - ideal_s / max(times) < needed:
+        if self._shares == self.base and 1 - ideal_s / slowest_s < needed:
             return None
-        by_rank = [cost for cost in costs for _ in range(self._ranks)]
-        shares = fastest(by_rank, self._bounds, sum(self.base), self._fixed)
+        shares = fastest(costs.repeat(self._ranks).tolist(), self._bounds, sum(self.base), self._fixed)
         needed_s = LEAST_GAIN_S
         if self._busy_s(costs, self.base) <= EVEN * self._busy_s(costs, shares):
             shares, needed, needed_s = self.base, BACK * LEAST_GAIN, BACK * LEAST_GAIN_S
@@ -133,23 +139,24 @@ class Balance:
             return None
         return Move(shares, *self._named(costs), self._gain(times, shares)[0])
 
-    def _costs(self, times: Sequence[float]) -> list[float]:
+    def _costs(self, times: Floats) -> Floats:
         """Seconds that each replica takes for a sample."""
-        return [max(t, 1e-9) / (self._fixed + n) for t, n in zip(times, self._samples(self._shares), strict=True)]
+        return times / (self._fixed + self._samples(self._shares))
 
-    def _busy_s(self, costs: Sequence[float], shares: Shares) -> float:
+    def _busy_s(self, costs: Floats, shares: Shares) -> float:
         """Expected busy time of the slowest replica."""
-        return max(cost * (self._fixed + n) for cost, n in zip(costs, self._samples(shares), strict=True))
+        return float((costs * (self._fixed + self._samples(shares))).max())
 
-    def _gain(self, times: Sequence[float], shares: Shares) -> tuple[float, float]:
+    def _gain(self, times: Floats, shares: Shares) -> tuple[float, float]:
         """Part of the slowest replica's time, and seconds, that other shares would save."""
-        saved_s = max(times) - self._busy_s(self._costs(times), shares)
-        return saved_s / max(times), saved_s
+        slowest_s = float(times.max())
+        saved_s = slowest_s - self._busy_s(self._costs(times), shares)
+        return saved_s / slowest_s, saved_s
 
-    def _named(self, costs: Sequence[float]) -> tuple[tuple[float, ...], dict[int, int]]:
+    def _named(self, costs: Floats) -> tuple[tuple[float, ...], dict[int, int]]:
         """Speeds of the replicas, and which of them are slow since when."""
-        usual = statistics.median_low(costs)
-        speeds = tuple(usual / cost for cost in costs)
+        usual = statistics.median_low(costs.tolist())
+        speeds = tuple((usual / costs).tolist())
         since = self._blocks[0][0]
         self._slow = {i: self._slow.get(i, since) for i, speed in enumerate(speeds) if speed < SLOW}
         return speeds, dict(self._slow)
@@ -190,29 +197,26 @@ def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: in
     return tuple(shares)
 
 
-def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.median(column) for column in zip(*rows, strict=True)]
+def _medians(rows: Sequence[Floats]) -> Floats:
+    medians: Floats = np.median(rows, axis=0)
+    return medians
 
 
-def _error_of_slowest(rows: Sequence[Sequence[float]], times: Sequence[float]) -> float:
+def _error_of_slowest(rows: Sequence[Floats], times: Floats) -> float:
     """Standard error of the slowest replica's median, relative to it."""
-    slowest = max(range(len(times)), key=times.__getitem__)
+    slowest = int(times.argmax())
     deviation = statistics.median(abs(row[slowest] - times[slowest]) for row in rows)
     # 1.4826: of a standard deviation from a median one; 1.2533: of a median from a mean
-    return 1.4826 * 1.2533 * deviation / times[slowest] / math.sqrt(len(rows))
+    return float(1.4826 * 1.2533 * deviation / times[slowest] / math.sqrt(len(rows)))
 
 
-def _fixed_cost(
-    before: Sequence[int], before_s: Sequence[float], after: Sequence[int], after_s: Sequence[float], *, most: float
-) -> float:
+def _fixed_cost(before: Floats, before_s: Floats, after: Floats, after_s: Floats, *, most: float) -> float:
     """Cost of a step apart from samples, in samples, from times around a change.
 
     With t = cost × (fixed + n) and t' = cost × (fixed + n'), fixed × (t' − t) = t × n' − t' × n: by least squares over
     the replicas, each relative to its time. Between 0 and `most`, as a replica may have changed its speed meanwhile.
     """
-    found = weight = 0.0
-    for n, t, changed_n, changed_t in zip(before, before_s, after, after_s, strict=True):
-        slope = (changed_t - t) / t
-        found += slope * (changed_n - changed_t / t * n)
-        weight += slope * slope
+    slopes = (after_s - before_s) / before_s
+    weight = math.fsum(slopes * slopes)
+    found = math.fsum(slopes * (after - after_s / before_s * before))
     return min(max(found / weight, 0.0), most) if weight > 0 else 0.0

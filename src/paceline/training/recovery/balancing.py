@@ -36,6 +36,7 @@ class Balancing(Callback):
         self._ranks = engine.plan.ranks // engine.plan.dp  # of each replica
         self.balance = Balance(self.base, self.replicas, _least(self.base, engine.plan.microbatches))
         self._last = 0  # step
+        self._slow: list[int] = []  # replicas
 
     def after_step(self, info: StepInfo) -> str | None:
         """See `Callback`; decides on the shares of coming steps."""
@@ -94,8 +95,10 @@ class Balancing(Callback):
                 "speeds": [round(speed, 3) for speed in move.speeds],
                 "gain": round(move.gain, 3),
                 "slow": slow,
+                "slow_changed": sorted(move.slow) != self._slow,
             },
         )
+        self._slow = sorted(move.slow)
 
 
 def why_off(plan: Plan, job: Job) -> str:
