@@ -103,20 +103,18 @@ def test_the_parts_of_the_breakdown_sum_to_the_mean_step(run: Run) -> None:
 
 def test_shares_that_followed_speeds_are_drawn_in_percent_of_full_batches_and_others_are_not(run: Run) -> None:
     assert list(shares(RunRecord.read(run))) == []
+    tail = {7: {"samples": 6}, 1: {"local_samples": "five"}}
     for rank, own in ((1, 3), (0, 5)):
-        rewrite(run, rank, lambda line, own=own: line | {"local_samples": own if line["step"] > 1 else "five"})
+        rewrite(run, rank, lambda line, own=own: line | {"local_samples": own} | tail.get(line["step"], {}))
     event = {"event": "balance", "time": 1e9, "step": 2, "shares": [5, 3], "slow": [], "slow_changed": True}
     with (run.path / "events.jsonl").open("a") as file:
         file.write(json.dumps(event) + "\n")
     [chart] = shares(RunRecord.read(run))
-    full = [step["step"] for step in run.steps() if step["samples"] == 8 and step["step"] > 1]
-    assert 0 < len(full) < 19
+    full = [step for step in range(2, 21) if step != 7]
     assert [list(line.x) for line in chart.figure.data] == [full, full]
     assert [set(line.y) for line in chart.figure.data] == [{62.5}, {37.5}]
-    assert (
-        RunView(run).happened[-1][1]
-        == "the shares of the batch follow the replicas' speeds from step 2 on: 5, 3 samples"
-    )
+    told = [sentence for _, sentence, _ in RunView(run).happened]
+    assert "the shares of the batch follow the replicas' speeds from step 2 on: 5, 3 samples" in told
 
 
 def as_replicas(run: Run, plan: str, use: dict[str, float], events: list[dict[str, Any]], comm_s: float) -> Run:
