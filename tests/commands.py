@@ -160,10 +160,13 @@ def processes_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def rank_of(process: psutil.Process) -> int | None:
     """The rank that a process is, by its title where it was forked, else by its environment; None where it is none."""
-    title = " ".join(process.cmdline())
-    if title.startswith("paceline rank "):
-        return int(title.split()[2])
-    rank = process.environ().get("RANK")
+    try:
+        title = " ".join(process.cmdline())
+        if title.startswith("paceline rank "):
+            return int(title.split()[2])
+        rank = process.environ().get("RANK")
+    except psutil.Error:  # it has ended
+        return None
     return None if rank is None else int(rank)
 
 

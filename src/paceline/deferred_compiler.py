@@ -26,12 +26,22 @@ def defer_compiler() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+class _TraceRules:
+    """`torch._dynamo.trace_rules` of a compiler that was not used: `init_process_group` clears its cache."""
+
+    @staticmethod
+    def clear_lru_cache() -> None:
+        """Do nothing: there is no cache."""
+
+
 class _StandIn(ModuleType):
     """`torch._dynamo` before the compiler is used.
 
     Attributes:
         disabled: functions that the compiler is to leave alone, and whether what they call, too.
     """
+
+    trace_rules = _TraceRules
 
     def __init__(self, name: str, file: str | None) -> None:
         super().__init__(name)

@@ -71,8 +71,9 @@ def resumed(job: Path, folder: Path, plan: str = EXACT) -> Outcome:
 
 
 def test_after_a_killed_rank_and_with_a_damaged_checkpoint_the_run_goes_on_exactly(
-    job: Path, undisturbed: dict[int, float], tmp_path: Path
+    job: Path, undisturbed: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PACELINE_RECOVERY", "off")
     with training(job, tmp_path) as (process, run):
         wait_for(lambda: (run / "checkpoints" / "step-00000020").exists(), process)
         kill_rank(1, process)
@@ -91,8 +92,9 @@ def test_after_a_killed_rank_and_with_a_damaged_checkpoint_the_run_goes_on_exact
 
 
 def test_with_restarts_a_killed_rank_costs_no_step_and_no_hand(
-    job: Path, undisturbed: dict[int, float], tmp_path: Path
+    job: Path, undisturbed: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PACELINE_RECOVERY", "off")
     with training(job, tmp_path, "--restarts", 1) as (process, run):
         wait_for_step(25, run, process)
         kill_rank(0, process)

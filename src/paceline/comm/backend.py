@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 
@@ -21,13 +22,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 # Imported before ranks are forked from a seed, which then have it; `register_transport` would import it in each.
 import paceline.comm.tcp  # noqa: F401
 from paceline.comm.address import host_identity, own_interface
-from paceline.comm.c10d.process_group import abort_all
+from paceline.comm.c10d.process_group import LAST_WORD_S, abort_all
 from paceline.comm.c10d.transport import register as register_transport
 from paceline.comm.deadline import register
 from paceline.comm.group import Group
 from paceline.comm.rendezvous import close_stores, drop_torchs_port, rendezvous_store, torchs_store
 from paceline.comm.transport import choose, tell_all
 from paceline.device import default_backend, is_accelerator, use
+from paceline.epoch import Epoch, ends_epoch
 from paceline.errors import tell_of_failure
 from paceline.launch_engine import is_rank
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment
@@ -36,21 +38,25 @@ _joins = count()  # of this process so far
 
 
 @contextmanager
-def joined(*, deadline_s: float = 300.0, transport: str = "auto") -> Iterator[Group]:
-    """The group of all ranks of this run, left again at the end."""
-    group = join(deadline_s=deadline_s, transport=transport)
+def joined(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | None = None) -> Iterator[Group]:
+    """The group of all ranks of a run or epoch, left again at the end."""
+    group = join(deadline_s=deadline_s, transport=transport, epoch=epoch)
     try:
         yield group
     except BaseException as error:
-        tell_of_failure(error)  # before anything that may take long: the others may be gone
-        abort_all()
+        over = ends_epoch(error)
+        if not over:
+            tell_of_failure(error)  # before anything that may take long: the others may be gone
+        abort_all(0.0 if over else LAST_WORD_S)
         raise
     finally:
         leave(group)
 
 
-def join(*, deadline_s: float = 300.0, transport: str = "auto") -> Group:
+def join(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | None = None) -> Group:
     """Join the run that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    With an epoch, only the processes that take part in it meet.
 
     Without these, a group of one.
 
@@ -67,25 +73,46 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto") -> Group:
         if not is_rank():
             return Group(device=device, deadline_s=deadline_s)
         environment = RankEnvironment.from_env()
+        if epoch is not None:
+            environment = replace(environment, rank=epoch.rank_of(environment.rank), world_size=len(epoch.members))
         rank, size = environment.rank, environment.world_size
-        store, (backend, note) = _met(environment, device, transport, deadline_s)
+        number = next(_joins) if epoch is None else epoch.number
+        store, (backend, note) = _met(environment, device, transport, deadline_s, number)
         if not is_accelerator(device):
             register_transport(backend)
             _keep_gloo_to_the_interface()
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=deadline_s),
-            device_id=device if is_accelerator(device) else None,
-        )
+        try:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=deadline_s),
+                device_id=device if is_accelerator(device) else None,
+            )
+            return _group(store, deadline_s, device, note)
+        except BaseException as error:
+            if ends_epoch(error):
+                _drop()
+            raise
+    return _group(store, deadline_s, device, note)
+
+
+def _group(store: Store | None, deadline_s: float, device: torch.device, note: str | None) -> Group:
     group = Group(
         dist.get_rank(), dist.get_world_size(), dist.group.WORLD, store, deadline_s, device=device, transport_note=note
     )
     register(store, group.rank)
     group.hosts = _hosts(group)
     return group
+
+
+def _drop() -> None:
+    """End what was begun with ranks that are gone."""
+    abort_all(0.0)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    close_stores()
 
 
 def leave(group: Group) -> None:
@@ -98,14 +125,13 @@ def leave(group: Group) -> None:
 
 
 def _met(
-    environment: RankEnvironment, device: torch.device, transport: str, deadline_s: float
+    environment: RankEnvironment, device: torch.device, transport: str, deadline_s: float, number: int
 ) -> tuple[Store, tuple[str, str | None]]:
     """The rendezvous' store, and the transport that all ranks chose, with a note.
 
     A rank that joins again may find the store of the time before, which rank 0 has yet to close; then it comes back.
     """
     until = time.monotonic() + deadline_s
-    number = next(_joins)
     while True:
         try:
             store = rendezvous_store(environment, deadline_s, number)

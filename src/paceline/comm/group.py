@@ -19,6 +19,7 @@ from paceline.comm.allreduce.point_to_point import Messages, start_messages
 from paceline.comm.c10d.transport import Transport, transport_of
 from paceline.comm.deadline import failed_wait, missing_ranks, register
 from paceline.comm.subgroup import make_process_group
+from paceline.epoch import EpochOver, ends_epoch
 from paceline.errors import LoaderProcessError, PacelineError, SyncError
 
 Op = Literal["sum", "mean", "max"]
@@ -350,6 +351,8 @@ class Group:
     def _explain(self, what: str, waited_s: float, error: RuntimeError) -> PacelineError:
         if "DataLoader worker" in str(error):  # torch raises it from SIGCHLD in whatever the main thread does
             return LoaderProcessError(f"rank {self.rank}, in a wait for other ranks ({what}): {str(error).strip()}")
+        if ends_epoch(error):
+            return EpochOver(f"rank {self.rank}: {what} was broken off after {waited_s:.1f} s")
         self._failures += 1
         missing = missing_ranks(self.store, self.rank, self.size, self._failures)
         return failed_wait(what, self.rank, waited_s, self.deadline_s, missing, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,7 +11,10 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.channel.store import StoreClient
+from paceline.epoch import epoch_is_over, epochs_are_watched
 from paceline.errors import ChannelError, DeadlineError
+
+_LOOK_S = 0.05  # between two looks at whether the epoch is over
 
 
 class ChannelStore(Store):
@@ -36,13 +40,22 @@ class ChannelStore(Store):
 
     def get(self, key: str) -> bytes:
         """A value, waited for until it is there."""
+        if epochs_are_watched():
+            self.wait([key])
         with _as_torch_tells():
             return self._client.get(key, self._deadline_s)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
+        deadline_s = self._deadline_s if timeout is None else timeout.total_seconds()
         with _as_torch_tells():
-            self._client.wait(keys, self._deadline_s if timeout is None else timeout.total_seconds())
+            if not epochs_are_watched():
+                self._client.wait(keys, deadline_s)
+                return
+            until = time.monotonic() + deadline_s
+            while not self._came(keys, until - time.monotonic()):
+                if epoch_is_over():
+                    raise DeadlineError(f"{', '.join(keys[:3])} is waited for no more: the epoch is over")
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if all keys are there."""
@@ -90,6 +103,16 @@ class ChannelStore(Store):
 
     # by these names torch's C++ calls them
     deleteKey, getNumKeys = delete_key, num_keys
+
+    def _came(self, keys: Sequence[str], left_s: float) -> bool:
+        """True once all keys are there; False after a short wait."""
+        try:
+            self._client.wait(keys, max(0.0, min(left_s, _LOOK_S)))
+        except DeadlineError:
+            if left_s <= _LOOK_S:
+                raise
+            return False
+        return True
 
     @property
     def _deadline_s(self) -> float:

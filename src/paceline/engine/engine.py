@@ -112,7 +112,10 @@ class Engine:
         settings: Settings,
         split: Split | None = None,
         extra: Mapping[str, Tensor] | None = None,
+        *,
+        identical: bool = False,
     ) -> None:
+        """Make the engine of one rank; `identical`: the replicas have the same parameters already."""
         # parameters and buffers outside of the model that are trained with it
         self.extra = dict(extra or {})
         self.split, self.optimizer, self.loss, self.loader = split, optimizer, loss, loader
@@ -140,7 +143,7 @@ class Engine:
         self.signals = StepSignals(group)
         self.messages: list[str] = []
         self.rule: SyncRule = build_rule(plan)
-        self._attach()
+        self._attach(identical=identical)
         self.replica_state = ReplicaState(self)
         # From here on every data-parallel rank draws its own dropout masks.
         torch.manual_seed(settings.seed * 1_000_003 + 1 + self.data_group.rank)

@@ -14,17 +14,24 @@ from typing import Literal, get_args
 
 from paceline.rank_environment import RankEnvironment, is_our_rank
 
-Phase = Literal["starting", "data", "compute", "sync", "optimizer", "checkpoint", "evaluate", "done"]
+Phase = Literal["starting", "data", "compute", "sync", "optimizer", "checkpoint", "evaluate", "done", "joining"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 _CODES = {phase: code for code, phase in enumerate(PHASES)}
 _SLOT_BYTES = 64  # a cache line each, so that ranks do not slow each other's marks
-_PID, _ATTEMPT, _PHASE, _STEP, _CHANGED = range(5)  # 8-byte fields of a slot
+_PID, _ATTEMPT, _PHASE, _STEP, _CHANGED, _EPOCH = range(6)  # 8-byte fields of a slot
+_CURRENT, _WANTED = range(2)  # those of the last slot, which is the launcher's
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank as its slot shows it. `changed_ns` is CLOCK_MONOTONIC, which all processes of a machine share."""
+    """One rank as its slot shows it.
+
+    Attributes:
+        phase: `joining` is a replacement that waits to be let in.
+        changed_ns: CLOCK_MONOTONIC, which all processes of a machine share.
+        epoch: that it takes part in.
+    """
 
     rank: int
     pid: int
@@ -32,6 +39,7 @@ class RankStatus:
     phase: Phase
     step: int
     changed_ns: int
+    epoch: int = 0
 
     def idle_s(self, now_ns: int) -> float:
         """Seconds since the last mark."""
@@ -39,9 +47,9 @@ class RankStatus:
 
 
 class StatusBoard:
-    """One fixed slot per rank in a shared memory map.
+    """One fixed slot per rank in a shared memory map, and one of the launcher's.
 
-    The launcher calls `create` and `read`; a rank calls `of_this_rank` and `mark`.
+    The launcher calls `create`, `read` and `announce`; a rank calls `of_this_rank`, `mark` and `enter`.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int = 0) -> None:
@@ -49,17 +57,18 @@ class StatusBoard:
         self._words = memoryview(memory).cast("q")  # aligned 8-byte stores: a reader never sees half a number
         first = rank * _SLOT_BYTES // 8
         self._slot = self._words[first : first + _SLOT_BYTES // 8]
+        self._launchers = self._words[len(self._words) - _SLOT_BYTES // 8 :]
 
     @classmethod
     def create(cls, path: Path, ranks: int, attempt: int = 0) -> StatusBoard:
         """Create the file for `ranks` ranks, readable by its owner only; all are `starting`."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, ranks * _SLOT_BYTES)
-            board = cls(mmap.mmap(fd, ranks * _SLOT_BYTES))
+            os.ftruncate(fd, (ranks + 1) * _SLOT_BYTES)
+            board = cls(mmap.mmap(fd, (ranks + 1) * _SLOT_BYTES))
         finally:
             os.close(fd)
-        for first in range(0, len(board._words), _SLOT_BYTES // 8):
+        for first in range(0, ranks * _SLOT_BYTES // 8, _SLOT_BYTES // 8):
             board._words[first + _ATTEMPT] = attempt
             board._words[first + _CHANGED] = time.monotonic_ns()
         return board
@@ -69,7 +78,7 @@ class StatusBoard:
         """This rank's slot of its launcher's board; a private one without such a launcher."""
         environment = RankEnvironment.from_env() if is_our_rank() else None
         if environment is None or environment.status_file is None:
-            return cls(mmap.mmap(-1, _SLOT_BYTES))
+            return cls(mmap.mmap(-1, 2 * _SLOT_BYTES))
         with open(environment.status_file, "r+b") as file:
             board = cls(mmap.mmap(file.fileno(), 0), rank=environment.rank)
         board._slot[_PID] = os.getpid()
@@ -82,25 +91,46 @@ class StatusBoard:
         slot[_STEP] = step
         slot[_CHANGED] = time.monotonic_ns()
 
-    def put(self, rank: int, pid: int, phase: Phase, step: int, changed_ns: int) -> None:
+    def put(self, rank: int, pid: int, phase: Phase, step: int, changed_ns: int, epoch: int = 0) -> None:
         """Show what the launcher was told of a rank on another host."""
         first = rank * _SLOT_BYTES // 8
-        for field, value in ((_PID, pid), (_PHASE, _CODES[phase]), (_STEP, step), (_CHANGED, changed_ns)):
+        values = ((_PID, pid), (_PHASE, _CODES[phase]), (_STEP, step), (_CHANGED, changed_ns), (_EPOCH, epoch))
+        for field, value in values:
             self._words[first + field] = value
+
+    def enter(self, epoch: int) -> None:
+        """Say that this rank takes part in an epoch."""
+        self._slot[_EPOCH] = epoch
+
+    def announce(self, current: int, wanted: int) -> None:
+        """Tell ranks which epoch is begun now, and which after a step."""
+        self._launchers[_WANTED] = wanted
+        self._launchers[_CURRENT] = current
+
+    @property
+    def current_epoch(self) -> int:
+        """The newest epoch that was begun; ranks of others leave theirs at once."""
+        return self._launchers[_CURRENT]
+
+    @property
+    def wanted_epoch(self) -> int:
+        """The epoch to begin after a step; the current one where nobody joins."""
+        return self._launchers[_WANTED]
 
     def read(self) -> list[RankStatus]:
         """Phase and step of every rank, in rank order."""
         words = self._settled()
         width = _SLOT_BYTES // 8
-        slots = [words[first : first + width] for first in range(0, len(words), width)]
+        slots = [words[first : first + width] for first in range(0, len(words) - width, width)]
         return [
-            RankStatus(rank, s[_PID], s[_ATTEMPT], PHASES[s[_PHASE]], s[_STEP], s[_CHANGED])
+            RankStatus(rank, s[_PID], s[_ATTEMPT], PHASES[s[_PHASE]], s[_STEP], s[_CHANGED], s[_EPOCH])
             for rank, s in enumerate(slots)
         ]
 
     def close(self) -> None:
         """Unmap the memory. Does not remove the file, which belongs to who created it."""
         self._slot.release()
+        self._launchers.release()
         self._words.release()
         self._memory.close()
 

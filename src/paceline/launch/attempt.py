@@ -23,6 +23,7 @@ from paceline.launch.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, h
 from paceline.launch.host.hosts import current_hosts
 from paceline.launch.host.remote import RemoteRank, RemoteRanks, RunFolder
 from paceline.launch.place import RankPlace
+from paceline.launch.recovery import Recovery
 from paceline.launch.rendezvous import on_one_host, rendezvous
 from paceline.launch.signals import StopSignals, stopped_before
 from paceline.launch.started import StartedRank, Starter
@@ -53,6 +54,7 @@ class Setting:
     env: Mapping[str, str]
     inherited: tuple[int, ...]
     folder: RunFolder | None = None
+    recovers: bool = False
     number: int = 0
 
     @property
@@ -78,6 +80,7 @@ class Attempt:
         self.poll = select.poll()
         self.starter = Starter(setting.module_args, setting.env)
         self.remote: RemoteRanks | None = None
+        self.recovery: Recovery | None = None
         self._told = False
         self._killing = False
         self._made = ExitStack()
@@ -85,16 +88,17 @@ class Attempt:
     def __enter__(self) -> Self:
         self._oom_kills = oom_kills()
         with self._made:  # undone here if a start fails half-way
-            folder = self._made.enter_context(scratch_folder())
+            folder = self.folder = self._made.enter_context(scratch_folder())
             self.board = StatusBoard.create(folder / "status", self.setting.ranks, self.setting.number)
             self._made.callback(self.board.close)
             self._begin_on_others(folder)
+            self.recovery = Recovery(self) if self.setting.recovers else None
             self._made.callback(self._close_ranks)
             self._prepare()
             self._rendezvous = self._made.enter_context(rendezvous(self.setting.places, folder, self.setting.port))
             with self._listener() as listener:
                 for number in range(self.setting.ranks):
-                    self._start(number, folder, listener)
+                    self.ranks.append(self._start(number, listener))
             self._made = self._made.pop_all()
         return self
 
@@ -112,16 +116,18 @@ class Attempt:
         while any(rank.code is None for rank in self.ranks):
             self._note_ends(_TICK_S)
             self._obey_signals()
+            if self.recovery and self.recovery.turn():
+                return None
             if (seed := self.starter.seed) and seed.lost:
                 self._stop_all()
                 return LaunchFailure(
                     f"the process that the ranks were forked from (pid {seed.pid}) was killed, and they were stopped.",
                     0,
                 )
-            if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self.ranks):
+            if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self._counted()):
                 self._note_ends_for(self.setting.collect_s)
                 return self._failed()
-            if hung := self._hung():
+            if (hung := self._hung()) and not (self.recovery and self.recovery.end(hung)):
                 return self._hang(hung)
             if self.on_tick:
                 self.on_tick()
@@ -134,15 +140,32 @@ class Attempt:
             return nullcontext()
         return setting.places[0].listen(setting.port, backlog=max(128, 2 * setting.ranks))
 
-    def _start(self, number: int, folder: Path, listener: socket.socket | None) -> None:
-        record = folder / f"rank-{number}.error"
+    def start_again(self, number: int) -> None:
+        """Start a rank whose process has ended."""
+        before = self.ranks[number]
+        if isinstance(before, StartedRank):
+            os.close(before.pidfd)
+        for suffix in (".error", ".stack"):
+            before.record.with_suffix(suffix).unlink(missing_ok=True)
+        self.board.put(number, 0, "starting", 0, time.monotonic_ns(), epoch=-1)
+        self.ranks[number] = self._start(number, None)
+
+    def end_others(self) -> None:
+        """End the ranks that were yet to join when the run was done."""
+        self._kill_all()
+
+    def _counted(self) -> Sequence[StartedRank | RemoteRank]:
+        """Ranks whose failure is the attempt's: those that take part."""
+        return self.ranks if self.recovery is None else [self.ranks[number] for number in self.recovery.members]
+
+    def _start(self, number: int, listener: socket.socket | None) -> StartedRank | RemoteRank:
+        record = self.folder / f"rank-{number}.error"
         environment = self._environment(number, record, listener)
         if self.remote and (host := self.setting.places[number].number):
-            self.ranks.append(self.remote.start(host, environment, record))
-            return
+            return self.remote.start(host, environment, record)
         rank = self.starter.start(environment, listener if number == 0 else None)
-        self.ranks.append(rank)
         self.poll.register(rank.pidfd, select.POLLIN)
+        return rank
 
     def _begin_on_others(self, scratch: Path) -> None:
         """Have the other hosts that get ranks prepare for them."""
@@ -229,9 +252,9 @@ class Attempt:
 
     def _failed(self) -> LaunchFailure:
         """The failure to report, once all other ranks are stopped."""
-        before = self._ends()
+        before = self.ends()
         self._stop_all()
-        after = self._ends()
+        after = self.ends()
         ends = [
             late if late.record or early.code is not None else early for early, late in zip(before, after, strict=True)
         ]
@@ -266,14 +289,14 @@ class Attempt:
         while time.monotonic() < until and not all(rank.stack() for rank in asked):
             self._note_ends(0.02)
         now_ns = time.monotonic_ns()
-        ends = self._ends()
+        ends = self.ends()
         for rank in self.ranks:
             if rank.number in numbers:
                 rank.kill()
         self._stop_all()
         return hang([end for end in ends if end.status.rank in numbers], ends, now_ns)
 
-    def _ends(self) -> list[RankEnd]:
+    def ends(self) -> list[RankEnd]:
         """End or present state of every rank."""
         return [
             RankEnd(

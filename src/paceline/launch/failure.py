@@ -247,13 +247,19 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
         return LaunchFailure(record.text(ranks), rank, final, record.type, record.explained)
     others = _others(ranks, "it")
     if end.code is not None and end.code < 0:
-        name, why = _signal_name(-end.code), _reason(-end.code, end.oom_kills if end.remote else oom_kills)
+        why = _reason(-end.code, end.oom_kills if end.remote else oom_kills)
         stack = f"\n\n{_shortened(end.stack)}" if end.stack else ""
-        return LaunchFailure(f"{_who(end)} was killed by {name} in {_where(end.status)}{why}; {others}.{stack}", rank)
+        return LaunchFailure(f"{killed(end)}{why}; {others}.{stack}", rank)
     return LaunchFailure(
         f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.",
         rank,
     )
+
+
+def killed(end: RankEnd) -> str:
+    """Text of which rank was killed, by which signal, and where it was."""
+    assert end.code is not None
+    return f"{_who(end)} was killed by {_signal_name(-end.code)} in {_where(end.status)}"
 
 
 def _who(end: RankEnd) -> str:

@@ -42,6 +42,7 @@ def launch(
     env: Mapping[str, str] = {},
     inherited: Sequence[int] = (),
     folder: RunFolder | None = None,
+    recovers: bool = False,
 ) -> Launched:
     """Call a function on every rank, in its place, and wait until all have ended.
 
@@ -61,10 +62,13 @@ def launch(
         restarts: how often to start again after a failure that another attempt may survive.
         saves: whether ranks that are told to stop save a checkpoint first, for the message then.
         on_tick: called at least five times a second, in this thread.
-        on_event: called with ("stop", {signal}) and ("restart", {attempt, rank, reason}).
+        on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason}) and, where ranks recover,
+            ("lost", {rank, reason, epoch, again}) and ("joins", {ranks, epoch}).
         env: variables for the ranks, over those of this process.
         inherited: descriptors that every rank holds open until it ends; not the processes that it starts.
         folder: that the ranks read and write, on whichever host they are; it is named among `module_args`.
+        recovers: the function takes part in epochs (`training/recovery/`): a rank that is killed or hangs is left out
+            and started again, while the others go on.
 
     Raises:
         LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows
@@ -86,6 +90,7 @@ def launch(
         env=env,
         inherited=tuple(inherited),
         folder=folder,
+        recovers=recovers,
     )
     with StopSignals() as signals, _CursorShown():
         while True:

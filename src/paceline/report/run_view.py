@@ -24,6 +24,8 @@ from paceline.training.record.run import WARM_UP_STEPS, Run
 TROUBLE = (
     "nonfinite",
     "restart",
+    "lost",
+    "healed",
     "checkpoint_damaged",
     "checkpoint_failed",
     "corruption",

@@ -41,6 +41,7 @@ from paceline.storage.url import is_url
 from paceline.training.record.progress import LiveProgress
 from paceline.training.record.run import DESCRIPTION, FOLDERS, JsonLines, Run
 from paceline.training.record.run_lock import RunLock
+from paceline.training.recovery.possible import recovers_in_place
 from paceline.tuning.auto import AutoChoice, Say, choose, remember_run
 
 if TYPE_CHECKING:
@@ -236,8 +237,10 @@ def _launch_ranks(
                 check()
             progress.tick()
 
+        recovers = recovers_in_place(job, plan, cluster)
+        function = "paceline.training.recovery.run:run_rank" if recovers else "paceline.training.loop:run_rank"
         launch(
-            ["paceline.training.loop:run_rank", str(record.path.resolve())],
+            [function, str(record.path.resolve())],
             ranks=plan.ranks,
             threads=threads_on(cluster, plan),
             pin_cores=cores_on(cluster, plan),
@@ -250,6 +253,7 @@ def _launch_ranks(
             inherited=[lock.fd],
             env=job.fetch(),
             folder=RunFolder(record.path.resolve(), DESCRIPTION, FOLDERS),
+            recovers=recovers,
         )
 
 

@@ -37,8 +37,19 @@ def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
     return record(job.model.build)
 
 
-def build_engine(job: Job, plan: Plan, model: nn.Module | DeferredModel, data: DataSets, group: Group) -> Engine:
+def build_engine(
+    job: Job,
+    plan: Plan,
+    model: nn.Module | DeferredModel,
+    data: DataSets,
+    group: Group,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Engine:
     """This rank's engine for a job: its model part, optimizer, loss and data share.
+
+    Args:
+        optimizer: of a whole model that was trained before, in another epoch of the run; None makes a new one, and has
+            the model begin with the job's weights.
 
     Raises:
         PlanError: the plan cannot divide this model so, or has another number of ranks.
@@ -57,6 +68,9 @@ def build_engine(job: Job, plan: Plan, model: nn.Module | DeferredModel, data: D
         run_ahead=not by_loss,
         spike=job.spike,
     )
+    if optimizer is not None:
+        assert isinstance(model, nn.Module), "a divided model is built anew"
+        return Engine(model, optimizer, loss, loader, plan, group, settings, identical=True)
     source = _published(job, model)
     if plan.splits:
         from paceline.engine.split_model import divide

@@ -17,6 +17,7 @@ from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec
 from paceline.job.stop import StopRule
 from paceline.training.checkpoint.fetch import fetch
+from paceline.training.checkpoint.manifest import checkpoints
 from paceline.training.checkpoint.reader import Loaded, load_latest
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 from paceline.training.record.callback import Callback, StepInfo
@@ -288,6 +289,11 @@ class Checkpoints(Callback):
     def _values(self) -> dict[str, Any]:
         """The loop's own state."""
         return {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic}
+
+    def continued(self) -> None:
+        """Count from the newest whole checkpoint, after going on from memory."""
+        found = [step for step, _ in checkpoints(self.run.checkpoints)]
+        self.saving.resumed(max(self.group.gather_json(max(found, default=0))), self.stop.elapsed_s)
 
     def _newest(self) -> Loaded | None:
         """The newest checkpoint that is whole; the ranks agree which that is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from paceline.data.loader import Position
 from paceline.device import DEVICE_VARIABLE
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.run_ahead import UnreadStep
+from paceline.epoch import ends_epoch
 from paceline.errors import ClusterError, NonFiniteError, SyncError, tell_of_failure
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
@@ -37,6 +38,7 @@ from paceline.training.record.progress import PlainProgress
 from paceline.training.record.recorder import StepRecorder
 from paceline.training.record.run import Run
 from paceline.training.recovery.balancing import Balancing
+from paceline.training.recovery.handover import Border
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -49,11 +51,7 @@ def run_rank(arguments: list[str]) -> None:
 def train_in(run: Run, group: Group) -> None:
     """Train a run as one rank of `group`. Every rank of the group calls this."""
     job = run.job
-    if run.cluster.kind != group.device.type:
-        raise ClusterError(
-            f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. "
-            f"Install a build of torch for the accelerators, or set {DEVICE_VARIABLE}=cpu to train on the CPU."
-        )
+    check_device(run, group)
     seed_all(job.seed)
     model = built(job, run.plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
@@ -64,11 +62,23 @@ def train_in(run: Run, group: Group) -> None:
     engine.close()
 
 
+def check_device(run: Run, group: Group) -> None:
+    """Refuse a group whose devices are not those of the run's cluster."""
+    if run.cluster.kind != group.device.type:
+        raise ClusterError(
+            f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. "
+            f"Install a build of torch for the accelerators, or set {DEVICE_VARIABLE}=cpu to train on the CPU."
+        )
+
+
 class Loop:
     """One rank's training of one run, from its newest checkpoint to the stop rule.
 
     Attributes:
         callbacks: the run's callbacks, in the order of their calls.
+        another_is_wanted: whether the ranks are to meet again in another epoch of the run, with more of them.
+        at_border: called before each batch is read.
+        leaving: whether all ranks have agreed to meet again.
     """
 
     def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group) -> None:
@@ -90,23 +100,38 @@ class Loop:
         self._on_step = [c.on_step for c in self.callbacks if type(c).on_step is not Callback.on_step]
         self._after_step = [c.after_step for c in self.callbacks if type(c).after_step is not Callback.after_step]
         self.signal: str | None = None
+        self.another_is_wanted: Callable[[], bool] = lambda: False
+        self.at_border: Callable[[], None] = lambda: None
+        self.leaving = False
+        self._last: StepInfo | None = None
+        self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read
 
-    def run(self) -> None:
+    def run(self, border: Border | None = None) -> bool:
         """Train until the stop rule or a signal ends the run, then save.
+
+        Args:
+            border: where the ranks go on from, whose state the engine has; None begins, or resumes from a checkpoint.
+
+        Returns:
+            False where the ranks left before the end, to meet again in another epoch of the run.
 
         Raises:
             PacelineError: anything that keeps the run from going on. Checkpoints written before stay valid.
+            EpochOver: a rank was lost.
         """
         try:
             with self._signals():
-                self._begin()
-                reason = self.stop.ended(self.engine.step_count)
-                while reason is None:
+                reason = self._begin() if border is None else self._go_on(border)
+                while reason is None and not self.leaving:
                     reason = self._epoch()
+                if reason is None:
+                    return False
                 self._finish(reason)
+            return True
         except BaseException as error:
-            tell_of_failure(error)
+            if not ends_epoch(error):
+                tell_of_failure(error)
             raise
         finally:
             self.engine.loader.close()
@@ -136,6 +161,7 @@ class Loop:
             raise
 
     def _steps(self) -> str | None:
+        self.at_border()
         for batch in self.engine.loader:
             reason = None
             for info in self.advance(batch):
@@ -146,7 +172,14 @@ class Loop:
                 reason = self.stop.ended(self.engine.step_count)
             if reason is not None:
                 return reason
-        return self.evaluations.after_epoch()
+            if self.engine.step_count % self.epoch_steps:
+                self._acted = self.engine.step_count
+                if self.leaving:
+                    return None
+            self.at_border()
+        reason = self.evaluations.after_epoch()
+        self._acted = self.engine.step_count
+        return reason
 
     def advance(self, batch: Batch | None) -> Iterator[StepInfo]:
         """Take one step on this rank's share of a global batch.
@@ -186,6 +219,7 @@ class Loop:
         result = self.engine.settle(begun.step)
         info = StepInfo(result, begun.position.epoch, begun.position.local, begun.lr)
         info.busy_s = self.engine.signals.take_busy()
+        self._last = info
         for on_step in self._on_step:
             on_step(info)
         self.engine.on_phase("data", self.engine.step_count + 1)
@@ -208,6 +242,10 @@ class Loop:
         self.checkpoints.saving.poll()
         self.events.missing(self.recorder.lines)
         info.ending = self._ending(info.result)
+        self.leaving = self.leaving or "epoch" in info.result.votes
+        return self._act(info)
+
+    def _act(self, info: StepInfo) -> str | None:
         for after_step in self._after_step:
             reason = after_step(info)
             info.ending = info.ending or reason
@@ -227,8 +265,59 @@ class Loop:
         for callback in self.callbacks:
             callback.on_evaluation(step, metrics)
 
-    def _begin(self) -> None:
-        """Resume from the newest checkpoint, if any, and record the start event."""
+    @property
+    def begun(self) -> bool:
+        """True once the ranks have a state to go on from."""
+        return self._acted >= 0
+
+    def border(self) -> Border:
+        """Position of the loop, for the ranks of another epoch to go on from."""
+        return Border(
+            step=self.engine.step_count,
+            acted=self._acted,
+            stop=self.stop.state_dict(),
+            evaluated_at=self.evaluations.at,
+            rejected=list(self.checkpoints.rejected),
+            items_per_sample=self.engine.compute.weighing.items_per_sample,
+            last=None if self._last is None else _as_json(self._last),
+        )
+
+    def _go_on(self, border: Border) -> str | None:
+        """Go on with the ranks of another epoch; returns the reason if the run ends."""
+        engine = self.engine
+        engine.step_count, self._acted = border.step, border.acted
+        engine.loader.load_state_dict(self._position(border.step))
+        engine.compute.weighing.items_per_sample = border.items_per_sample
+        engine.compute.weighing.prepare()
+        self.stop.load_state_dict(border.stop)
+        self.evaluations.at, self.checkpoints.rejected = border.evaluated_at, border.rejected
+        self.checkpoints.continued()
+        self.checkpoints.begin()
+        self._last = None if border.last is None else _from_json(border.last)
+        if self._last is not None:
+            self.recorder.complete(self._last)
+        ranks = {"step": border.step, "replicas": engine.plan.dp, "ranks": self.group.size}
+        self.events("epoch", {**ranks, "transport": self.group.transport.name})
+        engine.meter.restart()
+        reason = None
+        if self._last is not None and border.acted < border.step:
+            # what follows this step was broken off
+            reason = self._act(self._last)
+            if reason is None and border.step % self.epoch_steps == 0:
+                reason = self.evaluations.after_epoch()
+            self._acted = border.step
+        return reason or self.stop.ended(border.step)
+
+    def _position(self, step: int) -> dict[str, Any]:
+        """The loader's state before the batch that follows `step`."""
+        epoch, within = divmod(step, self.epoch_steps)
+        return self.engine.loader.state_dict() | {"epoch": epoch, "step": within, "reader": None}
+
+    def _begin(self) -> str | None:
+        """Resume from the newest checkpoint, if any, and record the start event.
+
+        Returns the reason if the run has ended before.
+        """
         resumed = self.checkpoints.resume()
         engine = self.engine
         self.events(
@@ -254,6 +343,8 @@ class Loop:
             self.events("transport", {"transport": self.group.transport.name, "reason": self.group.transport_note})
         self.checkpoints.begin()
         engine.meter.restart()
+        self._acted = engine.step_count
+        return self.stop.ended(engine.step_count)
 
     def _finish(self, reason: str) -> None:
         """Measure, save and record why the run ended."""
@@ -310,6 +401,8 @@ class Loop:
         """Vote, with the next step's gradients, for this rank's clock or signal."""
         if self.signal is not None:
             self.engine.signals.vote("interrupted")
+        if self.another_is_wanted():
+            self.engine.signals.vote("epoch")
         if self.group.rank == 0:
             if self.stop.out_of_time():
                 self.engine.signals.vote("out_of_time")
@@ -342,6 +435,15 @@ class _Begun:
     lr: float
 
 
+def _as_json(info: StepInfo) -> dict[str, Any]:
+    """A step's result without its times, for ranks that broke the step off."""
+    return asdict(replace(info, result=replace(info.result, timing=None), busy_s=[]))
+
+
+def _from_json(told: dict[str, Any]) -> StepInfo:
+    return StepInfo(**told | {"result": StepResult(**told["result"])})
+
+
 class Evaluations(Callback):
     """Measures the validation set when the job says so.
 
@@ -371,8 +473,8 @@ class Evaluations(Callback):
     def measure(self) -> str | None:
         """Measure the validation set, if any; returns a stop reason if a target was reached."""
         engine, step = self.engine, self.engine.step_count
-        self.at = step
         if self.data.held_out is None:
+            self.at = step
             return None
         engine.on_phase("evaluate", step)
         # A measure of a whole batch depends on which samples are in it.
@@ -386,4 +488,5 @@ class Evaluations(Callback):
         metrics = engine.evaluate(batches, self.metrics)
         self.events("evaluation", {"step": step, "epoch": step / self.epoch_steps, "metrics": metrics})
         self.told(step, metrics)
+        self.at = step
         return self.stop.after_evaluation(metrics)

@@ -150,7 +150,8 @@ def stranger(network: str, address: str, port: int) -> bytes:
 def test_a_rank_that_is_killed_is_named_with_its_host_and_ends_all(tmp_path: Path, rank: int) -> None:
     job = write_job(tmp_path / "job.yaml", **LONG)
     where = folders(tmp_path)
-    with host_processes("train", job, "--plan", "dp=2", "--run", tmp_path / "run", folders=where) as hosts:
+    arguments, off = ("train", job, "--plan", "dp=2", "--run", tmp_path / "run"), {"PACELINE_RECOVERY": "off"}
+    with host_processes(*arguments, folders=where, environment=off) as hosts:
         wait_for_step(5, tmp_path / "run", hosts[0])
         kill_rank(rank, hosts[rank])
         zero, one = outcomes(hosts)
@@ -163,7 +164,8 @@ def test_a_rank_that_is_killed_is_named_with_its_host_and_ends_all(tmp_path: Pat
 def test_a_restart_starts_the_ranks_of_all_hosts_again(tmp_path: Path) -> None:
     job, run = write_job(tmp_path / "job.yaml", **LONG), tmp_path / "run"
     arguments = ("train", job, "--plan", "dp=2", "--run", run, "--restarts", 1)
-    with host_processes(*arguments, folders=folders(tmp_path)) as hosts:
+    off = {"PACELINE_RECOVERY": "off"}
+    with host_processes(*arguments, folders=folders(tmp_path), environment=off) as hosts:
         wait_for(lambda: len(losses(run)) > 50 and checkpoints(run), hosts[0])
         kill_rank(1, hosts[1])
         wait_for(lambda: events(run, "resume"), hosts[0])

@@ -21,15 +21,15 @@ from paceline.errors import SyncError
 Options = Any  # torch's options of a collective; each kind is a class of its own
 
 
-_LAST_WORD_S = 1.0  # for word of a failure to reach the other ranks
+LAST_WORD_S = 1.0  # for word of a failure to reach the other ranks
 
 
-def abort_all() -> None:
-    """End all groups of this process within a second, after this rank has failed.
+def abort_all(last_word_s: float = LAST_WORD_S) -> None:
+    """End all groups of this process, after this rank has failed.
 
-    The others may be gone, and are not waited for.
+    The others may be gone, and are not waited for; messages under way to them get `last_word_s`.
     """
-    until = time.monotonic() + _LAST_WORD_S
+    until = time.monotonic() + last_word_s
     for group in list(_open):
         group.end_within(max(0.0, until - time.monotonic()))
 

@@ -21,6 +21,7 @@ from paceline.cluster.emulate.cgroup import cpu_quota
 from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Driver, Operation, call_all
 from paceline.comm.shm import futex
 from paceline.comm.shm.segment import Handle, Segment, attach, create
+from paceline.epoch import epoch_is_over
 from paceline.rank_environment import RankEnvironment, is_our_rank
 
 # longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
@@ -185,6 +186,8 @@ class ShmProgress(Driver):
             return self._watching
 
     def _hopeless(self, operation: Operation) -> DistBackendError | None:
+        if epoch_is_over():
+            return DistBackendError(f"{operation.what}: the epoch is over")
         gone = [peer for peer in operation.waits_for() if peer.is_gone()]
         gone = [
             peer for peer in operation.waits_for() if peer in gone

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, call_all
+from paceline.epoch import epoch_is_over
 from paceline.errors import SyncError
 
 _NAP_S = 0.05  # the longest sleep between two looks at the clock
@@ -176,6 +177,8 @@ class TcpProgress(Driver):
 
     def _hopeless(self, operation: Operation) -> Exception | None:
         waited_s = time.monotonic() - operation.started
+        if epoch_is_over():
+            return SyncError(f"{operation.what}: the epoch is over")
         awaited: Sequence[Awaited] = operation.waits_for()
         over = [why for peer in awaited if (why := peer.why_over())]
         if over:

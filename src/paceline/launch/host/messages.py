@@ -95,6 +95,7 @@ class Row(Struct, array_like=True, frozen=True):
     step: int
     idle_ns: int
     stopped: bool
+    epoch: int
 
 
 class Rows(Struct, tag=True, frozen=True):
@@ -202,6 +203,15 @@ class Start(Struct, tag=True, frozen=True):
     environment: dict[str, str]
 
 
+class Announce(Struct, tag=True, frozen=True):
+    """Epochs of the run with their members: the current one, and the newest."""
+
+    current: int
+    members: list[int]
+    newest: int
+    newest_members: list[int]
+
+
 class Signal(Struct, tag=True, frozen=True):
     """A signal for a rank."""
 
@@ -257,6 +267,7 @@ ToHost = (
     | Begin
     | Put
     | Start
+    | Announce
     | Signal
     | Kill
     | Fetched

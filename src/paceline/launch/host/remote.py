@@ -16,11 +16,13 @@ from typing import Any, Self
 from msgspec import Struct
 
 from paceline.engine.status import PHASES, StatusBoard
+from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.files import write_whole
 from paceline.launch.host.folder import parts_of, place_in, receive
 from paceline.launch.host.link import Link
 from paceline.launch.host.messages import (
+    Announce,
     Begin,
     EndAttempt,
     Ended,
@@ -158,6 +160,12 @@ class RemoteRanks:
         link.send(Start(environment.to_env()))
         return rank
 
+    def announce(self, current: Epoch, newest: Epoch) -> None:
+        """Tell the ranks of other hosts of the epochs of the run."""
+        message = Announce(current.number, list(current.members), newest.number, list(newest.members))
+        for link in self.links:
+            link.send(message)
+
     def turn(self) -> None:
         """Take in what hosts have sent."""
         for link in self.links:
@@ -239,7 +247,7 @@ class RemoteRanks:
             rank.stopped = row.stopped
             if rank.code is None:
                 rank.alive_at = now
-            self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns)
+            self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns, row.epoch)
 
     def _tell(self, link: Link, message: Told) -> None:
         """Keep a rank's record, in this host's time, or its stack."""

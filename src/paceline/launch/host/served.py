@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import select
 import signal
@@ -17,11 +18,12 @@ from paceline.channel.key import key_descriptor, own_key
 from paceline.cluster.identity import interface_of
 from paceline.engine.status import StatusBoard
 from paceline.errors import LaunchError
-from paceline.files import scratch_folder
+from paceline.files import scratch_folder, write_whole
 from paceline.launch.failure import ErrorRecord, oom_kills
 from paceline.launch.host.folder import WrittenFiles, place_in
 from paceline.launch.host.messages import (
     TEXT_LIMIT,
+    Announce,
     Begin,
     Echo,
     EndAttempt,
@@ -42,6 +44,7 @@ from paceline.launch.host.messages import (
 from paceline.launch.started import StartedRank, Starter
 from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
 from paceline.training.checkpoint.fetch import WANTED
+from paceline.training.recovery.member import members_file
 
 if TYPE_CHECKING:
     from paceline.launch.host.serve import Coordinator
@@ -93,6 +96,8 @@ class ServedAttempt:
                     self.copy.receive(message)
             case Start():
                 self._start(message)
+            case Announce():
+                self._announce(message)
             case Signal() | Kill():
                 for rank in self.ranks:
                     if rank.number == message.rank:
@@ -153,6 +158,7 @@ class ServedAttempt:
         return WrittenFiles(copy)
 
     def _start(self, message: Start) -> None:
+        self._forget(int(message.environment.get("RANK", "0")))
         try:
             if not self._prepared:
                 self.starter.prepare(self.begin.start_deadline_s, self._is_alone)
@@ -179,6 +185,23 @@ class ServedAttempt:
         self.ranks.append(rank)
         self.coordinator.send(Started(rank.number, rank.pid))
 
+    def _forget(self, number: int) -> None:
+        """Forget a rank whose process has ended, which is started again."""
+        for rank in [rank for rank in self.ranks if rank.number == number and rank.code is not None]:
+            os.close(rank.pidfd)
+            self.ranks.remove(rank)
+            self._ended.discard(number)
+            for path in (rank.record, rank.record.with_suffix(".stack")):
+                path.unlink(missing_ok=True)
+                self._told.pop(path, None)
+            self.board.put(number, 0, "starting", 0, time.monotonic_ns(), epoch=-1)
+
+    def _announce(self, message: Announce) -> None:
+        """Show the run's epochs to the ranks here."""
+        for number, members in ((message.current, message.members), (message.newest, message.newest_members)):
+            write_whole(members_file(self.scratch, number), json.dumps(members))
+        self.board.announce(message.current, message.newest)
+
     def _is_alone(self) -> bool:
         """True if the coordinator is lost. The message tells it that this host is there."""
         self.coordinator.send(Echo())
@@ -192,7 +215,8 @@ class ServedAttempt:
         for rank in self.ranks:
             status = board[rank.number]
             idle_ns = max(0, now_ns - status.changed_ns)
-            rows.append(Row(rank.number, status.attempt, status.phase, status.step, idle_ns, rank.stopped))
+            place = status.phase, status.step, idle_ns, rank.stopped, status.epoch
+            rows.append(Row(rank.number, status.attempt, *place))
         if rows:
             self.coordinator.send(Rows(rows))
 

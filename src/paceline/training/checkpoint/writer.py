@@ -207,6 +207,14 @@ class Checkpointer:
         self._finish()
         self.poll()
 
+    def abandon(self) -> None:
+        """Leave the checkpoint under way as it is: ranks with parts of it are gone."""
+        if self._thread is not None:
+            self._hurry.set()
+            self._thread.join()
+            self._thread = None
+        self._work, self._error, self._copying = iter(()), None, False
+
     def _finish(self) -> None:
         """Complete the current checkpoint on the calling thread, at its normal priority."""
         if self._thread is not None:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 5.0  # where the output is not a terminal
 # events that are shown in colour
+LEFT_OUT = "After three losses within an hour"
 TROUBLE = (
     "balance",
+    "lost",
     "checkpoint_damaged",
     "checkpoint_failed",
     "corruption",
@@ -268,6 +270,11 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return f"went back from step {event['from_step']} to step {event['to_step']}{kept}"
         case "strangers":
             return f"{event['connections']} connections to the ranks' ports did not show the run's key and were closed"
+        case "lost":
+            then = "It is started again." if event["again"] else f"{LEFT_OUT} rank {event['rank']} is left out."
+            return f"{event['reason']}; the others go on. {then}"
+        case "healed":
+            return f"rank {event['rank']} is back at step {event['step']}"
         case "restart":
             return f"{event['reason']} Starting again, attempt {event['attempt'] + 1}."
     return None

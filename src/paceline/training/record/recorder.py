@@ -34,6 +34,7 @@ _TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
 USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.2 ms
 # of the time, at most, to read the proportional set size: it costs milliseconds, more for larger processes
 _PSS_SHARE = 0.001
+_LONGEST_LINE = 2**14
 
 
 class StepRecorder(Callback):
@@ -71,6 +72,11 @@ class StepRecorder(Callback):
             self._write(result.timing)
         if self._writes_events and self.use.fresh:
             self._to_tensorboard(result, lr)
+
+    def complete(self, info: StepInfo) -> None:
+        """Write down a step that only another rank took, unless its line is there."""
+        if self._writes_events and _last_step(self.lines.path) < info.result.step:
+            self.on_step(info)
 
     def close(self) -> None:
         """Write what still waits for its times, and end the files."""
@@ -241,6 +247,18 @@ def _use_of(device: torch.device, telemetry: Telemetry | None) -> dict[str, Any]
     if telemetry is not None and (percent := telemetry.percent()) is not None:
         use["gpu_percent"] = percent
     return use
+
+
+def _last_step(path: Path) -> int:
+    """The newest step in a file of steps; -1 where there is none."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _LONGEST_LINE))
+        for line in reversed(file.read().splitlines()):
+            try:
+                return int(json.loads(line)["step"])
+            except (ValueError, LookupError, TypeError):  # cut short by a crash
+                continue
+    return -1
 
 
 def _json(x: float) -> str:

@@ -1,4 +1,4 @@
-"""Recovery from failures within a run: states in memory, healing, membership; and balance between replicas.
+"""Recovery of runs whose ranks fail or lag: membership, states in memory, balance.
 
-Read `memory_state.py` first.
+Read `run.py` first, then `member.py` and `handover.py`, then `memory_state.py`.
 """

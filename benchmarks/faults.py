@@ -1,0 +1,225 @@
+"""Ranks that are killed while a run trains: the gap, the steps lost, and how soon the rank is back.
+
+    python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts]
+
+Four replicas train on shared memory, and, as root, on four emulated hosts. A random rank of theirs is killed (SIGKILL)
+again and again, a while after the one before is back. Figures, of each transport (`shm_`, `hosts_`):
+- `kill_gap_s`: median over the faults of the longest time between two committed steps around a kill, beyond the run's
+  median step; `kill_gap_worst_s` the longest of all.
+- `healed_s`: median time from the kill to the step after which the rank takes part again.
+- `steps_lost`: steps that were taken twice, or are missing from the record.
+- `inexact`: steps whose loss differs from that of an undisturbed run by more than 1e-4 of it.
+- `hangs`: faults after which no step came within a minute.
+- `steady_cost`: median step time with recovery / with PACELINE_RECOVERY=off, runs in turn, where nothing fails.
+
+Figures of a busy machine say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from measure import environment_line
+from paceline.cluster.discover import environment
+
+BIN = Path(sys.executable).parent
+REPLICAS, HANG_S, TOLERANCE = 4, 60.0, 1e-4
+REST_S, SEED = 1.5, 17
+WARM_UP, STEADY_STEPS, ROUNDS = 20, 200, 5
+JOB = {
+    "name": "faults",
+    "model": "cifar_cnn",
+    "data": {"kind": "synthetic", "samples": 4096, "shape": [3, 32, 32], "classes": 10},
+    "loss": "cross_entropy",
+    "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9},
+    "global_batch": 64,
+    "checkpoint": {"every_steps": 500},
+    "deadline_s": 60,
+}
+CLUSTER = {"emulate": {"hosts": REPLICAS}}
+
+
+@dataclass
+class Faults:
+    """What came of the faults of one run."""
+
+    gaps_s: list[float] = field(default_factory=list)
+    healed_s: list[float] = field(default_factory=list)
+    hangs: int = 0
+    steps_lost: int = 0
+    inexact: int = 0
+
+    def figures(self, name: str) -> dict[str, float]:
+        """The figures by name."""
+        return {
+            f"{name}_kill_gap_s": round(statistics.median(self.gaps_s), 3),
+            f"{name}_kill_gap_worst_s": round(max(self.gaps_s), 3),
+            f"{name}_healed_s": round(statistics.median(self.healed_s), 3),
+            f"{name}_steps_lost": self.steps_lost,
+            f"{name}_inexact": self.inexact,
+            f"{name}_hangs": self.hangs,
+        }
+
+
+def main() -> None:
+    """Measure, and print a table or the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one line of figures at the end")
+    parser.add_argument("--faults", type=int, default=100, help="of each transport")
+    parser.add_argument("--transports", default="shm,hosts" if os.geteuid() == 0 else "shm")
+    asked = parser.parse_args()
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder:
+        for name in asked.transports.split(","):
+            print(f"{name}: {asked.faults} faults", file=sys.stderr, flush=True)
+            figures |= measured(Path(folder) / name, name, asked.faults).figures(name)
+        figures["steady_cost"] = round(steady_cost(Path(folder) / "steady"), 4)
+    for name, value in figures.items():
+        print(f"{name:24} {value:g}")
+    print(environment_line())
+    if asked.json:
+        print(json.dumps({"figures": figures, "environment": environment()}))
+
+
+def measured(folder: Path, transport: str, faults: int) -> Faults:
+    """A run with faults, and one without that takes as many steps."""
+    folder.mkdir()
+    found = Faults()
+    kills: list[float] = []
+    random.seed(SEED)
+    with training(folder, transport, "faults", steps=10**7) as (process, run):
+        wait_for(lambda: len(losses(run)) > WARM_UP, process)
+        for _ in range(faults):
+            time.sleep(REST_S)
+            kills.append(kill(random.randrange(REPLICAS), run, process))
+            if not wait_for(lambda: len(events(run, "healed")) >= len(kills), process):
+                found.hangs += 1
+                break
+        time.sleep(REST_S)
+        process.send_signal(signal.SIGINT)
+        process.wait(HANG_S)
+    lines = read(run / "steps" / "rank-0.jsonl")
+    times = [line["time"] for line in lines]
+    typical_s = statistics.median(b - a for a, b in itertools.pairwise(times))
+    healed_at = [event["time"] for event in events(run, "healed")]
+    for at in kills:
+        back = next((time for time in healed_at if time > at), at + HANG_S)
+        near = [b - a for a, b in itertools.pairwise(times) if b > at and a < back + 1.0]
+        found.gaps_s.append(max(near, default=HANG_S) - typical_s)
+        found.healed_s.append(back - at)
+    took = losses(run)
+    found.steps_lost = len(lines) - len(took) + max(took) - len(took)
+    with training(folder, transport, "undisturbed", steps=max(took)) as (process, whole):
+        process.wait()
+    alone = losses(whole)
+    found.inexact = sum(abs(took[step] - loss) > TOLERANCE * abs(loss) for step, loss in alone.items())
+    return found
+
+
+def steady_cost(folder: Path) -> float:
+    """Median step time with recovery over that without, where nothing fails; runs take turns."""
+    folder.mkdir()
+    found: dict[str, list[float]] = {"on": [], "off": []}
+    for number in range(ROUNDS):
+        for recovery in sorted(found, reverse=bool(number % 2)):
+            with training(folder, "shm", f"{recovery}-{number}", steps=STEADY_STEPS, recovery=recovery) as (
+                process,
+                run,
+            ):
+                process.wait()
+            found[recovery].append(
+                statistics.median(line["step_s"] for line in read(run / "steps/rank-0.jsonl")[WARM_UP:])
+            )
+    return statistics.median(on / off for on, off in zip(found["on"], found["off"], strict=True))
+
+
+@contextmanager
+def training(
+    folder: Path, transport: str, name: str, *, steps: int, recovery: str = "on"
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """`paceline train` of the job, and its run directory; ended with the context."""
+    job, cluster = folder / f"{name}.yaml", folder / "cluster.yaml"
+    job.write_text(yaml.safe_dump(JOB | {"stop": {"steps": steps}}))
+    cluster.write_text(yaml.safe_dump(CLUSTER))
+    options = ["--cluster", str(cluster)] if transport == "hosts" else []
+    command = [
+        str(BIN / "paceline"),
+        "train",
+        str(job),
+        "--plan",
+        f"dp={REPLICAS} balance=off",
+        "--run",
+        str(folder / name),
+    ]
+    with open(folder / f"{name}.log", "wb") as log:
+        process = subprocess.Popen(
+            [*command, *options], stdout=log, stderr=log, env={**os.environ, "PACELINE_RECOVERY": recovery}
+        )
+    try:
+        yield process, folder / name
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def kill(rank: int, run: Path, launcher: subprocess.Popen[bytes]) -> float:
+    """SIGKILL for a rank; returns when."""
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        try:
+            title = process.cmdline()
+        except psutil.Error:
+            continue
+        if title[:1] and title[0].startswith(f"paceline rank {rank} "):
+            at = time.time()
+            process.kill()
+            return at
+    raise RuntimeError(f"{run}: rank {rank} has no process")
+
+
+def wait_for(is_there: Callable[[], bool], process: subprocess.Popen[bytes]) -> bool:
+    """True once it is there; False after a minute, or at the end of the process."""
+    until = time.monotonic() + HANG_S
+    while not is_there():
+        if time.monotonic() > until or process.poll() is not None:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Whole lines of a file of the record."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Newest loss of every step."""
+    return {line["step"]: line["loss"] for line in read(run / "steps" / "rank-0.jsonl")}
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Events of a kind."""
+    return [event for event in read(run / "events.jsonl") if event["event"] == kind]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Epochs of a run, and waits that end when their epoch does.
+
+An epoch begins when a rank is lost or joins. Whoever announces epochs (`launch/epochs.py`) is not known here: a rank's
+`training/recovery/member.py` says with `watch_epoch` how to see that one is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from paceline.errors import SyncError
+
+_LOOK_S = 0.002
+# from the moment at which a rank sees a dead peer to that at which the launcher has told of the next epoch
+_ANNOUNCED_WITHIN_S = 2.0
+
+_is_over: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch of a run.
+
+    `members` are the numbers of its processes, ascending; a member's rank is its place among them.
+    """
+
+    number: int
+    members: tuple[int, ...]
+
+    def rank_of(self, member: int) -> int:
+        """Rank of a process in this epoch's group."""
+        return self.members.index(member)
+
+
+class EpochOver(SyncError):
+    """A wait was broken off, since the ranks meet again in the next epoch."""
+
+
+@contextmanager
+def watch_epoch(is_over: Callable[[], bool]) -> Iterator[None]:
+    """Context in which waits for other ranks end with `EpochOver` once `is_over` is true."""
+    global _is_over
+    before, _is_over = _is_over, is_over
+    try:
+        yield
+    finally:
+        _is_over = before
+
+
+def epochs_are_watched() -> bool:
+    """True if this process takes part in a run whose epochs may end."""
+    return _is_over is not None
+
+
+def epoch_is_over() -> bool:
+    """True if waits for the ranks of this epoch are in vain."""
+    return _is_over is not None and _is_over()
+
+
+def ends_epoch(error: BaseException) -> bool:
+    """True if an error only tells that the epoch is over.
+
+    A lost peer may be seen before the epoch's end is announced, which is waited for a moment.
+    """
+    if isinstance(error, EpochOver):
+        return True
+    if _is_over is None or not isinstance(error, RuntimeError | SyncError | OSError):
+        return False
+    until = time.monotonic() + _ANNOUNCED_WITHIN_S
+    while not _is_over():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_LOOK_S)
+    return True

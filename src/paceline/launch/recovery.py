@@ -1,0 +1,144 @@
+"""Recovery of an attempt while it runs: lost ranks are replaced.
+
+`membership.py` decides; here its decisions meet processes, the status board and other hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.engine.status import RankStatus
+from paceline.errors import LaunchError
+from paceline.files import write_whole
+from paceline.launch.failure import hang, killed
+from paceline.launch.membership import MOST_LOSSES, Membership
+from paceline.training.recovery.member import members_file
+
+if TYPE_CHECKING:
+    from paceline.launch.attempt import Attempt
+
+LOSSES = "PACELINE_LOSSES_PER_HOUR"  # of one rank, which is left out then
+STOPPED_S = 5.0  # a rank that SIGSTOP holds for so long is taken for lost
+
+
+class Recovery:
+    """Epochs of one attempt."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.membership = Membership(attempt.setting.ranks, _most_losses())
+        self._announced = -1, -1
+        self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
+        self._why: dict[int, str] = {}  # a rank that was killed here had been hung
+        self._stopped_at: dict[int, float] = {}
+        self._announce()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that take part, or are about to."""
+        return self.membership.newest.members
+
+    def turn(self) -> bool:
+        """Act on what has happened since the last turn; True once all is done.
+
+        A rank that raised is no loss: the others would raise the same.
+        """
+        attempt = self.attempt
+        codes = [attempt.ranks[number].code for number in self.members]
+        if codes and all(code == 0 for code in codes):
+            attempt.end_others()
+            return True
+        whole = attempt.remote is None or attempt.remote.lost is None  # a lost host ends the attempt
+        if whole and attempt.signals.first is None and 0 not in codes:
+            for rank in attempt.ranks:
+                if rank.code is not None and rank.number not in self._handled and self._may_be_spared(rank.number):
+                    self._lost(rank.number)
+        self._end_stopped()
+        self._note()
+        return False
+
+    def end(self, hung: Sequence[RankStatus]) -> bool:
+        """Kill ranks that hang, which are then lost ones; False where all do."""
+        numbers = {status.rank for status in hung}
+        if numbers >= set(self.members):
+            return False
+        for number in numbers:
+            self._kill(number)
+        return True
+
+    def _end_stopped(self) -> None:
+        """Kill members that SIGSTOP holds for too long: the others would wait until their deadline."""
+        now, limit_s = time.monotonic(), min(STOPPED_S, self.attempt.setting.deadline_s / 2)
+        stopped = {number for number in self.members if self.attempt.ranks[number].stopped}
+        self._stopped_at = {number: self._stopped_at.get(number, now) for number in stopped}
+        for number, since in self._stopped_at.items():
+            if now - since > limit_s and len(stopped) < len(self.members):
+                self._kill(number)
+
+    def _kill(self, number: int) -> None:
+        ends = self.attempt.ends()
+        self._why[number] = hang([ends[number]], ends, time.monotonic_ns()).text.partition(";")[0]
+        self.attempt.ranks[number].kill()
+
+    def _may_be_spared(self, number: int) -> bool:
+        """True if the run can go on without that rank."""
+        rank = self.attempt.ranks[number]
+        if number not in self.members:
+            return True
+        return rank.code is not None and rank.code < 0 and not rank.record.exists()
+
+    def _lost(self, number: int) -> None:
+        attempt, membership = self.attempt, self.membership
+        end = attempt.ends()[number]
+        why = self._why.pop(number, None) or (killed(end) if end.code and end.code < 0 else f"rank {number} failed")
+        again = membership.lost(number, time.monotonic())
+        # before anything else: the others wait in vain until they are told
+        self._announce()
+        if again:
+            try:
+                attempt.start_again(number)
+            except LaunchError:
+                again = False
+        if not again:
+            self._handled.add(number)
+        if attempt.on_event:
+            details = {
+                "rank": number,
+                "reason": why,
+                "epoch": membership.current.number,
+            }
+            attempt.on_event("lost", details | {"again": again})
+
+    def _note(self) -> None:
+        """Take in what the board shows."""
+        membership, before = self.membership, self.membership.newest
+        alive = [status for status in self.attempt.board.read() if self.attempt.ranks[status.rank].code is None]
+        joining = {status.rank for status in alive if status.phase == "joining"}
+        membership.note({status.rank: status.epoch for status in alive}, joining)
+        self._announce()
+        if (joined := set(membership.newest.members) - set(before.members)) and self.attempt.on_event:
+            self.attempt.on_event("joins", {"ranks": sorted(joined), "epoch": membership.newest.number})
+
+    def _announce(self) -> None:
+        """Tell the ranks of the epochs that are new."""
+        current, newest = self.membership.current, self.membership.newest
+        if (current.number, newest.number) == self._announced:
+            return
+        for epoch in (current, newest):
+            if epoch.number > max(self._announced):
+                write_whole(members_file(self.attempt.folder, epoch.number), json.dumps(epoch.members))
+        self._announced = current.number, newest.number
+        self.attempt.board.announce(*self._announced)
+        if self.attempt.remote:
+            self.attempt.remote.announce(current, newest)
+
+
+def _most_losses() -> int:
+    wanted = os.environ.get(LOSSES, str(MOST_LOSSES))
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise LaunchError(f"{LOSSES}={wanted} is no number of losses after which a rank is left out: at least 1")
+    return int(wanted)

@@ -1,0 +1,74 @@
+"""Epochs of a run as one of its processes sees them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from paceline.engine.status import StatusBoard
+from paceline.epoch import Epoch
+from paceline.rank_environment import RankEnvironment
+
+_LOOK_S = 0.002
+
+
+class Member:
+    """This process among those of the run.
+
+    Args:
+        number: of the process, which it keeps, whatever its rank in an epoch.
+        folder: where the launcher puts the members of each epoch.
+    """
+
+    def __init__(self, number: int, board: StatusBoard, folder: Path) -> None:
+        self.number, self.board, self.folder = number, board, folder
+        self.epoch = Epoch(-1, ())
+
+    @classmethod
+    def of_this_rank(cls) -> Member:
+        """This process, whose launcher announces epochs."""
+        environment = RankEnvironment.from_env()
+        assert environment.status_file is not None, "only ranks of our launcher take part in epochs"
+        return cls(environment.rank, StatusBoard.of_this_rank(), environment.status_file.parent)
+
+    def is_over(self) -> bool:
+        """True if another epoch was begun."""
+        return self.board.current_epoch > self.epoch.number
+
+    def another_is_wanted(self) -> bool:
+        """True if another epoch is to be begun after this step."""
+        return self.board.wanted_epoch > self.epoch.number
+
+    def next_epoch(self) -> Epoch:
+        """Enter the next epoch that this process is a member of, once there is one.
+
+        The launcher ends who waits in vain.
+        """
+        told = False
+        while True:
+            number = next_number(self.board.current_epoch, self.board.wanted_epoch, self.epoch.number)
+            if number is not None:
+                epoch = Epoch(number, tuple(json.loads(members_file(self.folder, number).read_text())))
+                if self.number in epoch.members:
+                    self.epoch = epoch
+                    self.board.enter(number)
+                    return epoch
+            if self.epoch.number < 0 and not told:
+                told = True
+                self.board.mark("joining", 0)
+            time.sleep(_LOOK_S)
+
+
+def next_number(current: int, wanted: int, own: int) -> int | None:
+    """Number of the epoch to enter after epoch `own`; None while there is none.
+
+    A wanted one is entered by those who agreed to leave the current one for it, and by those who were waiting.
+    """
+    newest = max(current, wanted)
+    return newest if newest > own else None
+
+
+def members_file(folder: Path, epoch: int) -> Path:
+    """File in which a launcher writes the members of an epoch before it announces it."""
+    return folder / f"epoch-{epoch}.json"

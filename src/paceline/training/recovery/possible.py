@@ -1,0 +1,26 @@
+"""Runs that recover in place: their ranks go on when one is lost."""
+
+from __future__ import annotations
+
+import os
+
+from paceline.cluster.cluster import Cluster
+from paceline.device import CPU
+from paceline.job.job import Job
+from paceline.plans.plan import Plan
+from paceline.plans.sync_info import sync_info
+
+RECOVERY = "PACELINE_RECOVERY"  # set to off: every loss of a rank stops all of them
+
+
+def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
+    """True if a lost rank is replaced while the others go on.
+
+    That is where each rank holds the whole model, all hold the same one after every step, our own transports are used
+    (waits of torch's cannot be broken off), and samples can be dealt to any number of replicas.
+    """
+    if os.environ.get(RECOVERY, "on") == "off":
+        return False
+    replicas = plan.dp > 1 and not plan.splits and not sync_info(plan.sync).local_steps
+    dealt = job.partition.weights is None and job.partition.kind != "hierarchical"
+    return replicas and dealt and plan.transport in ("auto", "shm", "tcp") and cluster.kind == CPU

@@ -1,0 +1,109 @@
+"""Training by one process of a run that recovers, in epoch after epoch."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import FrameType
+
+import torch
+from torch import nn
+
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.epoch import ends_epoch, watch_epoch
+from paceline.training.build import build_engine, built, seed_all
+from paceline.training.loop import Loop, check_device
+from paceline.training.record.run import Run
+from paceline.training.recovery.handover import Border, agree_on_start, hand_over
+from paceline.training.recovery.member import Member
+from paceline.training.recovery.undo import StepUndo
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Train the run in the directory `arguments[0]`, in all epochs with this process."""
+    run = Run(arguments[0])
+    member = Member.of_this_rank()
+    trainee = Trainee(run, member)
+    with watch_epoch(member.is_over), trainee.signals():
+        ended = False
+        while not ended:
+            epoch = member.next_epoch()
+            try:
+                with joined(deadline_s=run.job.deadline_s, transport=run.plan.transport, epoch=epoch) as group:
+                    ended = trainee.train(group)
+            except Exception as error:
+                if not ends_epoch(error):
+                    raise
+
+
+class Trainee:
+    """Model, optimizer, data and position, which a process keeps from epoch to epoch.
+
+    Only whole models: each process is a replica.
+    """
+
+    def __init__(self, run: Run, member: Member) -> None:
+        self.run, self.member = run, member
+        seed_all(run.job.seed)
+        model = built(run.job, run.plan)
+        assert isinstance(model, nn.Module), "recovery in place is for whole models"
+        self.model = model
+        self.data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.border = Border()
+        self.signal: str | None = None
+
+    def train(self, group: Group) -> bool:
+        """Train as one rank of an epoch's group; True if the run has ended."""
+        run = self.run
+        check_device(run, group)
+        start = agree_on_start(group, self.border)
+        # as many microbatches as before, or batch norms would see other parts of the global batch
+        plan, begins = replace(run.plan, dp=group.size), start.border.step < 0
+        if not begins and self.optimizer is None:
+            self.optimizer = run.job.optimizer.build(self.model.parameters(), fused=plan.fused)
+        engine = build_engine(run.job, plan, self.model, self.data, group, None if begins else self.optimizer)
+        self.optimizer = engine.optimizer
+        loop = undo = None
+        try:
+            if begins:
+                seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
+            elif start.behind:
+                hand_over(engine, group, start.source, start.behind)
+                self.border = start.border
+            loop, undo = Loop(run, engine, self.data, group), StepUndo(engine)
+            loop.signal, loop.at_border = self.signal, undo.remember
+            loop.another_is_wanted = self.member.another_is_wanted
+            for rank in () if begins else start.new:
+                loop.events("healed", {"rank": self.member.epoch.members[rank], "step": start.border.step})
+            ended = loop.run(None if begins else start.border)
+            loop.checkpoints.saving.settle()
+        except Exception as error:
+            if not ends_epoch(error):
+                raise
+            if loop is not None and undo is not None:
+                undo.undo()
+                loop.checkpoints.writer.abandon()
+            ended = False
+        if loop is not None and loop.begun:
+            self.border, self.signal = loop.border(), loop.signal
+        with suppress(Exception):  # its ranks may be gone
+            engine.close()
+        return ended
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Have SIGINT and SIGTERM between two epochs stop the run in the next."""
+
+        def note(number: int, _: FrameType | None) -> None:
+            self.signal = signal.Signals(number).name
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,177 @@
+"""Ranks are killed while a run trains: the others go on within the same run, exactly, and let a replacement in."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from commands import (
+    checkpoints,
+    ended,
+    events,
+    kill_rank,
+    losses,
+    paceline,
+    processes_of,
+    rank_of,
+    started,
+    wait_for,
+    wait_for_step,
+    write_job,
+)
+
+WHAT = Path(__file__).with_name("what_goes_wrong.py")
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """90 steps of some milliseconds, 6 in an epoch, with an evaluation after each epoch."""
+    return write_job(tmp_path_factory.mktemp("job") / "job.yaml", **long_job())
+
+
+def long_job(**changes: object) -> dict[str, object]:
+    data = {
+        "kind": "dataset",
+        "factory": f"{WHAT}:Points",
+        "held_out": 0.15,
+        "args": {"sleep_s": 0.003, "samples": 112},
+    }
+    return {
+        "model": {"factory": f"{WHAT}:normed_net"},
+        "data": data,
+        "optimizer": {"name": "adamw", "lr": 0.01},
+        "batch_norm": "sync",
+        "stop": {"steps": STEPS},
+        "checkpoint": {"every_steps": 20},
+        "deadline_s": 60,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: Path) -> dict[int, float]:
+    """The losses of the job when nothing happens."""
+    outcome = paceline("train", job, "--plan", "dp=1", "--run", "undisturbed", folder=job.parent)
+    assert outcome.code == 0, outcome.err
+    return losses(job.parent / "undisturbed")
+
+
+@contextmanager
+def training(job: Path, folder: Path, plan: str, *options: object) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    with started("paceline", "train", job, "--plan", plan, "--run", "run", *options, folder=folder) as process:
+        yield process, folder / "run"
+
+
+def wait_for_events(run: Path, kind: str, count: int, process: subprocess.Popen[str]) -> None:
+    wait_for(lambda: len(events(run, kind)) >= count, process)
+
+
+def test_a_killed_rank_costs_no_step_and_is_back_soon(job: Path, undisturbed: dict[int, float], tmp_path: Path) -> None:
+    with training(job, tmp_path, "dp=3") as (process, run):
+        for count, (rank, step) in enumerate([(2, 8), (0, 30)], 1):
+            wait_for_step(step, run, process)
+            kill_rank(rank, process)
+            wait_for_events(run, "epoch", 2 * count, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("rank 2 (host ", "was killed by SIGKILL in ", "the others go on", "rank 2 is back")
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
+    assert [(e["replicas"]) for e in events(run, "epoch")] == [2, 3, 2, 3]
+    assert not events(run, "resume"), "nothing was read from the disk"
+    assert checkpoints(run)[-1] == f"step-{STEPS:08d}"
+
+
+@pytest.mark.slow
+def test_two_at_once_and_one_while_the_others_meet(job: Path, undisturbed: dict[int, float], tmp_path: Path) -> None:
+    with training(job, tmp_path, "dp=4") as (process, run):
+        wait_for_step(10, run, process)
+        kill_rank(1, process)
+        kill_rank(3, process)
+        wait_for_events(run, "lost", 2, process)
+        kill_rank(0, process)
+        wait_for_events(run, "joins", 1, process)
+        kill_rank(2, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_when_all_ranks_are_killed_they_go_on_from_the_disk(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with training(job, tmp_path, "dp=2") as (process, run):
+        wait_for(lambda: (run / "checkpoints" / "step-00000020").exists(), process)
+        for rank in (0, 1):
+            kill_rank(rank, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("resumed at step ")
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_again_and_again_is_left_out_and_named(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with training(job, tmp_path, "dp=3") as (process, run):
+        for count in range(3):
+            wait_for_step(5 + 10 * count, run, process)
+            wait_for_events(run, "epoch", 2 * count, process)
+            kill_rank(1, process)
+            wait_for_events(run, "lost", count + 1, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("After three losses within an hour rank 1 is left out.")
+    assert [event["again"] for event in events(run, "lost")] == [True, True, False]
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_told_apart_and_replaced(undisturbed: dict[int, float], tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", **long_job(deadline_s=3))
+    with training(job, tmp_path, "dp=2") as (process, run):
+        wait_for_step(10, run, process)
+        [stopped] = [p for p in processes_of(process) if rank_of(p) == 1]
+        stopped.send_signal(signal.SIGSTOP)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("rank 1 (host ", "is stopped (SIGSTOP)", "rank 1 is back")
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_rank_is_replaced_saves_and_ends(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with training(job, tmp_path, "dp=2") as (process, run):
+        wait_for_step(10, run, process)
+        kill_rank(1, process)
+        wait_for_events(run, "lost", 1, process)
+        process.send_signal(signal.SIGINT)
+        outcome = ended(process)
+    assert outcome.code == 130, outcome.err
+    assert "Traceback" not in outcome.err
+    saved = max(losses(run))
+    assert checkpoints(run)[-1] == f"step-{saved:08d}"
+    again = paceline("train", job, "--plan", "dp=2", "--run", "run", "--resume", folder=tmp_path)
+    assert again.code == 0, again.err
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_the_run_as_before(tmp_path: Path) -> None:
+    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"trouble": "raise"}}
+    job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=data)
+    outcome = paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path)
+    assert outcome.code == 1
+    assert "cannot decode image" in outcome.error
+    assert not events(tmp_path / "run", "lost")
