@@ -1,6 +1,6 @@
 """Ranks that are killed while a run trains: the gap, the steps lost, and how soon the rank is back.
 
-    python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts]
+    python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts] [--rounds N]
 
 Four replicas train on shared memory, and, as root, on four emulated hosts. A random rank of theirs is killed (SIGKILL)
 again and again, a while after the one before is back. Figures, of each transport (`shm_`, `hosts_`):
@@ -43,7 +43,7 @@ from paceline.cluster.discover import environment
 BIN = Path(sys.executable).parent
 REPLICAS, HANG_S, TOLERANCE = 4, 60.0, 1e-4
 REST_S, SEED = 1.5, 17
-WARM_UP, STEADY_STEPS, ROUNDS = 20, 200, 5
+WARM_UP, STEADY_STEPS = 20, 200
 JOB = {
     "name": "faults",
     "model": "cifar_cnn",
@@ -85,13 +85,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line of figures at the end")
     parser.add_argument("--faults", type=int, default=100, help="of each transport")
     parser.add_argument("--transports", default="shm,hosts" if os.geteuid() == 0 else "shm")
+    parser.add_argument("--rounds", type=int, default=5, help="of the runs without faults")
     asked = parser.parse_args()
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder:
         for name in asked.transports.split(","):
             print(f"{name}: {asked.faults} faults", file=sys.stderr, flush=True)
             figures |= measured(Path(folder) / name, name, asked.faults).figures(name)
-        figures["steady_cost"] = round(steady_cost(Path(folder) / "steady"), 4)
+        figures["steady_cost"] = round(steady_cost(Path(folder) / "steady", asked.rounds), 4)
     for name, value in figures.items():
         print(f"{name:24} {value:g}")
     print(environment_line())
@@ -134,11 +135,11 @@ def measured(folder: Path, transport: str, faults: int) -> Faults:
     return found
 
 
-def steady_cost(folder: Path) -> float:
+def steady_cost(folder: Path, rounds: int) -> float:
     """Median step time with recovery over that without, where nothing fails; runs take turns."""
     folder.mkdir()
     found: dict[str, list[float]] = {"on": [], "off": []}
-    for number in range(ROUNDS):
+    for number in range(rounds):
         for recovery in sorted(found, reverse=bool(number % 2)):
             with training(folder, "shm", f"{recovery}-{number}", steps=STEADY_STEPS, recovery=recovery) as (
                 process,

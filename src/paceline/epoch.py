@@ -16,6 +16,7 @@ from paceline.errors import SyncError
 _LOOK_S = 0.002
 # from the moment at which a rank sees a dead peer to that at which the launcher has told of the next epoch
 _ANNOUNCED_WITHIN_S = 2.0
+_WAITED = "_paceline_waited"  # attribute of an error for which that was waited in vain
 
 _is_over: Callable[[], bool] | None = None
 
@@ -67,11 +68,17 @@ def ends_epoch(error: BaseException) -> bool:
     """
     if isinstance(error, EpochOver):
         return True
-    if _is_over is None or not isinstance(error, RuntimeError | SyncError | OSError):
+    if _is_over is None or not _is_of_other_ranks(error) or getattr(error, _WAITED, False):
         return False
     until = time.monotonic() + _ANNOUNCED_WITHIN_S
     while not _is_over():
         if time.monotonic() > until:
+            setattr(error, _WAITED, True)
             return False
         time.sleep(_LOOK_S)
     return True
+
+
+def _is_of_other_ranks(error: BaseException) -> bool:
+    """True for errors of waits for other ranks: ours, and torch's `DistError`."""
+    return isinstance(error, SyncError) or any(kind.__name__ == "DistError" for kind in type(error).__mro__)

@@ -1,0 +1,23 @@
+"""`benchmarks/faults.py` kills ranks of a run, and finds the run whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_ranks_lose_no_step_and_no_digit() -> None:
+    options = ["--faults", "2", "--transports", "shm", "--rounds", "1", "--json"]
+    outcome = subprocess.run([sys.executable, BENCHMARK, *options], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    figures = json.loads(outcome.stdout.splitlines()[-1])["figures"]
+    assert (figures["shm_steps_lost"], figures["shm_inexact"], figures["shm_hangs"]) == (0, 0, 0)
+    assert figures["shm_kill_gap_worst_s"] > 0
