@@ -60,7 +60,13 @@ KINDS: dict[str, type[BaseModel]] = {
 }
 OF_ALL_KINDS = ("kind", "held_out", "num_workers", "limit", "collate")
 # defaults of parts
-IN_WORDS = {"evaluate": "each epoch", "checkpoint": "each 300 s", "schedule": "constant", "partition": "uniform"}
+IN_WORDS = {
+    "evaluate": "each epoch",
+    "checkpoint": "each 300 s",
+    "schedule": "constant",
+    "partition": "uniform",
+    "spike": "off",
+}
 
 
 @pytest.mark.parametrize("part", PARTS)

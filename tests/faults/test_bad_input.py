@@ -114,7 +114,10 @@ def test_a_rank_that_raises_shows_its_traceback_alone(tmp_path: Path) -> None:
     assert shown.endswith("ValueError: the attention mask has the wrong shape\n")
 
 
-def test_a_rank_that_hangs_is_named_after_the_deadline_with_where_it_hangs(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_after_the_deadline_with_where_it_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_RECOVERY", "off")
     shown = error_of(job(tmp_path, trouble="hang", deadline_s=3), "dp=2")
     assert re.match(
         (

@@ -175,3 +175,14 @@ def test_a_rank_that_raises_ends_the_run_as_before(tmp_path: Path) -> None:
     assert outcome.code == 1
     assert "cannot decode image" in outcome.error
     assert not events(tmp_path / "run", "lost")
+
+
+def test_a_rank_that_hangs_is_named_and_the_others_finish_the_run(tmp_path: Path) -> None:
+    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"trouble": "hang"}}
+    job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=data, deadline_s=3, stop={"steps": 12})
+    outcome = paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says(
+        "rank 1 (host ", "has been in data of step 5 for 3 s while rank 0 waits for it; the others go on"
+    )
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 13))

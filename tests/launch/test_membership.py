@@ -228,7 +228,7 @@ def test_the_first_that_comes_back_after_all_were_lost_goes_on_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("current", "wanted", "own", "to"), [(0, 0, -1, 0), (3, 4, 3, 4), (3, 3, 3, None), (5, 5, 3, 5)]
+    ("current", "wanted", "own", "to"), [(0, 0, -1, 0), (3, 4, 3, 4), (3, 3, 3, None), (5, 5, 3, 5), (3, 4, -1, 3)]
 )
 def test_the_newest_epoch_is_entered_next(current: int, wanted: int, own: int, to: int | None) -> None:
     assert next_number(current, wanted, own) == to

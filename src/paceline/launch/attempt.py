@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -272,6 +272,7 @@ class Attempt:
     def _hung(self) -> list[RankStatus]:
         """Ranks that did nothing for too long; all, if they only wait for another."""
         alive = [status for status in self.board.read() if self.ranks[status.rank].code is None]
+        alive = [status for status in alive if status.phase != "joining"]  # which waits for the end of a step
         limits, deadline_s = {"starting": self.setting.start_deadline_s}, self.setting.deadline_s
         # what a rank does behind a cut link is not known, and may be more than it was last seen to do
         idle_s = {status.rank: status.idle_s(self.ranks[status.rank].known_ns) for status in alive}
@@ -282,12 +283,7 @@ class Attempt:
 
     def _hang(self, hung: Sequence[RankStatus]) -> LaunchFailure:
         numbers = {status.rank for status in hung}
-        asked = [rank for rank in self.ranks if rank.number in numbers and not rank.stopped]
-        for rank in asked:
-            rank.signal(signal.SIGUSR2)
-        until = time.monotonic() + _ANSWER_S
-        while time.monotonic() < until and not all(rank.stack() for rank in asked):
-            self._note_ends(0.02)
+        self.ask_for_stacks(numbers)
         now_ns = time.monotonic_ns()
         ends = self.ends()
         for rank in self.ranks:
@@ -295,6 +291,15 @@ class Attempt:
                 rank.kill()
         self._stop_all()
         return hang([end for end in ends if end.status.rank in numbers], ends, now_ns)
+
+    def ask_for_stacks(self, numbers: Set[int]) -> None:
+        """Have ranks that hang write where they do; waits a moment for that."""
+        asked = [rank for rank in self.ranks if rank.number in numbers and not rank.stopped]
+        for rank in asked:
+            rank.signal(signal.SIGUSR2)
+        until = time.monotonic() + _ANSWER_S
+        while time.monotonic() < until and not all(rank.stack() for rank in asked):
+            self._note_ends(0.02)
 
     def ends(self) -> list[RankEnd]:
         """End or present state of every rank."""

@@ -234,7 +234,7 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Launc
     more = "".join(
         f"\n{_who(e)} has been in {_where(e.status)} for {e.status.idle_s(now_ns):.0f} s as well" for e in hung[1:]
     )
-    stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{_shortened(e.stack)}" for e in hung if e.stack)
+    stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{shortened(e.stack)}" for e in hung if e.stack)
     advice = "" if first.stopped or first.status.phase == "starting" else ". If it is only slow, raise deadline_s"
     return LaunchFailure(f"{head}; {_others(len(ends), 'it')}{advice}.{more}{stacks}", first.status.rank)
 
@@ -248,7 +248,7 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
     others = _others(ranks, "it")
     if end.code is not None and end.code < 0:
         why = _reason(-end.code, end.oom_kills if end.remote else oom_kills)
-        stack = f"\n\n{_shortened(end.stack)}" if end.stack else ""
+        stack = f"\n\n{shortened(end.stack)}" if end.stack else ""
         return LaunchFailure(f"{killed(end)}{why}; {others}.{stack}", rank)
     return LaunchFailure(
         f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.",
@@ -296,7 +296,7 @@ def _reason(number: int, oom_kills: int | None) -> str:
     return " (from outside: the kernel counts no out-of-memory kill)"
 
 
-def _shortened(stack: str) -> str:
+def shortened(stack: str) -> str:
     """Output of faulthandler, main thread first, short enough for one screen.
 
     Frames around the rank's function are left out.

@@ -51,7 +51,7 @@ class Membership:
     def note(self, entered: Mapping[int, int], joining: set[int]) -> None:
         """Note which epoch each process has entered, and who waits to join."""
         self._entered |= entered
-        if self.wanted is not None and self._all_in(self.wanted):
+        if self.wanted is not None and all(self._is_in(self.wanted, process) for process in self.current.members):
             self.current, self.wanted = self.wanted, None
         self.joining = joining - set(self.newest.members)
         if not self.joining or self.wanted is not None:
@@ -59,7 +59,7 @@ class Membership:
         if not self.current.members:
             # all were lost: whoever comes first goes on from what is saved
             self._begin(self.joining)
-        elif self._all_in(self.current):
+        elif all(self._is_in(self.current, process) for process in self.current.members):
             # not before: a member on its way to this epoch would go to the next one, and be waited for in this
             self.wanted = Epoch(self.current.number + 1, tuple(sorted({*self.current.members, *self.joining})))
             self.joining = set()
@@ -67,5 +67,5 @@ class Membership:
     def _begin(self, members: set[int]) -> None:
         self.current, self.wanted = Epoch(self.newest.number + 1, tuple(sorted(members))), None
 
-    def _all_in(self, epoch: Epoch) -> bool:
-        return all(self._entered.get(process) == epoch.number for process in epoch.members)
+    def _is_in(self, epoch: Epoch, process: int) -> bool:
+        return self._entered.get(process) == epoch.number

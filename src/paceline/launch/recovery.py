@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from paceline.engine.status import RankStatus
 from paceline.errors import LaunchError
 from paceline.files import write_whole
-from paceline.launch.failure import hang, killed
+from paceline.launch.failure import hang, killed, shortened
 from paceline.launch.membership import MOST_LOSSES, Membership
 from paceline.training.recovery.member import members_file
 
@@ -39,8 +39,8 @@ class Recovery:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks that take part, or are about to."""
-        return self.membership.newest.members
+        """Ranks that take part; those that join do when they have met the others."""
+        return self.membership.current.members
 
     def turn(self) -> bool:
         """Act on what has happened since the last turn; True once all is done.
@@ -66,6 +66,7 @@ class Recovery:
         numbers = {status.rank for status in hung}
         if numbers >= set(self.members):
             return False
+        self.attempt.ask_for_stacks(numbers)
         for number in numbers:
             self._kill(number)
         return True
@@ -81,6 +82,7 @@ class Recovery:
 
     def _kill(self, number: int) -> None:
         ends = self.attempt.ends()
+        # its first sentence; the stack, if any, follows advice for those whose run ends
         self._why[number] = hang([ends[number]], ends, time.monotonic_ns()).text.partition(";")[0]
         self.attempt.ranks[number].kill()
 
@@ -109,6 +111,7 @@ class Recovery:
             details = {
                 "rank": number,
                 "reason": why,
+                "stack": shortened(end.stack),
                 "epoch": membership.current.number,
             }
             attempt.on_event("lost", details | {"again": again})

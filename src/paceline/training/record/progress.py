@@ -272,7 +272,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return f"{event['connections']} connections to the ranks' ports did not show the run's key and were closed"
         case "lost":
             then = "It is started again." if event["again"] else f"{LEFT_OUT} rank {event['rank']} is left out."
-            return f"{event['reason']}; the others go on. {then}"
+            stack = f"\n{event['stack']}" if event["stack"] else ""
+            return f"{event['reason']}; the others go on. {then}{stack}"
         case "healed":
             return f"rank {event['rank']} is back at step {event['step']}"
         case "restart":

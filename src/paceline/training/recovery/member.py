@@ -63,9 +63,10 @@ class Member:
 def next_number(current: int, wanted: int, own: int) -> int | None:
     """Number of the epoch to enter after epoch `own`; None while there is none.
 
-    A wanted one is entered by those who agreed to leave the current one for it, and by those who were waiting.
+    A wanted one is entered by those who agreed to leave the current one for it. Who joins enters it when they are all
+    there, and it is the current one: until then they may end the run.
     """
-    newest = max(current, wanted)
+    newest = current if own < 0 else max(current, wanted)
     return newest if newest > own else None
 
 
