@@ -183,6 +183,8 @@ def test_a_rank_that_hangs_is_named_and_the_others_finish_the_run(tmp_path: Path
     outcome = paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path)
     assert outcome.code == 0, outcome.err
     assert outcome.says(
-        "rank 1 (host ", "has been in data of step 5 for 3 s while rank 0 waits for it; the others go on"
+        "rank 1 (host ",
+        "has been in data of step 5 for 3 s while rank 0 waits for it; the others go on",
+        "in come_to_grief",
     )
     assert sorted(losses(tmp_path / "run")) == list(range(1, 13))

@@ -5,12 +5,25 @@ from __future__ import annotations
 import signal
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from commands import checkpoints, ended, kill_rank, paceline, processes_of, started, wait_for_step, write_job
+from commands import (
+    checkpoints,
+    ended,
+    events,
+    kill_rank,
+    losses,
+    paceline,
+    processes_of,
+    started,
+    wait_for,
+    wait_for_step,
+    write_job,
+)
 from hosts import Hosts
 from paceline.cluster.cluster import Cluster, Emulate
 from paceline.errors import LaunchError
@@ -84,6 +97,27 @@ def test_a_rank_of_another_host_that_dies_is_started_again(tmp_path: Path) -> No
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert outcome.says("rank 1 (host host-1, pid")
+
+
+@pytest.mark.slow
+def test_ranks_of_any_host_are_replaced_while_the_others_go_on(tmp_path: Path) -> None:
+    job, run = write_job(endless(tmp_path), stop={"steps": 300}, checkpoint={"every_steps": 100}), tmp_path / "run"
+    with started("paceline", "train", job, *OPTIONS, folder=tmp_path) as process:
+        for count, rank in enumerate((1, 0), 1):
+            wait_for_step(20 * count, run, process)
+            kill_rank(rank, process)
+            wait_for(partial(_are_back, run, count), process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("rank 1 is back", "rank 0 is back")
+    alone = paceline("train", job, "--plan", "dp=1", "--run", "alone", folder=tmp_path)
+    assert alone.code == 0, alone.err
+    assert sorted(losses(run)) == list(range(1, 301))
+    assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)
+
+
+def _are_back(run: Path, count: int) -> bool:
+    return len(events(run, "healed")) >= count
 
 
 @pytest.mark.slow
