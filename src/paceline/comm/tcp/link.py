@@ -202,12 +202,14 @@ class PeerLink:
     # The connection there is
 
     def _on_event(self, events: int) -> None:
+        if not self.connected:  # lost or closed since the event was seen
+            return
         try:
             if events & ~select.EPOLLOUT:
                 self.stream.read()
             if self.stream.ended:
                 self.lose(ConnectionError("it has left the group"))
-            else:
+            elif self.connected:  # what was read may have ended the group here
                 self.stream.write()
         except OSError as error:
             self.lose(error)

@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.comm.c10d.process_group import abort_all
 from paceline.epoch import ends_epoch, watch_epoch
 from paceline.training.build import build_engine, built, seed_all
 from paceline.training.loop import Loop, check_device
@@ -84,6 +85,8 @@ class Trainee:
         except Exception as error:
             if not ends_epoch(error):
                 raise
+            # at once: groups that are closed wait for what peers have not acknowledged
+            abort_all(0.0)
             if loop is not None and undo is not None:
                 undo.undo()
                 loop.checkpoints.writer.abandon()
