@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import signal
@@ -51,13 +52,17 @@ class RayCluster:
                 os.kill(int(process), signal.SIGKILL)
 
 
+_made = itertools.count()
+
+
 @contextmanager
 def ray_cluster(here: Path, nodes: int) -> Iterator[RayCluster]:
     """A cluster of so many nodes besides its head, ended with all that runs on it."""
     token = here / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))
-    prefix = f"pr{os.getpid() % 100_000}-"
+    # one of its own for each cluster: links go with the last process of their host, which may be after the next begins
+    prefix = f"pr{os.getpid() % 100_000}-{next(_made) % 10}"
     environment = {
         "TMPDIR": _TEMPORARY,
         "PATH": f"{ENGINES}:{os.environ['PATH']}",
