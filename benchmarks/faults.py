@@ -141,14 +141,11 @@ def steady_cost(folder: Path, rounds: int) -> float:
     found: dict[str, list[float]] = {"on": [], "off": []}
     for number in range(rounds):
         for recovery in sorted(found, reverse=bool(number % 2)):
-            with training(folder, "shm", f"{recovery}-{number}", steps=STEADY_STEPS, recovery=recovery) as (
-                process,
-                run,
-            ):
+            name = f"{recovery}-{number}"
+            with training(folder, "shm", name, steps=STEADY_STEPS, recovery=recovery) as (process, run):
                 process.wait()
-            found[recovery].append(
-                statistics.median(line["step_s"] for line in read(run / "steps/rank-0.jsonl")[WARM_UP:])
-            )
+            steps = read(run / "steps" / "rank-0.jsonl")[WARM_UP:]
+            found[recovery].append(statistics.median(line["step_s"] for line in steps))
     return statistics.median(on / off for on, off in zip(found["on"], found["off"], strict=True))
 
 
@@ -161,19 +158,11 @@ def training(
     job.write_text(yaml.safe_dump(JOB | {"stop": {"steps": steps}}))
     cluster.write_text(yaml.safe_dump(CLUSTER))
     options = ["--cluster", str(cluster)] if transport == "hosts" else []
-    command = [
-        str(BIN / "paceline"),
-        "train",
-        str(job),
-        "--plan",
-        f"dp={REPLICAS} balance=off",
-        "--run",
-        str(folder / name),
-    ]
+    plan = f"dp={REPLICAS} balance=off"
+    command = [str(BIN / "paceline"), "train", str(job), "--plan", plan, "--run", str(folder / name), *options]
+    settings = {**os.environ, "PACELINE_RECOVERY": recovery, "PACELINE_LOSSES_PER_HOUR": "1000"}
     with open(folder / f"{name}.log", "wb") as log:
-        process = subprocess.Popen(
-            [*command, *options], stdout=log, stderr=log, env={**os.environ, "PACELINE_RECOVERY": recovery}
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=settings)
     try:
         yield process, folder / name
     finally:

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.errors import SyncError
 from paceline.split.parts import local
+from paceline.sync.start import broadcast_tensors
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -55,10 +56,7 @@ class Corruption:
         for rank, host, held in everyones:
             if wrong := [name for name in held if held[name] != right[name]]:
                 self._note(rank, host, wrong, everyones[source][0])
-        for tensor in [*named.values(), *self._optimizer_state(named)]:
-            moved = tensor.to(group.device).contiguous()
-            group.broadcast(moved, root=source)
-            tensor.copy_(moved)
+        broadcast_tensors(group, [*named.values(), *self._optimizer_state(named)], source)
         return True
 
     def tell_all(self) -> None:

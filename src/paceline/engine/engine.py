@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -143,8 +143,12 @@ class Engine:
         self.signals = StepSignals(group)
         self.messages: list[str] = []
         self.rule: SyncRule = build_rule(plan)
-        self._attach(identical=identical)
-        self.replica_state = ReplicaState(self)
+        with ExitStack() as undo:
+            undo.callback(unsynchronise, self.model)
+            undo.callback(self.rule.detach)
+            self._attach(identical=identical)
+            self.replica_state = ReplicaState(self)
+            undo.pop_all()
         # From here on every data-parallel rank draws its own dropout masks.
         torch.manual_seed(settings.seed * 1_000_003 + 1 + self.data_group.rank)
 
@@ -277,11 +281,12 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the model: no hooks of paceline remain in it. A model that was divided stays divided."""
-        self.rule.detach()
-        if self.split is not None:
-            self.split.close()
-        self.replica_state.close()
-        unsynchronise(self.model)
+        with ExitStack() as held:  # each, also where one of them fails as ranks are gone
+            held.callback(unsynchronise, self.model)
+            held.callback(self.replica_state.close)
+            if self.split is not None:
+                held.callback(self.split.close)
+            held.callback(self.rule.detach)
 
     @property
     def plan(self) -> Plan:

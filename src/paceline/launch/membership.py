@@ -21,16 +21,13 @@ class Membership:
     Attributes:
         current: the newest epoch that was begun.
         wanted: the one that is to be begun after a step; None where nobody is to join.
-        joining: processes that are ready to take part, and do not yet.
     """
 
     def __init__(self, processes: int, most_losses: int = MOST_LOSSES) -> None:
         self.current = Epoch(0, tuple(range(processes)))
         self.wanted: Epoch | None = None
-        self.joining: set[int] = set()
         self._most_losses = most_losses
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
-        self._entered: dict[int, int] = {}
 
     @property
     def newest(self) -> Epoch:
@@ -41,31 +38,23 @@ class Membership:
         """Note the end of a process; returns whether it is to be started again."""
         losses = self._losses[process]
         losses[:] = [*(earlier for earlier in losses if at_s - earlier < WITHIN_S), at_s]
-        self.joining.discard(process)
-        self._entered.pop(process, None)
         members = {*self.current.members, *self.newest.members}
         if process in members:
             self._begin(members - {process})
         return len(losses) < self._most_losses
 
-    def note(self, entered: Mapping[int, int], joining: set[int]) -> None:
-        """Note which epoch each process has entered, and who waits to join."""
-        self._entered |= entered
-        if self.wanted is not None and all(self._is_in(self.wanted, process) for process in self.current.members):
-            self.current, self.wanted = self.wanted, None
-        self.joining = joining - set(self.newest.members)
-        if not self.joining or self.wanted is not None:
+    def note(self, entered: Mapping[int, int], waiting: set[int]) -> None:
+        """Note the epoch that each living process has entered, and which wait to join."""
+        # not before all are there: one on its way to this epoch would go to the next, and be waited for in this
+        if {entered.get(process) for process in self.current.members} - {self.newest.number}:
             return
-        if not self.current.members:
-            # all were lost: whoever comes first goes on from what is saved
-            self._begin(self.joining)
-        elif all(self._is_in(self.current, process) for process in self.current.members):
-            # not before: a member on its way to this epoch would go to the next one, and be waited for in this
-            self.wanted = Epoch(self.current.number + 1, tuple(sorted({*self.current.members, *self.joining})))
-            self.joining = set()
+        if self.wanted is not None:
+            self.current, self.wanted = self.wanted, None
+        elif joining := waiting - set(self.current.members):
+            if self.current.members:
+                self.wanted = Epoch(self.current.number + 1, tuple(sorted({*self.current.members, *joining})))
+            else:  # all were lost: whoever comes first goes on from what is saved
+                self._begin(joining)
 
     def _begin(self, members: set[int]) -> None:
         self.current, self.wanted = Epoch(self.newest.number + 1, tuple(sorted(members))), None
-
-    def _is_in(self, epoch: Epoch, process: int) -> bool:
-        return self._entered.get(process) == epoch.number

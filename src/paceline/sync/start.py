@@ -5,12 +5,13 @@ All replicas begin with the first one's values for the same parameters; names, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from paceline.comm import Group
 from paceline.comm.agree import agree_on
 from paceline.comm.checked import CheckedGroup
 from paceline.errors import JobError, PlanError
@@ -25,8 +26,6 @@ _TOGETHER_BYTES = 25 * 2**20
 def broadcast_state(replica: Replica) -> None:
     """Give every replica the weights and buffers of the first; every rule's `attach` begins so.
 
-    Many small tensors go in one collective.
-
     Raises:
         SyncError: the replicas hold different parameters; names the first that differs, with both ranks' shape and
             dtype.
@@ -35,13 +34,21 @@ def broadcast_state(replica: Replica) -> None:
         return
     if not replica.dp.is_fake:
         agree_on(replica.dp, _descriptions(replica))
+    broadcast_tensors(replica.dp, [tensor.detach() for tensor in replica.tensors()], root=0)
+
+
+def broadcast_tensors(group: Group, tensors: Iterable[Tensor], root: int) -> None:
+    """Replace tensors on every rank by those of rank `root`. Many small ones go in one collective.
+
+    They may lie on other devices than the group's.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in replica.tensors():
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    for tensors in by_dtype.values():
-        for together in _in_parts(tensors):
-            flat = torch.cat([t.reshape(-1) for t in together])
-            replica.dp.broadcast(flat, root=0)
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        for together in _in_parts(alike):
+            flat = torch.cat([t.reshape(-1).to(group.device) for t in together])
+            group.broadcast(flat, root)
             for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 

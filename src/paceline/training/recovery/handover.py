@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from paceline.comm import Group
+from paceline.sync.start import broadcast_tensors
 from paceline.training.build import seed_all
 from paceline.training.checkpoint.shard import DTYPES
 from paceline.training.recovery.memory_state import MemoryState
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_TOGETHER_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -89,32 +87,10 @@ def hand_over(engine: Engine, group: Group, source: int, behind: list[int]) -> N
         shapes = {name: [_NAMES[t.dtype], list(t.shape)] for name, t in state.tensors.items()}
         header = {"step": state.step, "values": state.values, "shapes": shapes}
     told = group.gather_json(header)[source]
-    tensors = {} if state is None else state.tensors
-    received: dict[str, Tensor] = {}
-    for names in _in_parts(told["shapes"]):
-        dtype = DTYPES[told["shapes"][names[0]][0]]
-        sizes = [math.prod(told["shapes"][name][1]) for name in names]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=group.device)
-        if state is not None:
-            torch.cat([tensors[name].reshape(-1) for name in names], out=flat)
-        group.broadcast(flat, root=source)
-        for name, part in zip(names, flat.cpu().split(sizes), strict=True):
-            received[name] = part.view(told["shapes"][name][1])
+    if state is None:
+        empty = {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in told["shapes"].items()}
+        state = MemoryState(told["step"], empty, told["values"])
+    broadcast_tensors(group, state.tensors.values(), source)
     if group.rank in behind:
-        MemoryState(told["step"], received, told["values"]).restore(engine)
+        state.restore(engine)
         seed_all(engine.settings.seed * 1_000_003 + 1 + engine.data_group.rank + 7919 * (engine.step_count + 1))
-
-
-def _in_parts(shapes: dict[str, list[Any]]) -> list[list[str]]:
-    """Names of tensors that travel together: of one dtype, some megabytes."""
-    parts: list[list[str]] = []
-    size, of = 0, ""
-    for name in sorted(shapes, key=lambda n: shapes[n][0]):
-        dtype, shape = shapes[name]
-        nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-        if not parts or dtype != of or size + nbytes > _TOGETHER_BYTES:
-            parts.append([])
-            size, of = 0, dtype
-        parts[-1].append(name)
-        size += nbytes
-    return parts
