@@ -24,7 +24,7 @@ RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK = (
 _ADDRESS, _HOST, _STATUS, _STORE_FD = "PACELINE_ADDRESS", "PACELINE_HOST", "PACELINE_STATUS", "PACELINE_STORE_FD"
 # the run's key, where one was handed over: an inherited descriptor, or a file of mode 0600
 KEY_FD, KEY_FILE = "PACELINE_KEY_FD", "PACELINE_KEY_FILE"
-_STORE = "PACELINE_STORE"
+_STORE, _GRACE = "PACELINE_STORE", "PACELINE_GRACE"
 ENCRYPT = "PACELINE_ENCRYPT"  # set to off: gradients between hosts are authenticated, and not encrypted
 
 # set where a rank's run directory is a copy that another host keeps: checkpoints come from there
@@ -84,6 +84,7 @@ class RankEnvironment:
         key_fd: descriptor of the run's key.
         store_fd: descriptor of the socket on which rank 0 serves torch's own store, where something needs that.
         inherited_fds: descriptors that the rank holds open until it ends; not the processes that it starts.
+        grace_s: time to save for a rank whose launcher was killed; with 0 it is killed at once.
     """
 
     rank: int
@@ -105,6 +106,7 @@ class RankEnvironment:
     key_fd: int | None = None
     store_fd: int | None = None
     inherited_fds: tuple[int, ...] = ()
+    grace_s: int = 30
 
     def to_env(self) -> dict[str, str]:
         """The variables that `from_env` reads; none for what is None or empty."""
@@ -128,6 +130,7 @@ class RankEnvironment:
             KEY_FD: self.key_fd,
             _STORE_FD: self.store_fd,
             "PACELINE_INHERITED": ",".join(map(str, self.inherited_fds)) or None,
+            _GRACE: self.grace_s,
         }
         own = {name: str(value) for name, value in values.items() if value is not None}
         return own | (self.host.to_env() if self.host else {})
@@ -170,6 +173,7 @@ class RankEnvironment:
             key_fd=int(environ[KEY_FD]) if KEY_FD in environ else None,
             store_fd=int(environ[_STORE_FD]) if _STORE_FD in environ else None,
             inherited_fds=_numbers(environ.get("PACELINE_INHERITED")),
+            grace_s=int(environ.get(_GRACE, cls.grace_s)),
         )
 
 

@@ -212,6 +212,12 @@ def test_a_process_that_is_lost_three_times_in_an_hour_is_left_out() -> None:
     assert membership.lost(2, WITHIN_S * 2), "one loss of another is no reason"
 
 
+def test_processes_that_are_lost_together_are_left_out_in_one_epoch() -> None:
+    membership = Membership(4)
+    assert membership.lost_together({1, 3}, 0.0) == {1, 3}
+    assert membership.current == Epoch(1, (0, 2))
+
+
 def test_losses_of_long_ago_do_not_count() -> None:
     membership = Membership(2)
     assert all(membership.lost(1, day * 86_400.0) for day in range(20))

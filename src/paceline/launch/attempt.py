@@ -176,7 +176,14 @@ class Attempt:
                 numbers, self.board, scratch, setting.folder or RunFolder(scratch), self.signals, self.poll
             )
             self.remote = self._made.enter_context(ranks)
-            self.remote.begin(setting.number, setting.ranks, setting.module_args, setting.env, setting.start_deadline_s)
+            self.remote.begin(
+                setting.number,
+                setting.ranks,
+                setting.module_args,
+                setting.env,
+                setting.start_deadline_s,
+                setting.recovers,
+            )
 
     def _prepare(self) -> None:
         """Wait until ranks can be started here."""

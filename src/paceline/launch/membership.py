@@ -8,7 +8,7 @@ same one, since they agree on it with their gradients.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from paceline.epoch import Epoch
 
@@ -36,12 +36,17 @@ class Membership:
 
     def lost(self, process: int, at_s: float) -> bool:
         """Note the end of a process; returns whether it is to be started again."""
-        losses = self._losses[process]
-        losses[:] = [*(earlier for earlier in losses if at_s - earlier < WITHIN_S), at_s]
+        return process in self.lost_together({process}, at_s)
+
+    def lost_together(self, processes: Set[int], at_s: float) -> set[int]:
+        """Note ends of processes, in one epoch; returns which to start again."""
+        for process in processes:
+            losses = self._losses[process]
+            losses[:] = [*(earlier for earlier in losses if at_s - earlier < WITHIN_S), at_s]
         members = {*self.current.members, *self.newest.members}
-        if process in members:
-            self._begin(members - {process})
-        return len(losses) < self._most_losses
+        if members & processes:
+            self._begin(members - processes)
+        return {process for process in processes if len(self._losses[process]) < self._most_losses}
 
     def note(self, entered: Mapping[int, int], waiting: set[int]) -> None:
         """Note the epoch that each living process has entered, and which wait to join."""

@@ -31,7 +31,6 @@ from paceline.rank_environment import RankEnvironment, own_rank
 
 PR_SET_PDEATHSIG = 1  # of prctl
 _EXIT_S = 10  # for the other threads of a launcher whose first one has ended
-_ORPHAN_GRACE_S = 30  # for the last checkpoint of a rank whose launcher was killed
 
 
 def main() -> None:
@@ -61,7 +60,8 @@ def run(
         prepare: called first of what may fail, once the rank is in its host and on its cores.
     """
     assert environment.error_file is not None
-    record, watch = environment.error_file, _Launcher(launcher, environment.launcher, environment.error_file.parent)
+    record = environment.error_file
+    watch = _Launcher(launcher, environment.launcher, record.parent, environment.grace_s)
     watch.end_with(parent)
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
@@ -88,15 +88,16 @@ def run(
 class _Launcher:
     """Death of the launcher: ends the rank, and removes the folder that was left behind."""
 
-    def __init__(self, process: int, pid: int | None, folder: Path) -> None:
-        self.process, self.pid, self.folder = process, pid, folder
+    def __init__(self, process: int, pid: int | None, folder: Path, grace_s: int = 0) -> None:
+        self.process, self.pid, self.folder, self.grace_s = process, pid, folder, grace_s
 
     def end_with(self, parent: int) -> None:
         """Have the kernel send SIGTERM when the launcher dies, so that the rank saves.
 
-        It gets SIGKILL, with all it started, if it does not.
+        It gets SIGKILL, with all it started, if it does not; at once where it has no time to save.
         """
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        number = signal.SIGTERM if self.grace_s else signal.SIGKILL
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:  # it died before it could have been noticed
             sys.exit(1)
         threading.Thread(target=self._kill_when_orphaned, name="launcher-watch", daemon=True).start()
@@ -110,7 +111,7 @@ class _Launcher:
 
     def _kill_when_orphaned(self) -> None:
         select.select([self.process], [], [])
-        time.sleep(_ORPHAN_GRACE_S)
+        time.sleep(self.grace_s)
         self.clean_up()
         os.killpg(0, signal.SIGKILL)
 

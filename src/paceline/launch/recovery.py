@@ -9,12 +9,13 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.engine.status import RankStatus
 from paceline.errors import LaunchError
 from paceline.files import write_whole
 from paceline.launch.failure import hang, killed, shortened
+from paceline.launch.host.remote import RemoteRank
 from paceline.launch.membership import MOST_LOSSES, Membership
 from paceline.training.recovery.member import members_file
 
@@ -52,11 +53,8 @@ class Recovery:
         if codes and all(code == 0 for code in codes):
             attempt.end_others()
             return True
-        whole = attempt.remote is None or attempt.remote.lost is None  # a lost host ends the attempt
-        if whole and attempt.signals.first is None and 0 not in codes:
-            for rank in attempt.ranks:
-                if rank.code is not None and rank.number not in self._handled and self._may_be_spared(rank.number):
-                    self._lost(rank.number)
+        if attempt.signals.first is None and 0 not in codes:
+            self._note_losses()
         self._end_stopped()
         self._note()
         return False
@@ -89,32 +87,48 @@ class Recovery:
     def _may_be_spared(self, number: int) -> bool:
         """True if the run can go on without that rank."""
         rank = self.attempt.ranks[number]
-        if number not in self.members:
+        if number not in self.members or self._is_away(number):
             return True
         return rank.code is not None and rank.code < 0 and not rank.record.exists()
 
-    def _lost(self, number: int) -> None:
-        attempt, membership = self.attempt, self.membership
-        end = attempt.ends()[number]
-        why = self._why.pop(number, None) or (killed(end) if end.code and end.code < 0 else f"rank {number} failed")
-        again = membership.lost(number, time.monotonic())
+    def _is_away(self, number: int) -> bool:
+        """True for a rank whose host is lost."""
+        rank = self.attempt.ranks[number]
+        return isinstance(rank, RemoteRank) and rank.link.lost is not None
+
+    def _note_losses(self) -> None:
+        """Leave out ranks that have ended since the last turn, in one epoch."""
+        attempt = self.attempt
+        hosts = attempt.remote.spare() if attempt.remote else []
+        ended = {rank.number for rank in attempt.ranks if rank.code is not None} - self._handled
+        lost = {number for number in ended if self._may_be_spared(number)}
+        if not lost and not hosts:
+            return
+        again = self.membership.lost_together(lost, time.monotonic())
         # before anything else: the others wait in vain until they are told
         self._announce()
+        for link, numbers, why in hosts:
+            self._handled.update(numbers)
+            self._tell("host_lost", host=link.name, number=link.number, ranks=numbers, reason=why)
+        for number in sorted(lost - self._handled):
+            self._replace(number, again=number in again)
+
+    def _replace(self, number: int, *, again: bool) -> None:
+        """Start a lost rank again, unless it is left out."""
+        end = self.attempt.ends()[number]
+        why = self._why.pop(number, None) or (killed(end) if end.code and end.code < 0 else f"rank {number} failed")
         if again:
             try:
-                attempt.start_again(number)
+                self.attempt.start_again(number)
             except LaunchError:
                 again = False
         if not again:
             self._handled.add(number)
-        if attempt.on_event:
-            details = {
-                "rank": number,
-                "reason": why,
-                "stack": shortened(end.stack),
-                "epoch": membership.current.number,
-            }
-            attempt.on_event("lost", details | {"again": again})
+        self._tell("lost", rank=number, reason=why, stack=shortened(end.stack), again=again)
+
+    def _tell(self, event: str, **details: Any) -> None:
+        if self.attempt.on_event:
+            self.attempt.on_event(event, {**details, "epoch": self.membership.current.number})
 
     def _note(self) -> None:
         """Take in what the board shows."""

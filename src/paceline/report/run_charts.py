@@ -22,6 +22,7 @@ _MARKED = {  # events that a curve shows; after a restart there is a resume
     "checkpoint_damaged": "checkpoint damaged",
     "rewind": "rewind",
     "lost": "rank lost",
+    "host_lost": "host lost",
     "healed": "healed",
     "resume": "resume",
 }

@@ -25,6 +25,7 @@ TROUBLE = (
     "nonfinite",
     "restart",
     "lost",
+    "host_lost",
     "healed",
     "checkpoint_damaged",
     "checkpoint_failed",

@@ -67,8 +67,10 @@ def test_a_host_process_that_cannot_enter_its_host_is_told_at_once(hosts: Hosts)
 
 
 @pytest.mark.slow
-def test_a_host_process_that_is_killed_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    with started("paceline", "train", endless(tmp_path), *OPTIONS, folder=tmp_path) as process:
+def test_a_host_process_that_is_killed_ends_a_run_that_does_not_recover_and_is_named(tmp_path: Path) -> None:
+    off = {"PACELINE_RECOVERY": "off"}
+    job = endless(tmp_path)
+    with started("paceline", "train", job, *OPTIONS, folder=tmp_path, environment=off) as process:
         wait_for_step(5, tmp_path / "run", process)
         host_process_of(process).kill()
         outcome = ended(process)

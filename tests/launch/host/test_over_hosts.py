@@ -176,14 +176,15 @@ def test_a_restart_starts_the_ranks_of_all_hosts_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_is_lost_is_named(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.yaml", **LONG)
+def test_a_host_that_is_lost_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 300})
     with host_processes("train", job, "--plan", "dp=2", "--run", tmp_path / "run", folders=folders(tmp_path)) as hosts:
         wait_for_step(5, tmp_path / "run", hosts[0])
         hosts[1].kill()
         zero, _ = outcomes(hosts)
-    assert zero.code == 1
+    assert zero.code == 0, zero.err
     assert zero.says("(number 1), which had rank 1, is lost")
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 301))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
 import time
@@ -32,6 +33,8 @@ class Link:
         lost: why nothing can be sent to it any more; None while it is there.
         heard_at: when its last message came, by the monotonic clock.
     """
+
+    _watched: tuple[select.poll, int] | None = None
 
     def __init__(self, connection: Connection, number: int, name: str, address: str, host: Host) -> None:
         self.connection, self.number, self.name, self.address, self.host = connection, number, name, address, host
@@ -95,7 +98,21 @@ class Link:
         """Give the host up."""
         if self.lost is None:
             self.lost = reason
+            self.unwatch()
             self.connection.close()
+
+    def watch(self, poll: select.poll) -> None:
+        """Have `poll` tell of messages, until the host is lost."""
+        if self.lost is None:
+            self._watched = poll, self.connection.fileno()
+            poll.register(self._watched[1], select.POLLIN)
+
+    def unwatch(self) -> None:
+        """Have nobody told any more."""
+        if self._watched is not None:
+            poll, descriptor = self._watched
+            poll.unregister(descriptor)
+            self._watched = None
 
 
 def keep_alive(connection: Connection) -> None:

@@ -185,6 +185,7 @@ class Begin(Struct, tag=True, frozen=True):
         folder: that the ranks read and write, as the coordinator names it.
         token: name of a file that the coordinator has made there, of random name: who sees it shares the folder.
         folders: within it, which ranks expect to be there.
+        recovers: the run goes on without ranks that are lost.
     """
 
     attempt: int
@@ -195,6 +196,7 @@ class Begin(Struct, tag=True, frozen=True):
     token: str
     folders: list[str]
     start_deadline_s: float
+    recovers: bool
 
 
 class Start(Struct, tag=True, frozen=True):

@@ -112,12 +112,12 @@ class RemoteRanks:
         self.links, self.board, self.scratch, self.folder = links, board, scratch, folder
         self.signals, self.poll = signals, poll
         self.ranks: dict[int, RemoteRank] = {}
+        self.spared: list[Link] = []  # lost hosts that the run goes on without
         self._silent: list[Link] = []
 
     def __enter__(self) -> Self:
         for link in self.links:
-            if link.lost is None:
-                self.poll.register(link.connection.fileno(), select.POLLIN)
+            link.watch(self.poll)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,11 +126,16 @@ class RemoteRanks:
             link.send(EndAttempt())
         for link in self.links:
             self._until(link, Over, _OVER_S)
-            if link.lost is None:
-                self.poll.unregister(link.connection.fileno())
+            link.unwatch()
 
     def begin(
-        self, attempt: int, ranks: int, module_args: list[str], env: Mapping[str, str], deadline_s: float
+        self,
+        attempt: int,
+        ranks: int,
+        module_args: list[str],
+        env: Mapping[str, str],
+        deadline_s: float,
+        recovers: bool,
     ) -> None:
         """Have every host prepare for the ranks.
 
@@ -140,7 +145,7 @@ class RemoteRanks:
         token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
         token.touch(mode=0o600)
         where, folders = str(token.parent), list(self.folder.folders)
-        begin = Begin(attempt, ranks, list(module_args), dict(env), where, token.name, folders, deadline_s)
+        begin = Begin(attempt, ranks, list(module_args), dict(env), where, token.name, folders, deadline_s, recovers)
         try:
             for link in self.links:
                 link.send(begin)
@@ -160,6 +165,13 @@ class RemoteRanks:
         link.send(Start(environment.to_env()))
         return rank
 
+    def spare(self) -> list[tuple[Link, list[int], str]]:
+        """Go on without the hosts that are lost: each with its ranks, and a sentence."""
+        self._end_lost()
+        lost = [link for link in self.links if link.lost is not None and link not in self.spared]
+        self.spared += lost
+        return [(link, [rank.number for rank in self._ranks_of(link)], self._of_lost(link)) for link in lost]
+
     def announce(self, current: Epoch, newest: Epoch) -> None:
         """Tell the ranks of other hosts of the epochs of the run."""
         message = Announce(current.number, list(current.members), newest.number, list(newest.members))
@@ -171,9 +183,7 @@ class RemoteRanks:
         for link in self.links:
             for message in link.waiting():
                 self._obey(link, message)
-            if link.lost is not None:
-                for rank in self._ranks_of(link):
-                    rank.code = -signal.SIGKILL if rank.code is None else rank.code
+        self._end_lost()
 
     def give_up_silent(self) -> None:
         """Lose hosts whose network lets nothing through.
@@ -188,14 +198,21 @@ class RemoteRanks:
 
     @property
     def lost(self) -> str | None:
-        """Name and ranks of a host that is lost and was not silent, or None."""
-        lost = (link for link in self.links if link.lost is not None and link not in self._silent)
+        """Name and ranks of a lost host, or None. Silent and spared ones do not count."""
+        known = {*self._silent, *self.spared}
+        lost = (link for link in self.links if link.lost is not None and link not in known)
         return next(map(self._of_lost, lost), None)
 
     @property
     def silent(self) -> str:
         """Names and ranks of the hosts that were given up, a line each."""
         return "\n".join(map(self._of_lost, self._silent))
+
+    def _end_lost(self) -> None:
+        """Take the ranks of lost hosts for killed."""
+        for rank in self.ranks.values():
+            if rank.link.lost is not None and rank.code is None:
+                rank.code = -signal.SIGKILL
 
     def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
         """Take in messages until one of a kind. A host that sends none in time is lost."""

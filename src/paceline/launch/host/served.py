@@ -173,6 +173,8 @@ class ServedAttempt:
                 key_fd=self._key_fd,
                 store_fd=None,
                 inherited_fds=(),
+                # the others go on without it: SIGTERM would have it ask them to stop
+                grace_s=0 if self.begin.recovers else told.grace_s,
             )
             rank = self.starter.start(environment, None)
         except (LaunchError, ValueError) as error:

@@ -197,6 +197,8 @@ class _Clock:
                 self._failed(time, "restart", "restart")
             case "lost":
                 self._failed(time, "recovery", f"rank {event.get('rank')} lost")
+            case "host_lost":
+                self._failed(time, "recovery", f"host {event.get('host')} lost")
             case "epoch":  # the ranks have met anew, without a lost one or with a healed one
                 self._add(time, "recovery")
                 self._until = "recovery"

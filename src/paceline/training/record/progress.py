@@ -28,6 +28,7 @@ LEFT_OUT = "After three losses within an hour"
 TROUBLE = (
     "balance",
     "lost",
+    "host_lost",
     "checkpoint_damaged",
     "checkpoint_failed",
     "corruption",
@@ -274,6 +275,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             then = "It is started again." if event["again"] else f"{LEFT_OUT} rank {event['rank']} is left out."
             stack = f"\n{event['stack']}" if event["stack"] else ""
             return f"{event['reason']}; the others go on. {then}{stack}"
+        case "host_lost":
+            return f"{event['reason']}; the others go on."
         case "healed":
             return f"rank {event['rank']} is back at step {event['step']}"
         case "restart":

@@ -1,0 +1,81 @@
+"""Hosts are lost while a run trains: it goes on without them, and takes no step twice."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from commands import ended, events, losses, paceline, processes_of, rank_of, started, wait_for_step, write_job
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2, pytest.mark.slow]
+STEPS = 400
+
+
+def job_in(folder: Path) -> Path:
+    return write_job(folder / "job.yaml", stop={"steps": STEPS}, checkpoint={"every_steps": 100})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of the job when nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    outcome = paceline("train", job_in(folder), "--plan", "dp=1", "--run", "run", folder=folder)
+    assert outcome.code == 0, outcome.err
+    return losses(folder / "run")
+
+
+@contextmanager
+def training(folder: Path, hosts: int, ranks: int, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run on emulated hosts, once it has taken some steps."""
+    (folder / "cluster.yaml").write_text(f"emulate: {{hosts: {hosts}}}\n")
+    options = ("--cluster", "cluster.yaml", "--plan", f"dp={ranks} balance=off", "--run", "run")
+    with started("paceline", "train", job_in(folder), *options, folder=folder, environment=environment) as process:
+        wait_for_step(10, folder / "run", process)
+        yield process, folder / "run"
+
+
+def host_processes(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Those of hosts 1, 2, …, without ones that have ended."""
+    found = [process for process in processes_of(launcher) if is_alive(process)]
+    return [process for process in found if process.cmdline()[:1] == ["paceline host process"]]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def ranks_of(host: psutil.Process) -> list[psutil.Process]:
+    return [process for process in host.children(recursive=True) if rank_of(process) is not None]
+
+
+def test_a_host_process_that_is_killed_is_one_loss_of_all_its_ranks_and_no_step(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    with training(tmp_path, hosts=2, ranks=4) as (process, run):
+        [host] = host_processes(process)
+        ranks = ranks_of(host)
+        host.kill()
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("host host-1 (number 1), which had ranks 2, 3, is lost", "the others go on")
+    assert [(event["host"], event["ranks"]) for event in events(run, "host_lost")] == [("host-1", [2, 3])]
+    assert len(ranks) == 2
+    assert not any(map(is_alive, ranks)), "they went on without their host"
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-3)
+
+
+def test_two_hosts_that_die_whole_at_once_are_left_out(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    with training(tmp_path, hosts=3, ranks=3) as (process, run):
+        hosts = host_processes(process)
+        for dying in [child for host in hosts for child in [*ranks_of(host), host]]:
+            dying.kill()
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert sorted(event["host"] for event in events(run, "host_lost")) == ["host-1", "host-2"]
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-3)
