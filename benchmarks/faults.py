@@ -8,7 +8,7 @@ again and again, a while after the one before is back. Figures, of each transpor
   median step; `kill_gap_worst_s` the longest of all.
 - `healed_s`: median time from the kill to the step after which the rank takes part again.
 - `steps_lost`: steps that were taken twice, or are missing from the record.
-- `inexact`: steps whose loss differs from that of an undisturbed run by more than 1e-4 of it.
+- `inexact`: steps whose loss differs from that of an undisturbed run by more than 1e-6 of it.
 - `hangs`: faults after which no step came within a minute.
 - `steady_cost`: median step time with recovery / with PACELINE_RECOVERY=off, runs in turn, where nothing fails.
 
@@ -41,12 +41,13 @@ from measure import environment_line
 from paceline.cluster.discover import environment
 
 BIN = Path(sys.executable).parent
-REPLICAS, HANG_S, TOLERANCE = 4, 60.0, 1e-4
+REPLICAS, HANG_S, TOLERANCE = 4, 60.0, 1e-6
 REST_S, SEED = 1.5, 17
 WARM_UP, STEADY_STEPS = 20, 200
 JOB = {
     "name": "faults",
-    "model": "cifar_cnn",
+    # in float64: sums over fewer replicas differ in the last digits, which a long training in float32 amplifies
+    "model": f"{Path(__file__).parent}/double_cnn.py:build",
     "data": {"kind": "synthetic", "samples": 4096, "shape": [3, 32, 32], "classes": 10},
     "loss": "cross_entropy",
     "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9},

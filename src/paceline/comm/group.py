@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from paceline.comm.allreduce.point_to_point import Messages, start_messages
 from paceline.comm.c10d.transport import Transport, transport_of
 from paceline.comm.deadline import failed_wait, missing_ranks, register
+from paceline.comm.link_speed import GroupLinks
 from paceline.comm.subgroup import make_process_group
 from paceline.epoch import EpochOver, ends_epoch
 from paceline.errors import LoaderProcessError, PacelineError, SyncError
@@ -48,6 +49,7 @@ class Group:
         store: the rendezvous' key-value store, asked only after a failure, to tell who is missing.
         deadline_s: the longest that a collective may wait.
         hosts: the host index of each rank.
+        links: speeds of the links between the hosts, once they were measured; the same on all ranks.
         transport_note: why a faster transport was not taken, or that this one does not encrypt; else None.
     """
 
@@ -59,6 +61,7 @@ class Group:
     hosts: tuple[int, ...] = (0,)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     transport_note: str | None = None
+    links: GroupLinks | None = None
     counts: Counts = field(default_factory=Counts)
     _host: Group | None = None
     _failures: int = 0
@@ -122,7 +125,10 @@ class Group:
                 "its own among them"
             )
         hosts = tuple(self.hosts[r] for r in ranks) if len(self.hosts) == self.size else (0,) * len(ranks)
-        made = Group(ranks.index(self.rank), len(ranks), deadline_s=self.deadline_s, hosts=hosts, device=self.device)
+        links = self.links and replace(self.links, hosts=hosts)
+        made = Group(
+            ranks.index(self.rank), len(ranks), deadline_s=self.deadline_s, hosts=hosts, device=self.device, links=links
+        )
         if made.size > 1:
             assert self.backend is not None
             shared = self.spans_hosts and not made.spans_hosts and self.device.type == "cpu"

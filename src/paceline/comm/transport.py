@@ -48,7 +48,7 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
     reason = why_not_shared(store, rank, size, timeout_s)
     if reason is None:
         return WITHIN_HOST, None
-    if reason.startswith(_SEVERAL_HOSTS):
+    if reason == _SEVERAL_HOSTS:
         return BETWEEN_HOSTS, _note(BETWEEN_HOSTS)
     return WITHOUT_SHARED_MEMORY, reason
 
@@ -76,6 +76,8 @@ def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str 
 
     It is found out by trying, and told to all.
     """
+    if len(set(tell_all(store, "host", rank, size, timeout_s, host_identity()))) > 1:
+        return _SEVERAL_HOSTS
     own, reason = None, futex.unsupported()
     try:
         if reason is None:
@@ -83,11 +85,9 @@ def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str 
     except ClusterError as error:
         reason = str(error)
     try:
-        offers = tell_all(store, "offer", rank, size, timeout_s, [host_identity(), own and asdict(own.handle), reason])
-        if len({host for host, _, _ in offers}) > 1:
-            reason = _SEVERAL_HOSTS
-        elif all(handle for _, handle, _ in offers):
-            reason = _try(lambda: [attach(Handle(**handle)) for _, handle, _ in offers])
+        offers = tell_all(store, "offer", rank, size, timeout_s, [own and asdict(own.handle), reason])
+        if all(handle for handle, _ in offers):
+            reason = _try(lambda: [attach(Handle(**handle)) for handle, _ in offers])
         verdicts = tell_all(store, "verdict", rank, size, timeout_s, reason)
     finally:
         if own is not None:
@@ -120,4 +120,4 @@ def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, va
         raise LaunchError(
             f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run"
         ) from error
-    return [json.loads(store.get(key)) for key in keys]
+    return [json.loads(value) for value in store.multi_get(keys)]

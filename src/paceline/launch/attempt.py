@@ -29,7 +29,7 @@ from paceline.launch.signals import StopSignals, stopped_before
 from paceline.launch.started import StartedRank, Starter
 from paceline.rank_environment import RankEnvironment
 
-_TICK_S = 0.2
+_TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their way to an epoch
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
 _OWN_ERROR_S = 5.0  # beyond the deadline: the error of the transport itself, which knows more, comes first
 _ANSWER_S = 1.0  # for a hung rank to write its stack
@@ -114,7 +114,7 @@ class Attempt:
             SystemExit: 130, when a second SIGINT came and all were killed.
         """
         while any(rank.code is None for rank in self.ranks):
-            self._note_ends(_TICK_S)
+            self._note_ends(_MEETING_S if self.recovery and self.recovery.meets else _TICK_S)
             self._obey_signals()
             if self.recovery and self.recovery.turn():
                 return None

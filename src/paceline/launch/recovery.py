@@ -32,6 +32,7 @@ class Recovery:
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         self.membership = Membership(attempt.setting.ranks, _most_losses())
+        self.meets = True  # some ranks are on their way to the newest epoch
         self._announced = -1, -1
         self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
         self._why: dict[int, str] = {}  # a rank that was killed here had been hung
@@ -136,6 +137,7 @@ class Recovery:
         alive = [status for status in self.attempt.board.read() if self.attempt.ranks[status.rank].code is None]
         joining = {status.rank for status in alive if status.phase == "joining"}
         membership.note({status.rank: status.epoch for status in alive}, joining)
+        self.meets = any(status.epoch != membership.newest.number for status in alive)
         self._announce()
         if (joined := set(membership.newest.members) - set(before.members)) and self.attempt.on_event:
             self.attempt.on_event("joins", {"ranks": sorted(joined), "epoch": membership.newest.number})

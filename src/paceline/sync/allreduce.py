@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.allreduce.algorithms import Algorithm, Auto, algorithm_for
+from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
 from paceline.comm.bucket import Bucket, Memory
 from paceline.comm.comm_thread import CommThread
 from paceline.comm.group import Group
-from paceline.comm.link_speed import GroupLinks
 from paceline.device import is_accelerator
 from paceline.errors import SyncError
 from paceline.sync.rule import Agreement, Replica, SyncRule, not_by_the_engine
@@ -67,10 +66,8 @@ class AllReduce(SyncRule):
         self.overlap = whole and (dp.spans_hosts or (accelerated and self.compress == "none"))
         if self.overlap and not accelerated:
             first = BucketStream(dp.copy(), self.algorithm_name, own_thread=True)
-            self.streams = [
-                first,
-                BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1, links=first.links),
-            ]
+            dp.links = first.group.links  # measured once
+            self.streams = [first, BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1)]
         else:
             first = BucketStream(dp, self.algorithm_name, own_thread=False, traffic=replica.traffic)
             self.streams = [first]
@@ -283,7 +280,6 @@ class BucketStream:
         name: name of the all-reduce algorithm.
         own_thread: True for a stream with its own thread; the group is then a copy, which `close` ends.
         number: tells streams apart; the random numbers of each are its own.
-        links: measured before; None has `auto` measure them.
         traffic: where bytes are counted; None for a count of its own.
 
     Attributes:
@@ -298,18 +294,12 @@ class BucketStream:
         *,
         own_thread: bool,
         number: int = 0,
-        links: GroupLinks | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         self.group, self.number, self.traffic = group, number, traffic or Traffic()
-        self.algorithm: Algorithm = algorithm_for(group, name, links)
+        self.algorithm: Algorithm = algorithm_for(group, name)
         self.compressor: Compressor | None = None
         self._thread = CommThread(f"paceline-sync-{number}") if own_thread else None
-
-    @property
-    def links(self) -> GroupLinks | None:
-        """Speed of the links between hosts, if `auto` has measured them."""
-        return self.algorithm.links if isinstance(self.algorithm, Auto) else None
 
     def compress_by(self, codec: str) -> None:
         """Use this codec from now on; "none" sends buckets as they are."""

@@ -53,6 +53,15 @@ def written(path: Path) -> list[dict[str, Any]]:
     return list(read_lines(path / "steps" / "rank-0.jsonl"))
 
 
+def test_a_step_that_only_another_rank_took_is_written_at_once_and_once(tmp_path: Path) -> None:
+    record = recorder(tmp_path)
+    record.complete(StepInfo(result(10), 0, 4, 0.1))
+    record.on_step(StepInfo(result(11, timing=timing(11)), 0, 4, 0.1))
+    record.complete(StepInfo(result(11), 0, 4, 0.1))
+    record.close()
+    assert [line["step"] for line in written(tmp_path)] == [10, 11]
+
+
 def test_a_step_is_one_line_with_what_it_did_and_where_its_time_went(tmp_path: Path) -> None:
     record = recorder(tmp_path)
     record.on_step(StepInfo(result(10, loss=0.25, timing=timing(10)), 0, 4, 0.1))

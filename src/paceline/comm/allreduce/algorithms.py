@@ -44,13 +44,11 @@ class Algorithm(Protocol):
         """End the groups that the algorithm made for itself."""
 
 
-def algorithm_for(group: Group, name: str, links: GroupLinks | None = None) -> Algorithm:
+def algorithm_for(group: Group, name: str) -> Algorithm:
     """The algorithm of a name.
 
-    Every rank of the group calls this; `auto` measures the links between hosts for a fraction of a second.
-
-    Args:
-        links: what `auto` goes by instead, measured before by the same ranks.
+    Every rank of the group calls this; `auto` measures the links between hosts for a fraction of a second, unless the
+    group has their speeds.
 
     Raises:
         PlanError: there is none of that name.
@@ -58,7 +56,7 @@ def algorithm_for(group: Group, name: str, links: GroupLinks | None = None) -> A
     if name not in (*ALGORITHMS, "auto"):
         raise PlanError(f"there is no all-reduce algorithm called {name!r}; there are {', '.join(ALGORITHMS)}, auto")
     if name == "auto" and group.spans_hosts:
-        return Auto(group, links)
+        return Auto(group)
     if name == "auto":
         return FlatAllReduce(group, f"flat: all ranks are on one host, where {group.transport.name} is fastest")
     kind = _kind(name)
@@ -74,8 +72,8 @@ class Auto(FlatAllReduce):
 
     name = "auto"
 
-    def __init__(self, group: Group, links: GroupLinks | None = None) -> None:
-        links = links or measure_links(group)
+    def __init__(self, group: Group) -> None:
+        group.links = links = group.links or measure_links(group)
         super().__init__(group, "", links)
         kinds = [kind for kind in map(_kind, ALGORITHMS) if kind.pays(group)]
         self.choices = [kind(group, "", links) for kind in kinds]

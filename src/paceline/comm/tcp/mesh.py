@@ -236,7 +236,7 @@ def _meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[R
     keys = [f"tcp/{rank}" for rank in range(size)]
     store.set(keys[own.rank], json.dumps(asdict(own)))
     _wait(store, keys, timeout_s)
-    places = [RankAddress(**json.loads(store.get(key))) for key in keys]
+    places = [RankAddress(**json.loads(value)) for value in store.multi_get(keys)]
     unreachable = [p for p in places if ip_address(p.address).is_loopback != ip_address(own.address).is_loopback]
     if unreachable:
         alone = own if ip_address(own.address).is_loopback else unreachable[0]

@@ -16,7 +16,7 @@ from paceline.launch.host.same_files import digests
 from paceline.launch.host.served import ServedAttempt
 from paceline.launch.signals import StopSignals
 
-_TICK_S = 0.2
+_TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their way to an epoch
 _SAVE_S = 30.0  # for ranks to save and end when the coordinator is lost
 
 
@@ -89,7 +89,8 @@ def _wait(coordinator: Coordinator, attempt: ServedAttempt | None) -> None:
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
-    poll.poll(0 if attempt and attempt.busy else _TICK_S * 1000)
+    tick_s = _MEETING_S if attempt and attempt.meets else _TICK_S
+    poll.poll(0 if attempt and attempt.busy else tick_s * 1000)
 
 
 def _alone(coordinator: Coordinator, who: str) -> int:

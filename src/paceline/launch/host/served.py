@@ -62,7 +62,8 @@ class ServedAttempt:
         self._told: dict[Path, int] = {}  # length of each record and stack that was told
         self._ended: set[int] = set()
         self._oom_kills = oom_kills()
-        self._rows_at = 0.0
+        self._rows_at, self._newest = 0.0, 0
+        self._shown: list[tuple[int, bool]] = []  # epoch of each rank, and whether it waits to join
         self._asked: set[str] = set()
         self._made = ExitStack()
         self.scratch = self._made.enter_context(scratch_folder())
@@ -83,6 +84,12 @@ class ServedAttempt:
     def busy(self) -> bool:
         """True while parts of files wait to be sent."""
         return self._parts is not None
+
+    @property
+    def meets(self) -> bool:
+        """True while ranks here are on their way to an epoch."""
+        board = self.board.read()
+        return any(rank.code is None and board[rank.number].epoch != self._newest for rank in self.ranks)
 
     def descriptors(self) -> list[int]:
         """Descriptors that become readable when a rank ends."""
@@ -203,6 +210,7 @@ class ServedAttempt:
         for number, members in ((message.current, message.members), (message.newest, message.newest_members)):
             write_whole(members_file(self.scratch, number), json.dumps(members))
         self.board.announce(message.current, message.newest)
+        self._newest = message.newest
 
     def _is_alone(self) -> bool:
         """True if the coordinator is lost. The message tells it that this host is there."""
@@ -210,9 +218,12 @@ class ServedAttempt:
         return self.coordinator.lost is not None
 
     def _tell_rows(self) -> None:
-        if time.monotonic() - self._rows_at < _ROWS_S:
+        board = self.board.read()
+        # what epochs are made by is told at once
+        shown = [(board[r.number].epoch, board[r.number].phase == "joining") for r in self.ranks]
+        if time.monotonic() - self._rows_at < _ROWS_S and shown == self._shown:
             return
-        self._rows_at, now_ns, board = time.monotonic(), time.monotonic_ns(), self.board.read()
+        self._rows_at, self._shown, now_ns = time.monotonic(), shown, time.monotonic_ns()
         rows = []
         for rank in self.ranks:
             status = board[rank.number]

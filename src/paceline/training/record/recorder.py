@@ -77,6 +77,7 @@ class StepRecorder(Callback):
         """Write down a step that only another rank took, unless its line is there."""
         if self._writes_events and _last_step(self.lines.path) < info.result.step:
             self.on_step(info)
+            self._write(Timing(info.result.step))  # now: a later look takes the newest line for the newest step
 
     def close(self) -> None:
         """Write what still waits for its times, and end the files."""

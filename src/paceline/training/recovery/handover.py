@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from paceline.comm import Group
+from paceline.comm.link_speed import GroupLinks
 from paceline.sync.start import broadcast_tensors
 from paceline.training.build import seed_all
 from paceline.training.checkpoint.shard import DTYPES
@@ -64,8 +66,13 @@ def agree_on_start(group: Group, own: Border) -> Start:
     """Start that all ranks of the group agree on.
 
     A rank may have taken the step that others broke off: then they take over its result, and no step is taken twice.
+    Links between hosts that were measured in an epoch before are not measured again.
     """
-    return newest_of([Border(**told) for told in group.gather_json(asdict(own))])
+    told = group.gather_json([asdict(own), group.links and asdict(group.links)])
+    # who joins has not measured any: all choose their algorithms by the same numbers
+    links = next((links for _, links in told if links), None)
+    group.links = links and replace(msgspec.convert(links, GroupLinks), hosts=group.hosts)
+    return newest_of([Border(**border) for border, _ in told])
 
 
 def newest_of(borders: Sequence[Border]) -> Start:

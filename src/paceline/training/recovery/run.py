@@ -14,6 +14,7 @@ from torch import nn
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.comm.c10d.process_group import abort_all
+from paceline.comm.link_speed import GroupLinks
 from paceline.epoch import ends_epoch, watch_epoch
 from paceline.training.build import build_engine, built, seed_all
 from paceline.training.loop import Loop, check_device
@@ -55,19 +56,21 @@ class Trainee:
         self.data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
         self.optimizer: torch.optim.Optimizer | None = None
         self.border = Border()
+        self.links: GroupLinks | None = None
         self.signal: str | None = None
 
     def train(self, group: Group) -> bool:
         """Train as one rank of an epoch's group; True if the run has ended."""
         run = self.run
         check_device(run, group)
+        group.links = self.links
         start = agree_on_start(group, self.border)
         # as many microbatches as before, or batch norms would see other parts of the global batch
         plan, begins = replace(run.plan, dp=group.size), start.border.step < 0
         if not begins and self.optimizer is None:
             self.optimizer = run.job.optimizer.build(self.model.parameters(), fused=plan.fused)
         engine = build_engine(run.job, plan, self.model, self.data, group, None if begins else self.optimizer)
-        self.optimizer = engine.optimizer
+        self.optimizer, self.links = engine.optimizer, group.links
         loop = undo = None
         try:
             if begins:
