@@ -58,6 +58,11 @@ def test_a_model_or_data_set_that_cannot_work_is_one_error_without_a_traceback(
     assert len(shown.splitlines()) == 1
 
 
+def test_a_word_for_recovery_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_RECOVERY", "no")
+    assert error_of(job(tmp_path), "dp=2") == "PACELINE_RECOVERY=no is neither on nor off\n"
+
+
 def test_an_error_inside_the_users_module_is_shown_where_it_happened(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import torch\n\nrate = torch.nothing_of_this_name\n")
     lines = error_of(write_job(tmp_path / "job.yaml", model="mine.py:net")).splitlines()

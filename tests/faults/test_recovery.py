@@ -168,6 +168,37 @@ def test_ctrl_c_while_a_rank_is_replaced_saves_and_ends(
 
 
 @pytest.mark.slow
+def test_what_a_forward_pass_wrote_into_parameters_is_undone_with_its_step(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", **long_job(model=f"{WHAT}:MomentumNet"))
+    alone = paceline("train", job, "--plan", "dp=1", "--run", "undisturbed", folder=tmp_path)
+    assert alone.code == 0, alone.err
+    with training(job, tmp_path, "dp=3") as (process, run):
+        for count, (rank, step) in enumerate([(2, 8), (0, 30), (1, 60)], 1):
+            wait_for_step(step, run, process)
+            kill_rank(rank, process)
+            wait_for_events(run, "epoch", 2 * count, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert losses(run) == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_memory_flips_is_counted_over_all_epochs(tmp_path: Path) -> None:
+    data = long_job()["data"] | {"held_out": 0}  # type: ignore[operator]
+    job = write_job(tmp_path / "job.yaml", **long_job(model=f"{WHAT}:FlippingNet", data=data, compare_every=1))
+    with training(job, tmp_path, "dp=4") as (process, run):
+        wait_for_step(1, run, process)
+        for count in (1, 2):
+            wait_for_events(run, "corruption", count, process)
+            kill_rank(0, process)
+            wait_for_events(run, "epoch", 2 * count, process)
+        outcome = ended(process)
+    assert outcome.code == 1
+    assert [(event["rank"], event["times"]) for event in events(run, "corruption")] == [(1, 1), (1, 2)]
+    assert "holds other values of 'layer.0.weight' than most ranks, for the 3rd time" in outcome.error
+
+
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_run_as_before(tmp_path: Path) -> None:
     data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"trouble": "raise"}}
     job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=data)

@@ -81,3 +81,36 @@ def no_module() -> str:
 
 def normed_net(width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, CLASSES))
+
+
+class MomentumNet(nn.Module):
+    """Half of it follows the other half, by what each forward pass writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = net(), net().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for follows, leads in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                    follows.mul_(0.9).add_(leads, alpha=0.1)
+        y: Tensor = self.online(x) + self.target(x)
+        return y
+
+
+class FlippingNet(nn.Module):
+    """A bit of a weight flips on rank 1, in the forward passes `FLIPS`."""
+
+    FLIPS = (10, 40, 70)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.passes = net(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if RANK == 1 and self.passes in self.FLIPS:
+            self.layer[0].weight.detach().view(torch.int32).view(-1)[0] ^= 1 << 20
+        y: Tensor = self.layer(x)
+        return y

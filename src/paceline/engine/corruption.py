@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,14 @@ class Corruption:
 
     Attributes:
         found: details of each, for the record of the run.
+        members: number of each rank's process, by which it is named and counted; None: the ranks themselves.
+        times: the process that was healed, for each time in the run.
     """
 
     engine: Engine
     found: list[dict[str, Any]] = field(default_factory=list)
-    _times: Counter[int] = field(default_factory=Counter)
+    members: Sequence[int] | None = None
+    times: list[int] = field(default_factory=list)
 
     def heal(self, group: Group, named: Mapping[str, Tensor], digests: Mapping[str, int]) -> bool:
         """Copy the majority's state to the other ranks; False if there is no majority.
@@ -45,7 +48,7 @@ class Corruption:
         Raises:
             SyncError: it is the same rank again, for the last time.
         """
-        own = [self.engine.group.rank, socket.gethostname(), dict(digests)]
+        own = [self._member(), socket.gethostname(), dict(digests)]
         everyones = group.gather_json(own)
         votes = Counter(tuple(held.values()) for _, _, held in everyones)
         majority, count = votes.most_common(1)[0]
@@ -64,13 +67,18 @@ class Corruption:
         known = {(d["step"], d["rank"]): d for found in self.engine.group.gather_json(self.found) for d in found}
         self.found = list(known.values())
 
+    def _member(self) -> int:
+        rank = self.engine.group.rank
+        return rank if self.members is None else self.members[rank]
+
     def _note(self, rank: int, host: str, wrong: list[str], source: int) -> None:
         step = self.engine.step_count + 1
-        self._times[rank] += 1
-        if self._times[rank] > MOST:
+        self.times.append(rank)
+        times = self.times.count(rank)
+        if times > MOST:
             raise SyncError(
                 f"step {step}: rank {rank} (host {host}) holds other values of {wrong[0]!r} than most ranks, for the "
-                f"{self._times[rank]}rd time. Nothing was updated. Check the memory of that host, or train without it; "
+                f"{times}rd time. Nothing was updated. Check the memory of that host, or train without it; "
                 "or look for code that writes into parameters or buffers on one rank only."
             )
         self.found.append(
@@ -81,7 +89,7 @@ class Corruption:
                 "tensors": wrong[:5],
                 "more": len(wrong[5:]),
                 "healed_from": source,
-                "times": self._times[rank],
+                "times": times,
             }
         )
 

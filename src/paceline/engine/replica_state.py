@@ -25,19 +25,18 @@ from paceline.sync.batchnorm import is_synchronised
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
-# updates between comparisons, after the first ones: a digest reads the parameters once, an update reads them several
-# times
-EVERY = 100
 _AXES = tuple(axis for axis in AXES if axis != "pp")
 _COLUMNS = 4096
 _ROUNDING = 64  # times the resolution of a dtype: how far ranks may drift apart that do not compute the same bits
 
 
 class ReplicaState:
-    """Compares tensors that ranks should hold alike, before updates 1, 2, 4, … and every `EVERY`.
+    """Compares tensors that ranks should hold alike, before updates 1, 2, 4, … and at intervals.
 
-    Only under rules whose replicas are the same at every step. Buffers are compared along the ranks that read different
-    samples: those that a checkpoint keeps, but for statistics of norms that are each replica's own.
+    A digest reads the parameters once, an update reads them several times: after the first ones the interval is
+    `compare_every` of the settings. Only under rules whose replicas are the same at every step. Buffers are compared
+    along the ranks that read different samples: those that a checkpoint keeps, but for statistics of norms that are
+    each replica's own.
 
     Attributes:
         due: the next update that `before_update` is to be called before.
@@ -63,8 +62,10 @@ class ReplicaState:
                 rank differed from the others again and again.
         """
         self.max_norm.agree()
-        self.due = update + 1 if self.max_norm.tables else next(n for n in count(update + 1) if _compared_before(n))
-        if self._compares and _compared_before(update):
+        self.due = (
+            update + 1 if self.max_norm.tables else next(n for n in count(update + 1) if self._compared_before(n))
+        )
+        if self._compares and self._compared_before(update):
             for group, named, strict in self._held_alike():
                 if differing := _differing(group, named):
                     self._mend(group, named, differing, strict=strict)
@@ -74,6 +75,10 @@ class ReplicaState:
     def close(self) -> None:
         """Let go of the model."""
         self.max_norm.close()
+
+    def _compared_before(self, update: int) -> bool:
+        every = self.engine.settings.compare_every
+        return update % every == 0 or (update < every and update.bit_count() == 1)
 
     def _held_alike(self) -> Iterator[tuple[Group, dict[str, Tensor], bool]]:
         """Groups of ranks, tensors they hold alike, and if these must be bitwise equal."""
@@ -154,10 +159,6 @@ _BUFFER = (
     "buffers: local (a buffers='local' "
     "of setup) where each replica may keep its own: evaluations and exports then take the mean."
 )
-
-
-def _compared_before(update: int) -> bool:
-    return update % EVERY == 0 or (update < EVERY and update.bit_count() == 1)
 
 
 def _keeps_its_own(module: nn.Module) -> bool:

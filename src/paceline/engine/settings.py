@@ -18,6 +18,7 @@ class Settings:
     """Settings of the engine; the defaults are those of `setup`.
 
     Attributes:
+        compare_every: updates between comparisons of the replicas' parameters and buffers.
         run_ahead: the loop needs the numbers of a step only after the next one is queued; see `runs_ahead`.
     """
 
@@ -27,6 +28,7 @@ class Settings:
     precision: str = "fp32"
     seed: int = 0
     buffers: str = "same"
+    compare_every: int = 100
     run_ahead: bool = False
     spike: SpikeSpec = field(default_factory=SpikeSpec)
 

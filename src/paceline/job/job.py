@@ -89,6 +89,7 @@ class Job(Spec):
     clip_norm: float | None = Field(None, gt=0)  # largest L2 norm of the whole gradient
     batch_norm: Literal["local", "sync"] = "local"  # statistics over a replica's share, or over the global batch
     buffers: Literal["same", "local"] = "same"  # that forward writes: the same on all replicas, or each keeps its own
+    compare_every: int = Field(100, ge=1)  # steps between comparisons of replicas, which find silent corruption
     nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # what NaN or Inf in the loss or the gradients does
     spike: SpikeSpec = SpikeSpec()
     precision: Precision = "fp32"

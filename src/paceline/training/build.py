@@ -12,20 +12,33 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.data.loader import Loader
-from paceline.device import has_pinned_memory
+from paceline.device import DEVICE_VARIABLE, has_pinned_memory
 from paceline.engine.engine import Engine
 from paceline.engine.settings import Settings
-from paceline.errors import DataError
+from paceline.errors import ClusterError, DataError
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.plans.plan import Plan
+from paceline.split.layout import ShardLayout
+from paceline.split.memory import predicted_bytes
 from paceline.split.mesh import Mesh
+from paceline.split.parts import Part
 from paceline.storage.url import is_url
 from paceline.training.checkpoint.convert import WeightSource, fitted, load_weights, weights_from
 
 if TYPE_CHECKING:
     from paceline.split.deferred_init.initialise import DeferredModel
+    from paceline.training.record.run import Run
+
+
+def check_device(run: Run, group: Group) -> None:
+    """Refuse a group whose devices are not those of the run's cluster."""
+    if run.cluster.kind != group.device.type:
+        raise ClusterError(
+            f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. "
+            f"Install a build of torch for the accelerators, or set {DEVICE_VARIABLE}=cpu to train on the CPU."
+        )
 
 
 def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
@@ -65,6 +78,7 @@ def build_engine(
         job.precision,
         job.seed,
         job.buffers,
+        compare_every=job.compare_every,
         run_ahead=not by_loss,
         spike=job.spike,
     )
@@ -122,6 +136,16 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets) -> Loader:
     return Loader(
         data.train, partition, num_workers=job.data.num_workers, pin_memory=has_pinned_memory(mesh.world.device)
     )
+
+
+def predicted_state_bytes(job: Job, engine: Engine) -> int:
+    """Predicted bytes of this rank's parameters, gradients and optimizer state.
+
+    The recorder's lines have the measured ones.
+    """
+    held = engine.named_parameters()
+    parts = engine.parts or {name: Part(name, ShardLayout.whole(p.shape)) for name, p in held.items()}
+    return predicted_bytes(parts, held, job.optimizer).total
 
 
 def seed_all(seed: int) -> None:

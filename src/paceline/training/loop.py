@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
-
-import torch
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.data.held_out import held_out_batches, most_batches, padded
 from paceline.data.loader import Position
-from paceline.device import DEVICE_VARIABLE
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.run_ahead import UnreadStep
 from paceline.epoch import ends_epoch
-from paceline.errors import ClusterError, NonFiniteError, SyncError, tell_of_failure
+from paceline.errors import NonFiniteError, SyncError, tell_of_failure
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
-from paceline.job.job import Job
-from paceline.job.loss import build_metrics
 from paceline.job.partition import Partition
 from paceline.job.stop import StopRule
 from paceline.job.zoo.models.moe import add_counts
 from paceline.rank_environment import is_our_rank
-from paceline.split.layout import ShardLayout
-from paceline.split.memory import predicted_bytes
-from paceline.split.parts import Part
-from paceline.training.build import build_engine, built, seed_all
+from paceline.training.build import build_engine, built, check_device, predicted_state_bytes, seed_all
 from paceline.training.checkpoints import Checkpoints
+from paceline.training.evaluations import Evaluations
 from paceline.training.record.callback import Callback, StepInfo
 from paceline.training.record.events import Events, Remarks
 from paceline.training.record.progress import PlainProgress
@@ -39,6 +29,7 @@ from paceline.training.record.recorder import StepRecorder
 from paceline.training.record.run import Run
 from paceline.training.recovery.balancing import Balancing
 from paceline.training.recovery.handover import Border
+from paceline.training.stop_signals import stop_signals
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -60,15 +51,6 @@ def train_in(run: Run, group: Group) -> None:
     seed_all(job.seed * 1_000_003 + 1 + engine.data_group.rank)
     Loop(run, engine, data, group).run()
     engine.close()
-
-
-def check_device(run: Run, group: Group) -> None:
-    """Refuse a group whose devices are not those of the run's cluster."""
-    if run.cluster.kind != group.device.type:
-        raise ClusterError(
-            f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. "
-            f"Install a build of torch for the accelerators, or set {DEVICE_VARIABLE}=cpu to train on the CPU."
-        )
 
 
 class Loop:
@@ -121,7 +103,7 @@ class Loop:
             EpochOver: a rank was lost.
         """
         try:
-            with self._signals():
+            with stop_signals(self._note_signal):
                 reason = self._begin() if border is None else self._go_on(border)
                 while reason is None and not self.leaving:
                     reason = self._epoch()
@@ -279,7 +261,8 @@ class Loop:
             evaluated_at=self.evaluations.at,
             rejected=list(self.checkpoints.rejected),
             items_per_sample=self.engine.compute.weighing.items_per_sample,
-            last=None if self._last is None else _as_json(self._last),
+            corrupted=list(self.engine.replica_state.corruption.times),
+            last=None if self._last is None else self._last.as_json(),
         )
 
     def _go_on(self, border: Border) -> str | None:
@@ -291,9 +274,10 @@ class Loop:
         engine.compute.weighing.prepare()
         self.stop.load_state_dict(border.stop)
         self.evaluations.at, self.checkpoints.rejected = border.evaluated_at, border.rejected
+        engine.replica_state.corruption.times = list(border.corrupted)
         self.checkpoints.continued()
         self.checkpoints.begin()
-        self._last = None if border.last is None else _from_json(border.last)
+        self._last = None if border.last is None else StepInfo.from_json(border.last)
         if self._last is not None:
             self.recorder.complete(self._last)
         ranks = {"step": border.step, "replicas": engine.plan.dp, "ranks": self.group.size}
@@ -334,7 +318,7 @@ class Loop:
                 "parameters": engine.parameter_count,
                 "synthetic": self.data.synthetic,
                 "balance_off": self.balancing.off,
-                "predicted_state_bytes": self._predicted_state_bytes(),
+                "predicted_state_bytes": predicted_state_bytes(self.job, engine),
             },
         )
         engine.compute.weighing.prepare()
@@ -380,15 +364,6 @@ class Loop:
         self.evaluations.at = -1
         return True
 
-    def _predicted_state_bytes(self) -> int:
-        """Predicted bytes of rank 0's parameters, gradients and optimizer state.
-
-        The recorder's lines have the measured ones.
-        """
-        held = self.engine.named_parameters()
-        parts = self.engine.parts or {name: Part(name, ShardLayout.whole(p.shape)) for name, p in held.items()}
-        return predicted_bytes(parts, held, self.job.optimizer).total
-
     # Cadence
 
     def _set_learning_rate(self, step: int) -> float:
@@ -408,22 +383,8 @@ class Loop:
                 self.engine.signals.vote("out_of_time")
             self.checkpoints.saving.ask(self.engine.step_count + 1, self.stop.elapsed_s)
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Turn SIGINT and SIGTERM into a stop after the current step.
-
-        The checkpoint that is being written is finished first.
-        """
-
-        def ask(number: int, frame: Any) -> None:
-            self.signal = signal.Signals(number).name
-
-        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _note_signal(self, name: str) -> None:
+        self.signal = name
 
 
 @dataclass(slots=True)
@@ -433,60 +394,3 @@ class _Begun:
     step: StepResult | UnreadStep
     position: Position | None
     lr: float
-
-
-def _as_json(info: StepInfo) -> dict[str, Any]:
-    """A step's result without its times, for ranks that broke the step off."""
-    return asdict(replace(info, result=replace(info.result, timing=None), busy_s=[]))
-
-
-def _from_json(told: dict[str, Any]) -> StepInfo:
-    return StepInfo(**told | {"result": StepResult(**told["result"])})
-
-
-class Evaluations(Callback):
-    """Measures the validation set when the job says so.
-
-    Attributes:
-        at: the step after which it was measured last; -1 before the first time.
-        told: called with the metrics of every evaluation.
-    """
-
-    def __init__(
-        self, job: Job, engine: Engine, data: DataSets, stop: StopRule, events: Events, epoch_steps: int
-    ) -> None:
-        self.job, self.engine, self.data, self.stop, self.events = job, engine, data, stop, events
-        self.metrics = build_metrics(job.metrics, engine.loss)
-        self.epoch_steps, self.at = epoch_steps, -1
-        self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
-
-    def after_step(self, info: StepInfo) -> str | None:
-        """See `Callback`; a metric that reached its target ends the run."""
-        every = self.job.evaluate.every_steps
-        return self.measure() if info.ending is None and every and info.result.step % every == 0 else None
-
-    def after_epoch(self) -> str | None:
-        """Measure if the job counts epochs; returns a stop reason if a target was reached."""
-        epoch, every = self.engine.step_count // self.epoch_steps, self.job.evaluate.every_epochs
-        return self.measure() if self.job.evaluate.every_steps is None and epoch % every == 0 else None
-
-    def measure(self) -> str | None:
-        """Measure the validation set, if any; returns a stop reason if a target was reached."""
-        engine, step = self.engine, self.engine.step_count
-        if self.data.held_out is None:
-            self.at = step
-            return None
-        engine.on_phase("evaluate", step)
-        # A measure of a whole batch depends on which samples are in it.
-        whole = getattr(engine.loss, "whole_batch", False)
-        rank, size = engine.data_group.rank, engine.data_group.size
-        batch = self.job.global_batch if whole else max(1, self.job.global_batch // size)
-        batches: Iterable[Batch | None]
-        batches = held_out_batches(self.data.held_out, batch=batch, replica=rank, replicas=size, in_turn=whole)
-        if engine.split is not None and engine.split.all_must_compute:
-            batches = padded(batches, most_batches(len(self.data.held_out), batch=batch, replicas=size, in_turn=whole))  # type: ignore[arg-type]
-        metrics = engine.evaluate(batches, self.metrics)
-        self.events("evaluation", {"step": step, "epoch": step / self.epoch_steps, "metrics": metrics})
-        self.told(step, metrics)
-        self.at = step
-        return self.stop.after_evaluation(metrics)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 from paceline.engine.engine import StepResult
 
@@ -27,6 +28,15 @@ class StepInfo:
     lr: float
     ending: str | None = None
     busy_s: list[float] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The step without its times, for ranks that broke it off."""
+        return asdict(replace(self, result=replace(self.result, timing=None), busy_s=[]))
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Self:
+        """The step that `as_json` told of."""
+        return cls(**told | {"result": StepResult(**told["result"])})
 
 
 class Callback:

@@ -33,6 +33,7 @@ class Border:
         evaluated_at: the step of the newest evaluation.
         rejected: steps whose batch a rewind left out.
         items_per_sample: see `Weighing`.
+        corrupted: see `Corruption.times`.
         last: what is known of the newest step.
     """
 
@@ -42,6 +43,7 @@ class Border:
     evaluated_at: int = -1
     rejected: list[int] = field(default_factory=list)
     items_per_sample: float | None = None
+    corrupted: list[int] = field(default_factory=list)
     last: dict[str, Any] | None = None
 
 

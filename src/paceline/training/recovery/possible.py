@@ -6,6 +6,7 @@ import os
 
 from paceline.cluster.cluster import Cluster
 from paceline.device import CPU
+from paceline.errors import LaunchError
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import sync_info
@@ -18,8 +19,14 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
 
     That is where each rank holds the whole model, all hold the same one after every step, our own transports are used
     (waits of torch's cannot be broken off), and samples can be dealt to any number of replicas.
+
+    Raises:
+        LaunchError: `PACELINE_RECOVERY` is neither on nor off.
     """
-    if os.environ.get(RECOVERY, "on") == "off":
+    wanted = os.environ.get(RECOVERY, "on")
+    if wanted not in ("on", "off"):
+        raise LaunchError(f"{RECOVERY}={wanted} is neither on nor off")
+    if wanted == "off":
         return False
     replicas = plan.dp > 1 and not plan.splits and not sync_info(plan.sync).local_steps
     dealt = job.partition.weights is None and job.partition.kind != "hierarchical"

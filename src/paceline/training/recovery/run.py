@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from types import FrameType
 
 import torch
 from torch import nn
@@ -16,12 +13,13 @@ from paceline.comm.backend import joined
 from paceline.comm.c10d.process_group import abort_all
 from paceline.comm.link_speed import GroupLinks
 from paceline.epoch import ends_epoch, watch_epoch
-from paceline.training.build import build_engine, built, seed_all
-from paceline.training.loop import Loop, check_device
+from paceline.training.build import build_engine, built, check_device, seed_all
+from paceline.training.loop import Loop
 from paceline.training.record.run import Run
 from paceline.training.recovery.handover import Border, agree_on_start, hand_over
 from paceline.training.recovery.member import Member
 from paceline.training.recovery.undo import StepUndo
+from paceline.training.stop_signals import stop_signals
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -29,7 +27,7 @@ def run_rank(arguments: list[str]) -> None:
     run = Run(arguments[0])
     member = Member.of_this_rank()
     trainee = Trainee(run, member)
-    with watch_epoch(member.is_over), trainee.signals():
+    with watch_epoch(member.is_over), stop_signals(trainee.note_signal):
         ended = False
         while not ended:
             epoch = member.next_epoch()
@@ -52,7 +50,7 @@ class Trainee:
         seed_all(run.job.seed)
         model = built(run.job, run.plan)
         assert isinstance(model, nn.Module), "recovery in place is for whole models"
-        self.model = model
+        self.model, self.undo = model, StepUndo(model)
         self.data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
         self.optimizer: torch.optim.Optimizer | None = None
         self.border = Border()
@@ -71,15 +69,16 @@ class Trainee:
             self.optimizer = run.job.optimizer.build(self.model.parameters(), fused=plan.fused)
         engine = build_engine(run.job, plan, self.model, self.data, group, None if begins else self.optimizer)
         self.optimizer, self.links = engine.optimizer, group.links
-        loop = undo = None
+        engine.replica_state.corruption.members = self.member.epoch.members
+        loop = None
         try:
             if begins:
                 seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
             elif start.behind:
                 hand_over(engine, group, start.source, start.behind)
                 self.border = start.border
-            loop, undo = Loop(run, engine, self.data, group), StepUndo(engine)
-            loop.signal, loop.at_border = self.signal, undo.remember
+            loop = Loop(run, engine, self.data, group)
+            loop.signal, loop.at_border = self.signal, lambda: self.undo.remember(engine.step_count)
             loop.another_is_wanted = self.member.another_is_wanted
             for rank in () if begins else start.new:
                 loop.events("healed", {"rank": self.member.epoch.members[rank], "step": start.border.step})
@@ -90,8 +89,8 @@ class Trainee:
                 raise
             # at once: groups that are closed wait for what peers have not acknowledged
             abort_all(0.0)
-            if loop is not None and undo is not None:
-                undo.undo()
+            if loop is not None:
+                self.undo.undo(engine.step_count)
                 loop.checkpoints.writer.abandon()
             ended = False
         if loop is not None and loop.begun:
@@ -100,16 +99,6 @@ class Trainee:
             engine.close()
         return ended
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Have SIGINT and SIGTERM between two epochs stop the run in the next."""
-
-        def note(number: int, _: FrameType | None) -> None:
-            self.signal = signal.Signals(number).name
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def note_signal(self, name: str) -> None:
+        """Have a signal between two epochs stop the run in the next."""
+        self.signal = name

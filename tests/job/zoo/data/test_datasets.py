@@ -38,6 +38,16 @@ class Broken(Dataset):
     def __getitem__(self, index):
         raise KeyError("pixels")
 
+class Counting(Dataset):
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return torch.zeros(1), 0
+    def state_dict(self):
+        return {"reads": 1}
+    def load_state_dict(self, state):
+        pass
+
 def of(sample):
     return [sample, sample, sample]
 
@@ -89,6 +99,18 @@ def test_a_users_held_out_set_leaves_all_samples_to_train_on(build: Any, tmp_pat
     file = tmp_path / f"own_data_{tmp_path.name}.py"
     train, held_out, _ = build("points", held_out_factory=f"{file}:points", args={"samples": 8})
     assert (len(train), len(held_out)) == (8, 8)
+
+
+@pytest.mark.parametrize("held_out", [0, 0.4])
+def test_a_state_of_a_users_data_set_is_not_kept_so_that_no_lost_rank_takes_it_along(
+    build: Any, held_out: float
+) -> None:
+    train = build("Counting", held_out=held_out).train
+    loader = Loader(
+        train, Partition(PartitionSpec(), samples=len(train), global_batch=1, seed=0, replica=0, replicas=1)
+    )
+    next(iter(loader))
+    assert loader.state_dict()["reader"] is None
 
 
 def test_samples_may_be_dicts(build: Any) -> None:
