@@ -111,6 +111,6 @@ class FlippingNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
         if RANK == 1 and self.passes in self.FLIPS:
-            self.layer[0].weight.detach().view(torch.int32).view(-1)[0] ^= 1 << 20
+            next(self.layer.parameters()).detach().view(torch.int32).view(-1)[0] ^= 1 << 20
         y: Tensor = self.layer(x)
         return y
