@@ -1,6 +1,6 @@
 """Ranks that are killed while a run trains: the gap, the steps lost, and how soon the rank is back.
 
-    python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts] [--rounds N]
+    python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts] [--rounds N] [--torchft PYTHON]
 
 Four replicas train on shared memory, and, as root, on four emulated hosts. A random rank of theirs is killed (SIGKILL)
 again and again, a while after the one before is back. Figures, of each transport (`shm_`, `hosts_`):
@@ -8,9 +8,14 @@ again and again, a while after the one before is back. Figures, of each transpor
   median step; `kill_gap_worst_s` the longest of all.
 - `healed_s`: median time from the kill to the step after which the rank takes part again.
 - `steps_lost`: steps that were taken twice, or are missing from the record.
+- `short_steps`: steps that were taken with fewer samples than the global batch.
 - `inexact`: steps whose loss differs from that of an undisturbed run by more than 1e-6 of it.
 - `hangs`: faults after which no step came within a minute.
 - `steady_cost`: median step time with recovery / with PACELINE_RECOVERY=off, runs in turn, where nothing fails.
+
+With `--torchft`, an interpreter that has paceline and torchft (`pip install torchft-nightly`), the same kills hit
+torchft's replicas (`torchft_`, see `faults_torchft.py`), which are started again at once: there `inexact` is not known,
+as it deals no samples.
 
 Figures of a busy machine say little.
 """
@@ -31,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +72,17 @@ class Faults:
     healed_s: list[float] = field(default_factory=list)
     hangs: int = 0
     steps_lost: int = 0
+    short_steps: int = 0
     inexact: int = 0
+
+    def note(self, kills: list[float], steps: list[float], healed: list[float]) -> None:
+        """Take gaps and times until healed from the times of kills, of committed steps, and of returns."""
+        typical_s = statistics.median(b - a for a, b in itertools.pairwise(steps))
+        for at in kills:
+            back = next((time for time in healed if time > at), at + HANG_S)
+            near = [b - a for a, b in itertools.pairwise(steps) if b > at and a < back + 1.0]
+            self.gaps_s.append(max(near, default=HANG_S) - typical_s)
+            self.healed_s.append(back - at)
 
     def figures(self, name: str) -> dict[str, float]:
         """The figures by name."""
@@ -75,6 +91,7 @@ class Faults:
             f"{name}_kill_gap_worst_s": round(max(self.gaps_s), 3),
             f"{name}_healed_s": round(statistics.median(self.healed_s), 3),
             f"{name}_steps_lost": self.steps_lost,
+            f"{name}_short_steps": self.short_steps,
             f"{name}_inexact": self.inexact,
             f"{name}_hangs": self.hangs,
         }
@@ -87,12 +104,17 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100, help="of each transport")
     parser.add_argument("--transports", default="shm,hosts" if os.geteuid() == 0 else "shm")
     parser.add_argument("--rounds", type=int, default=5, help="of the runs without faults")
+    parser.add_argument("--torchft", help="an interpreter that has it, to measure it as well")
     asked = parser.parse_args()
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder:
         for name in asked.transports.split(","):
             print(f"{name}: {asked.faults} faults", file=sys.stderr, flush=True)
             figures |= measured(Path(folder) / name, name, asked.faults).figures(name)
+        if asked.torchft:
+            print(f"torchft: {asked.faults} faults", file=sys.stderr, flush=True)
+            found = of_torchft(Path(folder) / "torchft", asked.torchft, asked.faults).figures("torchft")
+            figures |= {name: value for name, value in found.items() if not name.endswith("inexact")}
         figures["steady_cost"] = round(steady_cost(Path(folder) / "steady", asked.rounds), 4)
     for name, value in figures.items():
         print(f"{name:24} {value:g}")
@@ -119,14 +141,8 @@ def measured(folder: Path, transport: str, faults: int) -> Faults:
         process.send_signal(signal.SIGINT)
         process.wait(HANG_S)
     lines = read(run / "steps" / "rank-0.jsonl")
-    times = [line["time"] for line in lines]
-    typical_s = statistics.median(b - a for a, b in itertools.pairwise(times))
-    healed_at = [event["time"] for event in events(run, "healed")]
-    for at in kills:
-        back = next((time for time in healed_at if time > at), at + HANG_S)
-        near = [b - a for a, b in itertools.pairwise(times) if b > at and a < back + 1.0]
-        found.gaps_s.append(max(near, default=HANG_S) - typical_s)
-        found.healed_s.append(back - at)
+    found.note(kills, [line["time"] for line in lines], [event["time"] for event in events(run, "healed")])
+    found.short_steps = sum(line["samples"] < JOB["global_batch"] for line in lines)
     took = losses(run)
     found.steps_lost = len(lines) - len(took) + max(took) - len(took)
     with training(folder, transport, "undisturbed", steps=max(took)) as (process, whole):
@@ -134,6 +150,81 @@ def measured(folder: Path, transport: str, faults: int) -> Faults:
     alone = losses(whole)
     found.inexact = sum(abs(took[step] - loss) > TOLERANCE * abs(loss) for step, loss in alone.items())
     return found
+
+
+def of_torchft(folder: Path, python: str, faults: int) -> Faults:
+    """The same kills of replicas of torchft, which are started again at once."""
+    folder.mkdir()
+    found = Faults()
+    kills: list[float] = []
+    random.seed(SEED)
+    with replicas_of_torchft(folder, python) as start:
+        replicas = [start("replica", number) for number in range(REPLICAS)]
+        # whoever comes first trains alone
+        wait_for(lambda: sum(line["replicas"] == REPLICAS for line in committed(folder).values()) > 5, replicas[0])
+        for _ in range(faults):
+            time.sleep(REST_S)
+            number = random.randrange(REPLICAS)
+            kills.append(time.time())
+            replicas[number].kill()
+            replicas[number].wait()
+            replicas[number] = start("replica", number)
+            if not wait_for(partial(has_come_back, folder, number, kills[-1]), replicas[number]):
+                found.hangs += 1
+                break
+        time.sleep(REST_S)
+    steps = committed(folder)
+    # from the first step that all took: the start is no fault
+    whole = next(step for step, line in sorted(steps.items()) if line["replicas"] == REPLICAS)
+    steps = {step: line for step, line in steps.items() if step >= whole}
+    back = [returned(folder, number) for number in range(REPLICAS)]
+    found.note(kills, sorted(line["time"] for line in steps.values()), sorted(itertools.chain(*back)))
+    found.steps_lost = max(steps) - whole + 1 - len(steps)
+    found.short_steps = sum(line["replicas"] < REPLICAS for line in steps.values())
+    return found
+
+
+@contextmanager
+def replicas_of_torchft(folder: Path, python: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """torchft's lighthouse, and what starts a process of `faults_torchft.py`; none is left at the end."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(role: str, *arguments: object) -> subprocess.Popen[bytes]:
+        told = [python, str(Path(__file__).with_name("faults_torchft.py")), role, str(folder), *map(str, arguments)]
+        told += [(folder / "lighthouse").read_text()] if role == "replica" else []
+        with open(folder / "log", "ab") as log:
+            started.append(subprocess.Popen(told, stdout=log, stderr=log))
+        return started[-1]
+
+    try:
+        lighthouse = start("lighthouse")
+        if not wait_for((folder / "lighthouse").exists, lighthouse):
+            raise RuntimeError(f"torchft's lighthouse does not start: {(folder / 'log').read_text()[-2000:]}")
+        yield start
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def committed(folder: Path) -> dict[int, dict[str, Any]]:
+    """First line of every step that replicas of torchft committed."""
+    lines = sorted((line for file in folder.glob("*.jsonl") for line in read(file)), key=lambda line: -line["time"])
+    return {line["step"]: line for line in lines}
+
+
+def returned(folder: Path, number: int) -> list[float]:
+    """Times of the first steps that each process of a replica committed."""
+    lines = read(folder / f"replica-{number}.jsonl")
+    first: dict[int, float] = {}
+    for line in lines:
+        first.setdefault(line["pid"], line["time"])
+    return list(first.values())[1:]
+
+
+def has_come_back(folder: Path, number: int, after: float) -> bool:
+    """True once a replica has committed a step since then."""
+    return any(time > after for time in returned(folder, number))
 
 
 def steady_cost(folder: Path, rounds: int) -> float:
