@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.where import Hosts, start_on
+from paceline.cli.where import Hosts, job_file, start_on
 
 if TYPE_CHECKING:
     from paceline.training.record.run import Run
@@ -51,7 +51,7 @@ def command(
     """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
     start_on(hosts, cluster)
     from paceline.launch.seed import warm_up
-    from paceline.launch_engine import is_rank
+    from paceline.launch_engine import is_rank, own_engine
     from paceline.rank_environment import own_rank
 
     if not is_rank():
@@ -60,7 +60,7 @@ def command(
 
     try:
         # A mistake in the file is told before all else is imported.
-        what = Job.load(job)
+        what = Job.load(job if own_engine().hosts() is None else job_file(job))
         from paceline.cli.where import to_run_on
         from paceline.runner.train import train
 

@@ -36,6 +36,15 @@ def not_at_a_url(file: Path) -> Path:
     return file
 
 
+def job_file(named: str) -> str:
+    """The job file as named, or that of a run taken over."""
+    from paceline.launch.host.hosts import current_hosts
+
+    hosts = current_hosts()
+    file = hosts.takeover.job_file if hosts and hosts.takeover else None
+    return named if file is None else str(file)
+
+
 def start_on(hosts: str | None, cluster: str | None = None) -> None:
     """End this command with its result on these hosts, if any are named.
 

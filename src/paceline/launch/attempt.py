@@ -115,6 +115,8 @@ class Attempt:
         """
         while any(rank.code is None for rank in self.ranks):
             self._note_ends(_MEETING_S if self.recovery and self.recovery.meets else _TICK_S)
+            if self.on_tick:  # before anything is decided: it ends an attempt whose run was taken over
+                self.on_tick()
             self._obey_signals()
             if self.recovery and self.recovery.turn():
                 return None
@@ -129,8 +131,6 @@ class Attempt:
                 return self._failed()
             if (hung := self._hung()) and not (self.recovery and self.recovery.end(hung)):
                 return self._hang(hung)
-            if self.on_tick:
-                self.on_tick()
         return None
 
     def _listener(self) -> AbstractContextManager[socket.socket | None]:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from paceline.launch.host.hosts import current_hosts
 from paceline.launch.host.over_hosts import over_hosts
 from paceline.launch.host.remote import RunFolder
 from paceline.launch.host.same_files import must_agree
+from paceline.launch.host.takeover import tell_successors
 from paceline.launch.local import launch
 from paceline.launch.place import cores_on, places_on, threads_on
 from paceline.launch.run_on_ranks import warm_up_for
@@ -41,7 +42,7 @@ from paceline.storage.url import is_url
 from paceline.training.record.progress import LiveProgress
 from paceline.training.record.run import DESCRIPTION, FOLDERS, JsonLines, Run
 from paceline.training.record.run_lock import RunLock
-from paceline.training.recovery.possible import recovers_in_place
+from paceline.training.recovery.possible import recovers_in_place, recovery_is_on
 from paceline.tuning.auto import AutoChoice, Say, choose, remember_run
 
 if TYPE_CHECKING:
@@ -107,11 +108,14 @@ def _train(
 ) -> Run:
     if not is_rank():
         warm_up()  # it imports while this process reads and checks
+    hosts = current_hosts()
+    if (takeover := hosts.takeover if hosts else None) is not None:
+        run, resume, job = takeover.run, True, takeover.job_file or job
     job = job if isinstance(job, Job) else Job.load(job)
     job.model.must_be_at_hand()
     job.fetch()
     must_agree(job)
-    cluster = to_run_on(cluster) if (hosts := current_hosts()) is None or cluster else hosts.cluster
+    cluster = to_run_on(cluster) if hosts is None or cluster else hosts.cluster
     if is_rank():
         defer_compiler()
         return _train_as_rank(job, cluster, plan, run=run, resume=resume)
@@ -119,9 +123,8 @@ def _train(
     with ExitStack() as held:
         remote = _remote(run, partial(_note, console), held, resume=resume)
         where = remote.path if remote else run
-        check = remote.check if remote else None
         record = _train_here(
-            job, cluster, plan, where, console, resume=resume, port=port, restarts=restarts, check=check
+            job, cluster, plan, where, console, resume=resume, port=port, restarts=restarts, remote=remote
         )
         record.url = remote.url if remote else None
         return record
@@ -148,7 +151,7 @@ def _train_here(
     resume: bool,
     port: int | None,
     restarts: int,
-    check: Callable[[], None] | None = None,
+    remote: RemoteRun | None = None,
 ) -> Run:
     """Choose the plan, and start its ranks on this machine or on emulated hosts."""
 
@@ -157,28 +160,30 @@ def _train_here(
 
     say(cluster.describe())
     before = _to_resume(job, run) if resume else None
+    takeover = hosts.takeover if (hosts := current_hosts()) else None
     if run is not None and before is None:
         Run.must_be_new(Path(run))  # told before anything is measured
     with ExitStack() as held:
         # From here to the end the directory is this process's; of a new run, once it is known where.
-        lock = held.enter_context(RunLock(before.path, partial(_note, console))) if before else None
+        note = partial(_note, console)
+        lock = held.enter_context(RunLock(before.path, note, succeeds=takeover is not None)) if before else None
+        if takeover and before:
+            plan = _fitted(before.plan, job, cluster) or "auto"
         choice = choice_of(job, cluster, plan, before, say)
         warm_up_for(job, choice.plan)
         refuse_what_cannot_divide(job, choice.plan, cluster)
         if lock is None:
-            lock = held.enter_context(
-                _new_run(Path(run) if run is not None else _new_directory(job), partial(_note, console))
-            )
+            lock = held.enter_context(_new_run(Path(run) if run is not None else _new_directory(job), note))
         record = _record(job, cluster, choice.plan, lock.run, before)
         say(f"plan {choice.plan} · run {record.path}")
-        for note in [
+        for text in [
             *warnings_about(choice.plan, job, cluster),
             *(_note_on_idle_hosts(choice.plan, cluster) if current_hosts() else []),
             *(_notes_on_resuming(job, run, before) if resume else []),
         ]:
-            _note(console, f"note: {note}")
+            note(f"note: {text}")
         try:
-            _launch_ranks(record, lock, console, port, restarts, check)
+            _launch_ranks(record, lock, console, port, restarts, remote)
         except BaseException:
             if before is None:
                 record.withdraw_unless_begun()
@@ -186,6 +191,12 @@ def _train_here(
         if before is None:
             remember_run(choice, job, cluster, record)
         return record
+
+
+def _fitted(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
+    """A plan with as many of its replicas as fit; None where none does."""
+    fewer = (replace(plan, dp=dp) for dp in range(plan.dp, 0, -1))
+    return next((p for p in fewer if p.ranks <= cluster.devices and not check_plan(p, job, cluster)), None)
 
 
 def _note_on_idle_hosts(plan: Plan, cluster: Cluster) -> list[str]:
@@ -220,7 +231,7 @@ def _launch_ranks(
     console: Console,
     port: int | None,
     restarts: int,
-    check: Callable[[], None] | None = None,
+    remote: RemoteRun | None = None,
 ) -> None:
     """Train a run from its newest checkpoint to its end, on local or emulated hosts."""
     job, cluster, plan = record.job, record.cluster, record.plan
@@ -230,11 +241,15 @@ def _launch_ranks(
         LiveProgress(record.path, console) as progress,
     ):
         events.event("launch", {"ranks": plan.ranks})
+        if (hosts := current_hosts()) and cluster.emulate is None and recovery_is_on():
+            tell_successors(hosts, remote.url if remote else record.path.resolve())
+        if hosts and hosts.takeover:
+            events.event("coordinator", {"lost": hosts.takeover.lost, "by": hosts.takeover.by})
 
         def tick() -> None:
             lock.check()
-            if check is not None:
-                check()
+            if remote is not None:
+                remote.check()
             progress.tick()
 
         recovers = recovers_in_place(job, plan, cluster)

@@ -189,8 +189,9 @@ def test_a_host_that_is_lost_is_named_and_the_others_go_on(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_hosts_stop_their_ranks_when_the_coordinator_is_lost(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.yaml", **LONG)
-    with host_processes("train", job, "--plan", "dp=2", "--run", tmp_path / "run", folders=folders(tmp_path)) as hosts:
+    job, off = write_job(tmp_path / "job.yaml", **LONG), {"PACELINE_RECOVERY": "off"}
+    arguments = ("train", job, "--plan", "dp=2", "--run", tmp_path / "run")
+    with host_processes(*arguments, folders=folders(tmp_path), environment=off) as hosts:
         wait_for_step(5, tmp_path / "run", hosts[0])
         ranks = [process for process in processes_of(hosts[1]) if rank_of(process) is not None]
         hosts[0].kill()

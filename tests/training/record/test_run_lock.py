@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ def held_by_a_child(run: Path, *, heir: bool = False) -> Iterator[int]:
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "BEAT_S", 0.02)
     monkeypatch.setattr(run_lock, "STALE_S", 0.5)
+    monkeypatch.setattr(run_lock, "FENCE_S", 0.5)
 
 
 def of_another_host(run: Path, **changes: Any) -> Holder:
@@ -129,6 +130,53 @@ def test_a_process_whose_run_was_taken_over_learns_of_it_and_leaves_the_new_hold
         with pytest.raises(RunError, match="taken over by process 77 on host elsewhere"):
             lock.check()
     assert Holder.parse((tmp_path / LOCK).read_bytes()) == other
+
+
+@pytest.mark.usefixtures("fast")
+def test_hosts_that_have_lost_a_stopped_holder_take_its_run_and_it_learns_that_before_it_writes(tmp_path: Path) -> None:
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        lock = RunLock(tmp_path)
+        lock._ended.set()  # its heart does not beat: what `check` finds by itself counts
+        os.write(tell, b"x")
+        while lock.lost is None:
+            with suppress(RunError):
+                lock.check()
+        os._exit(0)
+    try:
+        assert os.read(ready, 1) == b"x"
+        os.kill(child, signal.SIGSTOP)
+        said: list[str] = []
+        with RunLock(tmp_path, said.append, succeeds=True) as lock:
+            assert f"held by process {child}" in said[0]
+            os.kill(child, signal.SIGCONT)
+            assert os.waitpid(child, 0)[1] == 0
+            lock.check()
+            with pytest.raises(RunError, match=f"trained by process {os.getpid()}"):
+                RunLock(tmp_path)
+    finally:
+        for fd in (ready, tell):
+            os.close(fd)
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_lost_holder_that_lives_keeps_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_GIVE_UP_S", 0.5)
+    monkeypatch.setattr(run_lock, "FENCE_S", 20.0)
+    with held_by_a_child(tmp_path) as child, pytest.raises(RunError, match=f"trained by process {child}"):
+        RunLock(tmp_path, succeeds=True)
+
+
+@pytest.mark.usefixtures("fast")
+def test_the_run_of_a_lost_holder_waits_for_the_ranks_that_still_save(tmp_path: Path) -> None:
+    with held_by_a_child(tmp_path, heir=True):
+        taken = threading.Thread(target=lambda: RunLock(tmp_path, succeeds=True).release())
+        taken.start()
+        taken.join(1.0)  # longer than without a sign of life from a holder
+        assert taken.is_alive()
+    taken.join(20)
+    assert not taken.is_alive()
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"[]", b'{"host": 3}', b"[" * 3000, b'{"pid": 1}'])

@@ -12,7 +12,8 @@ import queue
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 
 from pydantic import ValidationError
@@ -52,8 +53,16 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
         listener = Listener((address, place.port), key, FromHost, came.put)
     except ChannelError as error:
         raise LaunchError(f"host 0 ({place.name}) has to listen, but {error}. {_PORT}") from error
-    links = links_of(place, key, listener, came)
-    names = _different([place.name, *(link.name for link in links)])
+    return welcomed(own, address, links_of(place, key, listener, came), key)
+
+
+def welcomed(own: Host, address: str, links: Sequence[Link], key: RunKey) -> Hosts:
+    """This host, which coordinates, and those that have come to it, with measured links.
+
+    Raises:
+        SystemExit: 130 or 143, when SIGINT or SIGTERM came to one of them meanwhile.
+    """
+    names = _different([own.name, *(link.name for link in links)])
     for link, name in zip(links, names[1:], strict=True):
         link.name, link.host = name, link.host.model_copy(update={"name": name})
         link.send(Welcome(names))
@@ -89,41 +98,83 @@ def links_of(
     try:
         _await_all(place, key, listener, came, links, check)
     except BaseException as error:
-        for link in links.values():
-            reason = str(error) if isinstance(error, PacelineError) else "host 0 was stopped"
-            link.send(Refused(reason, exit_code_of(error)))
-            link.connection.close()
+        refuse(links.values(), error)
         raise
     finally:
         listener.close()
     return [links[number] for number in sorted(links)]
 
 
-def joined(place: HostPlace, key: RunKey) -> Coordinator:
+def refuse(links: Iterable[Link], error: BaseException) -> None:
+    """Tell hosts that have come why nothing begins, and leave them."""
+    for link in links:
+        reason = str(error) if isinstance(error, PacelineError) else "host 0 was stopped"
+        link.send(Refused(reason, exit_code_of(error)))
+        link.connection.close()
+
+
+def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordinator:
     """Host 0, once all hosts have come to it; for the others.
+
+    Args:
+        succeeds: this host may coordinate when host 0 is lost.
 
     Raises:
         LaunchError: it cannot be reached, or refuses this host.
     """
     who = f"host {place.name} (number {place.number})"
     connection = _reached(place, key, who)
+    with ExitStack() as unless_taken_in:
+        standby = unless_taken_in.enter_context(_standby(place, connection)) if succeeds else None
+        try:
+            coordinator = taken_in(place, connection, _wait_s() + _MESSAGE_S, standby)
+        except (OSError, ChannelError) as error:
+            raise LaunchError(
+                f"{who} was sent away by host 0 at {place.coordinator}:{place.port}: {error}. Has it the same key? "
+                f"This host's is {key.fingerprint}."
+            ) from error
+        unless_taken_in.pop_all()
+    return coordinator
+
+
+def taken_in(place: HostPlace, connection: Connection, wait_s: float, standby: socket.socket | None) -> Coordinator:
+    """The coordinator at the other end, once it has taken this host in.
+
+    Raises:
+        LaunchError: it refuses this host.
+        ChannelError: it is lost meanwhile.
+        DeadlineError: it does not answer in time.
+    """
     keep_alive(connection)
     try:
-        connection.send(_joining(place, connection))
-        answer = connection.receive(_wait_s() + _MESSAGE_S)
-    except (OSError, PacelineError) as error:
+        connection.send(_joining(place, connection, standby))
+        answer = connection.receive(wait_s)
+        if isinstance(answer, Welcome):
+            return Coordinator(connection, f"host {answer.names[0]} (number 0)", standby)
+    except BaseException:
         connection.close()
-        raise LaunchError(
-            f"{who} was sent away by host 0 at {place.coordinator}:{place.port}: {error}. Has it the same key? "
-            f"This host's is {key.fingerprint}."
-        ) from error
-    if not isinstance(answer, Welcome):
-        connection.close()
-        refusal = answer if isinstance(answer, Refused) else Refused("it speaks otherwise")
-        refused = LaunchError(f"{who} was refused by host 0: {refusal.reason}")
-        refused.exit_code = refusal.code
-        raise refused
-    return Coordinator(connection, f"host {answer.names[0]} (number 0)")
+        raise
+    connection.close()
+    refusal = answer if isinstance(answer, Refused) else Refused("it speaks otherwise")
+    refused = LaunchError(f"host {place.name} (number {place.number}) was refused by host 0: {refusal.reason}")
+    refused.exit_code = refusal.code
+    raise refused
+
+
+def _standby(place: HostPlace, connection: Connection) -> socket.socket:
+    """A socket where this host would listen as the coordinator.
+
+    It has host 0's port, if that is free here, and does not listen yet. Bound now, so that the others know the port,
+    and no one else takes it.
+    """
+    address = _own_address(connection)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    standby = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        standby.bind((address, place.port))
+    except OSError:
+        standby.bind((address, 0))
+    return standby
 
 
 def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
@@ -165,7 +216,7 @@ def _await_all(
                     raise LaunchError(f"{text}. Start it, or name fewer hosts; {WAIT} is how long to wait.") from None
                 _say(text)
             continue
-        _take(place, connection, links)
+        take(place, connection, links)
 
 
 def _missing(place: HostPlace, key: RunKey, listener: Listener, links: dict[int, Link], waited_s: float) -> str:
@@ -180,7 +231,7 @@ def _missing(place: HostPlace, key: RunKey, listener: Listener, links: dict[int,
     return f"{hosts} not come to host 0 ({place.name}) at {at} after {waited_s:.0f} s{strangers}"
 
 
-def _take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> None:
+def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> None:
     """Take a host in, or send it away.
 
     Raises:
@@ -205,7 +256,7 @@ def _take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> N
         connection.close()
         raise LaunchError(reason)
     link = links[joining.number] = Link(connection, joining.number, joining.name, joining.address, host)
-    link.clock_ahead_s = joining.clock_s - time.time()
+    link.clock_ahead_s, link.standby_port = joining.clock_s - time.time(), joining.port % 2**16
 
 
 def _of_another_run(place: HostPlace, joining: Joining) -> str | None:
@@ -250,9 +301,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _joining(place: HostPlace, connection: Connection) -> Joining:
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        address = end.getsockname()[0]
+def _joining(place: HostPlace, connection: Connection, standby: socket.socket | None = None) -> Joining:
     return Joining(
         number=place.number,
         count=place.count,
@@ -262,9 +311,15 @@ def _joining(place: HostPlace, connection: Connection) -> Joining:
         versions=versions(),
         clock_s=time.time(),
         identity=host_identity(),
-        address=address,
+        address=_own_address(connection),
         host=discover().hosts[0].model_copy(update={"name": place.name}).model_dump_json(exclude_defaults=True),
+        port=standby.getsockname()[1] if standby else 0,
     )
+
+
+def _own_address(connection: Connection) -> str:
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        return str(end.getsockname()[0])
 
 
 def _resolved(place: HostPlace) -> str:

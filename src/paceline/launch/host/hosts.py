@@ -6,7 +6,7 @@ import select
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
@@ -19,6 +19,9 @@ from paceline.launch.host.messages import Dismiss, Look
 from paceline.launch.host.remote import RemoteRanks, RunFolder
 from paceline.launch.signals import StopSignals
 
+if TYPE_CHECKING:
+    from paceline.launch.host.takeover import Takeover
+
 M = TypeVar("M", bound=Struct)
 
 
@@ -30,7 +33,10 @@ class Hosts:
         address: where the others reach this one.
         key: of the run.
         agreed: code and data that were found to be the same on all.
+        takeover: the run to continue, where the coordinator before was lost.
     """
+
+    takeover: Takeover | None = None
 
     def __init__(self, cluster: Cluster, address: str, links: Sequence[Link], key: RunKey) -> None:
         self.cluster, self.address, self.key = cluster, address, key

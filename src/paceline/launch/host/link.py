@@ -29,6 +29,7 @@ class Link:
 
     Attributes:
         address: where other hosts reach it.
+        standby_port: where it would listen as the coordinator; 0 if it never does.
         clock_ahead_s: its clock minus the coordinator's.
         lost: why nothing can be sent to it any more; None while it is there.
         heard_at: when its last message came, by the monotonic clock.
@@ -39,6 +40,7 @@ class Link:
     def __init__(self, connection: Connection, number: int, name: str, address: str, host: Host) -> None:
         self.connection, self.number, self.name, self.address, self.host = connection, number, name, address, host
         self.clock_ahead_s = 0.0
+        self.standby_port = 0
         self.lost: str | None = None
         self.heard_at = time.monotonic()
         keep_alive(connection)

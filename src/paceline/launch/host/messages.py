@@ -31,6 +31,7 @@ class Joining(Struct, tag=True, frozen=True):
         identity: equal for processes with one kernel and network namespace.
         address: of its end of this connection, where other hosts reach it.
         host: its devices, as JSON of `paceline.cluster.cluster.Host`.
+        port: where it would listen as the coordinator, at that address; 0 if it never does.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Joining(Struct, tag=True, frozen=True):
     identity: str
     address: str
     host: str
+    port: int = 0
 
 
 class Echo(Struct, tag=True, frozen=True):
@@ -237,6 +239,20 @@ class EndAttempt(Struct, tag=True, frozen=True):
     """The attempt is over: whatever still runs is killed."""
 
 
+class Succession(Struct, tag=True, frozen=True):
+    """The hosts of a run that is to go on when the coordinator is lost.
+
+    Attributes:
+        run: its directory, or its URL.
+        first_event: first line of its events, by which a host sees that it has that directory; "" of a URL.
+        hosts: name, address and port of each, by number. One with port 0 never coordinates.
+    """
+
+    run: str
+    first_event: str
+    hosts: list[tuple[str, str, int]]
+
+
 class Dismiss(Struct, tag=True, frozen=True):
     """The command has ended on host 0, with this exit code."""
 
@@ -274,5 +290,6 @@ ToHost = (
     | Kill
     | Fetched
     | EndAttempt
+    | Succession
     | Dismiss
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from paceline.channel.key import RunKey, default_key_file, own_key, read_key
 from paceline.errors import LaunchError
 from paceline.launch.host.gather import gathered, joined
-from paceline.launch.host.hosts import coordinating, current_hosts
-from paceline.launch.host.serve import serve
+from paceline.launch.host.hosts import Hosts, coordinating, current_hosts
+from paceline.launch.host.serve import Coordinator, serve
+from paceline.launch.host.takeover import met_again
 from paceline.launch.seed import warm_up
 from paceline.launch.signals import exit_code_of, sigterm_as_exit
 from paceline.launch_engine import HostPlace, own_engine
@@ -23,7 +24,8 @@ from paceline.rank_environment import KEY_FILE
 def over_hosts() -> Iterator[None]:
     """Within it, ranks are started on all hosts of this run.
 
-    On host 0 the context's body is the command; on the others this process serves until it has ended there.
+    On host 0 the context's body is the command; on the others this process serves until it has ended there. Where host
+    0 is lost in a run that goes on without it, the body is run on the next host, with a `Hosts.takeover`.
 
     Raises:
         LaunchError: the hosts do not meet.
@@ -57,15 +59,7 @@ def _key(place: HostPlace) -> RunKey:
 
 
 def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
-    if place.number:
-        coordinator = joined(place, key)
-        code = serve(coordinator, f"host {place.name} (number {place.number})")
-        how = "has ended" if code == 0 else f"has failed or was stopped, with exit code {code}"
-        if coordinator.lost is None:
-            print(printable(f"paceline: the run {how} on {coordinator.who}"), file=sys.stderr, flush=True)
-        coordinator.connection.close()
-        raise SystemExit(code)
-    hosts, code = gathered(place, key), 1
+    hosts, code = _served(place, key) if place.number else gathered(place, key), 1
     try:
         with coordinating(hosts):
             yield
@@ -75,3 +69,23 @@ def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
         raise
     finally:
         hosts.dismiss(code)
+
+
+def _served(place: HostPlace, key: RunKey) -> Hosts:
+    """Serve host 0 until it is lost; the hosts that this one coordinates then.
+
+    Raises:
+        SystemExit: with the exit code of host 0.
+    """
+    found: Hosts | Coordinator = joined(place, key, succeeds=True)
+    while isinstance(found, Coordinator):
+        with closing(found.connection):
+            code = serve(found, f"host {place.name} (number {place.number})")
+        if found.lost is None or found.succession is None or code != 1:
+            found.close()
+            how = "has ended" if code == 0 else f"has failed or was stopped, with exit code {code}"
+            if found.lost is None:
+                print(printable(f"paceline: the run {how} on {found.who}"), file=sys.stderr, flush=True)
+            raise SystemExit(code)
+        found = met_again(place, key, found)
+    return found

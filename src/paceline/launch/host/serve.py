@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import select
+import signal
+import socket
 import sys
 from typing import Any
 
@@ -11,7 +13,18 @@ from msgspec import Struct
 from paceline.channel.connection import Connection
 from paceline.errors import PacelineError
 from paceline.launch.host.measure import Measuring
-from paceline.launch.host.messages import Begin, Dismiss, Echo, Interrupted, Listen, Look, Looked, Measure, Probe
+from paceline.launch.host.messages import (
+    Begin,
+    Dismiss,
+    Echo,
+    Interrupted,
+    Listen,
+    Look,
+    Looked,
+    Measure,
+    Probe,
+    Succession,
+)
 from paceline.launch.host.same_files import digests
 from paceline.launch.host.served import ServedAttempt
 from paceline.launch.signals import StopSignals
@@ -21,11 +34,24 @@ _SAVE_S = 30.0  # for ranks to save and end when the coordinator is lost
 
 
 class Coordinator:
-    """Host 0 as a serving host sees it. `lost`: why it can no longer be reached."""
+    """Host 0 as a serving host sees it.
 
-    def __init__(self, connection: Connection, who: str) -> None:
-        self.connection, self.who = connection, who
+    Attributes:
+        lost: why it can no longer be reached; None while it can.
+        standby: bound where this host would listen in its place.
+        succession: hosts of a run that goes on without it; None where none does.
+    """
+
+    def __init__(self, connection: Connection, who: str, standby: socket.socket | None = None) -> None:
+        self.connection, self.who, self.standby = connection, who, standby
         self.lost: str | None = None
+        self.succession: Succession | None = None
+
+    def close(self) -> None:
+        """Leave it."""
+        self.connection.close()
+        if self.standby is not None:
+            self.standby.close()
 
     def send(self, message: Struct) -> None:
         """Send a message; a coordinator that is lost takes none."""
@@ -64,6 +90,8 @@ def serve(coordinator: Coordinator, who: str) -> int:
                             coordinator.send(measuring.answer(message))
                         case Look():
                             coordinator.send(Looked(digests(message)))
+                        case Succession():
+                            coordinator.succession = message
                         case Begin():
                             attempt = ServedAttempt(message, coordinator)
                         case _ if attempt is not None and attempt.obey(message):
@@ -73,7 +101,7 @@ def serve(coordinator: Coordinator, who: str) -> int:
                     _say(f"{who}: {signals.first}, told to {coordinator.who}, which stops the run")
                     coordinator.send(Interrupted(signals.first))
                 if coordinator.lost is not None or signals.kill:
-                    return _alone(coordinator, who)
+                    return _alone(coordinator, who, signals)
                 if attempt is not None:
                     attempt.turn()
         finally:
@@ -93,12 +121,12 @@ def _wait(coordinator: Coordinator, attempt: ServedAttempt | None) -> None:
     poll.poll(0 if attempt and attempt.busy else tick_s * 1000)
 
 
-def _alone(coordinator: Coordinator, who: str) -> int:
+def _alone(coordinator: Coordinator, who: str, signals: StopSignals) -> int:
     if coordinator.lost is None:
         _say(f"{who}: killing the ranks")
         return 130
     _say(f"{who}: {coordinator.who} is lost ({coordinator.lost}); the ranks here are stopped")
-    return 1
+    return 1 if signals.first is None else 128 + signal.Signals[signals.first]
 
 
 def _say(text: str) -> None:

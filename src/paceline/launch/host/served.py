@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _ROWS_S = 0.25  # from one status to the next
 _PARTS = 16  # of files, sent in a turn
+_IDLE_S = 5.0  # ranks that do nothing for so long wait in vain for those of a lost host
 
 
 class ServedAttempt:
@@ -138,7 +139,7 @@ class ServedAttempt:
         for rank in self.ranks if save_s else ():
             rank.signal(signal.SIGTERM)
         until = time.monotonic() + save_s
-        while save_s and not all(map(_has_ended, self.ranks)) and time.monotonic() < until:
+        while save_s and self._may_save() and time.monotonic() < until:
             time.sleep(0.05)
         for rank in self.ranks:
             if rank.code is None:
@@ -146,6 +147,12 @@ class ServedAttempt:
         self._send_parts(None)
         for rank in self.ranks:
             self._tell_end(rank)
+
+    def _may_save(self) -> bool:
+        """True while ranks live of which one does something, or writes a checkpoint."""
+        now_ns, board = time.monotonic_ns(), self.board.read()
+        living = [board[rank.number] for rank in self.ranks if not _has_ended(rank)]
+        return any(status.phase == "checkpoint" or status.idle_s(now_ns) < _IDLE_S for status in living)
 
     def close(self) -> None:
         """Remove what the attempt has made here."""

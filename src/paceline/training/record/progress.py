@@ -27,6 +27,7 @@ LINE_EVERY_S = 5.0  # where the output is not a terminal
 LEFT_OUT = "After three losses within an hour"
 TROUBLE = (
     "balance",
+    "coordinator",
     "lost",
     "host_lost",
     "checkpoint_damaged",
@@ -277,6 +278,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return f"{event['reason']}; the others go on. {then}{stack}"
         case "host_lost":
             return f"{event['reason']}; the others go on."
+        case "coordinator":
+            return f"{event['lost']} is lost; {event['by']} coordinates now"
         case "healed":
             return f"rank {event['rank']} is back at step {event['step']}"
         case "restart":

@@ -28,6 +28,8 @@ from paceline.files import PRIVATE_FILE
 LOCK = "lock"
 BEAT_S = 5.0
 STALE_S = 30.0  # without a heartbeat, another host's holder is taken for dead
+FENCE_S = 15.0  # the same, for hosts that have met without a holder that they have lost
+_GIVE_UP_S = 60.0  # for such a holder to end
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -109,6 +111,8 @@ class RunLock:
         say: told, in words, when a run is waited for or taken over.
         on_lost: called, in another thread, when the run was taken over because this process showed no sign of
             life; the text says by whom. None: `check` tells.
+        succeeds: the holder is lost to the run's hosts, which continue the run: wait for its end, or until it shows
+            no sign of life.
 
     Raises:
         RunError: somebody else trains in it; names who.
@@ -119,7 +123,11 @@ class RunLock:
         run: Path,
         say: Callable[[str], object] = lambda line: None,
         on_lost: Callable[[RunError], object] | None = None,
+        *,
+        succeeds: bool = False,
     ) -> None:
+        self._succeeds = succeeds
+        self._beat_at = time.monotonic()
         self.run, self.path, self.say, self.on_lost = run, run / LOCK, say, on_lost
         self.own = Holder.this_process()
         self.lost: RunError | None = None
@@ -148,6 +156,8 @@ class RunLock:
 
     def check(self) -> None:
         """Raise RunError where the run was taken over."""
+        if self.lost is None and time.monotonic() - self._beat_at > 2 * BEAT_S:
+            self._look()  # this process was stopped, and goes on
         if self.lost is not None:
             raise self.lost
 
@@ -167,6 +177,10 @@ class RunLock:
         seen = self._content()
         alone = self._lock()
         holder = Holder.parse(seen)
+        if holder is not None and self._succeeds:
+            self._await_end_of_lost()
+            self._write()
+            return
         if not alone:
             raise self._refused(holder)
         if holder is not None and self._without_locks and holder.runs_here:
@@ -179,10 +193,11 @@ class RunLock:
 
     def _lock(self) -> bool:
         """Take the kernel's lock; False where a living process has it."""
-        self._without_locks = False
+        self._locked, self._without_locks = True, False
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._locked = False
             return False
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -208,6 +223,33 @@ class RunLock:
                 raise self._refused(holder)
         return holder
 
+    def _await_end_of_lost(self) -> None:
+        """Wait until the holder has ended, or counts as dead.
+
+        A stopped process keeps the kernel's lock. Once it goes on it finds this one's name before it writes.
+
+        Raises:
+            RunError: it lives.
+        """
+        began = since = time.monotonic()
+        stamp, told = self._stamp(), False
+        while True:
+            holder, alone, now = Holder.parse(self._content()), self._lock(), time.monotonic()
+            here = holder is not None and holder.machine == _boot()
+            if alone and (holder is None or (here and not (self._without_locks and holder.runs_here))):
+                return
+            if self._stamp() != stamp:
+                stamp, since = self._stamp(), now
+            orphans = not alone and holder is not None and here and not holder.runs_here
+            if now - since > FENCE_S and not orphans:
+                return
+            if now - began > _GIVE_UP_S:
+                raise self._refused(holder)
+            if not told:
+                told = True
+                self.say(f"the run was held by {holder}; waiting for the end of what runs there")
+            time.sleep(0.1)
+
     def _refused(self, holder: Holder | None) -> RunError:
         who = str(holder) if holder is not None else "a process that is just starting"
         orphans = holder is not None and holder.machine == _boot() and not holder.runs_here
@@ -222,17 +264,25 @@ class RunLock:
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with suppress(OSError):  # a full or read-only disk: told by whoever writes there
-                if not self._is_ours():
-                    self.lost = RunError(
-                        f"{self.run} was taken over by {Holder.parse(self._content()) or 'somebody else'}, as "
-                        "nothing was heard of this "
-                        f"process for {STALE_S:g} s; it ends here, and what it saved stays"
-                    )
-                    if self.on_lost is not None:
-                        self.on_lost(self.lost)
-                    return
-                os.utime(self.fd)
+            self._look()
+            if self.lost is not None:
+                if self.on_lost is not None:
+                    self.on_lost(self.lost)
+                return
+
+    def _look(self) -> None:
+        """Show a sign of life, or see that the run was taken over."""
+        with suppress(OSError):  # a full or read-only disk: told by whoever writes there
+            if not self._is_ours():
+                self.lost = RunError(
+                    f"{self.run} was taken over by {Holder.parse(self._content()) or 'somebody else'}, as "
+                    "nothing was heard of this process for a while; it ends here, and what it saved stays"
+                )
+                return
+            if not self._locked:
+                self._lock()  # of a process that was stopped, and has ended since
+            os.utime(self.fd)
+            self._beat_at = time.monotonic()
 
     def _is_ours(self) -> bool:
         holder = Holder.parse(self._content())

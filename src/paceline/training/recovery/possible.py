@@ -14,6 +14,18 @@ from paceline.plans.sync_info import sync_info
 RECOVERY = "PACELINE_RECOVERY"  # set to off: every loss of a rank stops all of them
 
 
+def recovery_is_on() -> bool:
+    """True unless the user has turned recovery off.
+
+    Raises:
+        LaunchError: `PACELINE_RECOVERY` is neither on nor off.
+    """
+    wanted = os.environ.get(RECOVERY, "on")
+    if wanted not in ("on", "off"):
+        raise LaunchError(f"{RECOVERY}={wanted} is neither on nor off")
+    return wanted == "on"
+
+
 def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     """True if a lost rank is replaced while the others go on.
 
@@ -23,10 +35,7 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     Raises:
         LaunchError: `PACELINE_RECOVERY` is neither on nor off.
     """
-    wanted = os.environ.get(RECOVERY, "on")
-    if wanted not in ("on", "off"):
-        raise LaunchError(f"{RECOVERY}={wanted} is neither on nor off")
-    if wanted == "off":
+    if not recovery_is_on():
         return False
     replicas = plan.dp > 1 and not plan.splits and not sync_info(plan.sync).local_steps
     dealt = job.partition.weights is None and job.partition.kind != "hierarchical"

@@ -1,0 +1,182 @@
+"""Takeover: when the coordinator of a run is lost, the next host continues the run.
+
+The hosts that are left meet anew, at the one of the lowest number that can be reached. It runs the command as host 0
+did, on the run as it was saved, and numbers them from 0. At least half of the hosts have to come. Where the lost host
+still lives with the other half, the lock of the run directory decides (`training/record/run_lock.py`): who has it
+trains.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.channel.connection import Connection, connect
+from paceline.channel.key import RunKey
+from paceline.channel.listener import Listener
+from paceline.cluster.discover import discover
+from paceline.errors import ChannelError, LaunchError
+from paceline.launch.host.gather import refuse, take, taken_in, welcomed
+from paceline.launch.host.hosts import Hosts
+from paceline.launch.host.link import Link
+from paceline.launch.host.messages import FromHost, Succession, ToHost
+from paceline.launch.host.serve import Coordinator
+from paceline.launch_engine import HostPlace
+from paceline.printable import printable
+from paceline.storage.url import is_url
+
+MEET_S = 20.0  # for the other hosts to come, each of which ends its ranks first
+_FIRST_EVENT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """A run that this host continues, since the coordinator was lost.
+
+    Attributes:
+        run: its directory, or its URL.
+        lost: names the host that coordinated it.
+        by: names this host.
+    """
+
+    run: str
+    lost: str
+    by: str
+
+    @property
+    def job_file(self) -> Path | None:
+        """The job as the run has it; None where the run is at a URL."""
+        return None if is_url(self.run) else Path(self.run) / "job.yaml"
+
+
+def tell_successors(hosts: Hosts, run: str | Path) -> None:
+    """Tell the other hosts what they need to continue a run.
+
+    In its directory, an event was written.
+    """
+    at_url = is_url(run)
+    here = [(hosts.cluster.hosts[0].name, hosts.address, 0)]
+    others = [(link.name, link.address, link.standby_port) for link in hosts.links if link.lost is None]
+    message = Succession(str(run), "" if at_url else _first_event(Path(run)), here + others)
+    for link in hosts.links:
+        link.send(message)
+
+
+def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coordinator:
+    """The hosts that are left, where this one coordinates them; else their new coordinator.
+
+    Raises:
+        LaunchError: too few have met, or the run cannot be continued here.
+    """
+    succession = before.succession
+    assert succession is not None
+    assert before.standby is not None
+    own = before.standby.getsockname()[:2]
+    numbers = [number for number, (_, address, port) in enumerate(succession.hosts) if (address, port) == own]
+    if not numbers:
+        raise LaunchError(f"{before.who} is lost, and host {place.name} was not yet one of this run's hosts")
+    place = replace(place, number=numbers[0], count=len(succession.hosts))
+    for number, (name, address, port) in enumerate(succession.hosts[: place.number]):
+        if port:
+            found = _at(replace(place, coordinator=address, port=port), key, before)
+            if found is not None:
+                _say(f"host {name} (number {number}) coordinates now")
+                return found
+            _say(f"host {name} (number {number}) is not reached either")
+    with closing(before.standby):
+        return _coordinated(place, key, before, succession)
+
+
+def _at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | None:
+    """The host that may coordinate, once it does; None where it is lost, too."""
+    try:
+        connection = connect((place.coordinator, place.port), key, ToHost, deadline_s=MEET_S)
+        return taken_in(place, connection, 2 * MEET_S, before.standby)
+    except (OSError, ChannelError):
+        return None
+
+
+def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession: Succession) -> Hosts:
+    """The hosts that come to this one."""
+    name, address, _ = succession.hosts[place.number]
+    names = {number: entry[0] for number, entry in enumerate(succession.hosts)}
+    came: queue.Queue[Connection] = queue.Queue()
+    assert before.standby is not None
+    before.standby.listen()
+    listener, links = Listener(before.standby, key, FromHost, came.put), dict[int, Link]()
+    try:
+        _await_others(place, came, links)
+        _must_be_enough(place, names, links, before)
+        _must_have(succession, before, name)
+    except BaseException as error:
+        refuse(links.values(), error)
+        raise
+    finally:
+        listener.close()
+    met = [links[number] for number in sorted(links)]
+    for number, link in enumerate(met, 1):
+        link.number = number
+    by = f"host {name} (number {place.number})"
+    _say(f"{by} coordinates now{_with(link.name for link in met)}, and continues the run in {succession.run}")
+    hosts = welcomed(discover().hosts[0].model_copy(update={"name": name}), address, met, key)
+    hosts.takeover = Takeover(succession.run, before.who, by)
+    tell_successors(hosts, succession.run)
+    return hosts
+
+
+def _await_others(place: HostPlace, came: queue.Queue[Connection], links: dict[int, Link]) -> None:
+    """Take hosts in until all of higher numbers are there, or for a while."""
+    until = time.monotonic() + MEET_S
+    while set(range(place.number + 1, place.count)) - links.keys() and time.monotonic() < until:
+        try:
+            take(place, came.get(timeout=0.1), links)
+        except queue.Empty:
+            continue
+
+
+def _must_be_enough(place: HostPlace, names: dict[int, str], links: dict[int, Link], before: Coordinator) -> None:
+    """Raise LaunchError without at least half of the hosts."""
+    there = sorted({place.number, *links})
+    if 2 * len(there) < place.count:
+        found = ", ".join(f"{names[number]} (number {number})" for number in there)
+        raise LaunchError(
+            f"{before.who} is lost, and {len(there)} of {place.count} hosts have met: {found}. At least half of them "
+            "have to, or two parts of a network that was cut would train one run. It stops here. What was saved stays: "
+            "continue with --resume."
+        )
+
+
+def _must_have(succession: Succession, before: Coordinator, name: str) -> None:
+    """Raise LaunchError where this host does not see the run's directory."""
+    if is_url(succession.run) or (
+        succession.first_event and _first_event(Path(succession.run)) == succession.first_event
+    ):
+        return
+    raise LaunchError(
+        f"{before.who} is lost, and the run's directory {succession.run} with it: host {name} does not see it. When "
+        "that host is back, continue there with --resume. A run whose directory all hosts share, or which is kept at a "
+        "URL (--run s3://…), goes on without that host."
+    )
+
+
+def _first_event(run: Path) -> str:
+    """First line of a run's events; empty where there is none."""
+    try:
+        with (run / "events.jsonl").open("rb") as file:
+            return file.readline(_FIRST_EVENT_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _with(names: Iterable[str]) -> str:
+    text = ", ".join(names)
+    return f" with {text}" if text else ", alone"
+
+
+def _say(text: str) -> None:
+    print(printable(f"paceline: {text}"), file=sys.stderr, flush=True)
