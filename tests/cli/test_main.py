@@ -114,7 +114,21 @@ def test_the_version_is_the_one_that_pyproject_names(tmp_path: Path) -> None:
     assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
-COMMANDS = ("train", "bench", "check", "doctor", "export", "key", "links", "plan", "report", "submit", "runs", "cancel")
+COMMANDS = (
+    "train",
+    "bench",
+    "chaos",
+    "check",
+    "doctor",
+    "export",
+    "key",
+    "links",
+    "plan",
+    "report",
+    "submit",
+    "runs",
+    "cancel",
+)
 
 
 def test_every_command_is_tested_for_its_example() -> None:

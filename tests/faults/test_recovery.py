@@ -105,6 +105,18 @@ def test_two_at_once_and_one_while_the_others_meet(job: Path, undisturbed: dict[
 
 
 @pytest.mark.slow
+def test_a_checkpoint_under_way_when_a_rank_comes_back_is_whole(undisturbed: dict[int, float], tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", **long_job(checkpoint={"every_steps": 1}))
+    with training(job, tmp_path, "dp=3") as (process, run):
+        wait_for_step(8, run, process)
+        kill_rank(0, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert events(run, "healed")
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
+
+
+@pytest.mark.slow
 def test_when_all_ranks_are_killed_they_go_on_from_the_disk(
     job: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

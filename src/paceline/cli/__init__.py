@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline.cli import bench, cancel, check, doctor, export, key, links, plan, report, runs, submit, train
+from paceline.cli import bench, cancel, chaos, check, doctor, export, key, links, plan, report, runs, submit, train
 from paceline.cli.where import over_hosts
 from paceline.errors import PacelineError
 from paceline.printable import printable
 
 app = typer.Typer(name="paceline", no_args_is_help=True, pretty_exceptions_enable=False)
-for _module in (train, bench, check, doctor, export, key, links, plan, report, submit, runs, cancel):
+for _module in (train, bench, chaos, check, doctor, export, key, links, plan, report, submit, runs, cancel):
     _command = over_hosts(_module.command) if _module in (train, bench, check, links) else _module.command
     app.command(_module.__name__.rpartition(".")[2], epilog=_module.EXAMPLE)(_command)
 

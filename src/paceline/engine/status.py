@@ -74,6 +74,12 @@ class StatusBoard:
         return board
 
     @classmethod
+    def at(cls, path: Path) -> StatusBoard:
+        """A board that another process has made, to read."""
+        with open(path, "r+b") as file:
+            return cls(mmap.mmap(file.fileno(), 0))
+
+    @classmethod
     def of_this_rank(cls) -> StatusBoard:
         """This rank's slot of its launcher's board; a private one without such a launcher."""
         environment = RankEnvironment.from_env() if is_our_rank() else None

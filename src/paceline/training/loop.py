@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,6 +28,7 @@ from paceline.training.record.events import Events, Remarks
 from paceline.training.record.progress import PlainProgress
 from paceline.training.record.recorder import StepRecorder
 from paceline.training.record.run import Run
+from paceline.training.record.witness import WITNESS, Witness
 from paceline.training.recovery.balancing import Balancing
 from paceline.training.recovery.handover import Border
 from paceline.training.stop_signals import stop_signals
@@ -79,6 +81,8 @@ class Loop:
         self.evaluations.told = self._tell_metrics
         self.callbacks: list[Callback] = [self.recorder, self.events, self.remarks, self.balancing]
         self.callbacks += [self.evaluations, self.checkpoints]
+        if WITNESS in os.environ:
+            self.callbacks.append(Witness(engine))
         self._on_step = [c.on_step for c in self.callbacks if type(c).on_step is not Callback.on_step]
         self._after_step = [c.after_step for c in self.callbacks if type(c).after_step is not Callback.after_step]
         self.signal: str | None = None
@@ -108,6 +112,8 @@ class Loop:
                 while reason is None and not self.leaving:
                     reason = self._epoch()
                 if reason is None:
+                    # before the record is closed, which tells of the checkpoint under way
+                    self.checkpoints.saving.settle()
                     return False
                 self._finish(reason)
             return True

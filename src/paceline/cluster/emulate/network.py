@@ -17,6 +17,7 @@ from paceline.cluster.emulate.namespace import ADVICE, inside
 from paceline.errors import ClusterError
 
 INTERFACE = "eth0"  # of every host
+OTHER_SIDE = "apart"  # bridge of the hosts on one side of a split network
 _MTU = 1500
 _FRAME = 14  # bytes of Ethernet's header
 _BURST_S = 0.002
@@ -117,6 +118,15 @@ def plug(bridge: str, link: Wire) -> None:
 def unplug(bridge: str, link: Wire) -> None:
     """Make a link's packets go nowhere, both ways, silently: TCP connections stay, and wait."""
     _run(bridge, ["ip", "link", "set", link.host, "nomaster"])
+
+
+def move(bridge: str, links: Sequence[Wire], name: str) -> None:
+    """Join links to one another by a bridge of their own, apart from the others. `plug` brings one back."""
+    if name not in _run(bridge, ["ip", "-o", "link", "show"]):
+        _run(bridge, ["ip", "-batch", "-"], [f"link add {name} type bridge mcast_snooping 0", f"link set {name} up"])
+    for link in links:
+        _run(bridge, ["ip", "link", "set", link.host, "nomaster"])
+        _run(bridge, ["ip", "link", "set", link.host, "master", name])
 
 
 def _without_ipv6() -> None:

@@ -83,7 +83,6 @@ class Trainee:
             for rank in () if begins else start.new:
                 loop.events("healed", {"rank": self.member.epoch.members[rank], "step": start.border.step})
             ended = loop.run(None if begins else start.border)
-            loop.checkpoints.saving.settle()
         except Exception as error:
             if not ends_epoch(error):
                 raise

@@ -1,0 +1,216 @@
+"""Faults made from outside on the processes, links, disk and memory of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time as clock
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from paceline.chaos.groups import Squeezed, little_memory, little_time
+from paceline.chaos.links import Links
+from paceline.chaos.schedule import Fault
+from paceline.training.checkpoint.manifest import MANIFEST
+from paceline.training.record.run import read_lines
+
+FILLER = "filler"  # file beside the run, which takes what room the disk has left
+_BIT = 0x40  # of the third byte of a float: the highest of its fraction
+
+
+@dataclass
+class Scene:
+    """The run that is disturbed.
+
+    Attributes:
+        launcher: process id of its command.
+        disk: folder of the file system that the run is written to, and that can be filled.
+        checkpoints: folder.
+        witness: folder of `training/record/witness.py`.
+    """
+
+    launcher: int
+    disk: Path
+    checkpoints: Path
+    witness: Path
+
+
+@dataclass
+class Injected:
+    """A fault that was made.
+
+    Attributes:
+        time: of the fault, Unix seconds.
+        step: the newest one then.
+        checkpoint: that was damaged.
+        hit: process, host or file, in words.
+        undo: takes it back.
+        until: monotonic time at which that is due.
+    """
+
+    fault: Fault
+    hit: str
+    undo: Callable[[], None] = lambda: None
+    time: float = field(default_factory=clock.time)
+    until: float = field(default_factory=clock.monotonic)
+    step: int = 0
+    checkpoint: str = ""
+
+
+def inject(fault: Fault, scene: Scene) -> Injected | None:
+    """Make a fault; None where what it hits is not there yet."""
+    injected = _HOW[fault.kind](fault, scene)
+    if injected is not None:
+        injected.until += fault.for_s
+    return injected
+
+
+def rank_process(launcher: int, number: int) -> psutil.Process | None:
+    """The process of a rank; None where it has ended or is not started yet."""
+    return next(
+        (process for title, process in processes_of(launcher) if title.startswith(f"paceline rank {number} ")), None
+    )
+
+
+def processes_of(launcher: int) -> list[tuple[str, psutil.Process]]:
+    """Living processes that a command has started, with their titles."""
+    found = []
+    with suppress(psutil.Error):
+        for process in psutil.Process(launcher).children(recursive=True):
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((" ".join(process.cmdline()), process))
+    return found
+
+
+def _kill(fault: Fault, scene: Scene) -> Injected | None:
+    if (process := rank_process(scene.launcher, fault.number)) is None:
+        return None
+    injected = Injected(fault, _named(fault, process))
+    with suppress(psutil.Error):
+        process.kill()
+    return injected
+
+
+def _stop(fault: Fault, scene: Scene) -> Injected | None:
+    if (process := rank_process(scene.launcher, fault.number)) is None:
+        return None
+
+    def go_on() -> None:
+        with suppress(psutil.Error):
+            process.send_signal(signal.SIGCONT)
+
+    injected = Injected(fault, _named(fault, process), go_on)
+    with suppress(psutil.Error):
+        process.send_signal(signal.SIGSTOP)
+    return injected
+
+
+def _squeeze(how: Callable[[int], Squeezed]) -> Callable[[Fault, Scene], Injected | None]:
+    def squeeze(fault: Fault, scene: Scene) -> Injected | None:
+        if (process := rank_process(scene.launcher, fault.number)) is None:
+            return None
+        at = clock.time()
+        squeezed = how(process.pid)
+        return Injected(fault, _named(fault, process), squeezed.release, at)
+
+    return squeeze
+
+
+def _fill_disk(fault: Fault, scene: Scene) -> Injected:
+    filler = scene.disk / FILLER
+    injected = Injected(fault, f"disk of {scene.disk}", lambda: filler.unlink(missing_ok=True))
+    with open(filler, "wb") as file:
+        while room := _room(scene.disk):
+            with suppress(OSError):  # another file took some of it
+                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), room)
+    return injected
+
+
+def _room(folder: Path) -> int:
+    about = os.statvfs(folder)
+    return about.f_bavail * about.f_frsize
+
+
+def _corrupt(fault: Fault, scene: Scene) -> Injected | None:
+    return _corrupt_checkpoint(fault, scene) if fault.target == "checkpoint" else _corrupt_weights(fault, scene)
+
+
+def _corrupt_weights(fault: Fault, scene: Scene) -> Injected | None:
+    process = rank_process(scene.launcher, fault.number)
+    told = None if process is None else _told_weights(scene.witness / f"{process.pid}.jsonl")
+    if process is None or told is None:
+        return None
+    address, nbytes, width = max(told, key=lambda place: place[1])
+    elements = nbytes // width
+    place = address + elements // 2 * width + max(width - 2, 0)
+    try:
+        with open(f"/proc/{process.pid}/mem", "r+b", buffering=0) as memory:
+            memory.seek(place)
+            byte = memory.read(1)[0]
+            memory.seek(place)
+            memory.write(bytes([byte ^ _BIT]))
+    except (OSError, IndexError):  # it has just ended
+        return None
+    return Injected(fault, f"a bit of the weights of {_named(fault, process)}")
+
+
+def _told_weights(file: Path) -> list[list[int]] | None:
+    """Places of a process's weights; None before its first step, which may still move them."""
+    lines = list(read_lines(file))
+    told = [line["weights"] for line in lines if "weights" in line]
+    return told[-1] if told and "step" in lines[-1] else None
+
+
+def _corrupt_checkpoint(fault: Fault, scene: Scene) -> Injected | None:
+    whole = sorted(path for path in scene.checkpoints.glob("step-*") if (path / MANIFEST).exists())
+    if not whole:
+        return None
+    try:
+        shard = max(whole[-1].glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        with open(shard, "r+b") as file:
+            file.seek(shard.stat().st_size - 2)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ _BIT]))
+    except (OSError, ValueError, IndexError):  # just replaced by a newer one
+        return None
+    return Injected(fault, f"a bit of {whole[-1].name}/{shard.name}", checkpoint=whole[-1].name)
+
+
+def _cut(fault: Fault, scene: Scene) -> Injected | None:
+    if (links := Links.of(scene.launcher)) is None:
+        return None
+    injected = Injected(fault, f"link of host {fault.number}", lambda: links.mend([fault.number]))
+    links.cut(fault.number)
+    return injected
+
+
+def _part(fault: Fault, scene: Scene) -> Injected | None:
+    if (links := Links.of(scene.launcher)) is None:
+        return None
+    apart = list(range(links.count))[-fault.number :]
+    words = ", ".join(map(str, apart))
+    injected = Injected(fault, f"hosts {words} apart from the others", lambda: links.mend(apart))
+    links.part(apart)
+    return injected
+
+
+def _named(fault: Fault, process: psutil.Process) -> str:
+    return f"rank {fault.number} (pid {process.pid})"
+
+
+_HOW: dict[str, Callable[[Fault, Scene], Injected | None]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "oom": _squeeze(little_memory),
+    "slow": _squeeze(little_time),
+    "disk-full": _fill_disk,
+    "corrupt": _corrupt,
+    "cut": _cut,
+    "partition": _part,
+}

@@ -1,0 +1,134 @@
+"""Costs of each fault: when it was named and healed, gap, lost steps."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.chaos.faults import Injected
+from paceline.chaos.invariants import Invariant
+from paceline.chaos.play import Played
+from paceline.chaos.reference import Reference, difference, losses_of
+from paceline.chaos.schedule import Fault
+from paceline.training.record.run import read_lines
+
+_HEALED = ("healed", "resume", "start", "slow_rank_over", "corruption", "checkpoint_saved")
+_NAMED: Mapping[str, tuple[str, ...]] = {
+    "slow": ("slow_rank", "balance"),
+    "disk-full": ("checkpoint_failed", "lines_lost"),
+    "corrupt": ("corruption", "checkpoint_damaged"),
+}
+_NAMED_LOSS = ("lost", "restart")
+_WITHIN_S = 60.0  # what comes later is not taken for an answer to a fault
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault and what came of it.
+
+    Times are seconds from the fault on; None where it did not come to that.
+    """
+
+    fault: str
+    step: int
+    hit: str
+    named_s: float | None
+    gap_s: float | None
+    steps_lost: int
+    healed_s: float | None
+    losses_differ: float | None
+
+
+def rows(played: Played, reference: Reference) -> list[Row]:
+    """Outcome of each fault, in their order."""
+    lines = [line for file in played.run.glob("steps/rank-*.jsonl") for line in _numbered(file)]
+    events = list(read_lines(played.run / "events.jsonl"))
+    ends = itertools.chain((i.time for i in played.made[1:]), [float("inf")])
+    return [_row(i, until, lines, events, played, reference) for i, until in zip(played.made, ends, strict=True)]
+
+
+def as_json(played: Played, reference: Reference, invariants: Sequence[Invariant]) -> dict[str, Any]:
+    """All that is known of a run, for machines."""
+    return {
+        "schedule": msgspec.to_builtins(played.schedule),
+        "held": all(invariant.held for invariant in invariants),
+        "invariants": [asdict(invariant) for invariant in invariants],
+        "losses": reference.why,
+        "faults": [asdict(row) for row in rows(played, reference)],
+        "not_made": [str(fault) for fault in played.not_made],
+        "commands": [{"code": end.code, "time": end.time} for end in played.ends],
+    }
+
+
+def _row(
+    injected: Injected,
+    until: float,
+    lines: Sequence[dict[str, Any]],
+    events: Sequence[dict[str, Any]],
+    played: Played,
+    reference: Reference,
+) -> Row:
+    begin, limit = injected.time, injected.time + _WITHIN_S
+    ends = [end.time for end in played.ends if end.code]
+    about = [event for event in events if _is_about(event, injected.fault)]
+    named = _first([*_times(about, _NAMED.get(injected.fault.kind, _NAMED_LOSS)), *ends], begin, limit)
+    healed = _first(_times(about, _HEALED), begin, limit) if named is not None else None
+    commits = sorted(line["time"] for line in lines)
+    gaps = [(a, b) for a, b in itertools.pairwise(commits) if b > a]
+    typical_s = statistics.median([line["step_s"] for line in lines]) if lines else 0.0
+    window = min(until, begin + max((healed or named or 0.0), injected.fault.for_s) + 1.0)
+    near = [b - a for a, b in gaps if a <= begin < b or (begin < a and b <= window)]
+    again = [line["step"] for line in lines if line["again"] and begin < line["time"] < until]
+    return Row(
+        str(injected.fault),
+        injected.step,
+        injected.hit,
+        named,
+        round(max(max(near) - typical_s, 0.0), 3) if near else None,
+        len(set(again)),
+        healed,
+        _differ(injected, until, lines, played, reference),
+    )
+
+
+def _differ(
+    injected: Injected, until: float, lines: Sequence[dict[str, Any]], played: Played, reference: Reference
+) -> float | None:
+    """Largest difference of losses from a fault to the next."""
+    steps = {line["step"] for line in lines if injected.time < line["time"] < until} & reference.losses.keys()
+    found, first = losses_of(played.run), reference.losses[min(reference.losses)]
+    by = [difference(found[step], reference.losses[step], first) for step in steps if step in found]
+    return float(f"{max(by):.3g}") if by else None
+
+
+def _is_about(event: Mapping[str, Any], fault: Fault) -> bool:
+    """False for what an event tells of another rank."""
+    of_rank = fault.target in ("rank", "weights") and event["event"] in ("lost", "healed", "slow_rank", "corruption")
+    return not of_rank or event.get("rank") == fault.number
+
+
+def _numbered(file: Path) -> list[dict[str, Any]]:
+    """Steps of a rank, with whether it had taken each before."""
+    seen: set[int] = set()
+    found = []
+    for line in read_lines(file):
+        found.append(
+            {"step": line["step"], "time": line["time"], "step_s": line["step_s"], "again": line["step"] in seen}
+        )
+        seen.add(line["step"])
+    return found
+
+
+def _times(events: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[float]:
+    return [event["time"] for event in events if event["event"] in kinds]
+
+
+def _first(times: Sequence[float], begin: float, limit: float) -> float | None:
+    later = [time - begin for time in times if begin <= time < limit]
+    return round(min(later), 3) if later else None

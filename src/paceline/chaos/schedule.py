@@ -1,0 +1,140 @@
+"""Schedules of faults: drawn from a seed, written to a file, and read back.
+
+Their clock is the run's own progress, so a schedule means the same on a fast machine and on a slow one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import msgspec
+
+from paceline.errors import JobError
+from paceline.files import read_text, write_whole
+
+Kind = Literal["kill", "stop", "oom", "partition", "cut", "slow", "disk-full", "corrupt", "clock", "store"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Phase = Literal["any", "start", "evaluate", "checkpoint", "recovery"]
+Target = Literal["rank", "host", "weights", "checkpoint", "disk"]
+
+OF_HOSTS = ("partition", "cut")  # kinds that need hosts
+_LONGEST_S = {"stop": 8.0, "slow": 8.0, "cut": 6.0, "partition": 6.0, "disk-full": 5.0, "oom": 5.0}
+_SHORTEST_S = 0.5
+_AT_ONCE, _IN_RECOVERY, _IN_START, _IN_PHASE = 0.12, 0.12, 0.08, 0.25  # how often
+_LAST = 0.9  # of the steps: what comes later may not be seen to heal
+_FILE_LIMIT = 2**20
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One fault.
+
+    Attributes:
+        at: share of the run's steps that are done when it is due.
+        during: what the run is to be doing then; waited for a while.
+        number: rank or host that it hits; of a partition, number of hosts that are cut off together.
+        for_s: time after which it is taken back, where it can be.
+    """
+
+    kind: Kind
+    at: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    target: Target
+    number: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    during: Phase = "any"
+    for_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+
+    def __str__(self) -> str:
+        lasts = f" for {self.for_s:g} s" if self.for_s else ""
+        where = {
+            "rank": f"rank {self.number}",
+            "host": f"host {self.number}",
+            "weights": f"weights of rank {self.number}",
+        }
+        hit = where.get(self.target, f"the {self.target}")
+        if self.kind == "partition":
+            hit = f"{self.number} of the hosts"
+        return f"{self.kind} {hit}{lasts}" + (f", during {self.during}" if self.during != "any" else "")
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Faults in the order in which they are due, and their run.
+
+    Attributes:
+        steps: at which the run ends.
+        hosts: emulated ones; 0 has the ranks on this machine as it is.
+    """
+
+    seed: int
+    plan: Annotated[str, msgspec.Meta(max_length=1000)]
+    steps: Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+    hosts: Annotated[int, msgspec.Meta(ge=0, le=250)]
+    faults: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=10_000)]
+
+    def with_only(self, faults: Sequence[Fault]) -> Schedule:
+        """A schedule of this run with other faults."""
+        return msgspec.structs.replace(self, faults=tuple(faults))
+
+    def write(self, path: Path) -> None:
+        """Write the schedule as JSON."""
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> Schedule:
+        """Read a schedule.
+
+        Raises:
+            JobError: the file cannot be read, or is no schedule.
+        """
+        try:
+            schedule = msgspec.json.decode(read_text(path, _FILE_LIMIT), type=cls)
+        except OSError as error:
+            raise JobError(f"{path} cannot be read: {error.strerror or error}") from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            text = f"{path} is no schedule of faults: {error}. Give a file that `paceline chaos` has written."
+            raise JobError(text) from error
+        return schedule
+
+
+def draw(kinds: Sequence[Kind], seed: int, *, count: int, plan: str, ranks: int, hosts: int, steps: int) -> Schedule:
+    """Draw a schedule: every kind at least once where `count` allows, at random moments.
+
+    Some come together, some while the run starts, evaluates, saves, or recovers from the fault before.
+    """
+    chance = random.Random(seed)
+    wanted = list(kinds) * (-(-count // len(kinds)))
+    wanted = wanted[: len(kinds)] + chance.sample(wanted[len(kinds) :], len(wanted) - len(kinds))
+    wanted = wanted[:count]
+    chance.shuffle(wanted)
+    moments = sorted(chance.uniform(0.02, _LAST) for _ in wanted)
+    faults: list[Fault] = []
+    for number, (kind, at) in enumerate(zip(wanted, moments, strict=True)):
+        during: Phase = "any"
+        lot = chance.random()
+        if number == 0 and lot < _IN_START * len(wanted):
+            at, during = 0.0, "start"
+        elif number and lot < _AT_ONCE:
+            at = faults[-1].at
+        elif number and lot < _AT_ONCE + _IN_RECOVERY:
+            at, during = faults[-1].at, "recovery"
+        elif lot < _AT_ONCE + _IN_RECOVERY + _IN_PHASE:
+            during = chance.choice(("evaluate", "checkpoint"))
+        faults.append(_drawn(chance, kind, at, during, ranks, hosts))
+    return Schedule(seed, plan, steps, hosts, tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _drawn(chance: random.Random, kind: Kind, at: float, during: Phase, ranks: int, hosts: int) -> Fault:
+    target: Target = "rank"
+    number = chance.randrange(ranks)
+    if kind == "cut":
+        target, number = "host", chance.randrange(hosts)
+    elif kind == "partition":
+        target, number = "host", chance.randint(1, hosts // 2)
+    elif kind == "disk-full" or kind == "store":
+        target, number = "disk", 0
+    elif kind == "corrupt":
+        target = chance.choice(("weights", "checkpoint"))
+    longest = _LONGEST_S.get(kind, 0.0)
+    for_s = round(chance.uniform(_SHORTEST_S, longest), 2) if longest else 0.0
+    return Fault(kind, round(at, 4), target, number, during, for_s)
