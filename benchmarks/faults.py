@@ -1,6 +1,7 @@
 """Ranks that are killed while a run trains: the gap, the steps lost, and how soon the rank is back.
 
-    python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts] [--rounds N] [--torchft PYTHON]
+    python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts] [--rounds N] [--no-goodput]
+                                [--torchft PYTHON]
 
 Four replicas train on shared memory, and, as root, on four emulated hosts. A random rank of theirs is killed (SIGKILL)
 again and again, a while after the one before is back. Figures, of each transport (`shm_`, `hosts_`):
@@ -11,6 +12,8 @@ again and again, a while after the one before is back. Figures, of each transpor
 - `short_steps`: steps that were taken with fewer samples than the global batch.
 - `inexact`: steps whose loss differs from that of an undisturbed run by more than 1e-6 of it.
 - `hangs`: faults after which no step came within a minute.
+- `goodput_15s`, `goodput_60s`: share of the time that the same steps take undisturbed, on shared memory with a kill
+  every 15 and 60 s, without the start of the run.
 - `steady_cost`: median step time with recovery / with PACELINE_RECOVERY=off, runs in turn, where nothing fails.
 
 With `--torchft`, an interpreter that has paceline and torchft (`pip install torchft-nightly`), the same kills hit
@@ -50,6 +53,7 @@ BIN = Path(sys.executable).parent
 REPLICAS, HANG_S, TOLERANCE = 4, 60.0, 1e-6
 REST_S, SEED = 1.5, 17
 WARM_UP, STEADY_STEPS = 20, 200
+GOODPUT = {15: 12, 60: 5}  # seconds from kill to kill, and how many
 JOB = {
     "name": "faults",
     # in float64: sums over fewer replicas differ in the last digits, which a long training in float32 amplifies
@@ -104,6 +108,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100, help="of each transport")
     parser.add_argument("--transports", default="shm,hosts" if os.geteuid() == 0 else "shm")
     parser.add_argument("--rounds", type=int, default=5, help="of the runs without faults")
+    parser.add_argument("--goodput", action=argparse.BooleanOptionalAction, default=True, help="takes 8 minutes")
     parser.add_argument("--torchft", help="an interpreter that has it, to measure it as well")
     asked = parser.parse_args()
     figures: dict[str, float] = {}
@@ -115,6 +120,10 @@ def main() -> None:
             print(f"torchft: {asked.faults} faults", file=sys.stderr, flush=True)
             found = of_torchft(Path(folder) / "torchft", asked.torchft, asked.faults).figures("torchft")
             figures |= {name: value for name, value in found.items() if not name.endswith("inexact")}
+        for every_s in GOODPUT if asked.goodput else ():
+            name = f"goodput_{every_s}s"
+            print(f"{name}: {GOODPUT[every_s]} faults", file=sys.stderr, flush=True)
+            figures[name] = round(goodput(Path(folder) / name, every_s, GOODPUT[every_s]), 4)
         figures["steady_cost"] = round(steady_cost(Path(folder) / "steady", asked.rounds), 4)
     for name, value in figures.items():
         print(f"{name:24} {value:g}")
@@ -225,6 +234,23 @@ def returned(folder: Path, number: int) -> list[float]:
 def has_come_back(folder: Path, number: int, after: float) -> bool:
     """True once a replica has committed a step since then."""
     return any(time > after for time in returned(folder, number))
+
+
+def goodput(folder: Path, every_s: float, faults: int) -> float:
+    """Share of the time that undisturbed steps take, with a kill in the midst of each stretch."""
+    folder.mkdir()
+    random.seed(SEED)
+    with training(folder, "shm", "goodput", steps=10**7) as (process, run):
+        wait_for(lambda: len(losses(run)) > WARM_UP, process)
+        for _ in range(faults):
+            time.sleep(every_s / 2)
+            kill(random.randrange(REPLICAS), run, process)
+            time.sleep(every_s / 2)
+        process.send_signal(signal.SIGINT)
+        process.wait(HANG_S)
+    times = [line["time"] for line in read(run / "steps" / "rank-0.jsonl")][WARM_UP:]
+    between: list[float] = [b - a for a, b in itertools.pairwise(times)]
+    return len(between) * statistics.median(between) / sum(between)
 
 
 def steady_cost(folder: Path, rounds: int) -> float:

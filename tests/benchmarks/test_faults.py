@@ -15,7 +15,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_ranks_lose_no_step_and_no_digit() -> None:
-    options = ["--faults", "2", "--transports", "shm", "--rounds", "1", "--json"]
+    options = ["--faults", "2", "--transports", "shm", "--rounds", "1", "--no-goodput", "--json"]
     outcome = subprocess.run([sys.executable, BENCHMARK, *options], capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     figures = json.loads(outcome.stdout.splitlines()[-1])["figures"]
