@@ -36,7 +36,8 @@ def job_of(folder: Path, *, deadline_s: float) -> Path:
 @contextmanager
 def training(job: Path, run: str, *more: str) -> Iterator[subprocess.Popen[str]]:
     options = ["--cluster", "cluster.yaml", "--plan", "dp=2 transport=tcp balance=off", "--run", run, *more]
-    with started("paceline", "train", job, *options, folder=job.parent) as process:
+    off = {"PACELINE_RECOVERY": "off"}  # or the run would go on without the host
+    with started("paceline", "train", job, *options, folder=job.parent, environment=off) as process:
         yield process
 
 

@@ -135,6 +135,11 @@ class Connection:
             self._end()
             self._link.close()
 
+    def end(self) -> None:
+        """Let nothing come or go any more; for any thread. Its owner gets an error, and closes it."""
+        with self._lock:
+            self._end()
+
     def _frame(self) -> bytes | None:
         """The body of the first message, or None while it is not whole."""
         if len(self._incoming) < _LENGTH.size:

@@ -118,6 +118,9 @@ class Attempt:
             if self.on_tick:  # before anything is decided: it ends an attempt whose run was taken over
                 self.on_tick()
             self._obey_signals()
+            if self.remote and (alone := self.remote.cut_off()):
+                self._stop_all()
+                return LaunchFailure(alone, 0, final=True)
             if self.recovery and self.recovery.turn():
                 return None
             if (seed := self.starter.seed) and seed.lost:

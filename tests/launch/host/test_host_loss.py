@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from commands import ended, events, losses, paceline, processes_of, rank_of, started, wait_for_step, write_job
+from hosts import cut_of
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2, pytest.mark.slow]
 STEPS = 400
@@ -79,3 +80,29 @@ def test_two_hosts_that_die_whole_at_once_are_left_out(tmp_path: Path, undisturb
     assert outcome.code == 0, outcome.err
     assert sorted(event["host"] for event in events(run, "host_lost")) == ["host-1", "host-2"]
     assert losses(run) == pytest.approx(undisturbed, rel=1e-3)
+
+
+def test_a_host_whose_link_is_cut_is_left_out_and_stops_its_ranks(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    with training(tmp_path, hosts=2, ranks=2) as (process, run):
+        [host] = host_processes(process)
+        ranks = ranks_of(host)
+        cut_of(process.pid, host=1)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says(
+        "host host-1 (number 1), which had rank 1, is lost: nothing has come from it for 2 s; the others go on",
+        "host host-0 (number 0) is lost (nothing has come from it for 2 s); the ranks here are stopped",
+    )
+    assert not any(map(is_alive, ranks))
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-3)
+
+
+def test_a_coordinator_that_reaches_less_than_half_of_the_hosts_stops_and_says_so(tmp_path: Path) -> None:
+    with training(tmp_path, hosts=3, ranks=3) as (process, run):
+        cut_of(process.pid, host=0)
+        outcome = ended(process)
+    assert outcome.code == 1
+    assert outcome.says("of 3 hosts this one reaches 0", "as these may go on, this side stops")
+    assert max(losses(run)) < STEPS

@@ -63,7 +63,7 @@ def host_processes(cluster: Cluster, emulated: Sequence[EmulatedHost]) -> Iterat
         links = links_of(place, key, listener, came, lambda: _check(processes))
         for link in links:
             link.send(Welcome([host.name for host in emulated]))
-        hosts = Hosts(cluster, first.address, links, key)
+        hosts = Hosts(cluster, first.address, links, key, first.namespace)
         code = 1
         try:
             with coordinating(hosts):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
+from paceline.channel.connection import Connection
 from paceline.channel.key import RunKey
+from paceline.channel.listener import Listener
 from paceline.cluster.cluster import Cluster
+from paceline.cluster.emulate.namespace import inside
 from paceline.engine.status import StatusBoard
 from paceline.errors import LaunchError
 from paceline.launch.host.link import Link
@@ -34,12 +37,17 @@ class Hosts:
         key: of the run.
         agreed: code and data that were found to be the same on all.
         takeover: the run to continue, where the coordinator before was lost.
+
+    Args:
+        namespace: network namespace of that address, where this host is an emulated one.
     """
 
     takeover: Takeover | None = None
 
-    def __init__(self, cluster: Cluster, address: str, links: Sequence[Link], key: RunKey) -> None:
-        self.cluster, self.address, self.key = cluster, address, key
+    def __init__(
+        self, cluster: Cluster, address: str, links: Sequence[Link], key: RunKey, namespace: str | None = None
+    ) -> None:
+        self.cluster, self.address, self.key, self._namespace = cluster, address, key, namespace
         self.links = sorted(links, key=lambda link: link.number)
         self.agreed: list[Look] = []
 
@@ -73,7 +81,15 @@ class Hosts:
     ) -> RemoteRanks:
         """The ranks that an attempt has on the hosts of these numbers."""
         links = [link for link in self.links if link.number in numbers]
-        return RemoteRanks(links, board, scratch, folder, signals, poll)
+        return RemoteRanks(links, board, scratch, folder, signals, poll, self._listen)
+
+    def _listen(self, messages: type[Struct], on_message: Callable[[Connection, Any], None]) -> Listener:
+        """A listener at this host's address, at any port."""
+
+        def listener() -> Listener:
+            return Listener((self.address, 0), self.key, messages, lambda _: None, on_message=on_message)
+
+        return listener() if self._namespace is None else inside(self._namespace, listener)
 
     def dismiss(self, code: int) -> None:
         """Have all end with this exit code."""

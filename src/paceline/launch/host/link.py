@@ -35,6 +35,7 @@ class Link:
         heard_at: when its last message came, by the monotonic clock.
     """
 
+    _silence = ""
     _watched: tuple[select.poll, int] | None = None
 
     def __init__(self, connection: Connection, number: int, name: str, address: str, host: Host) -> None:
@@ -44,6 +45,11 @@ class Link:
         self.lost: str | None = None
         self.heard_at = time.monotonic()
         keep_alive(connection)
+
+    @property
+    def silent(self) -> bool:
+        """True where nothing came for too long. It may be there, behind a network that is cut."""
+        return bool(self._silence)
 
     @property
     def who(self) -> str:
@@ -99,9 +105,14 @@ class Link:
     def lose(self, reason: str) -> None:
         """Give the host up."""
         if self.lost is None:
-            self.lost = reason
+            self.lost = self._silence or reason
             self.unwatch()
             self.connection.close()
+
+    def fall_silent(self, limit_s: float) -> None:
+        """Have the host's owner find it lost; for any thread."""
+        self._silence = f"nothing has come from it for {limit_s:g} s"
+        self.connection.end()
 
     def watch(self, poll: select.poll) -> None:
         """Have `poll` tell of messages, until the host is lost."""

@@ -188,6 +188,9 @@ class Begin(Struct, tag=True, frozen=True):
         token: name of a file that the coordinator has made there, of random name: who sees it shares the folder.
         folders: within it, which ranks expect to be there.
         recovers: the run goes on without ranks that are lost.
+        host: number of the host.
+        pulse_port: of the coordinator, for this host's `Pulse`; 0 where silence ends nothing.
+        silence_s: after which either is lost to the other.
     """
 
     attempt: int
@@ -199,6 +202,9 @@ class Begin(Struct, tag=True, frozen=True):
     folders: list[str]
     start_deadline_s: float
     recovers: bool
+    host: int
+    pulse_port: int
+    silence_s: float
 
 
 class Start(Struct, tag=True, frozen=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 from msgspec import Struct
 
 from paceline.engine.status import PHASES, StatusBoard
@@ -39,6 +40,7 @@ from paceline.launch.host.messages import (
     Started,
     Told,
 )
+from paceline.launch.host.pulse import Listen, Pulses
 from paceline.launch.signals import StopSignals
 from paceline.rank_environment import RankEnvironment
 
@@ -108,9 +110,12 @@ class RemoteRanks:
         folder: RunFolder,
         signals: StopSignals,
         poll: select.poll,
+        listen: Listen,
     ) -> None:
         self.links, self.board, self.scratch, self.folder = links, board, scratch, folder
         self.signals, self.poll = signals, poll
+        self._listen = listen
+        self._pulses: Pulses | None = None
         self.ranks: dict[int, RemoteRank] = {}
         self.spared: list[Link] = []  # lost hosts that the run goes on without
         self._silent: list[Link] = []
@@ -127,6 +132,8 @@ class RemoteRanks:
         for link in self.links:
             self._until(link, Over, _OVER_S)
             link.unwatch()
+        if self._pulses:
+            self._pulses.close()
 
     def begin(
         self,
@@ -145,10 +152,26 @@ class RemoteRanks:
         token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
         token.touch(mode=0o600)
         where, folders = str(token.parent), list(self.folder.folders)
-        begin = Begin(attempt, ranks, list(module_args), dict(env), where, token.name, folders, deadline_s, recovers)
+        if recovers:
+            self._pulses = Pulses(self._listen, self._fall_silent)
+        port, silence_s = (self._pulses.port, self._pulses.limit_s) if self._pulses else (0, 0.0)
+        begin = Begin(
+            attempt,
+            ranks,
+            list(module_args),
+            dict(env),
+            where,
+            token.name,
+            folders,
+            deadline_s,
+            recovers,
+            0,
+            port,
+            silence_s,
+        )
         try:
             for link in self.links:
-                link.send(begin)
+                link.send(msgspec.structs.replace(begin, host=link.number))
                 for name in self.folder.files:
                     for part in parts_of(token.parent / name, token.parent):
                         link.send(part)
@@ -196,6 +219,22 @@ class RemoteRanks:
                 self._silent.append(link)
                 link.lose(f"nothing has come from it for {silent_s:.0f} s")
 
+    def cut_off(self) -> str | None:
+        """Sentence that says that this host has no quorum; None where it has.
+
+        Hosts whose process has ended are gone and count no more. Of the others this one and those that it reaches go
+        on; a silent one may be there, and go on itself, with other silent ones. With half of the hosts each, those of
+        the coordinator do.
+        """
+        silent = [link for link in self.links if link.silent]
+        reached = 1 + sum(link.lost is None and not link.silent for link in self.links)
+        if reached >= len(silent):
+            return None
+        return (
+            f"of {reached + len(silent)} hosts this one reaches {reached - 1}, and nothing has come from "
+            f"{', '.join(link.who for link in silent)}: as these may go on, this side stops."
+        )
+
     @property
     def lost(self) -> str | None:
         """Name and ranks of a lost host, or None. Silent and spared ones do not count."""
@@ -213,6 +252,12 @@ class RemoteRanks:
         for rank in self.ranks.values():
             if rank.link.lost is not None and rank.code is None:
                 rank.code = -signal.SIGKILL
+
+    def _fall_silent(self, host: int) -> None:
+        assert self._pulses is not None
+        for link in self.links:
+            if link.number == host and link.lost is None:
+                link.fall_silent(self._pulses.limit_s)
 
     def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
         """Take in messages until one of a kind. A host that sends none in time is lost."""

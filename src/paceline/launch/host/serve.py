@@ -45,7 +45,18 @@ class Coordinator:
     def __init__(self, connection: Connection, who: str, standby: socket.socket | None = None) -> None:
         self.connection, self.who, self.standby = connection, who, standby
         self.lost: str | None = None
+        self._silence = ""
         self.succession: Succession | None = None
+
+    @property
+    def address(self) -> str:
+        """Address at which this host reaches host 0."""
+        return self.connection.peer.rpartition(":")[0]
+
+    def fall_silent(self, limit_s: float) -> None:
+        """Find host 0 lost, since nothing came from it for too long; for any thread."""
+        self._silence = f"nothing has come from it for {limit_s:g} s"
+        self.connection.end()
 
     def close(self) -> None:
         """Leave it."""
@@ -59,7 +70,7 @@ class Coordinator:
             try:
                 self.connection.send(message)
             except (OSError, PacelineError) as error:
-                self.lost = str(error)
+                self.lost = self._silence or str(error)
 
     def next(self) -> Any:
         """The next message; None where there is none yet."""
@@ -67,7 +78,7 @@ class Coordinator:
             try:
                 return self.connection.take()
             except (OSError, PacelineError) as error:
-                self.lost = str(error)
+                self.lost = self._silence or str(error)
         return None
 
 
@@ -107,7 +118,9 @@ def serve(coordinator: Coordinator, who: str) -> int:
         finally:
             measuring.close()
             if attempt is not None:
-                attempt.stop(_SAVE_S if coordinator.lost is not None else 0.0)
+                # Ranks that recover are killed: they take no step without those of the other hosts, as every member of
+                # an epoch has a part in each, and SIGTERM would only have them wait for these.
+                attempt.stop(_SAVE_S if coordinator.lost is not None and not attempt.begin.recovers else 0.0)
                 attempt.close()
 
 

@@ -41,6 +41,7 @@ from paceline.launch.host.messages import (
     Started,
     Told,
 )
+from paceline.launch.host.pulse import Pulse
 from paceline.launch.started import StartedRank, Starter
 from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
 from paceline.training.checkpoint.fetch import WANTED
@@ -79,6 +80,9 @@ class ServedAttempt:
         arguments = [str(self.copy.folder) if self.copy and a == begin.folder else a for a in begin.module_args]
         self.starter = Starter(arguments, {**begin.env, **({FOLDER_IS_COPY: "1"} if self.copy else {})})
         self._prepared = False
+        if begin.pulse_port:
+            where = coordinator.address, begin.pulse_port
+            self._made.callback(Pulse(where, key, begin.host, begin.silence_s, coordinator.fall_silent).close)
         coordinator.send(Ready())
 
     @property

@@ -1,0 +1,69 @@
+"""A host that says nothing for too long is told, once, and one that is only busy is not."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from paceline.channel.key import RunKey
+from paceline.channel.listener import Listener
+from paceline.errors import LaunchError
+from paceline.launch.host.pulse import SILENCE, Beat, Pulse, Pulses, silence_limit_s
+
+KEY, LIMIT_S, DEADLINE_S = RunKey.make(), 0.4, 30.0
+
+
+@pytest.fixture(autouse=True)
+def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SILENCE, str(LIMIT_S))
+
+
+@contextmanager
+def coordinator(silent: queue.Queue[int]) -> Iterator[Pulses]:
+    pulses = Pulses(
+        lambda messages, take: Listener(("127.0.0.1", 0), KEY, messages, lambda _: None, on_message=take), silent.put
+    )
+    try:
+        yield pulses
+    finally:
+        pulses.close()
+
+
+def test_a_host_that_beats_no_more_is_told_with_its_number() -> None:
+    silent: queue.Queue[int] = queue.Queue()
+    with coordinator(silent) as pulses:
+        pulse = Pulse(("127.0.0.1", pulses.port), KEY, 8, LIMIT_S, lambda _: None)
+        until = time.monotonic() + DEADLINE_S
+        while not pulses._silent_rounds and silent.empty() and time.monotonic() < until:
+            time.sleep(0.01)
+        pulse.close()
+        assert silent.get(timeout=DEADLINE_S) == 8
+
+
+def test_a_coordinator_that_answers_no_more_is_told_to_the_host() -> None:
+    silent: queue.Queue[float] = queue.Queue()
+    answers = [Beat(0)]
+    listener = Listener(
+        ("127.0.0.1", 0),
+        KEY,
+        Beat,
+        lambda _: None,
+        on_message=lambda peer, _: peer.post(answers.pop()) if answers else None,
+    )
+    assert isinstance(listener.address, tuple)
+    pulse = Pulse(listener.address, KEY, 1, LIMIT_S, silent.put)
+    assert silent.get(timeout=DEADLINE_S) == LIMIT_S
+    assert not answers
+    pulse.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "nan", "1e9"])
+def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SILENCE, text)
+    with pytest.raises(LaunchError, match=SILENCE):
+        silence_limit_s()
