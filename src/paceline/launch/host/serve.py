@@ -53,6 +53,11 @@ class Coordinator:
         """Address at which this host reaches host 0."""
         return self.connection.peer.rpartition(":")[0]
 
+    @property
+    def silent(self) -> bool:
+        """True where nothing came from it for too long. It may be there, behind a network that is cut."""
+        return bool(self._silence)
+
     def fall_silent(self, limit_s: float) -> None:
         """Find host 0 lost, since nothing came from it for too long; for any thread."""
         self._silence = f"nothing has come from it for {limit_s:g} s"
@@ -118,9 +123,9 @@ def serve(coordinator: Coordinator, who: str) -> int:
         finally:
             measuring.close()
             if attempt is not None:
-                # Ranks that recover are killed: they take no step without those of the other hosts, as every member of
-                # an epoch has a part in each, and SIGTERM would only have them wait for these.
-                attempt.stop(_SAVE_S if coordinator.lost is not None and not attempt.begin.recovers else 0.0)
+                # Behind a cut network they are killed: no step is taken without the ranks of the other hosts, as every
+                # member of an epoch has a part in each, and SIGTERM would only have them wait for these.
+                attempt.stop(_SAVE_S if coordinator.lost is not None and not coordinator.silent else 0.0)
                 attempt.close()
 
 
