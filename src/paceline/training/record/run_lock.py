@@ -181,9 +181,7 @@ class RunLock:
             self._await_end_of_lost()
             self._write()
             return
-        if not alone:
-            raise self._refused(holder)
-        if holder is not None and self._without_locks and holder.runs_here:
+        if not alone or (holder is not None and holder.runs_here):  # who succeeded a stopped holder may not have the lock
             raise self._refused(holder)
         if holder is not None and (holder.machine != _boot() or self._without_locks):
             holder = self._await_sign_of_life(holder)
