@@ -181,7 +181,8 @@ class RunLock:
             self._await_end_of_lost()
             self._write()
             return
-        if not alone or (holder is not None and holder.runs_here):  # who succeeded a stopped holder may not have the lock
+        # Who succeeded a stopped holder has the kernel's lock a beat after that one's end.
+        if not alone or (holder is not None and holder.runs_here):
             raise self._refused(holder)
         if holder is not None and (holder.machine != _boot() or self._without_locks):
             holder = self._await_sign_of_life(holder)
