@@ -28,12 +28,14 @@ class Scene:
 
     Attributes:
         launcher: process id of its command.
+        pids_of: process ids that a rank's status names.
         disk: folder of the file system that the run is written to, and that can be filled.
         checkpoints: folder.
         witness: folder of `training/record/witness.py`.
     """
 
     launcher: int
+    pids_of: Callable[[int], list[int]]
     disk: Path
     checkpoints: Path
     witness: Path
@@ -69,26 +71,20 @@ def inject(fault: Fault, scene: Scene) -> Injected | None:
     return injected
 
 
-def rank_process(launcher: int, number: int) -> psutil.Process | None:
+def rank_process(scene: Scene, number: int) -> psutil.Process | None:
     """The process of a rank; None where it has ended or is not started yet."""
-    return next(
-        (process for title, process in processes_of(launcher) if title.startswith(f"paceline rank {number} ")), None
-    )
-
-
-def processes_of(launcher: int) -> list[tuple[str, psutil.Process]]:
-    """Living processes that a command has started, with their titles."""
-    found = []
-    with suppress(psutil.Error):
-        for process in psutil.Process(launcher).children(recursive=True):
-            with suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append((" ".join(process.cmdline()), process))
-    return found
+    with suppress(psutil.Error, IndexError):
+        for pid in scene.pids_of(number):
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[0].startswith("paceline rank "):
+                return process
+    return None
 
 
 def _kill(fault: Fault, scene: Scene) -> Injected | None:
-    if (process := rank_process(scene.launcher, fault.number)) is None:
+    if fault.target == "host":
+        return _kill_host(fault, scene)
+    if (process := rank_process(scene, fault.number)) is None:
         return None
     injected = Injected(fault, _named(fault, process))
     with suppress(psutil.Error):
@@ -96,8 +92,21 @@ def _kill(fault: Fault, scene: Scene) -> Injected | None:
     return injected
 
 
+def _kill_host(fault: Fault, scene: Scene) -> Injected | None:
+    """SIGKILL for all that runs in a host, as where a machine is switched off."""
+    links = Links.of(scene.launcher)
+    pids = links.processes_in(fault.number) if links else set()
+    if not pids:
+        return None
+    injected = Injected(fault, f"the {len(pids)} processes of host {fault.number}")
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return injected
+
+
 def _stop(fault: Fault, scene: Scene) -> Injected | None:
-    if (process := rank_process(scene.launcher, fault.number)) is None:
+    if (process := rank_process(scene, fault.number)) is None:
         return None
 
     def go_on() -> None:
@@ -112,7 +121,7 @@ def _stop(fault: Fault, scene: Scene) -> Injected | None:
 
 def _squeeze(how: Callable[[int], Squeezed]) -> Callable[[Fault, Scene], Injected | None]:
     def squeeze(fault: Fault, scene: Scene) -> Injected | None:
-        if (process := rank_process(scene.launcher, fault.number)) is None:
+        if (process := rank_process(scene, fault.number)) is None:
             return None
         at = clock.time()
         squeezed = how(process.pid)
@@ -141,7 +150,7 @@ def _corrupt(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _corrupt_weights(fault: Fault, scene: Scene) -> Injected | None:
-    process = rank_process(scene.launcher, fault.number)
+    process = rank_process(scene, fault.number)
     told = None if process is None else _told_weights(scene.witness / f"{process.pid}.jsonl")
     if process is None or told is None:
         return None

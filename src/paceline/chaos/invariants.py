@@ -20,8 +20,8 @@ _MOST_TOLD = 3
 _MAY_END = {
     "disk-full": ("No space left",),
     "corrupt": ("is different on rank", "holds other values"),
-    "cut": ("host-", "host "),
-    "partition": ("host-", "host "),
+    "cut": ("is lost", "did not come"),
+    "partition": ("is lost", "did not come"),
 }
 _ABOUT_S = 0.005  # rounding of times in the record
 

@@ -39,8 +39,14 @@ class Left:
             self._temporary = Path(folder)
             yield self._temporary
 
-    def found(self, grace_s: float) -> list[str]:
-        """Left-overs in words, after a grace for those about to end; processes are ended then."""
+    def found(self, grace_s: float, *, files: bool = True) -> list[str]:
+        """Left-overs in words, after a grace for those about to end; processes are ended then.
+
+        Args:
+            files: temporary files are to be gone, too.
+        """
+        if not files:
+            self._temporary = None
         until = time.monotonic() + grace_s
         while (words := self._words()) and time.monotonic() < until:
             time.sleep(_TICK_S)

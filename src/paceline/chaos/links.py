@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.cluster.emulate.keeper import processes_in as processes_of_hosts
 from paceline.cluster.emulate.network import OTHER_SIDE, Wire, move, plug, unplug, wires
 
 
@@ -36,6 +37,10 @@ class Links:
     def count(self) -> int:
         """Number of hosts."""
         return len(self.wires)
+
+    def processes_in(self, host: int) -> set[int]:
+        """Process ids of all that runs in a host."""
+        return processes_of_hosts([os.stat(self.wires[host].namespace).st_ino], [])
 
     def cut(self, host: int) -> None:
         """Have the link of a host carry nothing."""

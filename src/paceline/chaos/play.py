@@ -91,10 +91,12 @@ def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Play
         while len(played.ends) < most and not played.hung:
             with player.command(resume=bool(played.ends)) as command:
                 player.watch(command)
-            if played.ends and played.ends[-1].code == 0:
+            if player.is_over():
                 break
         played.not_made = player.waiting
-        played.left = left.found(_GRACE_S)
+        # what a host that was switched off leaves is removed there by the next start
+        switched_off = any(i.fault.kind == "kill" and i.fault.target == "host" for i in played.made)
+        played.left = left.found(_GRACE_S, files=not switched_off)
     return played
 
 
@@ -134,7 +136,13 @@ class _Player:
 
     def watch(self, command: subprocess.Popen[bytes]) -> None:
         """Make the faults that are due until the command has ended."""
-        scene = Scene(command.pid, self.played.run.parent, self.played.run / "checkpoints", self.played.witness)
+        scene = Scene(
+            command.pid,
+            self.progress.pids_of,
+            self.played.run.parent,
+            self.played.run / "checkpoints",
+            self.played.witness,
+        )
         self.progress.begin(command.pid)
         news, heard = -1, time.monotonic()
         while command.poll() is None:
@@ -153,6 +161,12 @@ class _Player:
         self.progress.read()
         text = self.log.read_bytes()[-_TEXT_BYTES:].decode(errors="replace")
         self.played.ends.append(Ended(command.returncode, text, time.time()))
+
+    def is_over(self) -> bool:
+        """True where the run has ended, or ends with an error though nothing was done to it."""
+        *before, last = self.played.ends or [Ended(1, "", 0.0)]
+        since = before[-1].time if before else 0.0
+        return last.code == 0 or not any(injected.time > since for injected in self.played.made)
 
     def _make_due(self, scene: Scene) -> None:
         for fault in list(self.waiting):

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.engine.status import StatusBoard
+from paceline.engine.status import RankStatus, StatusBoard
 
-_TROUBLE = ("lost", "restart", "joins", "checkpoint_failed", "rewind")
+_TROUBLE = ("lost", "host_lost", "restart", "joins", "checkpoint_failed", "rewind")
 
 
 class Progress:
@@ -48,13 +48,21 @@ class Progress:
 
     def phases(self) -> set[str]:
         """Phases in which ranks are right now."""
-        found: set[str] = set()
+        return {status.phase for status in self._statuses()}
+
+    def pids_of(self, rank: int) -> list[int]:
+        """Process ids of a rank, one where its host is this machine."""
+        return sorted({status.pid for status in self._statuses() if status.rank == rank})
+
+    def _statuses(self) -> list[RankStatus]:
+        """Status of every rank that has one, as each host's board shows it."""
+        found: list[RankStatus] = []
         for file in self.temporary.glob("*/status"):
             try:
                 board = StatusBoard.at(file)
             except (OSError, ValueError):  # just removed, or not yet of its size
                 continue
-            found |= {status.phase for status in board.read() if status.pid}
+            found += [status for status in board.read() if status.pid]
             board.close()
         return found
 

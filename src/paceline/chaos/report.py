@@ -18,13 +18,18 @@ from paceline.chaos.reference import Reference, difference, losses_of
 from paceline.chaos.schedule import Fault
 from paceline.training.record.run import read_lines
 
-_HEALED = ("healed", "resume", "start", "slow_rank_over", "corruption", "checkpoint_saved")
+_AGAIN = ("resume", "start")
+_HEALED: Mapping[str, tuple[str, ...]] = {
+    "slow": ("slow_rank_over",),
+    "disk-full": ("checkpoint_saved", *_AGAIN),
+    "corrupt": ("corruption", "checkpoint_saved", *_AGAIN),
+}
 _NAMED: Mapping[str, tuple[str, ...]] = {
     "slow": ("slow_rank", "balance"),
     "disk-full": ("checkpoint_failed", "lines_lost"),
     "corrupt": ("corruption", "checkpoint_damaged"),
 }
-_NAMED_LOSS = ("lost", "restart")
+_NAMED_LOSS = ("lost", "host_lost", "restart")
 _WITHIN_S = 60.0  # what comes later is not taken for an answer to a fault
 
 
@@ -49,8 +54,8 @@ def rows(played: Played, reference: Reference) -> list[Row]:
     """Outcome of each fault, in their order."""
     lines = [line for file in played.run.glob("steps/rank-*.jsonl") for line in _numbered(file)]
     events = list(read_lines(played.run / "events.jsonl"))
-    ends = itertools.chain((i.time for i in played.made[1:]), [float("inf")])
-    return [_row(i, until, lines, events, played, reference) for i, until in zip(played.made, ends, strict=True)]
+    until = [*(injected.time for injected in played.made[1:]), float("inf")]
+    return [_row(*made, lines, events, played, reference) for made in zip(played.made, until, strict=False)]
 
 
 def as_json(played: Played, reference: Reference, invariants: Sequence[Invariant]) -> dict[str, Any]:
@@ -78,7 +83,9 @@ def _row(
     ends = [end.time for end in played.ends if end.code]
     about = [event for event in events if _is_about(event, injected.fault)]
     named = _first([*_times(about, _NAMED.get(injected.fault.kind, _NAMED_LOSS)), *ends], begin, limit)
-    healed = _first(_times(about, _HEALED), begin, limit) if named is not None else None
+    kinds = _HEALED.get(injected.fault.kind, ("healed", *_AGAIN))
+    healed = _first(_times(about, kinds), begin + (named or 0.0), limit) if named is not None else None
+    healed = healed if healed is None or named is None else round(healed + named, 3)
     commits = sorted(line["time"] for line in lines)
     gaps = [(a, b) for a, b in itertools.pairwise(commits) if b > a]
     typical_s = statistics.median([line["step_s"] for line in lines]) if lines else 0.0
@@ -108,9 +115,13 @@ def _differ(
 
 
 def _is_about(event: Mapping[str, Any], fault: Fault) -> bool:
-    """False for what an event tells of another rank."""
-    of_rank = fault.target in ("rank", "weights") and event["event"] in ("lost", "healed", "slow_rank", "corruption")
-    return not of_rank or event.get("rank") == fault.number
+    """False for what an event tells of another rank or host."""
+    if fault.target in ("rank", "weights"):
+        of_rank = event["event"] in ("lost", "healed", "slow_rank", "corruption")
+        return fault.number == event.get("rank") if of_rank else event["event"] != "host_lost"
+    if fault.target == "host" and fault.kind != "partition" and event["event"] == "host_lost":
+        return fault.number == event.get("number")
+    return True
 
 
 def _numbered(file: Path) -> list[dict[str, Any]]:

@@ -122,7 +122,12 @@ def end_processes(namespaces: Sequence[int], groups: Sequence[Path], grace_s: fl
 
 def _processes(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
     """The numbers of the processes in these namespaces and control groups."""
-    wanted = {os.fstat(namespace).st_ino for namespace in namespaces}
+    return processes_in([os.fstat(namespace).st_ino for namespace in namespaces], groups)
+
+
+def processes_in(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
+    """Process ids in network namespaces, by their inodes, and in control groups; not this process."""
+    wanted = set(namespaces)
     found = set().union(*map(processes_of, groups))
     for name in os.listdir("/proc"):
         with suppress(OSError):
