@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.chaos.session import Found
+    from paceline.chaos.session import Found, Session
 
 EXAMPLE = "Example: paceline chaos examples/digits.yaml --faults kill,stop --minutes 1"
 _WIDTH = 150  # of the table, at least
@@ -66,6 +66,7 @@ def command(
     from paceline.chaos.session import Session, Wanted
     from paceline.console import Console
     from paceline.job.job import Job
+    from paceline.launch.signals import sigterm_as_exit
 
     what = Job.load(not_at_a_url(job))
     given = Schedule.read(schedule) if schedule else None
@@ -73,26 +74,34 @@ def command(
     where = folder or Path("chaos") / what.name
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     session = Session(what, hosts, where, console.print)
-    if given is None:
-        kinds = kinds_in(faults) if faults else possible_kinds(hosts)
-        text = plan or f"dp={hosts or ranks}"
-        given = session.drawn(Wanted(what, kinds, seed, minutes, text, hosts, steps, count, where))
-    found = session.tried(given, f"seed-{given.seed}")
-    show(found, Console(highlight=False, markup=False))
-    if not found.held and tries and len(given.faults) > 1:
-        file = where / f"shortest-{given.seed}.json"
-        shortest = session.shrunk(found, tries)
-        shortest.write(file)
-        typer.echo(f"shortest     {len(shortest.faults)} of {len(given.faults)} faults still break it:")
-        for fault in shortest.faults:
-            typer.echo(f"             {fault}, at {fault.at:.0%} of the steps")
-        typer.echo(f"again        paceline chaos {job} --schedule {file}")
+    with sigterm_as_exit():
+        if given is None:
+            kinds = kinds_in(faults) if faults else possible_kinds(hosts)
+            text = plan or f"dp={hosts or ranks}"
+            given = session.drawn(Wanted(what, kinds, seed, minutes, text, hosts, steps, count, where))
+        found = session.tried(given, f"seed-{given.seed}")
+        show(found, Console(highlight=False, markup=False))
+        if not found.held:
+            _shrink(session, found, tries, job, where)
     if as_json:
         import json
 
         typer.echo(json.dumps(found.details))
     if not found.held:
         raise typer.Exit(1)
+
+
+def _shrink(session: Session, found: Found, tries: int, job: Path, where: Path) -> None:
+    """Find and show the shortest part of a schedule that still breaks a promise."""
+    given, shortest = found.schedule, found.schedule
+    file = where / f"seed-{given.seed}" / "schedule.json"
+    if tries and len(given.faults) > 1:
+        shortest, file = session.shrunk(found, tries), where / f"shortest-{given.seed}.json"
+        shortest.write(file)
+    typer.echo(f"shortest     {len(shortest.faults)} of {len(given.faults)} faults still break it:")
+    for fault in shortest.faults:
+        typer.echo(f"             {fault}, at {fault.at:.0%} of the steps")
+    typer.echo(f"again        paceline chaos {job} --schedule {file}")
 
 
 def show(found: Found, console: Console) -> None:
