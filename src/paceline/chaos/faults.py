@@ -19,7 +19,7 @@ from paceline.training.checkpoint.manifest import MANIFEST
 from paceline.training.record.run import read_lines
 
 FILLER = "filler"  # file beside the run, which takes what room the disk has left
-_BIT = 0x40  # of the third byte of a float: the highest of its fraction
+_BIT, _BIT_OF_DOUBLE = 0x40, 0x08  # of the last byte but one of a float: the highest of its fraction
 
 
 @dataclass
@@ -84,6 +84,10 @@ def rank_process(scene: Scene, number: int) -> psutil.Process | None:
 def _kill(fault: Fault, scene: Scene) -> Injected | None:
     if fault.target == "host":
         return _kill_host(fault, scene)
+    if fault.target == "command":
+        injected = Injected(fault, _command(scene))
+        os.kill(scene.launcher, signal.SIGKILL)
+        return injected
     if (process := rank_process(scene, fault.number)) is None:
         return None
     injected = Injected(fault, _named(fault, process))
@@ -116,6 +120,13 @@ def _stop(fault: Fault, scene: Scene) -> Injected | None:
     injected = Injected(fault, _named(fault, process), go_on)
     with suppress(psutil.Error):
         process.send_signal(signal.SIGSTOP)
+    return injected
+
+
+def _stop_store(fault: Fault, scene: Scene) -> Injected:
+    """Stop the command: ranks and host processes meet at its store, and it answers nobody."""
+    injected = Injected(fault, _command(scene), lambda: os.kill(scene.launcher, signal.SIGCONT))
+    os.kill(scene.launcher, signal.SIGSTOP)
     return injected
 
 
@@ -162,7 +173,7 @@ def _corrupt_weights(fault: Fault, scene: Scene) -> Injected | None:
             memory.seek(place)
             byte = memory.read(1)[0]
             memory.seek(place)
-            memory.write(bytes([byte ^ _BIT]))
+            memory.write(bytes([byte ^ (_BIT_OF_DOUBLE if width == 8 else _BIT)]))
     except (OSError, IndexError):  # it has just ended
         return None
     return Injected(fault, f"a bit of the weights of {_named(fault, process)}")
@@ -209,6 +220,10 @@ def _part(fault: Fault, scene: Scene) -> Injected | None:
     return injected
 
 
+def _command(scene: Scene) -> str:
+    return f"the command (pid {scene.launcher})"
+
+
 def _named(fault: Fault, process: psutil.Process) -> str:
     return f"rank {fault.number} (pid {process.pid})"
 
@@ -216,6 +231,7 @@ def _named(fault: Fault, process: psutil.Process) -> str:
 _HOW: dict[str, Callable[[Fault, Scene], Injected | None]] = {
     "kill": _kill,
     "stop": _stop,
+    "store": _stop_store,
     "oom": _squeeze(little_memory),
     "slow": _squeeze(little_time),
     "disk-full": _fill_disk,

@@ -22,6 +22,7 @@ _MAY_END = {
     "corrupt": ("is different on rank", "holds other values"),
     "cut": ("is lost", "did not come"),
     "partition": ("is lost", "did not come"),
+    "store": ("is lost", "did not come"),
 }
 _ABOUT_S = 0.005  # rounding of times in the record
 
@@ -57,9 +58,12 @@ def _ends(played: Played) -> Iterator[str]:
     since = 0.0
     for end in played.ends:
         if end.code:
-            made = {injected.fault.kind for injected in played.made if since <= injected.time <= end.time}
-            expected = any(word in end.text for kind in made for word in _MAY_END.get(kind, ()))
-            if end.code < 0 or "paceline: " not in end.text:
+            faults = [injected.fault for injected in played.made if since <= injected.time <= end.time]
+            expected = any(word in end.text for fault in faults for word in _MAY_END.get(fault.kind, ()))
+            was_killed = any(fault.kind == "kill" and fault.target == "command" for fault in faults)
+            if was_killed and end.code < 0:
+                pass
+            elif end.code < 0 or "paceline: " not in end.text:
                 yield f"a command ended with code {end.code} and no error of paceline's: {_said(end)}"
             elif not expected:
                 yield f"a command ended with an error that no fault explains: {_said(end)}"

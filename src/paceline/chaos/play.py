@@ -94,8 +94,8 @@ def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Play
             if player.is_over():
                 break
         played.not_made = player.waiting
-        # what a host that was switched off leaves is removed there by the next start
-        switched_off = any(i.fault.kind == "kill" and i.fault.target == "host" for i in played.made)
+        # what a host or a command that was killed leaves is removed there by the next start
+        switched_off = any(i.fault.kind == "kill" and i.fault.target in ("host", "command") for i in played.made)
         played.left = left.found(_GRACE_S, files=not switched_off)
     return played
 
@@ -163,7 +163,7 @@ class _Player:
         self.played.ends.append(Ended(command.returncode, text, time.time()))
 
     def is_over(self) -> bool:
-        """True where the run has ended, or ends with an error though nothing was done to it."""
+        """True once the run has ended, or ends with an error without a fault."""
         *before, last = self.played.ends or [Ended(1, "", 0.0)]
         since = before[-1].time if before else 0.0
         return last.code == 0 or not any(injected.time > since for injected in self.played.made)

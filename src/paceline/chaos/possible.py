@@ -71,8 +71,4 @@ _WHY_NOT: dict[str, Callable[[], str | None]] = {
         "Linux has one wall clock for all processes, and stepping it would step this machine's; "
         "what paceline times, it times by the monotonic clock"
     ),
-    "store": lambda: (
-        "the rendezvous is part of the command itself, and an object store is another machine's; "
-        "end the store yourself while the run is under way"
-    ),
 }

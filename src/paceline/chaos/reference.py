@@ -24,7 +24,7 @@ _PILOT_STEPS = 40
 _LEAST_STEPS = 60
 _CHECKPOINTS = 8  # in a run, at least, for faults to fall on them
 _DEADLINE_S = 30.0
-_LEAST = 1e-5  # relative difference of losses that is always allowed
+_LEAST = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2}  # relative difference of losses that is always allowed
 _TIMES = 20.0  # what another number of replicas differs by, and as much again for each of several changes
 _SMALL = 1e-3  # of the first loss: smaller losses are compared as if they were so large
 
@@ -141,23 +141,24 @@ def _allowed(
     job: Job, plan: str, cluster: Path | None, folder: Path, losses: Mapping[int, float], say: Callable[[str], None]
 ) -> tuple[dict[int, float], str]:
     parsed = Plan.parse(plan)
+    least = _LEAST[parsed.precision_for(job)]
     info = sync_info(parsed.sync)
     if not info.exact or info.local_steps:
         return {}, f"losses are not compared: sync={parsed.sync} is not exact"
     if parsed.dp == 1:
-        return dict.fromkeys(losses, _LEAST), f"losses may differ by {_LEAST:g}: there is one replica"
+        return dict.fromkeys(losses, least), f"losses may differ by {least:g}: there is one replica"
     fewer = str(replace(parsed, dp=parsed.dp - 1))
     say(f"undisturbed run on one replica fewer ({fewer})")
     try:
         other = losses_of(undisturbed(job, fewer, cluster, folder))
     except (PlanError, RunError):
-        return dict.fromkeys(losses, _LEAST), f"losses may differ by {_LEAST:g}: plan {fewer} cannot run the job"
+        return dict.fromkeys(losses, least), f"losses may differ by {least:g}: plan {fewer} cannot run the job"
     first, most, allowed = losses[min(losses)], 0.0, {}
     for step in sorted(losses):
         most = max(most, difference(other.get(step, losses[step]), losses[step], first))
-        allowed[step] = max(_LEAST, _TIMES * most)
+        allowed[step] = max(least, _TIMES * most)
     typical = statistics.median(allowed.values())
     return allowed, (
         f"losses may differ by {typical:.2g} of themselves in the median ({allowed[max(allowed)]:.2g} at the end): "
-        f"{_TIMES:g} times what plan {fewer} differs by where nothing happens, and {_LEAST:g} at least"
+        f"{_TIMES:g} times what plan {fewer} differs by where nothing happens, and {least:g} at least"
     )

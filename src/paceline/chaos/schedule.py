@@ -18,13 +18,13 @@ from paceline.files import read_text, write_whole
 Kind = Literal["kill", "stop", "oom", "partition", "cut", "slow", "disk-full", "corrupt", "clock", "store"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Phase = Literal["any", "start", "evaluate", "checkpoint", "recovery"]
-Target = Literal["rank", "host", "weights", "checkpoint", "disk"]
+Target = Literal["rank", "host", "command", "weights", "checkpoint", "disk"]
 
 OF_HOSTS = ("partition", "cut")  # kinds that need hosts
-_LONGEST_S = {"stop": 8.0, "slow": 8.0, "cut": 12.0, "partition": 12.0, "disk-full": 5.0, "oom": 5.0}
+_LONGEST_S = {"stop": 8.0, "slow": 8.0, "cut": 12.0, "partition": 12.0, "disk-full": 5.0, "oom": 5.0, "store": 6.0}
 _SHORTEST_S = 0.5
 _AT_ONCE, _IN_RECOVERY, _IN_START, _IN_PHASE = 0.12, 0.12, 0.08, 0.25  # how often
-_WHOLE_HOST = 0.3  # of the kills
+_WHOLE_HOST, _COMMAND = 0.3, 0.1  # of the kills
 _LAST = 0.9  # of the steps: what comes later may not be seen to heal
 _FILE_LIMIT = 2**20
 
@@ -134,7 +134,9 @@ def _drawn(chance: random.Random, kind: Kind, at: float, during: Phase, ranks: i
         target, number = "host", chance.randint(1, hosts // 2)
     elif kind == "kill" and hosts > 1 and chance.random() < _WHOLE_HOST:
         target, number = "host", chance.randrange(1, hosts)  # host 0 is that of the command itself
-    elif kind in ("disk-full", "store"):
+    elif kind == "store" or (kind == "kill" and chance.random() < _COMMAND):
+        target, number = "command", 0
+    elif kind == "disk-full":
         target, number = "disk", 0
     elif kind == "corrupt":
         target = chance.choice(("weights", "checkpoint"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from paceline.chaos.schedule import Fault, Kind, Schedule, draw
 from paceline.chaos.shrink import shrink
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
-from paceline.errors import PlanError
+from paceline.errors import PlanError, RunError
 from paceline.files import private_folder, write_whole
 from paceline.job.job import Job
 from paceline.planner.check.check_plan import check_plan
@@ -91,15 +91,24 @@ class Session:
         """
         refuse_impossible(wanted.kinds, self.hosts)
         self._refuse(wanted.plan)
-        steps = wanted.steps
-        if steps is None:
-            self.say("short undisturbed run, for the number of steps")
-            steps = steps_that_take(self.job, wanted.plan, wanted.minutes, self.cluster, self.folder)
+        self.say("short undisturbed run, for the number of steps")
+        plan, steps = self._steps(wanted.plan, wanted.minutes)
+        steps = wanted.steps or steps
         count = wanted.count or max(_LEAST_FAULTS, len(wanted.kinds), round(wanted.minutes * 60 / EVERY_S))
-        ranks = Plan.parse(wanted.plan).ranks
-        return draw(
-            wanted.kinds, wanted.seed, count=count, plan=wanted.plan, ranks=ranks, hosts=self.hosts, steps=steps
-        )
+        ranks = Plan.parse(plan).ranks
+        return draw(wanted.kinds, wanted.seed, count=count, plan=plan, ranks=ranks, hosts=self.hosts, steps=steps)
+
+    def _steps(self, plan: str, minutes: float) -> tuple[str, int]:
+        """The plan, in float64 where possible, and the number of steps that take so long.
+
+        Sums in another order then differ so little that a loss that differs tells of a fault, over thousands of steps.
+        """
+        parsed = Plan.parse(plan)
+        wide = str(replace(parsed, precision="fp64"))
+        if parsed.precision_for(self.job) == "fp32" and not self._reasons(wide):
+            with suppress(RunError):  # the model itself asks for float32
+                return wide, steps_that_take(self.job, wide, minutes, self.cluster, self.folder)
+        return plan, steps_that_take(self.job, plan, minutes, self.cluster, self.folder)
 
     def tried(self, schedule: Schedule, name: str) -> Found:
         """Play a schedule in a folder of that name, and judge the run."""
@@ -147,6 +156,9 @@ class Session:
             yield disk
 
     def _refuse(self, plan: str) -> None:
-        cluster = to_run_on(Cluster.load(self.cluster) if self.cluster else None)
-        if reasons := check_plan(Plan.parse(plan), self.job, cluster):
+        if reasons := self._reasons(plan):
             raise PlanError("\n".join(reasons))
+
+    def _reasons(self, plan: str) -> list[str]:
+        cluster = to_run_on(Cluster.load(self.cluster) if self.cluster else None)
+        return list(check_plan(Plan.parse(plan), self.job, cluster))
