@@ -1,7 +1,7 @@
 """Ranks that are killed while a run trains: the gap, the steps lost, and how soon the rank is back.
 
     python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts] [--rounds N] [--no-goodput]
-                                [--torchft PYTHON]
+                                [--torchft PYTHON] [--horovod PYTHON]
 
 Four replicas train on shared memory, and, as root, on four emulated hosts. A random rank of theirs is killed (SIGKILL)
 again and again, a while after the one before is back. Figures, of each transport (`shm_`, `hosts_`):
@@ -16,9 +16,9 @@ again and again, a while after the one before is back. Figures, of each transpor
   every 15 and 60 s, without the start of the run.
 - `steady_cost`: median step time with recovery / with PACELINE_RECOVERY=off, runs in turn, where nothing fails.
 
-With `--torchft`, an interpreter that has paceline and torchft (`pip install torchft-nightly`), the same kills hit
-torchft's replicas (`torchft_`, see `faults_torchft.py`), which are started again at once: there `inexact` is not known,
-as it deals no samples.
+With `--torchft` or `--horovod`, an interpreter that has paceline and torchft (`pip install torchft-nightly`), or
+Horovod, the same kills hit their replicas (`torchft_`, `horovod_`, see `faults_peers.py`): there `inexact` is not
+known, as they deal no samples.
 
 Figures of a busy machine say little.
 """
@@ -36,22 +36,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
+from faults_found import HANG_S, REPLICAS, REST_S, SEED, Faults, read, wait_for
+from faults_peers import PEERS, measured_on
 from measure import environment_line
 from paceline.cluster.discover import environment
 
 BIN = Path(sys.executable).parent
-REPLICAS, HANG_S, TOLERANCE = 4, 60.0, 1e-6
-REST_S, SEED = 1.5, 17
+TOLERANCE = 1e-6
 WARM_UP, STEADY_STEPS = 20, 200
 GOODPUT = {15: 12, 60: 5}  # seconds from kill to kill, and how many
 JOB = {
@@ -68,39 +67,6 @@ JOB = {
 CLUSTER = {"emulate": {"hosts": REPLICAS}}
 
 
-@dataclass
-class Faults:
-    """What came of the faults of one run."""
-
-    gaps_s: list[float] = field(default_factory=list)
-    healed_s: list[float] = field(default_factory=list)
-    hangs: int = 0
-    steps_lost: int = 0
-    short_steps: int = 0
-    inexact: int = 0
-
-    def note(self, kills: list[float], steps: list[float], healed: list[float]) -> None:
-        """Take gaps and times until healed from the times of kills, of committed steps, and of returns."""
-        typical_s = statistics.median(b - a for a, b in itertools.pairwise(steps))
-        for at in kills:
-            back = next((time for time in healed if time > at), at + HANG_S)
-            near = [b - a for a, b in itertools.pairwise(steps) if b > at and a < back + 1.0]
-            self.gaps_s.append(max(near, default=HANG_S) - typical_s)
-            self.healed_s.append(back - at)
-
-    def figures(self, name: str) -> dict[str, float]:
-        """The figures by name."""
-        return {
-            f"{name}_kill_gap_s": round(statistics.median(self.gaps_s), 3),
-            f"{name}_kill_gap_worst_s": round(max(self.gaps_s), 3),
-            f"{name}_healed_s": round(statistics.median(self.healed_s), 3),
-            f"{name}_steps_lost": self.steps_lost,
-            f"{name}_short_steps": self.short_steps,
-            f"{name}_inexact": self.inexact,
-            f"{name}_hangs": self.hangs,
-        }
-
-
 def main() -> None:
     """Measure, and print a table or the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -109,17 +75,19 @@ def main() -> None:
     parser.add_argument("--transports", default="shm,hosts" if os.geteuid() == 0 else "shm")
     parser.add_argument("--rounds", type=int, default=5, help="of the runs without faults")
     parser.add_argument("--goodput", action=argparse.BooleanOptionalAction, default=True, help="takes 8 minutes")
-    parser.add_argument("--torchft", help="an interpreter that has it, to measure it as well")
+    for name in PEERS:
+        parser.add_argument(f"--{name}", metavar="PYTHON", help="an interpreter that has it, to measure it as well")
     asked = parser.parse_args()
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder:
         for name in asked.transports.split(","):
             print(f"{name}: {asked.faults} faults", file=sys.stderr, flush=True)
             figures |= measured(Path(folder) / name, name, asked.faults).figures(name)
-        if asked.torchft:
-            print(f"torchft: {asked.faults} faults", file=sys.stderr, flush=True)
-            found = of_torchft(Path(folder) / "torchft", asked.torchft, asked.faults).figures("torchft")
-            figures |= {name: value for name, value in found.items() if not name.endswith("inexact")}
+        for peer_name, peer in PEERS.items():
+            if python := getattr(asked, peer_name):
+                print(f"{peer_name}: {asked.faults} faults", file=sys.stderr, flush=True)
+                found = measured_on(peer, Path(folder) / peer_name, python, asked.faults).figures(peer_name)
+                figures |= {name: value for name, value in found.items() if not name.endswith("inexact")}
         for every_s in GOODPUT if asked.goodput else ():
             name = f"goodput_{every_s}s"
             print(f"{name}: {GOODPUT[every_s]} faults", file=sys.stderr, flush=True)
@@ -159,81 +127,6 @@ def measured(folder: Path, transport: str, faults: int) -> Faults:
     alone = losses(whole)
     found.inexact = sum(abs(took[step] - loss) > TOLERANCE * abs(loss) for step, loss in alone.items())
     return found
-
-
-def of_torchft(folder: Path, python: str, faults: int) -> Faults:
-    """The same kills of replicas of torchft, which are started again at once."""
-    folder.mkdir()
-    found = Faults()
-    kills: list[float] = []
-    random.seed(SEED)
-    with replicas_of_torchft(folder, python) as start:
-        replicas = [start("replica", number) for number in range(REPLICAS)]
-        # whoever comes first trains alone
-        wait_for(lambda: sum(line["replicas"] == REPLICAS for line in committed(folder).values()) > 5, replicas[0])
-        for _ in range(faults):
-            time.sleep(REST_S)
-            number = random.randrange(REPLICAS)
-            kills.append(time.time())
-            replicas[number].kill()
-            replicas[number].wait()
-            replicas[number] = start("replica", number)
-            if not wait_for(partial(has_come_back, folder, number, kills[-1]), replicas[number]):
-                found.hangs += 1
-                break
-        time.sleep(REST_S)
-    steps = committed(folder)
-    # from the first step that all took: the start is no fault
-    whole = next(step for step, line in sorted(steps.items()) if line["replicas"] == REPLICAS)
-    steps = {step: line for step, line in steps.items() if step >= whole}
-    back = [returned(folder, number) for number in range(REPLICAS)]
-    found.note(kills, sorted(line["time"] for line in steps.values()), sorted(itertools.chain(*back)))
-    found.steps_lost = max(steps) - whole + 1 - len(steps)
-    found.short_steps = sum(line["replicas"] < REPLICAS for line in steps.values())
-    return found
-
-
-@contextmanager
-def replicas_of_torchft(folder: Path, python: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """torchft's lighthouse, and what starts a process of `faults_torchft.py`; none is left at the end."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(role: str, *arguments: object) -> subprocess.Popen[bytes]:
-        told = [python, str(Path(__file__).with_name("faults_torchft.py")), role, str(folder), *map(str, arguments)]
-        told += [(folder / "lighthouse").read_text()] if role == "replica" else []
-        with open(folder / "log", "ab") as log:
-            started.append(subprocess.Popen(told, stdout=log, stderr=log))
-        return started[-1]
-
-    try:
-        lighthouse = start("lighthouse")
-        if not wait_for((folder / "lighthouse").exists, lighthouse):
-            raise RuntimeError(f"torchft's lighthouse does not start: {(folder / 'log').read_text()[-2000:]}")
-        yield start
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def committed(folder: Path) -> dict[int, dict[str, Any]]:
-    """First line of every step that replicas of torchft committed."""
-    lines = sorted((line for file in folder.glob("*.jsonl") for line in read(file)), key=lambda line: -line["time"])
-    return {line["step"]: line for line in lines}
-
-
-def returned(folder: Path, number: int) -> list[float]:
-    """Times of the first steps that each process of a replica committed."""
-    lines = read(folder / f"replica-{number}.jsonl")
-    first: dict[int, float] = {}
-    for line in lines:
-        first.setdefault(line["pid"], line["time"])
-    return list(first.values())[1:]
-
-
-def has_come_back(folder: Path, number: int, after: float) -> bool:
-    """True once a replica has committed a step since then."""
-    return any(time > after for time in returned(folder, number))
 
 
 def goodput(folder: Path, every_s: float, faults: int) -> float:
@@ -301,22 +194,6 @@ def kill(rank: int, run: Path, launcher: subprocess.Popen[bytes]) -> float:
             process.kill()
             return at
     raise RuntimeError(f"{run}: rank {rank} has no process")
-
-
-def wait_for(is_there: Callable[[], bool], process: subprocess.Popen[bytes]) -> bool:
-    """True once it is there; False after a minute, or at the end of the process."""
-    until = time.monotonic() + HANG_S
-    while not is_there():
-        if time.monotonic() > until or process.poll() is not None:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file of the record."""
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -1,0 +1,64 @@
+"""What the faults of `faults.py` cost: gaps between steps, times until healed; how its files are read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPLICAS, HANG_S, REST_S, SEED = 4, 60.0, 1.5, 17
+
+
+@dataclass
+class Faults:
+    """What came of the faults of one run."""
+
+    gaps_s: list[float] = field(default_factory=list)
+    healed_s: list[float] = field(default_factory=list)
+    hangs: int = 0
+    steps_lost: int = 0
+    short_steps: int = 0
+    inexact: int = 0
+
+    def note(self, kills: list[float], steps: list[float], healed: list[float]) -> None:
+        """Take gaps and times until healed from the times of kills, of committed steps, and of returns."""
+        typical_s = statistics.median(b - a for a, b in itertools.pairwise(steps))
+        for at in kills:
+            back = next((time for time in healed if time > at), at + HANG_S)
+            near = [b - a for a, b in itertools.pairwise(steps) if b > at and a < back + 1.0]
+            self.gaps_s.append(max(near, default=HANG_S) - typical_s)
+            self.healed_s.append(back - at)
+
+    def figures(self, name: str) -> dict[str, float]:
+        """The figures by name."""
+        return {
+            f"{name}_kill_gap_s": round(statistics.median(self.gaps_s), 3),
+            f"{name}_kill_gap_worst_s": round(max(self.gaps_s), 3),
+            f"{name}_healed_s": round(statistics.median(self.healed_s), 3),
+            f"{name}_steps_lost": self.steps_lost,
+            f"{name}_short_steps": self.short_steps,
+            f"{name}_inexact": self.inexact,
+            f"{name}_hangs": self.hangs,
+        }
+
+
+def wait_for(is_there: Callable[[], bool], process: subprocess.Popen[bytes], limit_s: float = HANG_S) -> bool:
+    """True once it is there; False after a while, or at the end of the process."""
+    until = time.monotonic() + limit_s
+    while not is_there():
+        if time.monotonic() > until or process.poll() is not None:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Whole lines of a file of the record."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
