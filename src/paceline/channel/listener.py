@@ -63,7 +63,7 @@ class Listener:
         where: Where,
         key: RunKey | None,
         messages: Any,
-        on_connection: Callable[[Connection], None],
+        on_connection: Callable[[Connection], object],
         *,
         on_message: Callable[[Connection, Any], None] | None = None,
         on_close: Callable[[Connection], None] = lambda _: None,

@@ -35,6 +35,7 @@ class Recovery:
         self.meets = True  # some ranks are on their way to the newest epoch
         self._announced = -1, -1
         self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
+        self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
         self._why: dict[int, str] = {}  # a rank that was killed here had been hung
         self._stopped_at: dict[int, float] = {}
         self._announce()
@@ -56,6 +57,7 @@ class Recovery:
             return True
         if attempt.signals.first is None and 0 not in codes:
             self._note_losses()
+            self._start_on_returned()
         self._end_stopped()
         self._note()
         return False
@@ -105,14 +107,28 @@ class Recovery:
         lost = {number for number in ended if self._may_be_spared(number)}
         if not lost and not hosts:
             return
-        again = self.membership.lost_together(lost, time.monotonic())
+        coming = {number for link, _, _ in hosts for number in self._away.get(link.number, [])}  # not yet started
+        again = self.membership.lost_together(lost | coming, time.monotonic())
         # before anything else: the others wait in vain until they are told
         self._announce()
         for link, numbers, why in hosts:
             self._handled.update(numbers)
-            self._tell("host_lost", host=link.name, number=link.number, ranks=numbers, reason=why)
+            away = {*numbers, *self._away.get(link.number, [])}
+            self._away[link.number] = sorted(away & again)
+            assert attempt.remote is not None
+            again_there = attempt.remote.expect(link.number, again=bool(away & again))
+            self._tell("host_lost", host=link.name, number=link.number, ranks=numbers, reason=why, again=again_there)
         for number in sorted(lost - self._handled):
             self._replace(number, again=number in again)
+
+    def _start_on_returned(self) -> None:
+        """Start the ranks of hosts that have come back."""
+        for link in self.attempt.remote.returned() if self.attempt.remote else ():
+            numbers = self._away.pop(link.number, [])
+            self._tell("host_back", host=link.name, number=link.number, ranks=numbers)
+            for number in numbers:
+                self._handled.discard(number)
+                self.attempt.start_again(number)
 
     def _replace(self, number: int, *, again: bool) -> None:
         """Start a lost rank again, unless it is left out."""

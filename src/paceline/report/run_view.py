@@ -26,6 +26,7 @@ TROUBLE = (
     "restart",
     "lost",
     "host_lost",
+    "host_back",
     "healed",
     "checkpoint_damaged",
     "checkpoint_failed",

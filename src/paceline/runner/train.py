@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -241,8 +241,10 @@ def _launch_ranks(
         LiveProgress(record.path, console) as progress,
     ):
         events.event("launch", {"ranks": plan.ranks})
-        if (hosts := current_hosts()) and cluster.emulate is None and recovery_is_on():
-            tell_successors(hosts, remote.url if remote else record.path.resolve())
+        hosts = current_hosts() if cluster.emulate is None else None
+        run = remote.url if remote else record.path.resolve()
+        if hosts and recovery_is_on():
+            tell_successors(hosts, run)
         if hosts and hosts.takeover:
             events.event("coordinator", {"lost": hosts.takeover.lost, "by": hosts.takeover.by})
 
@@ -251,6 +253,11 @@ def _launch_ranks(
             if remote is not None:
                 remote.check()
             progress.tick()
+
+        def note(event: str, details: dict[str, Any]) -> None:
+            events.event(event, details)
+            if event == "host_back" and hosts:
+                tell_successors(hosts, run)
 
         recovers = recovers_in_place(job, plan, cluster)
         function = "paceline.training.recovery.run:run_rank" if recovers else "paceline.training.loop:run_rank"
@@ -264,7 +271,7 @@ def _launch_ranks(
             port=port,
             restarts=restarts,
             on_tick=tick,
-            on_event=events.event,
+            on_event=note,
             inherited=[lock.fd],
             env=job.fetch(),
             folder=RunFolder(record.path.resolve(), DESCRIPTION, FOLDERS),

@@ -1,7 +1,8 @@
-"""Hosts are lost while a run trains: it goes on without them, and takes no step twice."""
+"""Hosts are lost while a run trains: it goes on without them, takes no step twice, and takes them in again."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from commands import ended, events, losses, paceline, processes_of, rank_of, started, wait_for_step, write_job
-from hosts import cut_of
+from commands import ended, events, losses, paceline, processes_of, rank_of, started, wait_for, wait_for_step, write_job
+from hosts import cut_of, mend_of
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2, pytest.mark.slow]
 STEPS = 400
 
 
-def job_in(folder: Path) -> Path:
-    return write_job(folder / "job.yaml", stop={"steps": STEPS}, checkpoint={"every_steps": 100})
+def job_in(folder: Path, steps: int = STEPS) -> Path:
+    return write_job(folder / "job.yaml", stop={"steps": steps}, checkpoint={"every_steps": 100})
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +32,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @contextmanager
-def training(folder: Path, hosts: int, ranks: int, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def training(
+    folder: Path, hosts: int, ranks: int, steps: int = STEPS, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A run on emulated hosts, once it has taken some steps."""
     (folder / "cluster.yaml").write_text(f"emulate: {{hosts: {hosts}}}\n")
     options = ("--cluster", "cluster.yaml", "--plan", f"dp={ranks} balance=off", "--run", "run")
-    with started("paceline", "train", job_in(folder), *options, folder=folder, environment=environment) as process:
+    with started(
+        "paceline", "train", job_in(folder, steps), *options, folder=folder, environment=environment
+    ) as process:
         wait_for_step(10, folder / "run", process)
         yield process, folder / "run"
 
@@ -106,3 +111,43 @@ def test_a_coordinator_that_reaches_less_than_half_of_the_hosts_stops_and_says_s
     assert outcome.code == 1
     assert outcome.says("of 3 hosts this one reaches 0", "as these may go on, this side stops")
     assert max(losses(run)) < STEPS
+
+
+def test_a_host_whose_process_was_killed_is_back_with_its_ranks(tmp_path: Path) -> None:
+    with training(tmp_path, hosts=2, ranks=4, steps=100_000) as (process, run):
+        [host] = host_processes(process)
+        host.kill()
+        wait_for(lambda: healed(run) >= {2, 3}, process)
+        process.send_signal(signal.SIGTERM)
+        outcome = ended(process)
+    assert outcome.code == 143, outcome.err
+    assert outcome.says("It may come back.", "host host-1 (number 1) is back, and its ranks are started again")
+    [back] = events(run, "host_back")
+    assert (back["host"], back["ranks"]) == ("host-1", [2, 3])
+
+
+def test_a_host_behind_a_cut_link_is_back_when_it_is_mended(tmp_path: Path) -> None:
+    with training(tmp_path, hosts=3, ranks=3, steps=100_000) as (process, run):
+        cut_of(process.pid, host=2)
+        wait_for(lambda: events(run, "host_lost"), process)
+        mend_of(process.pid, host=2)
+        wait_for(lambda: healed(run) >= {2}, process)
+        process.send_signal(signal.SIGTERM)
+        outcome = ended(process)
+    assert outcome.code == 143, outcome.err
+
+
+def test_a_host_that_is_lost_too_often_is_left_out_and_named(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    with training(tmp_path, hosts=2, ranks=2, PACELINE_LOSSES_PER_HOUR="1") as (process, run):
+        [host] = host_processes(process)
+        host.kill()
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("host host-1 (number 1), which had rank 1, is lost", "It is left out.")
+    assert not events(run, "host_back")
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-3)
+
+
+def healed(run: Path) -> set[int]:
+    """Ranks that take part again."""
+    return {event["rank"] for event in events(run, "healed")}

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -21,6 +22,7 @@ from commands import (
     paceline,
     processes_of,
     rank_of,
+    started,
     wait_for,
     wait_for_step,
     write_job,
@@ -279,3 +281,20 @@ def test_a_host_that_a_plan_leaves_without_a_rank_is_named(tmp_path: Path) -> No
     assert zero.says(
         "the ranks of plan dp=1 fill the hosts in their order, and leave none for", "A plan of 2 ranks uses all"
     )
+
+
+@pytest.mark.slow
+def test_a_host_on_which_the_command_is_started_again_is_back(tmp_path: Path) -> None:
+    job, run = write_job(tmp_path / "job.yaml", **LONG), tmp_path / "run"
+    arguments = ("train", job, "--plan", "dp=2", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path)) as hosts:
+        wait_for_step(5, run, hosts[0])
+        environment = psutil.Process(hosts[1].pid).environ()
+        hosts[1].kill()
+        wait_for(lambda: events(run, "host_lost"), hosts[0])
+        with started("paceline", *arguments, folder=tmp_path / "host-1", environment=environment) as again:
+            wait_for(lambda: events(run, "healed"), hosts[0])
+            again.send_signal(signal.SIGTERM)
+            zero, one = outcomes([hosts[0], again])
+    assert (zero.code, one.code) == (143, 143), zero.err + one.err
+    assert zero.says("It may come back.", "(number 1) is back", "rank 1 is back at step")

@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from paceline.channel.connection import Connection
@@ -28,6 +28,7 @@ from paceline.launch.failure import ErrorRecord
 from paceline.launch.host.gather import joined, links_of
 from paceline.launch.host.hosts import Hosts, coordinating
 from paceline.launch.host.messages import FromHost, Welcome
+from paceline.launch.host.returns import Returns
 from paceline.launch.host.serve import serve
 from paceline.launch.seed import warm_up, why_not
 from paceline.launch.started import StartedRank, Starter
@@ -59,19 +60,19 @@ def host_processes(cluster: Cluster, emulated: Sequence[EmulatedHost]) -> Iterat
     listener = inside(first.namespace, lambda: Listener((first.address, 0), key, FromHost, came.put))
     assert isinstance(listener.address, tuple)
     place = HostPlace(0, len(emulated), *listener.address, first.name, _ENGINE)
-    with closing(listener), _started(place, emulated, key) as processes:
+    with closing(listener), _started(place, emulated, key) as (processes, start):
         links = links_of(place, key, listener, came, lambda: _check(processes))
         for link in links:
             link.send(Welcome([host.name for host in emulated]))
         hosts = Hosts(cluster, first.address, links, key, first.namespace)
         code = 1
         try:
-            with coordinating(hosts):
+            with Returns(hosts, place, listener.address[1], start), coordinating(hosts):
                 yield
             code = 0
         finally:
             hosts.dismiss(code)
-            if all(link.lost is None for link in links):
+            if all(link.lost is None for link in hosts.links):
                 _wait(processes, _DISMISSED_S)
 
 
@@ -93,27 +94,36 @@ def be_host_process(_: list[str]) -> None:
 
 
 @contextmanager
-def _started(place: HostPlace, emulated: Sequence[EmulatedHost], key: RunKey) -> Iterator[list[StartedRank]]:
-    """The host processes, each in its host; none is left at the end."""
+def _started(
+    place: HostPlace, emulated: Sequence[EmulatedHost], key: RunKey
+) -> Iterator[tuple[list[StartedRank], Callable[[int], None]]]:
+    """The host processes, each in its host, and a function that starts another.
+
+    None is left at the end.
+    """
     processes: list[StartedRank] = []
     with scratch_folder() as folder:
         descriptor = key_descriptor(key)
         try:
             starter = Starter([f"{__name__}:{be_host_process.__name__}"], {})
             starter.prepare(_START_S, lambda: False)
-            for number, host in enumerate(emulated[1:], 1):
+
+            def start(number: int) -> None:
                 environment = RankEnvironment(
                     number,
                     place.count,
                     place.coordinator,
                     place.port,
-                    host=host.entry,
+                    host=emulated[number].entry,
                     error_file=folder / f"host-{number}.error",
                     launcher=os.getpid(),
                     key_fd=descriptor,
                 )
                 processes.append(starter.start(environment, None))
-            yield processes
+
+            for number in range(1, len(emulated)):
+                start(number)
+            yield processes, start
         finally:
             os.close(descriptor)
             _end(processes)

@@ -23,6 +23,7 @@ from paceline.launch.host.remote import RemoteRanks, RunFolder
 from paceline.launch.signals import StopSignals
 
 if TYPE_CHECKING:
+    from paceline.launch.host.returns import Returns
     from paceline.launch.host.takeover import Takeover
 
 M = TypeVar("M", bound=Struct)
@@ -37,12 +38,14 @@ class Hosts:
         key: of the run.
         agreed: code and data that were found to be the same on all.
         takeover: the run to continue, where the coordinator before was lost.
+        returns: where hosts come back that were lost; None where they cannot.
 
     Args:
         namespace: network namespace of that address, where this host is an emulated one.
     """
 
     takeover: Takeover | None = None
+    returns: Returns | None = None
 
     def __init__(
         self, cluster: Cluster, address: str, links: Sequence[Link], key: RunKey, namespace: str | None = None
@@ -81,15 +84,25 @@ class Hosts:
     ) -> RemoteRanks:
         """The ranks that an attempt has on the hosts of these numbers."""
         links = [link for link in self.links if link.number in numbers]
-        return RemoteRanks(links, board, scratch, folder, signals, poll, self._listen)
+        return RemoteRanks(links, board, scratch, folder, signals, poll, self)
 
-    def _listen(self, messages: type[Struct], on_message: Callable[[Connection, Any], None]) -> Listener:
-        """A listener at this host's address, at any port."""
+    def listener(
+        self,
+        messages: Any,
+        port: int = 0,
+        on_connection: Callable[[Connection], object] = lambda _: None,
+        on_message: Callable[[Connection, Any], None] | None = None,
+    ) -> Listener:
+        """A listener at this host's address; at any port, with 0."""
 
-        def listener() -> Listener:
-            return Listener((self.address, 0), self.key, messages, lambda _: None, on_message=on_message)
+        def made() -> Listener:
+            return Listener((self.address, port), self.key, messages, on_connection, on_message=on_message)
 
-        return listener() if self._namespace is None else inside(self._namespace, listener)
+        return made() if self._namespace is None else inside(self._namespace, made)
+
+    def replace(self, link: Link) -> None:
+        """Have a host that came back in the place of the lost one."""
+        self.links[link.number - 1] = link
 
     def dismiss(self, code: int) -> None:
         """Have all end with this exit code."""

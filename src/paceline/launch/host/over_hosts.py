@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
 from paceline.channel.key import RunKey, default_key_file, own_key, read_key
 from paceline.errors import LaunchError
 from paceline.launch.host.gather import gathered, joined
 from paceline.launch.host.hosts import Hosts, coordinating, current_hosts
+from paceline.launch.host.returns import Returns
 from paceline.launch.host.serve import Coordinator, serve
 from paceline.launch.host.takeover import met_again
 from paceline.launch.seed import warm_up
@@ -61,7 +62,7 @@ def _key(place: HostPlace) -> RunKey:
 def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
     hosts, code = _served(place, key) if place.number else gathered(place, key), 1
     try:
-        with coordinating(hosts):
+        with _returns(hosts, place), coordinating(hosts):
             yield
         code = 0
     except BaseException as error:
@@ -69,6 +70,14 @@ def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
         raise
     finally:
         hosts.dismiss(code)
+
+
+def _returns(hosts: Hosts, place: HostPlace) -> AbstractContextManager[Returns | None]:
+    """A meeting place for hosts that come back.
+
+    None where this host has taken over, at another address.
+    """
+    return nullcontext() if hosts.takeover else Returns(hosts, place, place.port)
 
 
 def _served(place: HostPlace, key: RunKey) -> Hosts:

@@ -9,9 +9,9 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 from msgspec import Struct
@@ -40,9 +40,12 @@ from paceline.launch.host.messages import (
     Started,
     Told,
 )
-from paceline.launch.host.pulse import Listen, Pulses
+from paceline.launch.host.pulse import Pulses
 from paceline.launch.signals import StopSignals
 from paceline.rank_environment import RankEnvironment
+
+if TYPE_CHECKING:
+    from paceline.launch.host.hosts import Hosts
 
 _SILENT_S = 10.0  # of a host, until nobody waits for the end of its ranks
 _READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end what is left and send its files
@@ -110,11 +113,14 @@ class RemoteRanks:
         folder: RunFolder,
         signals: StopSignals,
         poll: select.poll,
-        listen: Listen,
+        hosts: Hosts,
     ) -> None:
-        self.links, self.board, self.scratch, self.folder = links, board, scratch, folder
-        self.signals, self.poll = signals, poll
-        self._listen = listen
+        self.links, self.board, self.scratch, self.folder = list(links), board, scratch, folder
+        self.signals, self.poll, self.hosts = signals, poll, hosts
+        self._begin: Begin | None = None
+        self._announced: Announce | None = None
+        self._ready: list[Link] = []  # that have come back
+        self._token: Path | None = None
         self._pulses: Pulses | None = None
         self.ranks: dict[int, RemoteRank] = {}
         self.spared: list[Link] = []  # lost hosts that the run goes on without
@@ -134,6 +140,8 @@ class RemoteRanks:
             link.unwatch()
         if self._pulses:
             self._pulses.close()
+        if self._token:
+            self._token.unlink(missing_ok=True)
 
     def begin(
         self,
@@ -149,13 +157,14 @@ class RemoteRanks:
         Raises:
             LaunchError: a host is lost.
         """
-        token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
-        token.touch(mode=0o600)
+        token = self._show_token()
         where, folders = str(token.parent), list(self.folder.folders)
         if recovers:
-            self._pulses = Pulses(self._listen, self._fall_silent)
+            self._pulses = Pulses(
+                lambda messages, take: self.hosts.listener(messages, on_message=take), self._fall_silent
+            )
         port, silence_s = (self._pulses.port, self._pulses.limit_s) if self._pulses else (0, 0.0)
-        begin = Begin(
+        self._begin = Begin(
             attempt,
             ranks,
             list(module_args),
@@ -169,21 +178,54 @@ class RemoteRanks:
             port,
             silence_s,
         )
-        try:
-            for link in self.links:
-                link.send(msgspec.structs.replace(begin, host=link.number))
-                for name in self.folder.files:
-                    for part in parts_of(token.parent / name, token.parent):
-                        link.send(part)
-            for link in self.links:
-                if not self._until(link, Ready, _READY_S):
-                    raise LaunchError(self._of_lost(link))
-        finally:
-            token.unlink(missing_ok=True)
+        for link in self.links:
+            self._prepare(link, self._begin)
+        for link in self.links:
+            if not self._until(link, Ready, _READY_S):
+                raise LaunchError(self._of_lost(link))
+        token.unlink(missing_ok=True)
+
+    def _show_token(self) -> Path:
+        """A new file in the folder, by which a host sees whether it shares that."""
+        self._token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
+        self._token.touch(mode=0o600)
+        return self._token
+
+    def _prepare(self, link: Link, begin: Begin) -> None:
+        """Have a host prepare for its ranks."""
+        link.send(msgspec.structs.replace(begin, host=link.number))
+        for name in self.folder.files:
+            for part in parts_of(self.folder.path / name, self.folder.path):
+                link.send(part)
+
+    def expect(self, host: int, *, again: bool) -> bool:
+        """Have a lost host taken in when it comes back, or refused; returns which."""
+        if self.hosts.returns is None:
+            return False
+        self.hosts.returns.expect(host) if again else self.hosts.returns.leave_out(host)
+        return again
+
+    def returned(self) -> list[Link]:
+        """Hosts that have come back, and are ready for their ranks."""
+        for link in self.hosts.returns.back() if self.hosts.returns else ():
+            assert self._begin is not None
+            assert self._pulses is not None
+            self._pulses.forget(link.number)
+            self.hosts.replace(link)
+            self.links = [link if link.number == other.number else other for other in self.links]
+            link.watch(self.poll)
+            if self._token:
+                self._token.unlink(missing_ok=True)
+            self._prepare(link, msgspec.structs.replace(self._begin, token=self._show_token().name))
+            if self._announced is not None:
+                link.send(self._announced)
+        ready, self._ready = self._ready, []
+        return ready
 
     def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
         """Start a rank on host number `host`."""
         link = next(link for link in self.links if link.number == host)
+        environment = replace(environment, address=link.address)  # another one, it may be, where it came back
         rank = self.ranks[environment.rank] = RemoteRank(environment.rank, link, record)
         link.send(Start(environment.to_env()))
         return rank
@@ -197,9 +239,9 @@ class RemoteRanks:
 
     def announce(self, current: Epoch, newest: Epoch) -> None:
         """Tell the ranks of other hosts of the epochs of the run."""
-        message = Announce(current.number, list(current.members), newest.number, list(newest.members))
+        self._announced = Announce(current.number, list(current.members), newest.number, list(newest.members))
         for link in self.links:
-            link.send(message)
+            link.send(self._announced)
 
     def turn(self) -> None:
         """Take in what hosts have sent."""
@@ -278,6 +320,8 @@ class RemoteRanks:
 
     def _obey(self, link: Link, message: Any) -> None:
         match message:
+            case Ready():
+                self._ready.append(link)
             case Rows():
                 self._note(link, message)
             case Put():

@@ -14,6 +14,7 @@ from typing import Any
 from paceline.errors import LaunchError
 from paceline.job.job import Job
 from paceline.launch.host.hosts import Hosts, current_hosts
+from paceline.launch.host.link import Link
 from paceline.launch.host.messages import Look, Looked
 from paceline.storage.url import is_url
 
@@ -38,11 +39,7 @@ def must_agree(job: Job) -> None:
     if look in hosts.agreed or not look.modules + look.files:
         return
     answers = hosts.ask(look, Looked, _ANSWER_S)
-    own, found = digests(look), []
-    for link, answer in answers:
-        for name, digest in own.items():
-            if digest and digest != (theirs := answer.digests.get(name, "")):
-                found.append(f"{link.who} has {'another' if theirs else 'no'} {name}")
+    found = [text for link, answer in answers for text in differences(look, link, answer)]
     if found:
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise LaunchError(
@@ -50,6 +47,15 @@ def must_agree(job: Job) -> None:
             "them there."
         )
     hosts.agreed.append(look)
+
+
+def differences(look: Look, link: Link, answer: Looked) -> list[str]:
+    """Modules and files of a host that differ from those of this one, in words."""
+    found = []
+    for name, digest in digests(look).items():
+        if digest and digest != (theirs := answer.digests.get(name, "")):
+            found.append(f"{link.who} has {'another' if theirs else 'no'} {name}")
+    return found
 
 
 def digests(look: Look) -> dict[str, str]:

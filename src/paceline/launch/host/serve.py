@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from paceline.channel.connection import Connection
-from paceline.errors import PacelineError
+from paceline.errors import LaunchError, PacelineError
 from paceline.launch.host.measure import Measuring
 from paceline.launch.host.messages import (
     Begin,
@@ -23,6 +23,7 @@ from paceline.launch.host.messages import (
     Looked,
     Measure,
     Probe,
+    Refused,
     Succession,
 )
 from paceline.launch.host.same_files import digests
@@ -100,6 +101,8 @@ def serve(coordinator: Coordinator, who: str) -> int:
                     match message:
                         case Dismiss():
                             return message.code
+                        case Refused():
+                            raise LaunchError(f"{who} was refused by host 0: {message.reason}")
                         case Probe():
                             coordinator.send(Echo())
                         case Listen() | Measure():

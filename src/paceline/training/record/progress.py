@@ -277,7 +277,10 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             stack = f"\n{event['stack']}" if event["stack"] else ""
             return f"{event['reason']}; the others go on. {then}{stack}"
         case "host_lost":
-            return f"{event['reason']}; the others go on."
+            then = "It may come back." if event["again"] else "It is left out."
+            return f"{event['reason']}; the others go on. {then}"
+        case "host_back":
+            return f"host {event['host']} (number {event['number']}) is back, and its ranks are started again"
         case "coordinator":
             return f"{event['lost']} is lost; {event['by']} coordinates now"
         case "healed":

@@ -1,0 +1,154 @@
+"""Hosts that come back to a run: they are checked as at the start."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Self
+
+from paceline.channel.connection import Connection
+from paceline.errors import ChannelError, LaunchError, PacelineError
+from paceline.launch.host.gather import take
+from paceline.launch.host.hosts import Hosts
+from paceline.launch.host.link import Link
+from paceline.launch.host.messages import FromHost, Looked, Refused, Welcome
+from paceline.launch.host.same_files import differences
+from paceline.launch_engine import HostPlace
+from paceline.printable import printable
+
+_NOTED_S = 10.0  # for this process to see that a host is lost which is there again
+_LOOKED_S = 120.0
+
+
+class Returns:
+    """Meeting place for hosts that were lost. As a context: it listens within.
+
+    A host is refused that was not lost, has another name, version, clock or data than the lost one, fewer devices, or
+    was lost too often; it is told why, and the run goes on.
+
+    Args:
+        place: of this host, which coordinates.
+        revive: starts the host process of a host again; None where somebody else does.
+    """
+
+    def __init__(self, hosts: Hosts, place: HostPlace, port: int, revive: Callable[[int], None] | None = None) -> None:
+        self._hosts, self._place, self._port, self._revive = hosts, place, port, revive
+        self._expected: set[int] = set()
+        self._left_out: set[int] = set()
+        self._came: queue.Queue[Connection | None] = queue.Queue()
+        self._back: queue.Queue[Link] = queue.Queue()
+        self._closing = threading.Event()
+        self._at_work: Connection | None = None
+        self._thread = threading.Thread(target=self._run, name="paceline-returns", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._listener = self._hosts.listener(FromHost, self._port, self._came.put)
+        self._thread.start()
+        self._hosts.returns = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hosts.returns = None
+        self._closing.set()
+        self._listener.close()
+        self._came.put(None)
+        if (connection := self._at_work) is not None:
+            connection.end()
+        self._thread.join()
+        for link in self.back():  # too late: they are dismissed with the others
+            self._hosts.replace(link)
+
+    def expect(self, host: int) -> None:
+        """A lost host may come back."""
+        self._expected.add(host)
+        if self._revive is not None:
+            with suppress(LaunchError):  # then it does not come back
+                self._revive(host)
+
+    def leave_out(self, host: int) -> None:
+        """A lost host may not."""
+        self._left_out.add(host)
+
+    def back(self) -> list[Link]:
+        """Hosts that have come back since the last call, and wait for orders."""
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._back.get_nowait())
+        return found
+
+    def _run(self) -> None:
+        while (connection := self._came.get()) is not None:
+            self._at_work = connection
+            try:
+                if self._closing.is_set():
+                    raise ChannelError("the run has ended")
+                self._take(connection)
+            except LaunchError as error:
+                _say(f"a host that came during the run was sent away: {error}")
+            except (OSError, PacelineError, SystemExit) as error:  # a signal came to it meanwhile
+                connection.close()
+                if not self._closing.is_set():
+                    _say(f"a host that came back is lost again: {error}")
+
+    def _take(self, connection: Connection) -> None:
+        """Take a host in, or send it away.
+
+        Raises:
+            LaunchError: it does not fit.
+        """
+        found: dict[int, Link] = {}
+        take(self._place, connection, found)
+        for link in found.values():
+            if reason := self._unexpected(link) or self._other(link):
+                _refuse(link, reason)
+            link.send(Welcome([host.name for host in self._hosts.cluster.hosts]))
+            for look in self._hosts.agreed:
+                link.send(look)
+                answer = link.answer(Looked, _LOOKED_S)
+                if answer is None:
+                    raise LaunchError(f"{link.who} is lost: {link.lost}")
+                if reason := "; ".join(differences(look, link, answer)):
+                    _refuse(link, reason)
+            self._expected.discard(link.number)
+            self._back.put(link)
+
+    def _unexpected(self, link: Link) -> str:
+        """Reason why a host cannot have been lost; "" for one that was."""
+        until = time.monotonic() + _NOTED_S
+        while link.number not in self._expected:
+            if link.number in self._left_out:
+                return f"{link.who} was lost too often within an hour, and is left out of the run."
+            if time.monotonic() > until or self._closing.is_set():
+                return f"two hosts have the number {link.number}: {self._before(link).name} is there."
+            time.sleep(0.05)
+        return ""
+
+    def _other(self, link: Link) -> str:
+        """Reason why a host is not the one that was lost; "" where it is."""
+        before = self._before(link)
+        if before.name not in (link.name, f"{link.name}-{link.number}"):
+            return f"host {link.name} has come as number {link.number}, which is that of {before.name}."
+        known = self._hosts.cluster.hosts[link.number]
+        count, had = len(link.host.devices), len(known.devices)
+        if self._hosts.cluster.emulate is None and count < had:
+            return f"{link.who} has come back with {count} of its {had} devices."
+        link.name, link.host = before.name, known
+        return ""
+
+    def _before(self, link: Link) -> Link:
+        return self._hosts.links[link.number - 1]
+
+
+def _refuse(link: Link, reason: str) -> None:
+    link.send(Refused(reason))
+    link.connection.close()
+    raise LaunchError(reason)
+
+
+def _say(text: str) -> None:
+    print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)
