@@ -94,7 +94,10 @@ def horovod(folder: Path, python: str, held: ExitStack) -> tuple[subprocess.Pope
 
 @contextmanager
 def processes(folder: Path, python: str, *program: str) -> Iterator[Start]:
-    """What starts a program with arguments; no process, nor one that it has started, is left at the end."""
+    """What starts a program with arguments; no process, nor one that it has started, is left at the end.
+
+    Python's resource tracker, which removes what killed processes leave in /dev/shm, ends by itself.
+    """
     started: list[subprocess.Popen[bytes]] = []
     here = [str(Path(__file__).with_name(word)) if word.endswith(".py") else word for word in program]
 
@@ -109,7 +112,8 @@ def processes(folder: Path, python: str, *program: str) -> Iterator[Start]:
         for process in started:
             with suppress(psutil.NoSuchProcess):
                 for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
+                    if not any("resource_tracker" in word for word in child.cmdline()):
+                        child.kill()
             process.kill()
             process.wait()
 

@@ -57,6 +57,7 @@ class Snapshot:
     def __init__(self) -> None:
         self.pids = {child.pid for child in _descendants()}
         self.named = {kind: find() for kind, find in _KINDS.items()}
+        _seen_segments.update(self.named.get("shared memory", ()))  # not looked up again for each test
         self.environment = _environment()
         self.folder = os.getcwd()
         self.torch = _torch_settings()
@@ -261,7 +262,7 @@ _KINDS: dict[str, Callable[[], set[str]]] = {
     "control groups": _control_groups,
     "temporary files": _temporary_files,
 }
-_seen_segments: set[str] = set()  # of other processes
+_seen_segments: set[str] = set()  # of other processes, or older than the test
 before_the_transport: Counter[str] = Counter()
 
 
