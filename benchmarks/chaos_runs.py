@@ -36,7 +36,7 @@ WHOLE = "kill,stop,oom,slow,disk-full,corrupt,store"
 EXACT = "kill,stop,oom,slow,disk-full,store"  # no weights are changed, so every loss is compared
 LINKS = "kill,stop,cut,partition,slow,store"
 COMMON: dict[str, Any] = {"loss": "cross_entropy", "checkpoint": {"every_steps": 25}, "evaluate": {"every_steps": 30}}
-TEXT = {"kind": "text", "path": "{stdlib}/pydoc_data", "context": 16}
+TEXT = {"kind": "text", "path": "{stdlib}/pydoc_data", "context": 16, "held_out": 0.01}
 JOBS: dict[str, dict[str, Any]] = {
     "digits": {
         "model": "cifar_cnn",
@@ -166,6 +166,7 @@ def run(name: str, seed: int, folder: Path, broken: Path) -> dict[str, Any]:
         found = json.loads(out.splitlines()[-1])
         line["held"] = found["held"]
         line["faults"] = [fault["fault"] for fault in found["faults"]]
+        line["not_made"] = found["not_made"]
         line["commands"] = len(found["commands"])
         line["broken"] = {i["name"]: i["broken"] for i in found["invariants"] if i["broken"]}
     played = place / "runs" / f"seed-{seed}"

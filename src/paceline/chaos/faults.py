@@ -100,13 +100,19 @@ def _kill_host(fault: Fault, scene: Scene) -> Injected | None:
     """SIGKILL for all that runs in a host, as where a machine is switched off."""
     links = Links.of(scene.launcher)
     pids = links.processes_in(fault.number) if links else set()
-    if not pids:
+    if not any(_is_ours(pid) for pid in pids):  # it is only being set up
         return None
     injected = Injected(fault, f"the {len(pids)} processes of host {fault.number}")
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return injected
+
+
+def _is_ours(pid: int) -> bool:
+    with suppress(psutil.Error, IndexError):
+        return psutil.Process(pid).cmdline()[0].startswith("paceline ")
+    return False
 
 
 def _stop(fault: Fault, scene: Scene) -> Injected | None:

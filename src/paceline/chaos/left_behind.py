@@ -63,7 +63,7 @@ class Left:
             with suppress(psutil.Error):
                 if process.pid not in self._children and process.status() != psutil.STATUS_ZOMBIE:
                     words.append(f"process {process.pid} ({' '.join(process.cmdline())[:80] or process.name()})")
-        words += [f"file {path}" for path in sorted(_files() - self._files)]
+        words += [f"file {path}" for path in sorted(_unused(_files() - self._files))]
         if self._temporary is not None:
             words += [f"temporary file {path.name}" for path in sorted(self._temporary.iterdir())]
         return words
@@ -75,7 +75,11 @@ def _children() -> list[psutil.Process]:
 
 def _files() -> set[Path]:
     """Named shared memory of this user, and control groups of launchers that have ended."""
-    found = {path for path in _MEMORY.glob("*") if _is_ours(path)}
+    found = set()
+    for path in _MEMORY.glob("*"):
+        with suppress(OSError):
+            if path.stat().st_uid == os.geteuid() and path.name.startswith(_SEGMENTS):
+                found.add(path)
     for top in _GROUPS:
         for path in top.glob(f"{PREFIX}*"):
             launcher = path.name.removeprefix(NAME).removeprefix(PREFIX).partition("-")[0]
@@ -84,10 +88,15 @@ def _files() -> set[Path]:
     return found
 
 
-def _is_ours(path: Path) -> bool:
-    with suppress(OSError):
-        return path.stat().st_uid == os.geteuid() and path.name.startswith(_SEGMENTS)
-    return False
+def _unused(paths: set[Path]) -> set[Path]:
+    """Without shared memory that a living process has mapped: it is another command's."""
+    if not paths:
+        return paths
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped |= {int(line.split()[4]) for line in maps.read_text().splitlines() if f" {_MEMORY}/" in line}
+    return {path for path in paths if path.exists() and path.stat().st_ino not in mapped}
 
 
 def _reap() -> None:

@@ -173,8 +173,8 @@ class _Player:
             if not self._is_due(fault):
                 return  # those behind it come later
             injected = inject(fault, scene)
-            if injected is None:
-                return
+            if injected is None:  # not yet, or never again
+                continue
             self.waiting.remove(fault)
             injected.step = self.progress.newest
             self.played.made.append(injected)

@@ -5,6 +5,7 @@ Their clock is the run's own progress, so a schedule means the same on a fast ma
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,9 +105,8 @@ def draw(kinds: Sequence[Kind], seed: int, *, count: int, plan: str, ranks: int,
     Some come together, some while the run starts, evaluates, saves, or recovers from the fault before.
     """
     chance = random.Random(seed)
-    wanted = list(kinds) * (-(-count // len(kinds)))
-    wanted = wanted[: len(kinds)] + chance.sample(wanted[len(kinds) :], len(wanted) - len(kinds))
-    wanted = wanted[:count]
+    rounds = [chance.sample(kinds, len(kinds)) for _ in range(-(-count // len(kinds)))]
+    wanted = list(itertools.chain.from_iterable(rounds))[:count]
     chance.shuffle(wanted)
     moments = sorted(chance.uniform(0.02, _LAST) for _ in wanted)
     faults: list[Fault] = []
