@@ -29,6 +29,17 @@ def test_a_seed_draws_one_schedule_with_every_kind(kinds: list[Any], seed: int, 
     assert [fault.at for fault in schedule.faults] == sorted(fault.at for fault in schedule.faults)
 
 
+def test_where_there_are_more_kinds_than_faults_each_is_drawn_by_some_seed() -> None:
+    drawn = {fault.kind for seed in range(40) for fault in draw(KINDS, seed, count=3, **ARGUMENTS).faults}
+    assert drawn == set(KINDS)
+
+
+def test_the_command_itself_is_killed_sometimes_and_stopped_where_its_store_is_to_be_gone() -> None:
+    faults = [fault for seed in range(30) for fault in draw(["kill", "store"], seed, count=8, **ARGUMENTS).faults]
+    assert {fault.target for fault in faults if fault.kind == "kill"} == {"rank", "host", "command"}
+    assert {fault.target for fault in faults if fault.kind == "store"} == {"command"}
+
+
 @given(kinds, st.integers(0, 2**31), st.integers(1, 40))
 def test_what_faults_hit_is_there(kinds: list[Any], seed: int, count: int) -> None:
     for fault in draw(kinds, seed, count=count, **ARGUMENTS).faults:
