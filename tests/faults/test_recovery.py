@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import (
+    DEADLINE_S,
     checkpoints,
     ended,
     events,
@@ -231,3 +232,25 @@ def test_a_rank_that_hangs_is_named_and_the_others_finish_the_run(tmp_path: Path
         "in come_to_grief",
     )
     assert sorted(losses(tmp_path / "run")) == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_short_steps_is_replaced_long_before_the_deadline(tmp_path: Path) -> None:
+    model = {"factory": f"{WHAT}:HangingNet", "args": {"again": str(tmp_path / "hung")}}
+    job = write_job(tmp_path / "job.yaml", **long_job(model=model, deadline_s=100 * DEADLINE_S))
+    with training(job, tmp_path, "dp=2") as (process, run):
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("rank 1 (host ", "has been in compute of step", "while rank 0 waits for it", "rank 1 is back")
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_steps_longer_than_the_deadline_are_taken(tmp_path: Path) -> None:
+    deadline_s = 8.0
+    model = {"factory": f"{WHAT}:SlowNet", "args": {"seconds": 1.5 * deadline_s}}
+    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0}
+    job = write_job(tmp_path / "job.yaml", model=model, data=data, deadline_s=deadline_s, stop={"steps": 3})
+    outcome = paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert not events(tmp_path / "run", "lost")

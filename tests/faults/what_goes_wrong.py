@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -112,5 +113,34 @@ class FlippingNet(nn.Module):
         self.passes += 1
         if RANK == 1 and self.passes in self.FLIPS:
             next(self.layer.parameters()).detach().view(torch.int32).view(-1)[0] ^= 1 << 20
+        y: Tensor = self.layer(x)
+        return y
+
+
+class HangingNet(nn.Module):
+    """Rank 1 hangs in one forward pass; `again` is a file that it makes before, and after which none hangs."""
+
+    def __init__(self, again: str) -> None:
+        super().__init__()
+        self.layer, self.passes, self.again = net(), 0, Path(again)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        if RANK == 1 and self.passes == 40 and not self.again.exists():
+            self.again.touch()
+            time.sleep(3600)
+        y: Tensor = self.layer(x)
+        return y
+
+
+class SlowNet(nn.Module):
+    """A forward pass takes `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layer, self.seconds = net(), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
         y: Tensor = self.layer(x)
         return y

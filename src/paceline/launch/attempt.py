@@ -27,11 +27,11 @@ from paceline.launch.recovery import Recovery
 from paceline.launch.rendezvous import on_one_host, rendezvous
 from paceline.launch.signals import StopSignals, stopped_before
 from paceline.launch.started import StartedRank, Starter
+from paceline.launch.watchdog import LOOK_S, Watchdog
 from paceline.rank_environment import RankEnvironment
 
 _TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their way to an epoch
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
-_OWN_ERROR_S = 5.0  # beyond the deadline: the error of the transport itself, which knows more, comes first
 _ANSWER_S = 1.0  # for a hung rank to write its stack
 
 
@@ -55,6 +55,7 @@ class Setting:
     inherited: tuple[int, ...]
     folder: RunFolder | None = None
     recovers: bool = False
+    follows_steps: bool = False
     number: int = 0
 
     @property
@@ -81,6 +82,9 @@ class Attempt:
         self.starter = Starter(setting.module_args, setting.env)
         self.remote: RemoteRanks | None = None
         self.recovery: Recovery | None = None
+        self.watchdog = Watchdog(
+            setting.deadline_s, setting.start_deadline_s, follows_steps=setting.recovers and setting.follows_steps
+        )
         self._told = False
         self._killing = False
         self._made = ExitStack()
@@ -283,13 +287,10 @@ class Attempt:
         """Ranks that did nothing for too long; all, if they only wait for another."""
         alive = [status for status in self.board.read() if self.ranks[status.rank].code is None]
         alive = [status for status in alive if status.phase != "joining"]  # which waits for the end of a step
-        limits, deadline_s = {"starting": self.setting.start_deadline_s}, self.setting.deadline_s
         # what a rank does behind a cut link is not known, and may be more than it was last seen to do
         idle_s = {status.rank: status.idle_s(self.ranks[status.rank].known_ns) for status in alive}
-        late = [status for status in alive if idle_s[status.rank] > limits.get(status.phase, deadline_s)]
-        if len(late) == len(alive) and all(status.phase == "sync" for status in late):
-            return late if all(idle_s[status.rank] > deadline_s + _OWN_ERROR_S for status in late) else []
-        return [status for status in late if status.phase != "sync"]
+        paging = {rank for rank, seconds in idle_s.items() if seconds > LOOK_S and self.ranks[rank].paging}
+        return self.watchdog.look(alive, idle_s, time.monotonic(), paging)
 
     def _hang(self, hung: Sequence[RankStatus]) -> LaunchFailure:
         numbers = {status.rank for status in hung}

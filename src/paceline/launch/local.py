@@ -43,6 +43,7 @@ def launch(
     inherited: Sequence[int] = (),
     folder: RunFolder | None = None,
     recovers: bool = False,
+    follows_steps: bool = False,
 ) -> Launched:
     """Call a function on every rank, in its place, and wait until all have ended.
 
@@ -70,6 +71,8 @@ def launch(
         folder: that the ranks read and write, on whichever host they are; it is named among `module_args`.
         recovers: the function takes part in epochs (`training/recovery/`): a rank that is killed or hangs is left out
             and started again, while the others go on.
+        follows_steps: where ranks recover, the limit of one that computes, and that others wait for, follows from the
+            steps that the run has taken (`watchdog.py`); `deadline_s` stays the longest.
 
     Raises:
         LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows
@@ -92,6 +95,7 @@ def launch(
         inherited=tuple(inherited),
         folder=folder,
         recovers=recovers,
+        follows_steps=follows_steps,
     )
     with StopSignals() as signals, _CursorShown():
         while True:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.device import ON_CPU
 from paceline.errors import LaunchError
-from paceline.launch.failure import is_stopped
+from paceline.launch.failure import is_stopped, state_of
 from paceline.launch.seed import DEFAULTS, ForkedRank, Seed, seed_for, why_not
 from paceline.rank_environment import KEY_FD, RankEnvironment
 
@@ -44,6 +44,11 @@ class StartedRank:
     def stopped(self) -> bool:
         """True if SIGSTOP or a debugger holds the process."""
         return is_stopped(self.pid)
+
+    @property
+    def paging(self) -> bool:
+        """True if its main thread waits for a disk, or for memory."""
+        return state_of(self.pid) == "D"
 
     def signal(self, number: int) -> None:
         """To the rank alone, not to what it started."""

@@ -276,6 +276,7 @@ def _launch_ranks(
             env=job.fetch(),
             folder=RunFolder(record.path.resolve(), DESCRIPTION, FOLDERS),
             recovers=recovers,
+            follows_steps=plan.compile == "off",
         )
 
 

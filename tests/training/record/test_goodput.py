@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.training.record.goodput import PARTS, Goodput, goodput, goodput_of
@@ -102,6 +102,7 @@ ACTS = {
 }
 
 
+@example(acts=["loses a rank"] * 12, ended=False)
 @given(acts=st.lists(st.sampled_from(sorted(ACTS)), max_size=12), ended=st.booleans())
 def test_every_part_of_the_wall_clock_is_found_in_the_record(acts: list[str], ended: bool) -> None:
     story = Story()

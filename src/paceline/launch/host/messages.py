@@ -97,6 +97,7 @@ class Row(Struct, array_like=True, frozen=True):
     step: int
     idle_ns: int
     stopped: bool
+    paging: bool
     epoch: int
 
 

@@ -75,6 +75,7 @@ class RemoteRank:
     alive_at: float = field(default_factory=time.time)
     code: int | None = None
     stopped: bool = False
+    paging: bool = False
     oom_kills: int | None = None
 
     @property
@@ -350,7 +351,7 @@ class RemoteRanks:
             rank = self.ranks.get(row.rank)
             if rank is None or rank.link is not link or row.phase not in PHASES:
                 continue
-            rank.stopped = row.stopped
+            rank.stopped, rank.paging = row.stopped, row.paging
             if rank.code is None:
                 rank.alive_at = now
             self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns, row.epoch)

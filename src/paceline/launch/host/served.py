@@ -239,7 +239,7 @@ class ServedAttempt:
         for rank in self.ranks:
             status = board[rank.number]
             idle_ns = max(0, now_ns - status.changed_ns)
-            place = status.phase, status.step, idle_ns, rank.stopped, status.epoch
+            place = status.phase, status.step, idle_ns, rank.stopped, rank.paging, status.epoch
             rows.append(Row(rank.number, status.attempt, *place))
         if rows:
             self.coordinator.send(Rows(rows))
