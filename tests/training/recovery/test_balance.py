@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.job.partition import even_shares
-from paceline.training.recovery.balance import BLOCK, BLOCKS, MOST, WARM_UP, Balance, Move, Shares, fastest
+from paceline.training.recovery.balance import MOST, Balance, Move, Shares, fastest
+from paceline.training.recovery.busy_blocks import BLOCK, BLOCKS, WARM_UP
 
 Speeds = Callable[[int], Sequence[float]]
 

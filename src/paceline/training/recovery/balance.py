@@ -9,21 +9,16 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from paceline.training.recovery.busy_blocks import WARM_UP, BusyBlocks, Floats, error_of_slowest, medians
 
 Shares = tuple[int, ...]
-Floats = NDArray[np.float64]  # one for each replica
 
-WARM_UP, SETTLE = 5, 2  # steps left out at the start, and after each change: allocators and caches are slow there
-# steps of a block, of which the medians are compared, and of work: on a shared machine, ranks are slow in turn
-BLOCK, BLOCK_S = 5, 0.5
-APART_S = 0.01  # of work between two steps that are looked at, so that short steps cost nothing
-BLOCKS = 3  # in a row, in each of which a change has to be worth it
+SETTLE = 2  # steps left out after each change
 LEAST_GAIN, LEAST_GAIN_S = 0.04, 0.002  # of a step's time: less is noise
 BACK = 0.25  # of that is enough to go back to the shares of equal speeds
 EVEN = 1.05  # times the least time: shares of equal speeds are as good
@@ -73,9 +68,7 @@ class Balance:
 
     def forget(self) -> None:
         """Measure anew, as after a pause or where other replicas take part."""
-        self._rows: list[Floats] = []
-        self._blocks: deque[tuple[int, list[Floats]]] = deque(maxlen=BLOCKS)
-        self._first, self._worked_s, self._apart_s, self._left_out = 0, 0.0, 0.0, WARM_UP
+        self._blocks = BusyBlocks()
 
     def step(self, step: int, shares: Shares, busy_s: Sequence[float]) -> Move | None:
         """Take in a step with a full batch; returns a change that is worth it.
@@ -86,30 +79,12 @@ class Balance:
         """
         if shares != self._shares:
             self._changed(shares)
-        if self._left_out > 0:
-            self._left_out -= 1
-            return None
-        self._apart_s += max(busy_s)
-        if self._apart_s < APART_S:
-            return None
-        self._first = self._first if self._rows else step
-        self._rows.append(np.maximum(busy_s, 1e-9))
-        self._worked_s, self._apart_s = self._worked_s + self._apart_s, 0.0
-        if len(self._rows) < BLOCK or self._worked_s < BLOCK_S:
-            return None
-        self._blocks.append((self._first, self._rows))
-        self._rows, self._worked_s = [], 0.0
-        return self._decide() if len(self._blocks) == BLOCKS else None
+        return self._decide() if self._blocks.add(step, busy_s) else None
 
     def _changed(self, shares: Shares) -> None:
-        before = (self._samples(self._shares), _medians(self._all_rows)) if len(self._blocks) == BLOCKS else None
-        self.forget()
+        before = (self._samples(self._shares), medians(self._blocks.rows)) if self._blocks.full else None
+        self._blocks = BusyBlocks(left_out=SETTLE if before else WARM_UP)
         self._shares, self._before = shares, before
-        self._left_out = SETTLE if before else WARM_UP
-
-    @property
-    def _all_rows(self) -> list[Floats]:
-        return [row for _, rows in self._blocks for row in rows]
 
     def _samples(self, shares: Shares) -> Floats:
         """Samples of each replica's rank with the most, for which the others wait."""
@@ -117,15 +92,15 @@ class Balance:
         return most
 
     def _decide(self) -> Move | None:
-        samples, rows = self._samples(self._shares), self._all_rows
-        times = _medians(rows)
+        samples, rows = self._samples(self._shares), self._blocks.rows
+        times = medians(rows)
         if self._before is not None and (abs(samples - self._before[0]) > TELLING * self._before[0]).any():
             self._fixed = _fixed_cost(*self._before, samples, times, most=sum(self.base) / len(self.base))
         self._before = None
         costs, slowest_s = self._costs(times), times.max()
         # if samples could be divided: most often there is nothing to gain
         ideal_s = (sum(self.base) / self._ranks + self.replicas * self._fixed) / math.fsum(1 / costs)
-        needed = max(LEAST_GAIN, 2 * _error_of_slowest(rows, times))
+        needed = max(LEAST_GAIN, 2 * error_of_slowest(rows, times))
         if self._shares == self.base and 1 - ideal_s / slowest_s < needed:
             return None
         shares = fastest(costs.repeat(self._ranks).tolist(), self._bounds, sum(self.base), self._fixed)
@@ -134,7 +109,7 @@ class Balance:
             shares, needed, needed_s = self.base, BACK * LEAST_GAIN, BACK * LEAST_GAIN_S
         if shares == self._shares:
             return None
-        gains = [self._gain(_medians(block), shares) for _, block in self._blocks]
+        gains = [self._gain(times_of_block, shares) for times_of_block in self._blocks.medians()]
         if any(gain < needed or gain_s < needed_s for gain, gain_s in gains):
             return None
         return Move(shares, *self._named(costs), self._gain(times, shares)[0])
@@ -157,7 +132,7 @@ class Balance:
         """Speeds of the replicas, and which of them are slow since when."""
         usual = statistics.median_low(costs.tolist())
         speeds = tuple((usual / costs).tolist())
-        since = self._blocks[0][0]
+        since = self._blocks.first_step
         self._slow = {i: self._slow.get(i, since) for i, speed in enumerate(speeds) if speed < SLOW}
         return speeds, dict(self._slow)
 
@@ -195,19 +170,6 @@ def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: in
         if shares[i] < bounds[i][1]:
             heapq.heappush(ready, (costs[i] * (fixed + shares[i] + 1), i))
     return tuple(shares)
-
-
-def _medians(rows: Sequence[Floats]) -> Floats:
-    medians: Floats = np.median(rows, axis=0)
-    return medians
-
-
-def _error_of_slowest(rows: Sequence[Floats], times: Floats) -> float:
-    """Standard error of the slowest replica's median, relative to it."""
-    slowest = int(times.argmax())
-    deviation = statistics.median(abs(row[slowest] - times[slowest]) for row in rows)
-    # 1.4826: of a standard deviation from a median one; 1.2533: of a median from a mean
-    return float(1.4826 * 1.2533 * deviation / times[slowest] / math.sqrt(len(rows)))
 
 
 def _fixed_cost(before: Floats, before_s: Floats, after: Floats, after_s: Floats, *, most: float) -> float:
