@@ -1,6 +1,6 @@
 """Shares of the batch that follow the speed of a host that is slowed and released.
 
-    python benchmarks/balance.py [--json] [--cases gpt,cnn,gpt_fsdp] [--rounds N]
+    python benchmarks/balance.py [--json] [--cases gpt,cnn,gpt_fsdp,pipeline] [--rounds N]
 
 Needs root: four hosts are emulated on this machine, whose control groups allow each the same part of a core, and the
 last one half of that. Figures, of each case (`gpt_`, `cnn_`, and `gpt_fsdp_`, whose replicas are two ranks that shard
@@ -10,6 +10,10 @@ the model):
 - `even_share_of_sum_of_speeds`: the same with even shares (`balance=off`), as DDP deals them.
 - `even_again_steps`: from the step in which the slow host got its full speed back to the first one of even shares.
 - `loss_difference`: largest relative difference of the losses of all steps to those of even shares.
+- of `pipeline_`, a GPT in two stages on two hosts, the last one of which has half the cores: `speedup_of_recut` (step
+  time with `balance=off` / that once the stages have moved), `share_of_sum_of_speeds` and
+  `even_share_of_sum_of_speeds` (as above, of two hosts and the whole batch), `recut_step` (the step after which they
+  moved), `recut_s` (what that cost), and `loss_difference`.
 - `balance_cost`: on four equal hosts, step time with `balance=auto` / with `balance=off`, the median over rounds that
   take turns, with its 95 % interval in the table.
 
@@ -37,6 +41,8 @@ from measure import environment_line
 from paceline.cluster.discover import environment
 from paceline.cluster.emulate.cgroup import PREFIX, make_group, place_of_group
 from paceline.stats import Interval, median_interval
+from paceline.training.record.goodput import goodput
+from paceline.training.record.run import Run
 
 BIN = Path(sys.executable).parent
 HOSTS, FULL, HALF = 4, 0.4, 0.2  # cores of a host
@@ -69,6 +75,8 @@ class Case:
 
 
 CASES = {"gpt": Case(GPT), "cnn": Case(CNN), "gpt_fsdp": Case(GPT, " fsdp=2", 2)}
+PIPELINE = "pipeline"
+STAGES = Case(GPT | {"model": {"zoo": "gpt", "args": {"layers": 8, "hidden": 128, "heads": 4, "context": 128}}})
 
 
 @dataclass(frozen=True)
@@ -102,12 +110,16 @@ def main() -> None:
     """Measure, print the tables, and with --json a last line for machines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--cases", default=",".join(CASES), help=f"of {','.join(CASES)} (default: all)")
+    cases = ",".join([*CASES, PIPELINE])
+    parser.add_argument("--cases", default=cases, help=f"of {cases} (default: all)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of equal hosts (default {ROUNDS})")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     figures: dict[str, float | None] = {}
     for name in arguments.cases.split(","):
+        if name == PIPELINE:
+            figures |= {f"{name}_{figure}": value for figure, value in of_pipeline().items()}
+            continue
         found = measured(CASES[name], arguments.rounds)
         print("\n".join(lines_of(name, found)), flush=True)
         figures |= {f"{name}_{figure}": value for figure, value in found.figures().items()}
@@ -140,6 +152,30 @@ def measured(case: Case, rounds: int) -> Found:
         )
 
 
+def of_pipeline() -> dict[str, float | None]:
+    """Figures of a pipeline whose last stage is on a slow host; printed, too."""
+    with tempfile.TemporaryDirectory(prefix="paceline-balance-") as folder:
+        run = Runs(STAGES, Path(folder))
+        alone = [run.trained_as("dp=1", [cores], ALONE_STEPS, microbatches=1) for cores in (FULL, HALF)]
+        cut = run.trained_as("pp=2 balance=auto", [FULL, HALF], SLOW_STEPS)
+        even = run.trained_as("pp=2 balance=off", [FULL, HALF], SLOW_STEPS)
+        recuts = [event for event in cut.events if event["event"] == "recut"]
+        cut_s, even_s = cut.step_s(SETTLED_STEP, SLOW_STEPS), even.step_s(WARM_UP, SLOW_STEPS)
+        speeds = [one.batch / one.step_s(WARM_UP, ALONE_STEPS) for one in alone]
+        found = {
+            "speedup_of_recut": even_s / cut_s,
+            "share_of_sum_of_speeds": cut.batch / cut_s / sum(speeds),
+            "even_share_of_sum_of_speeds": even.batch / even_s / sum(speeds),
+            "recut_step": recuts[-1]["step"] if recuts else None,
+            "recut_s": cut.recut_s,
+            "loss_difference": max(abs(a - b) / abs(b) for a, b in zip(cut.losses, even.losses, strict=True)),
+        }
+    print(f"{PIPELINE}: hosts alone at full and half speed {speeds[0]:.1f} and {speeds[1]:.1f} samples/s")
+    print(*(f"  stages begin at {e['cut']} instead of {e['cut_before']}" for e in recuts), sep="\n")
+    print(*(f"  {name:28} {'not' if value is None else f'{value:.4g}'}" for name, value in found.items()), sep="\n")
+    return found
+
+
 def lines_of(name: str, found: Found) -> Iterator[str]:
     """A case for people."""
     yield f"{name}: hosts alone at full and half speed {found.alone[0]:.1f} and {found.alone[1]:.1f} samples/s"
@@ -154,6 +190,8 @@ class Trained:
 
     steps: list[list[dict[str, Any]]]  # of each rank
     released_at: int | None
+    events: list[dict[str, Any]]
+    recut_s: float
 
     @property
     def batch(self) -> int:
@@ -198,6 +236,10 @@ class Runs:
         plan = f"dp={HOSTS}{self.case.inside} balance={balance}"
         return self._run(BASE, plan, cores, steps, SLOW_STEPS if released else None)
 
+    def trained_as(self, plan: str, cores: list[float], steps: int, microbatches: int = 8) -> Trained:
+        """A training by a plan, with a rank on each host."""
+        return self._run(BASE, f"{plan} microbatches={microbatches}", cores, steps, None)
+
     def _run(self, base: dict[str, Any], plan: str, cores: list[float], steps: int, release: int | None) -> Trained:
         folder = self.folder / str(next(self._numbers))
         folder.mkdir()
@@ -224,7 +266,8 @@ class Runs:
         if process.returncode:
             sys.exit(f"the training with plan {plan} failed:\n{(folder / 'output').read_text()}")
         ranks = len(cores) * self.case.ranks
-        return Trained([_steps(folder / "run" / "steps" / f"rank-{rank}.jsonl") for rank in range(ranks)], released_at)
+        lines = [_steps(run / "steps" / f"rank-{rank}.jsonl") for rank in range(ranks)]
+        return Trained(lines, released_at, Run(run).events(), goodput(Run(run)).parts_s["recut"])
 
 
 def _wait_for(come: Callable[[], bool], process: subprocess.Popen[bytes], folder: Path) -> None:
