@@ -51,19 +51,19 @@ class Agreed:
 class StepSignals:
     """Scalars that a rule sums with the gradients.
 
-    They are loss, items, votes, then each rank's busy time.
+    They are loss, items, votes, then each rank's busy time, and, in pipelines, how much of it each rank waited.
 
     Attributes:
         tensor: where they are written and read; a rule may give one of its own for it, in the dtype of its buffers.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.tensor: Tensor = torch.zeros(
-            FIRST_BUSY + group.size, dtype=widest_float(group.device), device=group.device
-        )
+    def __init__(self, group: Group, *, pipelined: bool = False) -> None:
+        self.group, self._pipelined = group, pipelined
+        size = FIRST_BUSY + group.size * (2 if pipelined else 1)
+        self.tensor: Tensor = torch.zeros(size, dtype=widest_float(group.device), device=group.device)
         self._asked: set[str] = set()
-        self.busy_s: list[float] = []  # of every rank, before the newest agreement; read by `take_busy`
+        # of every rank, before the newest agreement, without its waits in a pipeline; read by `take_busy`
+        self.busy_s: list[float] = []
 
     def vote(self, what: str) -> None:
         """Ask all ranks for something in `VOTES`; decided when the replicas next agree."""
@@ -78,6 +78,8 @@ class StepSignals:
         for i, what in enumerate(VOTES):
             staged[FIRST_VOTE + i] = float(what in self._asked)
         staged[FIRST_BUSY + self.group.rank] = busy_s
+        if self._pipelined:
+            staged[FIRST_BUSY + self.group.size + self.group.rank] = meter.waited_s
         if not on_accelerator(self.tensor):
             staged[LOSS], staged[ITEMS] = float(local.total), float(local.items)
             self.tensor.numpy()[:] = staged  # the caches are cold here: a call of torch more is tens of microseconds
@@ -112,8 +114,9 @@ class StepSignals:
             votes, slowest_s = dict.fromkeys(self._asked, 1), 0.0
         else:
             votes = {what: round(n) for what, n in zip(VOTES, rest, strict=False) if n}
-            self.busy_s = rest[len(VOTES) :]
-            slowest_s = max(self.busy_s)
+            busy_s, waited_s = rest[len(VOTES) :][: self.group.size], rest[len(VOTES) + self.group.size :]
+            self.busy_s = [s - w for s, w in zip(busy_s, waited_s, strict=True)] if waited_s else busy_s
+            slowest_s = max(busy_s)
         self._asked.clear()
         rescale = self._rescale(items)
         return Agreed(loss * rescale, rescale, votes, slowest_s)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from paceline.comm import Group
 from paceline.data.deal import deal
 from paceline.data.loader import Loader, Position
+from paceline.device import is_accelerator
 from paceline.engine.agreement import LocalAgreement, StepSignals, SynchronousAgreement
 from paceline.engine.calls import made_ready
 from paceline.engine.compute import Compute, LocalLoss, WholeModel
@@ -140,7 +141,7 @@ class Engine:
             seed=settings.seed,
             on_phase=lambda phase: self.on_phase(phase, self.step_count),
         )
-        self.signals = StepSignals(group)
+        self.signals = StepSignals(group, pipelined=split is not None and split.pipeline is not None)
         self.messages: list[str] = []
         self.rule: SyncRule = build_rule(plan)
         with ExitStack() as undo:
@@ -231,9 +232,12 @@ class Engine:
     def _taken(self, step: int, batch: Batch | None, position: Position, local: LocalLoss) -> StepResult:
         """The rest of a step, whose update its numbers decide on."""
         # From here on gradients are the global ones; on accelerators this is the step's one wait for the device.
+        pipeline = self.split.pipeline if self.split is not None else None
+        if pipeline is not None and not is_accelerator(self.device):
+            self.meter.waited_in_pipeline(pipeline.bubble_s)
         agreed = self.agreement.agree(local, step)
-        if self.split is not None and self.split.pipeline is not None:
-            self.meter.waited_in_pipeline(self.split.pipeline.bubble_s)
+        if pipeline is not None and is_accelerator(self.device):  # there it waits for the end of the step
+            self.meter.waited_in_pipeline(pipeline.bubble_s)
         if self.compute.loss_scale is not None:
             self.agreement.unscale(self.compute.loss_scale)
         norm = self.agreement.gradient_norm()

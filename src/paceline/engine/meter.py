@@ -83,6 +83,11 @@ class Meter:
         """Seconds this rank computed since the last agreement; on accelerators of the previous step."""
         return self.previous_busy_s if self._clock.by_events else self._last - self._agreed
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds of `busy_s` in which this rank waited in a pipeline; none on accelerators."""
+        return 0.0 if self._clock.by_events else self.current.parts_s[BUBBLE]
+
     def waited_in_pipeline(self, seconds: float) -> None:
         """Move seconds from compute to pipeline bubble."""
         self.current.parts_s[BUBBLE] = seconds

@@ -201,6 +201,7 @@ _WALL = {  # those of `paceline.training.record.goodput.PARTS`
     "start": "From the start of the ranks to the first step, and what that step takes beyond the usual time.",
     "restart": "From the last step before a failure that stopped all ranks to the first one after it.",
     "recovery": "Rewinds, and beyond a step’s own time what a failure takes that the other ranks outlive.",
+    "recut": "From the checkpoint at which a pipeline was cut anew to the first step with the new cut.",
     "replay": "Steps done again, because the state after them was lost.",
     "checkpoint": "Time in which training waits for a checkpoint, that at the end included.",
     "evaluation": "Measuring the validation set.",

@@ -24,6 +24,7 @@ _MARKED = {  # events that a curve shows; after a restart there is a resume
     "lost": "rank lost",
     "host_lost": "host lost",
     "healed": "healed",
+    "recut": "re-cut",
     "resume": "resume",
 }
 _MEMORY = {

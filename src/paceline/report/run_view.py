@@ -38,6 +38,7 @@ TROUBLE = (
     "spike",
     "strangers",
     "balance",
+    "recut",
 )
 TARGETS = ("metric_above", "loss_below")  # stop rules that are reached, not used up
 WAITED_FOR = 0.03  # of a step; less waiting than this is not worth a sentence

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
@@ -19,6 +23,7 @@ from paceline.job.data import DataSets
 from paceline.job.partition import Partition
 from paceline.job.stop import StopRule
 from paceline.job.zoo.models.moe import add_counts
+from paceline.plans.plan import Plan
 from paceline.rank_environment import is_our_rank
 from paceline.training.build import build_engine, built, check_device, predicted_state_bytes, seed_all
 from paceline.training.checkpoints import Checkpoints
@@ -31,7 +36,11 @@ from paceline.training.record.run import Run
 from paceline.training.record.witness import WITNESS, Witness
 from paceline.training.recovery.balancing import Balancing
 from paceline.training.recovery.handover import Border
+from paceline.training.recovery.recutting import Recutting, follows_times
 from paceline.training.stop_signals import stop_signals
+
+if TYPE_CHECKING:
+    from paceline.split.deferred_init.initialise import DeferredModel
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -48,11 +57,33 @@ def train_in(run: Run, group: Group) -> None:
     seed_all(job.seed)
     model = built(job, run.plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    engine = build_engine(job, run.plan, model, data, group)
+    loop, border, signals = _loop(run, run.plan, model, data, group), None, list[str]()
+    with stop_signals(signals.append):
+        while not loop.run(border, has_position=True):
+            border, plan = loop.border(), replace(run.plan, cut=loop.recutting.cut)
+            signals += [loop.signal] if loop.signal else []
+            loop.engine.on_phase("starting", border.step)
+            loop.engine.close()
+            del loop, model
+            gc.collect()  # the weights
+            seed_all(job.seed)
+            model = built(job, plan)
+            loop = _loop(run, plan, model, data, group)
+            loop.signal = next(iter(signals), None)
+            if not loop.checkpoints.resume() or loop.engine.step_count != border.step:
+                border = None  # it was damaged meanwhile
+    loop.engine.close()
+
+
+def _loop(run: Run, plan: Plan, model: nn.Module | DeferredModel, data: DataSets, group: Group) -> Loop:
+    """The loop of a plan, whose pipelines may be cut anew."""
+    begun = time.monotonic()
+    engine = build_engine(run.job, plan, model, data, group)
     # from here on every data-parallel rank draws numbers of its own
-    seed_all(job.seed * 1_000_003 + 1 + engine.data_group.rank)
-    Loop(run, engine, data, group).run()
-    engine.close()
+    seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
+    loop = Loop(run, engine, data, group)
+    loop.recutting.on, loop.recutting.built_s = follows_times(run.plan), time.monotonic() - begun
+    return loop
 
 
 class Loop:
@@ -62,7 +93,8 @@ class Loop:
         callbacks: the run's callbacks, in the order of their calls.
         another_is_wanted: whether the ranks are to meet again in another epoch of the run, with more of them.
         at_border: called before each batch is read.
-        leaving: whether all ranks have agreed to meet again.
+        recutting: decides on other cuts of pipelines.
+        leaving: whether all ranks have agreed to meet again, or to cut their pipelines anew.
     """
 
     def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group) -> None:
@@ -80,7 +112,8 @@ class Loop:
         self.evaluations = Evaluations(self.job, engine, data, self.stop, self.events, self.epoch_steps)
         self.evaluations.told = self._tell_metrics
         self.callbacks: list[Callback] = [self.recorder, self.events, self.remarks, self.balancing]
-        self.callbacks += [self.evaluations, self.checkpoints]
+        self.recutting = Recutting(engine, self.checkpoints, self.events, self.total_steps)
+        self.callbacks += [self.evaluations, self.checkpoints, self.recutting]
         if WITNESS in os.environ:
             self.callbacks.append(Witness(engine))
         self._on_step = [c.on_step for c in self.callbacks if type(c).on_step is not Callback.on_step]
@@ -93,14 +126,16 @@ class Loop:
         self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read
 
-    def run(self, border: Border | None = None) -> bool:
+    def run(self, border: Border | None = None, *, has_position: bool = False) -> bool:
         """Train until the stop rule or a signal ends the run, then save.
 
         Args:
             border: where the ranks go on from, whose state the engine has; None begins, or resumes from a checkpoint.
+            has_position: the engine's loader is there already, with this rank's own state of reading.
 
         Returns:
-            False where the ranks left before the end, to meet again in another epoch of the run.
+            False where the ranks left before the end: to meet again in another epoch of the run, or to go on with
+            another cut of their pipelines (`Recutting.cut`).
 
         Raises:
             PacelineError: anything that keeps the run from going on. Checkpoints written before stay valid.
@@ -108,7 +143,7 @@ class Loop:
         """
         try:
             with stop_signals(self._note_signal):
-                reason = self._begin() if border is None else self._go_on(border)
+                reason = self._begin() if border is None else self._go_on(border, has_position)
                 while reason is None and not self.leaving:
                     reason = self._epoch()
                 if reason is None:
@@ -237,6 +272,7 @@ class Loop:
         for after_step in self._after_step:
             reason = after_step(info)
             info.ending = info.ending or reason
+        self.leaving = self.leaving or bool(self.recutting.cut)
         return info.ending
 
     def _ending(self, result: StepResult) -> str | None:
@@ -269,18 +305,20 @@ class Loop:
             items_per_sample=self.engine.compute.weighing.items_per_sample,
             corrupted=list(self.engine.replica_state.corruption.times),
             last=None if self._last is None else self._last.as_json(),
+            recuts=self.recutting.recuts + bool(self.recutting.cut),
         )
 
-    def _go_on(self, border: Border) -> str | None:
+    def _go_on(self, border: Border, has_position: bool) -> str | None:
         """Go on with the ranks of another epoch; returns the reason if the run ends."""
         engine = self.engine
         engine.step_count, self._acted = border.step, border.acted
-        engine.loader.load_state_dict(self._position(border.step))
+        if not has_position:
+            engine.loader.load_state_dict(self._position(border.step))
         engine.compute.weighing.items_per_sample = border.items_per_sample
         engine.compute.weighing.prepare()
         self.stop.load_state_dict(border.stop)
         self.evaluations.at, self.checkpoints.rejected = border.evaluated_at, border.rejected
-        engine.replica_state.corruption.times = list(border.corrupted)
+        engine.replica_state.corruption.times, self.recutting.recuts = list(border.corrupted), border.recuts
         self.checkpoints.continued()
         self.checkpoints.begin()
         self._last = None if border.last is None else StepInfo.from_json(border.last)

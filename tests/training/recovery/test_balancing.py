@@ -47,6 +47,9 @@ def test_a_slow_replica_gets_less_work_is_named_and_changes_no_loss(tmp_path: Pa
     assert all(sum(step) == 24 for step in shares)
     for epoch in range(1, 8):  # before the first step, data is looked at besides
         assert sorted(read_in(tmp_path, epoch)) == list(range(120))
+        for rank in range(2):  # each rank reads what it computes, and no other rank's
+            computed = [s["local_samples"] for s in run.steps(rank) if s["epoch"] == epoch]
+            assert len(read_in(tmp_path, epoch, rank)) == sum(computed)
     alone = train_here(tmp_path / "alone", small_job(**changes, model={"factory": "uneven_jobs:Sleepy"} | no_sleep()))
     assert run.losses == pytest.approx(alone.losses, rel=1e-9)
 

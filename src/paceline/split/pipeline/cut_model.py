@@ -6,6 +6,7 @@ A batch of another shape may take another way through the model's code, so it is
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -79,6 +80,22 @@ class CutModel:
 
         return self._bounds.of(batch, training and self.by_export, traced)
 
+    def segments(self, example: Batch) -> tuple[list[str], list[float]]:
+        """Modules that could begin a stage, in order, and seconds of the segments around them.
+
+        All ranks call this. There are none where `torch.export` traces the model, or the memory left is too little.
+        """
+        if self.by_export:
+            return [], []
+        trace = self._trace(example)
+        cuts, _ = possible_cuts(trace, self.blocks)
+        try:
+            own = costs(self.model, trace, cuts, example, self.call, self._device)
+        except torch.OutOfMemoryError:
+            own = [math.inf] * (len(cuts) + 1)
+        found = self._slowest(own)
+        return ([cut.before for cut in cuts], found) if math.isfinite(sum(found)) else ([], [])
+
     def forget(self) -> None:
         """Release the bounds of all shapes."""
         self._bounds.clear()
@@ -134,12 +151,16 @@ class CutModel:
         if len(cuts) + 1 == self._stages:
             costs(self.model, trace, cuts, example, self.call, self._device, runs=1)
             return cuts
-        seconds = torch.tensor(
-            costs(self.model, trace, cuts, example, self.call, self._device), dtype=torch.float64, device=self._device
-        )
+        seconds = self._slowest(costs(self.model, trace, cuts, example, self.call, self._device))
+        return [cuts[i - 1] for i in starts(contiguous(seconds, self._stages))]
+
+    def _slowest(self, own: list[float]) -> list[float]:
+        """Seconds of the segments on the slowest rank, from this rank's own."""
+        seconds = torch.tensor(own, dtype=torch.float64, device=self._device)
         # over all ranks, as every replica and every shard of a stage must be cut alike
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return [cuts[i - 1] for i in starts(contiguous(seconds.tolist(), self._stages))]
+        found: list[float] = seconds.tolist()
+        return found
 
     def _trace(self, batch: Batch) -> ForwardTrace:
         observed = Observed()

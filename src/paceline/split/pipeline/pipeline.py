@@ -66,7 +66,7 @@ class Pipeline:
     def __init__(
         self, model: nn.Module, parts: Parts, plan: Plan, pp: Group, example: Batch, call: Call, *, device: torch.device
     ) -> None:
-        self._pp, self._device, self._schedule_name = pp, device, plan.schedule
+        self._pp, self._device, self._schedule_name, self._example = pp, device, plan.schedule, example
         self._count = pp.size * STAGES_PER_RANK[plan.schedule]
         self.stages: list[nn.Module] = []
         self._names = {n: first for first, all_ in _aliases(model).items() for n in all_}
@@ -116,6 +116,20 @@ class Pipeline:
         Buffers outside of all stages (rotary frequencies) are on every rank.
         """
         return {name: b for stage in self.stages for name, b in stage.named_buffers()}
+
+    @property
+    def cut(self) -> str:
+        """The modules that begin the second and later stages, as in `Plan.cut`."""
+        return ",".join(self._cut.names)
+
+    @property
+    def stage_ranks(self) -> list[int]:
+        """The rank of the pipeline that computes each stage."""
+        return [self._rank_of(stage) for stage in range(self._count)]
+
+    def segments(self) -> tuple[list[str], list[float]]:
+        """See `CutModel.segments`."""
+        return self._cut.segments(self._example)
 
     @property
     def has_last_stage(self) -> bool:

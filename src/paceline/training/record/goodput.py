@@ -23,6 +23,7 @@ PARTS: Mapping[str, str] = {
     "start": "start-up",
     "restart": "restarts",
     "recovery": "recovery",
+    "recut": "re-cut pipelines",
     "replay": "replayed steps",
     "checkpoint": "checkpoint stall",
     "evaluation": "evaluation",
@@ -174,7 +175,7 @@ class _Clock:
         length_s = max(time - self._at, 0.0)
         stall_s = min(max(line.get("checkpoint_s", 0.0), 0.0), own_s, length_s)
         work_s = own_s - stall_s if own_s else self.typical_s
-        if self._until in ("start", "restart", "recovery"):
+        if self._until in ("start", "restart", "recovery", "recut"):
             work_s = min(work_s, self.typical_s)
         work_s += self._owed_s
         fits_s = min(work_s, length_s - stall_s)
@@ -199,7 +200,10 @@ class _Clock:
                 self._failed(time, "recovery", f"rank {event.get('rank')} lost")
             case "host_lost":
                 self._failed(time, "recovery", f"host {event.get('host')} lost")
-            case "epoch":  # the ranks have met anew, without a lost one or with a healed one
+            case "recut":  # behind a checkpoint that was waited for
+                self._add(time, "checkpoint")
+                self._until = "recut"
+            case "epoch" if self._until != "recut":  # the ranks have met anew, without a lost one or with a healed one
                 self._add(time, "recovery")
                 self._until = "recovery"
             case "healed":

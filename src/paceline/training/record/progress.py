@@ -35,6 +35,7 @@ TROUBLE = (
     "corruption",
     "lines_lost",
     "nonfinite",
+    "recut",
     "restart",
     "slow_rank",
     "spike",
@@ -251,6 +252,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             )
         case "balance" if event["slow_changed"]:
             return _sentence_of_balance(event)
+        case "recut":
+            return _sentence_of_recut(event)
         case "lines_lost":
             return (
                 f"{event['lines']} lines of {event['file']} are lost, because the disk could not take them; "
@@ -301,6 +304,16 @@ def _sentence_of_balance(event: dict[str, Any]) -> str:
         for slow in event["slow"]
     ]
     return f"{'; '.join(slow)} (shares {shares})"
+
+
+def _sentence_of_recut(event: dict[str, Any]) -> str:
+    """The slowest ranks of a pipeline, and where its stages begin from now on."""
+    ranks, hosts = event["ranks"], event["hosts"]
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    where = f" (host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))})" if any(hosts) else ""
+    slow = f"computed {event['share']:.0%} of the pipeline's time since step {event['since_step']}"
+    begin = f"after step {event['step']} stages begin at {event['cut']} instead of {event['cut_before']}"
+    return f"{who}{where} {slow}; {begin}, which is expected to save {event['gain']:.0%} of each step"
 
 
 def _straggler(slow: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ class SlowRanks:
 
     def __init__(self, plan: Plan, hosts: Sequence[int]) -> None:
         self.hosts = hosts
-        stages = _stages(plan)
+        stages = pipeline_ranks(plan)
         self._others = {
             r: [q for q, other in enumerate(stages) if other == stage and q != r] for r, stage in enumerate(stages)
         }
@@ -109,7 +109,7 @@ class _Compared:
         return self.ratio < RECOVERED or self.own_s - self.others_s < _LEAST_S / 2
 
 
-def _stages(plan: Plan) -> list[int]:
-    """The pipeline stage of every rank."""
+def pipeline_ranks(plan: Plan) -> list[int]:
+    """The place of every rank in its pipeline."""
     after = prod(getattr(plan, axis) for axis in AXES[AXES.index("pp") + 1 :])
     return [rank // after % plan.pp for rank in range(plan.ranks)]

@@ -35,6 +35,7 @@ class Border:
         items_per_sample: see `Weighing`.
         corrupted: see `Corruption.times`.
         last: what is known of the newest step.
+        recuts: how often pipelines were cut anew.
     """
 
     step: int = -1
@@ -45,6 +46,7 @@ class Border:
     items_per_sample: float | None = None
     corrupted: list[int] = field(default_factory=list)
     last: dict[str, Any] | None = None
+    recuts: int = 0
 
 
 @dataclass(frozen=True)

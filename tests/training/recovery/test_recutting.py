@@ -1,0 +1,117 @@
+"""A pipeline with a slow rank is cut anew, the slow rank is named, and the losses are those of the uncut model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import events
+from paceline.comm import Group
+from paceline.job.job import Job
+from paceline.plans.plan import Plan
+from paceline.training.loop import train_in
+from paceline.training.record.goodput import goodput
+from paceline.training.record.progress import event_sentence
+from paceline.training.record.run import Run
+from paceline.training.recovery.recut import Recut, Stages
+from paceline.training.recovery.recutting import follows_times
+from ranks import Ranks
+from small_jobs import new_run, points, small_job, train_as_rank
+
+OPTIMIZER = {"name": "sgd", "lr": 0.01, "momentum": 0.9}
+
+
+def job(steps: int, *, block_s: float = 0.0, **changes: Any) -> Job:
+    """Six blocks, which take five times as long on rank 1."""
+    args = {"blocks": 6, "block_s": block_s, "rank": 1, "factor": 5.0}
+    settings: dict[str, Any] = {
+        "model": {"factory": "uneven_jobs:SleepyBlocks", "args": args},
+        "data": points(samples=120, held_out=0.2),
+        "global_batch": 16,
+        "precision": "fp64",
+        "optimizer": OPTIMIZER,
+        "stop": {"steps": steps},
+    }
+    return small_job(**settings | changes)
+
+
+def trained_alone(path: Path, alone: Job, microbatches: int) -> Run:
+    run = new_run(path, alone, f"dp=1 microbatches={microbatches}")
+    train_in(run, Group())
+    return run
+
+
+@pytest.mark.slow
+def test_a_pipeline_with_a_slow_rank_is_cut_anew_and_no_loss_changes(tmp_path: Path, ranks: Ranks) -> None:
+    # sleeping takes most of a step on any machine, and is the slow rank's share of it
+    new_run(tmp_path / "run", job(45, block_s=0.01), "pp=2 microbatches=4")
+    ranks(2, train_as_rank, tmp_path / "run")
+    run = Run(tmp_path / "run")
+    [told] = events(run.path, "recut")  # and no other: the stages are even then
+    assert (told["pp_rank"], told["ranks"], told["hosts"]) == (1, [1], [0])
+    assert (told["cut_before"], told["cut"]) == ("blocks.3", "blocks.5")
+    assert told["since_step"] < told["step"] < 45
+    assert told["share"] > 0.7
+    assert goodput(run).parts_s["recut"] > 0
+    assert not goodput(run).failures
+    alone = trained_alone(tmp_path / "alone", job(45), 4)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-9)
+    assert run.metrics == pytest.approx(alone.metrics, rel=1e-9)
+
+
+def train_with_cuts(path: Path, cuts: dict[int, tuple[int, ...]]) -> None:
+    """Train as a rank that decides after these steps on stages of so many segments."""
+    decided: list[tuple[int, ...]] = []
+
+    def step(self: Stages, step: int, busy_s: object) -> bool:
+        decided[:] = [cuts[step]] if step in cuts else []
+        return bool(decided)
+
+    Stages.step = step  # type: ignore[method-assign]
+    Stages.better = lambda self, costs, lengths: Recut(decided[0], 1e9, 0.1, 0, 1, 0.6)  # type: ignore[method-assign]
+    train_as_rank(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "cuts", "changes"),
+    [
+        ("pp=2 microbatches=2", {4: (2, 6), 12: (6, 2)}, {"num_workers": 2}),
+        ("dp=2 pp=2", {4: (2, 6)}, {"clip_norm": 0.5, "batch_norm": "sync"}),
+        ("pp=2 schedule=zero-bubble microbatches=4", {5: (1, 1, 1, 5)}, {"checkpoint": {"every_steps": 2}}),
+        ("fsdp=2 pp=2", {4: (2, 6)}, {"batch_norm": "sync"}),
+    ],
+)
+def test_losses_and_metrics_do_not_depend_on_when_the_stages_move(
+    tmp_path: Path, ranks: Ranks, plan: str, cuts: dict[int, tuple[int, ...]], changes: dict[str, Any]
+) -> None:
+    changes = dict(changes)
+    data = points(samples=120, held_out=0.2) | {"num_workers": changes.pop("num_workers", 0)}
+    new_run(tmp_path / "run", job(20, data=data, **changes), plan)
+    ranks(Plan.parse(plan).ranks, train_with_cuts, tmp_path / "run", cuts)
+    run = Run(tmp_path / "run")
+    told = events(run.path, "recut")
+    assert len(told) == len(cuts)
+    assert all(event["cut"] != event["cut_before"] for event in told)
+    alone = trained_alone(tmp_path / "alone", job(20, **changes), Plan.parse(plan).microbatches)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-9)
+    assert run.metrics == pytest.approx(alone.metrics, rel=1e-9)
+    assert [step["step"] for step in run.steps(1)] == list(range(1, 21))
+
+
+def test_stages_stay_where_the_plan_names_them_or_ranks_have_state_of_their_own() -> None:
+    assert follows_times(Plan.parse("pp=2"))
+    for plan in ("dp=2", "pp=2 balance=off", "pp=2 cut=blocks.2", "pp=2 compile=on", "dp=2 pp=2 sync=local:2"):
+        assert not follows_times(Plan.parse(plan)), plan
+
+
+def test_people_are_told_which_rank_is_slow_and_where_stages_begin() -> None:
+    event = {"event": "recut", "step": 21, "pp_rank": 1, "ranks": [1, 3], "hosts": [1, 3], "since_step": 6}
+    event |= {"share": 0.8185, "cut_before": "blocks.3", "cut": "blocks.5", "gain": 0.5705}
+    assert event_sentence(event) == (
+        "ranks 1, 3 (hosts 1, 3) computed 82% of the pipeline's time since step 6; after step 21 stages begin at "
+        "blocks.5 instead of blocks.3, which is expected to save 57% of each step"
+    )
+    assert event_sentence(event | {"ranks": [1], "hosts": [0]}).startswith("rank 1 computed")  # type: ignore[union-attr]
