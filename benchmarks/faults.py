@@ -1,7 +1,7 @@
-"""Ranks that are killed while a run trains: the gap, the steps lost, and how soon the rank is back.
+"""Ranks and hosts that are lost while a run trains: the gap, the steps lost, and how soon they are back.
 
-    python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts] [--rounds N] [--no-goodput]
-                                [--torchft PYTHON] [--horovod PYTHON]
+    python benchmarks/faults.py [--json] [--faults N] [--transports shm,hosts] [--kinds kill,host] [--rounds N]
+                                [--no-goodput] [--torchft PYTHON] [--horovod PYTHON]
 
 Four replicas train on shared memory, and, as root, on four emulated hosts. A random rank of theirs is killed (SIGKILL)
 again and again, a while after the one before is back. Figures, of each transport (`shm_`, `hosts_`):
@@ -12,6 +12,11 @@ again and again, a while after the one before is back. Figures, of each transpor
 - `short_steps`: steps that were taken with fewer samples than the global batch.
 - `inexact`: steps whose loss differs from that of an undisturbed run by more than 1e-6 of it.
 - `hangs`: faults after which no step came within a minute.
+Other kinds of faults, in runs of their own, have theirs with the kind before (`hosts_cut_gap_s`, `hosts_cut_healed_s`):
+- `stop`: SIGSTOP for a rank.
+- `host-process`: SIGKILL for the host process of a host but the first; `host`: for all its processes at once.
+- `cut`: the link of such a host carries nothing until the run has noted the loss.
+And once:
 - `goodput_15s`, `goodput_60s`: share of the time that the same steps take undisturbed, on shared memory with a kill
   every 15 and 60 s, without the start of the run.
 - `steady_cost`: median step time with recovery / with PACELINE_RECOVERY=off, runs in turn, where nothing fails.
@@ -36,8 +41,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +53,12 @@ import yaml
 from faults_found import HANG_S, REPLICAS, REST_S, SEED, Faults, read, wait_for
 from faults_peers import PEERS, measured_on
 from measure import environment_line
+from paceline.chaos.links import Links
 from paceline.cluster.discover import environment
 
 BIN = Path(sys.executable).parent
 TOLERANCE = 1e-6
+KINDS = {"shm": ("kill", "stop"), "hosts": ("kill", "stop", "host-process", "host", "cut")}
 WARM_UP, STEADY_STEPS = 20, 200
 GOODPUT = {15: 12, 60: 5}  # seconds from kill to kill, and how many
 JOB = {
@@ -73,6 +81,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one line of figures at the end")
     parser.add_argument("--faults", type=int, default=100, help="of each transport")
     parser.add_argument("--transports", default="shm,hosts" if os.geteuid() == 0 else "shm")
+    parser.add_argument("--kinds", default=",".join(KINDS["hosts"]))
     parser.add_argument("--rounds", type=int, default=5, help="of the runs without faults")
     parser.add_argument("--goodput", action=argparse.BooleanOptionalAction, default=True, help="takes 8 minutes")
     for name in PEERS:
@@ -81,8 +90,9 @@ def main() -> None:
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder:
         for name in asked.transports.split(","):
-            print(f"{name}: {asked.faults} faults", file=sys.stderr, flush=True)
-            figures |= measured(Path(folder) / name, name, asked.faults).figures(name)
+            for kind in [kind for kind in KINDS[name] if kind in asked.kinds.split(",")]:
+                print(f"{name}: {asked.faults} faults ({kind})", file=sys.stderr, flush=True)
+                figures |= measured(Path(folder) / f"{name}-{kind}", name, kind, asked.faults).figures(name, kind)
         for peer_name, peer in PEERS.items():
             if python := getattr(asked, peer_name):
                 print(f"{peer_name}: {asked.faults} faults", file=sys.stderr, flush=True)
@@ -100,7 +110,7 @@ def main() -> None:
         print(json.dumps({"figures": figures, "environment": environment()}))
 
 
-def measured(folder: Path, transport: str, faults: int) -> Faults:
+def measured(folder: Path, transport: str, kind: str, faults: int) -> Faults:
     """A run with faults, and one without that takes as many steps."""
     folder.mkdir()
     found = Faults()
@@ -110,7 +120,11 @@ def measured(folder: Path, transport: str, faults: int) -> Faults:
         wait_for(lambda: len(losses(run)) > WARM_UP, process)
         for _ in range(faults):
             time.sleep(REST_S)
-            kills.append(kill(random.randrange(REPLICAS), run, process))
+            at, undo = hit(kind, run, process)
+            kills.append(at)
+            if undo is not None:
+                wait_for(lambda: len(events(run, "host_lost")) >= len(kills), process)
+                undo()
             if not wait_for(lambda: len(events(run, "healed")) >= len(kills), process):
                 found.hangs += 1
                 break
@@ -182,8 +196,37 @@ def training(
         process.wait()
 
 
-def kill(rank: int, run: Path, launcher: subprocess.Popen[bytes]) -> float:
-    """SIGKILL for a rank; returns when."""
+def hit(kind: str, run: Path, launcher: subprocess.Popen[bytes]) -> tuple[float, Callable[[], None] | None]:
+    """Make a fault of a kind at a random place; returns when, and what takes it back."""
+    if kind in ("kill", "stop"):
+        return kill(
+            random.randrange(REPLICAS), run, launcher, signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+        ), None
+    links, host = Links.of(launcher.pid), random.randrange(1, REPLICAS)
+    if links is None:
+        raise RuntimeError(f"{run}: its hosts are not up")
+    if kind == "cut":
+        links.cut(host)
+        return time.time(), partial(links.mend, [host])
+    there = [process for pid in links.processes_in(host) if (process := living(pid)) is not None]
+    if kind == "host-process":
+        there = [process for process in there if process.cmdline()[:1] == ["paceline host process"]]
+    at = time.time()
+    for process in there:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return at, None
+
+
+def living(pid: int) -> psutil.Process | None:
+    """A process; None where it has just ended."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid)
+    return None
+
+
+def kill(rank: int, run: Path, launcher: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> float:
+    """SIGKILL, or another signal, for a rank; returns when."""
     for process in psutil.Process(launcher.pid).children(recursive=True):
         try:
             title = process.cmdline()
@@ -191,7 +234,7 @@ def kill(rank: int, run: Path, launcher: subprocess.Popen[bytes]) -> float:
             continue
         if title[:1] and title[0].startswith(f"paceline rank {rank} "):
             at = time.time()
-            process.kill()
+            process.send_signal(number)
             return at
     raise RuntimeError(f"{run}: rank {rank} has no process")
 

@@ -35,11 +35,13 @@ class Faults:
             self.gaps_s.append(max(near, default=HANG_S) - typical_s)
             self.healed_s.append(back - at)
 
-    def figures(self, name: str) -> dict[str, float]:
+    def figures(self, transport: str, kind: str = "kill") -> dict[str, float]:
         """The figures by name."""
+        kind = kind.replace("-", "_")
+        name = transport if kind == "kill" else f"{transport}_{kind}"
         return {
-            f"{name}_kill_gap_s": round(statistics.median(self.gaps_s), 3),
-            f"{name}_kill_gap_worst_s": round(max(self.gaps_s), 3),
+            f"{transport}_{kind}_gap_s": round(statistics.median(self.gaps_s), 3),
+            f"{transport}_{kind}_gap_worst_s": round(max(self.gaps_s), 3),
             f"{name}_healed_s": round(statistics.median(self.healed_s), 3),
             f"{name}_steps_lost": self.steps_lost,
             f"{name}_short_steps": self.short_steps,
