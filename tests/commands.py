@@ -148,6 +148,18 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
         time.sleep(0.005)
 
 
+@contextmanager
+def training(job: Path, folder: Path, plan: str, *options: object) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run of a job under way, and its folder."""
+    with started("paceline", "train", job, "--plan", plan, "--run", "run", *options, folder=folder) as process:
+        yield process, folder / "run"
+
+
+def wait_for_events(run: Path, kind: str, count: int, process: subprocess.Popen[str]) -> None:
+    """Wait until the run that `process` trains has so many events of a kind."""
+    wait_for(lambda: len(events(run, kind)) >= count, process)
+
+
 def wait_for_step(step: int, run: Path, process: subprocess.Popen[str]) -> None:
     """Wait until the run that `process` trains has recorded so many steps."""
     wait_for(lambda: len(losses(run)) >= step, process)

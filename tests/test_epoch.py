@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 
 from paceline.epoch import Epoch, EpochOver, ends_epoch, epoch_is_over, watch_epoch
-from paceline.errors import SyncError
+from paceline.errors import ClusterError, SyncError
 
 
 def test_a_process_has_the_place_that_is_left_for_it() -> None:
     assert [Epoch(3, (0, 2, 5)).rank_of(member) for member in (0, 2, 5)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("error", [SyncError("gone"), dist.DistBackendError("gone")])
+@pytest.mark.parametrize("error", [SyncError("gone"), ClusterError("no such memory"), dist.DistBackendError("gone")])
 def test_an_error_of_a_wait_for_ranks_ends_the_epoch_once_that_is_announced(error: Exception) -> None:
     looks = iter([False, False, True])
     with watch_epoch(lambda: next(looks, True)):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from paceline.errors import SyncError
+from paceline.errors import ClusterError, SyncError
 
 _LOOK_S = 0.002
 # from the moment at which a rank sees a dead peer to that at which the launcher has told of the next epoch
@@ -80,5 +80,10 @@ def ends_epoch(error: BaseException) -> bool:
 
 
 def _is_of_other_ranks(error: BaseException) -> bool:
-    """True for errors of waits for other ranks: ours, and torch's `DistError`."""
-    return isinstance(error, SyncError) or any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    """True for errors of waits for other ranks, or of memory of theirs.
+
+    Those are ours, and torch's `DistError`.
+    """
+    return isinstance(error, (SyncError, ClusterError)) or any(
+        kind.__name__ == "DistError" for kind in type(error).__mro__
+    )

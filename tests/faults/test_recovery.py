@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,8 +17,9 @@ from commands import (
     paceline,
     processes_of,
     rank_of,
-    started,
+    training,
     wait_for,
+    wait_for_events,
     wait_for_step,
     write_job,
 )
@@ -61,16 +59,6 @@ def undisturbed(job: Path) -> dict[int, float]:
     outcome = paceline("train", job, "--plan", "dp=1", "--run", "undisturbed", folder=job.parent)
     assert outcome.code == 0, outcome.err
     return losses(job.parent / "undisturbed")
-
-
-@contextmanager
-def training(job: Path, folder: Path, plan: str, *options: object) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    with started("paceline", "train", job, "--plan", plan, "--run", "run", *options, folder=folder) as process:
-        yield process, folder / "run"
-
-
-def wait_for_events(run: Path, kind: str, count: int, process: subprocess.Popen[str]) -> None:
-    wait_for(lambda: len(events(run, kind)) >= count, process)
 
 
 def test_a_killed_rank_costs_no_step_and_is_back_soon(job: Path, undisturbed: dict[int, float], tmp_path: Path) -> None:

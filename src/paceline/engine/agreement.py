@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -163,6 +163,7 @@ class SynchronousAgreement:
 
     Attributes:
         gradients: tensors that hold every gradient that was agreed on last once.
+        stage: how far the newest gradients are: this rank's, those of all ranks, and these as a mean.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class SynchronousAgreement:
             split,
         )
         self.gradients: list[Tensor] = []
+        self.stage: Literal["own", "summed", "mean"] = "own"
         # The ranks of a divided model sum the signals over all of them, so the rule gets none.
         self._nothing = signals.tensor.new_empty(0)
         # of the newest gradient, where it is read together with the signals
@@ -195,6 +197,7 @@ class SynchronousAgreement:
         """
         own_busy_s = self.signals.seal(self.meter, local)
         self.apply_rule(step)
+        self.stage = "summed"
         if self.split is not None:
             summed = self._sum_over_all(self.split)
             alone = self.world.size == 1
@@ -203,7 +206,8 @@ class SynchronousAgreement:
         else:
             sums = self._numbers(self.signals.sums(local))
         agreed = self.signals.read(sums)
-        self._scale(agreed.rescale)
+        self.scale(agreed.rescale)
+        self.stage = "mean"
         if self.world.size > 1:
             self.meter.mark(COMM)
             self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
@@ -249,7 +253,7 @@ class SynchronousAgreement:
         """Ranks that have the same loss and gradient, and so decide alike on the update."""
         return self.world
 
-    def _scale(self, factor: float) -> None:
+    def scale(self, factor: float) -> None:
         """Rescale gradients for batches with fewer or more items per sample than the first one."""
         if factor != 1.0:
             torch._foreach_mul_(self.gradients, factor)
@@ -283,7 +287,7 @@ class LocalAgreement(SynchronousAgreement):
                 [*self.signals.own(local), *(self.signals.sums(local) if everywhere else [])]
             )
         own = self.signals.scaled(loss, items)
-        self._scale(own.rescale)
+        self.scale(own.rescale)
         self.meter.mark(COMM)
         if not everywhere:
             return own

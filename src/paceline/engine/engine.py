@@ -45,6 +45,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
+class Outcome:
+    """Numbers of a step that every rank updates by.
+
+    Attributes:
+        rescale: see `Agreed`.
+        norm: of the gradient, before clipping.
+        updated: False where the update was left out.
+        last_losses: see `LossSpikes`.
+    """
+
+    loss: float
+    rescale: float
+    norm: float
+    updated: bool
+    last_losses: list[float]
+
+
+@dataclass(slots=True)
 class StepResult:
     """Result of one step, the same on every rank but for `timing`.
 
@@ -98,6 +116,7 @@ class Engine:
         updates: how many there were; replicas are compared before some of them.
         runs_ahead: True if `begin` leaves the numbers of its step to be read later.
         device: where the model is.
+        outcome: of the newest step, unless the engine runs ahead.
         before_update: called with the number of every optimizer step before it (the checkpoint writer copies weights
             until then); None where nobody asks.
     """
@@ -125,6 +144,7 @@ class Engine:
         self.step_count = self._dealt = 0
         self.before_update: Callable[[int], object] | None = None
         self.updates = 0
+        self.outcome: Outcome | None = None
         self.on_phase: Callable[[Phase, int], None] = StatusBoard.of_this_rank().mark
         self.meter = Meter(self.device)
         self.model = made_ready(self, model, plan)
@@ -221,7 +241,8 @@ class Engine:
         by_samples = self.compute.weighing.by_samples
         unread = agreement.queue(local, step, by_samples=by_samples, clip_norm=self.settings.clip_norm)
         self.on_phase("optimizer", step)
-        self._update(step)
+        self._prepare_update(step)
+        self._step_optimizer(step)
         self.step_count = step
         self.meter.mark(OPTIMIZER)
         self.meter.end(step)
@@ -247,17 +268,38 @@ class Engine:
             self.agreement.deciders, batch, self.loader.indices, step=step, loss=loss, norm=norm
         )
         if problem is None:
-            clip = self.settings.clip_norm
-            if clip is not None and norm > clip:
-                torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
-            self._update(step)
+            self._prepare_update(step)
+            self._clip(norm)
+            self._step_optimizer(step)
         if self.local_steps:
             self._agree_on_parameters(step)
+        spikes = self.guard.spikes
+        last_losses = [] if spikes is None else spikes.state_dict()
+        self.outcome = Outcome(loss, agreed.rescale, norm, problem is None, last_losses)
+        self.agreement.stage = "own"
         self.step_count = step
         self.meter.mark(OPTIMIZER)
         return StepResult(
             step, agreed.loss, position.total, norm, problem, agreed.votes, self.meter.finish(step), agreed.everywhere
         )
+
+    def finish(self, outcome: Outcome, stage: Literal["summed", "mean"]) -> None:
+        """Take a step without other ranks, by agreed gradients in the parameters' `.grad`.
+
+        For a rank on which the step was broken off after they were summed.
+
+        Args:
+            outcome: what the ranks have updated by that took the step.
+            stage: of the gradients, see `SynchronousAgreement`.
+        """
+        step = self.step_count + 1
+        if outcome.updated:
+            self.agreement.gradients = [p.grad for p in self.named_parameters().values() if p.grad is not None]
+            if stage == "summed":
+                self.agreement.scale(outcome.rescale)
+            self._clip(outcome.norm)
+            self._step_optimizer(step)
+        self.step_count = step
 
     def deal(self, loader: DataLoader[Any]) -> Loader:
         """Deal another `DataLoader` to the ranks, as the one given to `setup`.
@@ -437,14 +479,19 @@ class Engine:
 
     def _clear_gradients(self) -> None:
         """Clear the gradients of all parameters, also of those that no optimizer holds."""
+        self.agreement.stage = "own"
         self.agreement.gradients = []  # else two steps' gradients would be held during the backward pass
         for parameter in self._parameters:
             parameter.grad = None
 
     # Update
 
-    def _update(self, step: int) -> None:
-        self._prepare_update(step)
+    def _clip(self, norm: float) -> None:
+        clip = self.settings.clip_norm
+        if clip is not None and norm > clip:
+            torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
+
+    def _step_optimizer(self, step: int) -> None:
         self.optimizer.step()
         if self._after_update is not None:
             self._after_update(step)

@@ -90,7 +90,7 @@ class AgreementAhead(SynchronousAgreement):
             norm = unread.norm() * factor
             factor = factor * torch.where(norm > clip_norm, clip_norm / (norm + 1e-6), 1.0)
         if not isinstance(factor, Tensor):
-            self._scale(factor)
+            self.scale(factor)
         elif self.gradients:
             # a factor in a gradient's own low precision would be off by a hundredth
             wide = torch.promote_types(self.gradients[0].dtype, torch.float32)

@@ -31,15 +31,22 @@ if TYPE_CHECKING:
 
 
 def divide(
-    model: nn.Module | DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings
+    model: nn.Module | DeferredModel,
+    plan: Plan,
+    mesh: Mesh,
+    loader: Loader,
+    loss: Loss,
+    settings: Settings,
+    *,
+    weights: bool = True,
 ) -> Split:
     """This rank's part of a model, for the batches that `loader` yields.
 
-    A model that has its weights loses them to its parts.
+    A model that has its weights loses them to its parts; `weights=False` leaves those of a `DeferredModel` out.
     """
     recorded = deferred_from(model) if isinstance(model, nn.Module) else model
     split = without_memory(recorded, plan, mesh, loader, loss, settings)
-    split.allocate(recorded)
+    split.allocate(recorded, weights=weights)
     return split
 
 

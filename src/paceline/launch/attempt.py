@@ -56,6 +56,7 @@ class Setting:
     folder: RunFolder | None = None
     recovers: bool = False
     follows_steps: bool = False
+    replica_ranks: int = 1
     number: int = 0
 
     @property
@@ -162,8 +163,8 @@ class Attempt:
         self._kill_all()
 
     def _counted(self) -> Sequence[StartedRank | RemoteRank]:
-        """Ranks whose failure is the attempt's: those that take part."""
-        return self.ranks if self.recovery is None else [self.ranks[number] for number in self.recovery.members]
+        """Ranks whose failure is the attempt's."""
+        return self.ranks if self.recovery is None else [self.ranks[number] for number in self.recovery.counted]
 
     def _start(self, number: int, listener: socket.socket | None) -> StartedRank | RemoteRank:
         record = self.folder / f"rank-{number}.error"

@@ -44,6 +44,7 @@ def launch(
     folder: RunFolder | None = None,
     recovers: bool = False,
     follows_steps: bool = False,
+    replica_ranks: int = 1,
 ) -> Launched:
     """Call a function on every rank, in its place, and wait until all have ended.
 
@@ -64,7 +65,7 @@ def launch(
         saves: whether ranks that are told to stop save a checkpoint first, for the message then.
         on_tick: called at least five times a second, in this thread.
         on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason}) and, where ranks recover,
-            ("lost", {rank, reason, epoch, again}), ("host_lost", {host, number, ranks, reason, epoch, again}),
+            ("lost", {rank, waiting, reason, epoch, again}), ("host_lost", {host, number, ranks, reason, epoch, again}),
             ("host_back", {host, number, ranks, epoch}) and ("joins", {ranks, epoch}).
         env: variables for the ranks, over those of this process.
         inherited: descriptors that every rank holds open until it ends; not the processes that it starts.
@@ -73,6 +74,7 @@ def launch(
             and started again, while the others go on.
         follows_steps: where ranks recover, the limit of one that computes, and that others wait for, follows from the
             steps that the run has taken (`watchdog.py`); `deadline_s` stays the longest.
+        replica_ranks: ranks of a replica, which go on together or not at all.
 
     Raises:
         LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows
@@ -96,6 +98,7 @@ def launch(
         folder=folder,
         recovers=recovers,
         follows_steps=follows_steps,
+        replica_ranks=replica_ranks,
     )
     with StopSignals() as signals, _CursorShown():
         while True:

@@ -2,7 +2,8 @@
 
 The launcher tells it what it sees, and announces what it decides. An epoch is begun at once where a member is lost: the
 others break off their step. It is *wanted* where one is to join: the members begin it after their step, all after the
-same one, since they agree on it with their gradients.
+same one, since they agree on it with their gradients. A replica that is divided over several processes takes part whole
+or not at all: those that wait for a lost one of theirs keep what they hold.
 """
 
 from __future__ import annotations
@@ -18,21 +19,37 @@ MOST_LOSSES, WITHIN_S = 3, 3600.0  # a process that is lost so often in an hour 
 class Membership:
     """State machine of the epochs of `processes` processes, numbered from 0.
 
+    Args:
+        replica_size: processes of one replica, whose numbers follow each other.
+
     Attributes:
         current: the newest epoch that was begun.
         wanted: the one that is to be begun after a step; None where nobody is to join.
+        left_out: processes that are not started again, or not before their host is back.
     """
 
-    def __init__(self, processes: int, most_losses: int = MOST_LOSSES) -> None:
+    def __init__(self, processes: int, most_losses: int = MOST_LOSSES, replica_size: int = 1) -> None:
         self.current = Epoch(0, tuple(range(processes)))
         self.wanted: Epoch | None = None
-        self._most_losses = most_losses
+        self._processes = processes
+        self._most_losses, self._replica_size = most_losses, replica_size
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
+        self.left_out: set[int] = set()
 
     @property
     def newest(self) -> Epoch:
         """The epoch of the highest number, begun or wanted."""
         return self.wanted or self.current
+
+    @property
+    def hopeless(self) -> bool:
+        """True if no replica can be whole again."""
+        return not self._possible()
+
+    def replica_of(self, process: int) -> set[int]:
+        """The processes of its replica, itself among them."""
+        first = process - process % self._replica_size
+        return set(range(first, first + self._replica_size))
 
     def lost(self, process: int, at_s: float) -> bool:
         """Note the end of a process; returns whether it is to be started again."""
@@ -45,8 +62,10 @@ class Membership:
             losses[:] = [*(earlier for earlier in losses if at_s - earlier < WITHIN_S), at_s]
         members = {*self.current.members, *self.newest.members}
         if members & processes:
-            self._begin(members - processes)
-        return {process for process in processes if len(self._losses[process]) < self._most_losses}
+            self._begin(members.difference(*(self.replica_of(process) for process in processes)))
+        too_often = {process for process in processes if len(self._losses[process]) >= self._most_losses}
+        self.left_out |= too_often
+        return set(processes) - too_often
 
     def note(self, entered: Mapping[int, int], waiting: set[int]) -> None:
         """Note the epoch that each living process has entered, and which wait to join."""
@@ -55,11 +74,21 @@ class Membership:
             return
         if self.wanted is not None:
             self.current, self.wanted = self.wanted, None
-        elif joining := waiting - set(self.current.members):
+        elif joining := self._whole(waiting - set(self.current.members)):
             if self.current.members:
                 self.wanted = Epoch(self.current.number + 1, tuple(sorted({*self.current.members, *joining})))
-            else:  # all were lost: whoever comes first goes on from what is saved
+            elif self._replica_size == 1 or joining == self._possible():
+                # All were lost. Whoever comes first goes on from what is saved; but parts of several replicas may have
+                # the whole model together.
                 self._begin(joining)
+
+    def _possible(self) -> set[int]:
+        """The processes of all replicas that can be whole."""
+        return self._whole(set(range(self._processes)) - self.left_out)
+
+    def _whole(self, processes: set[int]) -> set[int]:
+        """Processes of those given whose replica is whole."""
+        return {process for process in processes if self.replica_of(process) <= processes}
 
     def _begin(self, members: set[int]) -> None:
         self.current, self.wanted = Epoch(self.newest.number + 1, tuple(sorted(members))), None

@@ -31,7 +31,7 @@ class Recovery:
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
-        self.membership = Membership(attempt.setting.ranks, _most_losses())
+        self.membership = Membership(attempt.setting.ranks, _most_losses(), attempt.setting.replica_ranks)
         self.meets = True  # some ranks are on their way to the newest epoch
         self._announced = -1, -1
         self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
@@ -44,6 +44,14 @@ class Recovery:
     def members(self) -> tuple[int, ...]:
         """Ranks that take part; those that join do when they have met the others."""
         return self.membership.current.members
+
+    @property
+    def counted(self) -> Sequence[int]:
+        """Ranks whose failure is the attempt's.
+
+        Those that take part, or all once no replica can be whole again.
+        """
+        return range(self.attempt.setting.ranks) if self.membership.hopeless else self.members
 
     def turn(self) -> bool:
         """Act on what has happened since the last turn; True once all is done.
@@ -63,9 +71,9 @@ class Recovery:
         return False
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
-        """Kill ranks that hang, which are then lost ones; False where all do."""
+        """Kill ranks that hang, unless some of every replica do; True if killed."""
         numbers = {status.rank for status in hung}
-        if numbers >= set(self.members):
+        if set(self.members) <= {rank for number in numbers for rank in self.membership.replica_of(number)}:
             return False
         self.attempt.ask_for_stacks(numbers)
         for number in numbers:
@@ -115,6 +123,7 @@ class Recovery:
             self._handled.update(numbers)
             away = {*numbers, *self._away.get(link.number, [])}
             self._away[link.number] = sorted(away & again)
+            self.membership.left_out |= away  # until it is back
             assert attempt.remote is not None
             again_there = attempt.remote.expect(link.number, again=bool(away & again))
             self._tell("host_lost", host=link.name, number=link.number, ranks=numbers, reason=why, again=again_there)
@@ -126,6 +135,7 @@ class Recovery:
         for link in self.attempt.remote.returned() if self.attempt.remote else ():
             numbers = self._away.pop(link.number, [])
             self._tell("host_back", host=link.name, number=link.number, ranks=numbers)
+            self.membership.left_out.difference_update(numbers)
             for number in numbers:
                 self._handled.discard(number)
                 self.attempt.start_again(number)
@@ -141,7 +151,9 @@ class Recovery:
                 again = False
         if not again:
             self._handled.add(number)
-        self._tell("lost", rank=number, reason=why, stack=shortened(end.stack), again=again)
+            self.membership.left_out.add(number)
+        waiting = [n for n in self.membership.replica_of(number) if self.attempt.ranks[n].code is None and n != number]
+        self._tell("lost", rank=number, waiting=waiting, reason=why, stack=shortened(end.stack), again=again)
 
     def _tell(self, event: str, **details: Any) -> None:
         if self.attempt.on_event:

@@ -277,6 +277,7 @@ def _launch_ranks(
             folder=RunFolder(record.path.resolve(), DESCRIPTION, FOLDERS),
             recovers=recovers,
             follows_steps=plan.compile == "off",
+            replica_ranks=plan.ranks // plan.dp,
         )
 
 

@@ -75,16 +75,19 @@ class Split:
 
     # Making it
 
-    def allocate(self, deferred: DeferredModel) -> None:
+    def allocate(self, deferred: DeferredModel, *, weights: bool = True) -> None:
         """Allocate this rank's part and fill it with weights from `deferred`.
 
         Before this call the modules have shapes only, and nothing can be computed.
+
+        Args:
+            weights: False leaves the parameters unfilled, where a state is restored into them.
         """
         # one list, as two stages may share a tied weight
         together = nn.ModuleList(self.modules)
         allocate(together, self.mesh.world.device, offload=self.fully is not None and self.fully.offload)
         self.divided = self._named(deferred.model)
-        self._fill(deferred, deferred.model)
+        self._fill(deferred, {*self.divided} if weights else set())
         self.parameters = {name: _held(p) for name, p in self.divided.items()}
         self._sums = self._summed_together()
 
@@ -174,8 +177,8 @@ class Split:
     def _named(self, model: nn.Module) -> dict[str, nn.Parameter]:
         return dict(model.named_parameters()) if self.pipeline is None else self.pipeline.named_parameters()
 
-    def _fill(self, deferred: DeferredModel, model: nn.Module) -> None:
-        """Copy this rank's part out of each tensor of the undivided model."""
+    def _fill(self, deferred: DeferredModel, parameters: set[str]) -> None:
+        """Copy this rank's part out of these parameters and the buffers of the undivided model."""
         buffers = self.named_buffers()
 
         @torch.no_grad()
@@ -185,7 +188,7 @@ class Split:
             elif name in buffers:
                 buffers[name].copy_(full)
 
-        deferred.replay(take, {*self.divided, *buffers})
+        deferred.replay(take, {*parameters, *buffers})
 
     # Use during training
 

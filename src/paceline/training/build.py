@@ -57,12 +57,14 @@ def build_engine(
     data: DataSets,
     group: Group,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    goes_on: bool = False,
 ) -> Engine:
     """This rank's engine for a job: its model part, optimizer, loss and data share.
 
     Args:
-        optimizer: of a whole model that was trained before, in another epoch of the run; None makes a new one, and has
-            the model begin with the job's weights.
+        optimizer: of a whole model that was trained before, in another epoch of the run; None makes a new one.
+        goes_on: the model has, or gets, the state of an earlier epoch; else it begins with the job's weights.
 
     Raises:
         PlanError: the plan cannot divide this model so, or has another number of ranks.
@@ -82,22 +84,20 @@ def build_engine(
         run_ahead=not by_loss,
         spike=job.spike,
     )
-    if optimizer is not None:
-        assert isinstance(model, nn.Module), "a divided model is built anew"
-        return Engine(model, optimizer, loss, loader, plan, group, settings, identical=True)
-    source = _published(job, model)
+    source = None if goes_on else _published(job, model)
     if plan.splits:
         from paceline.engine.split_model import divide
 
-        split = divide(model, plan, mesh, loader, loss, settings)
+        split = divide(model, plan, mesh, loader, loss, settings, weights=not goes_on)
         if source is not None:
             load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, source)
         optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
-        return Engine(split.model, optimizer, loss, loader, plan, group, settings, split)
+        return Engine(split.model, optimizer, loss, loader, plan, group, settings, split, identical=goes_on)
     assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
     if source is not None:
         load_weights({**dict(model.named_parameters()), **_kept(dict(model.named_buffers()), source)}, None, source)
-    return Engine(model, job.optimizer.build(model.parameters(), fused=plan.fused), loss, loader, plan, group, settings)
+    optimizer = optimizer or job.optimizer.build(model.parameters(), fused=plan.fused)
+    return Engine(model, optimizer, loss, loader, plan, group, settings, identical=goes_on)
 
 
 def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None:

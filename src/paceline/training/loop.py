@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -296,6 +296,7 @@ class Loop:
 
     def border(self) -> Border:
         """Position of the loop, for the ranks of another epoch to go on from."""
+        pipeline = self.engine.split.pipeline if self.engine.split is not None else None
         return Border(
             step=self.engine.step_count,
             acted=self._acted,
@@ -306,6 +307,8 @@ class Loop:
             corrupted=list(self.engine.replica_state.corruption.times),
             last=None if self._last is None else self._last.as_json(),
             recuts=self.recutting.recuts + bool(self.recutting.cut),
+            outcome=None if self.engine.outcome is None else asdict(self.engine.outcome),
+            cut="" if pipeline is None else pipeline.cut,
         )
 
     def _go_on(self, border: Border, has_position: bool) -> str | None:
@@ -316,6 +319,10 @@ class Loop:
             engine.loader.load_state_dict(self._position(border.step))
         engine.compute.weighing.items_per_sample = border.items_per_sample
         engine.compute.weighing.prepare()
+        # alike on all ranks, which were broken off in different places
+        engine.updates = 0
+        if engine.guard.spikes is not None:
+            engine.guard.spikes.load_state_dict((border.outcome or {}).get("last_losses", []))
         self.stop.load_state_dict(border.stop)
         self.evaluations.at, self.checkpoints.rejected = border.evaluated_at, border.rejected
         engine.replica_state.corruption.times, self.recutting.recuts = list(border.corrupted), border.recuts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,9 @@ class Border:
 
     Attributes:
         step: optimizer steps taken; -1 on a rank that has no state yet.
+        epoch: in which the newest step was taken. A step that was broken off may be taken twice, by other ranks.
+        ready: the epoch in which the next step was broken off on this rank of a divided replica, where it has the
+            gradients of all ranks and can take the step by itself; else -1.
         acted: the newest step after which evaluations and checkpoints are done.
         stop: state of the stop rule.
         evaluated_at: the step of the newest evaluation.
@@ -36,9 +39,13 @@ class Border:
         corrupted: see `Corruption.times`.
         last: what is known of the newest step.
         recuts: how often pipelines were cut anew.
+        outcome: of the newest step, for ranks that are ready to take it.
+        cut: where the stages of a pipeline begin, as `Plan.cut`.
     """
 
     step: int = -1
+    epoch: int = -1
+    ready: int = -1
     acted: int = -1
     stop: dict[str, Any] = field(default_factory=dict)
     evaluated_at: int = -1
@@ -47,6 +54,8 @@ class Border:
     corrupted: list[int] = field(default_factory=list)
     last: dict[str, Any] | None = None
     recuts: int = 0
+    outcome: dict[str, Any] | None = None
+    cut: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,19 +63,32 @@ class Start:
     """Start of an epoch: the state that its ranks go on from.
 
     Attributes:
-        border: the newest of all ranks.
-        source: the rank that has it.
-        behind: ranks that take its state over.
+        border: the newest that the ranks have the whole model of, or an empty one.
+        ready: ranks that take the newest step by themselves.
+        behind: ranks that take the state over from others.
         new: those of them that have no state yet.
+        replica_size: ranks that hold the model together.
     """
 
     border: Border
-    source: int
+    ready: list[int]
     behind: list[int]
     new: list[int]
+    replica_size: int = 1
+
+    @property
+    def begins(self) -> bool:
+        """True if the ranks begin, or go on from what is saved."""
+        return self.border.step < 0
+
+    def holders_of_part(self, rank: int, ranks: int) -> list[int]:
+        """Replicas that have the part of `rank` in the newest state, of `ranks` in all."""
+        have = set(range(ranks)) - set(self.behind)
+        parts = range(rank % self.replica_size, ranks, self.replica_size)
+        return [replica for replica, of_part in enumerate(parts) if of_part in have]
 
 
-def agree_on_start(group: Group, own: Border) -> Start:
+def agree_on_start(group: Group, own: Border, replica_size: int) -> Start:
     """Start that all ranks of the group agree on.
 
     A rank may have taken the step that others broke off: then they take over its result, and no step is taken twice.
@@ -76,18 +98,27 @@ def agree_on_start(group: Group, own: Border) -> Start:
     # who joins has not measured any: all choose their algorithms by the same numbers
     links = next((links for _, links in told if links), None)
     group.links = links and replace(msgspec.convert(links, GroupLinks), hosts=group.hosts)
-    return newest_of([Border(**border) for border, _ in told])
+    return newest_of([Border(**border) for border, _ in told], replica_size)
 
 
-def newest_of(borders: Sequence[Border]) -> Start:
-    """Start of ranks with these borders."""
-    source = max(range(len(borders)), key=lambda rank: (borders[rank].step, borders[rank].acted, -rank))
-    newest = borders[source]
-    behind = [rank for rank, border in enumerate(borders) if border.step < newest.step]
-    return Start(newest, source, behind, [rank for rank in behind if borders[rank].step < 0])
+def newest_of(borders: Sequence[Border], replica_size: int = 1) -> Start:
+    """Start of ranks with these borders, of which each `replica_size` ranks hold one model.
+
+    A rank takes a step when all ranks have its gradients, so those that it was broken off on are ready to take it.
+    """
+    for epoch, step in sorted({(border.epoch, border.step) for border in borders if border.step >= 0}, reverse=True):
+        taken = [rank for rank, border in enumerate(borders) if (border.step, border.epoch) == (step, epoch)]
+        ready = [rank for rank, border in enumerate(borders) if (border.step + 1, border.ready) == (step, epoch)]
+        if len({rank % replica_size for rank in (*taken, *ready)}) == replica_size:
+            source = max(taken, key=lambda rank: (borders[rank].acted, -rank))
+            behind = [rank for rank in range(len(borders)) if rank not in (*taken, *ready)]
+            new = [rank for rank in behind if borders[rank].step < 0]
+            return Start(replace(borders[source], ready=-1), ready, behind, new, replica_size)
+    ranks = range(len(borders))
+    return Start(Border(), [], [*ranks], [*ranks], replica_size)
 
 
-def hand_over(engine: Engine, group: Group, source: int, behind: list[int]) -> None:
+def hand_over(engine: Engine, group: Group, source: int, behind: Collection[int]) -> None:
     """Give the state of rank `source` to the ranks that are behind. All ranks of the group call this.
 
     These then draw random numbers of their own.
@@ -104,4 +135,9 @@ def hand_over(engine: Engine, group: Group, source: int, behind: list[int]) -> N
     broadcast_tensors(group, state.tensors.values(), source)
     if group.rank in behind:
         state.restore(engine)
-        seed_all(engine.settings.seed * 1_000_003 + 1 + engine.data_group.rank + 7919 * (engine.step_count + 1))
+        draw_anew(engine)
+
+
+def draw_anew(engine: Engine) -> None:
+    """Seed random numbers by this rank's place in the data and the step."""
+    seed_all(engine.settings.seed * 1_000_003 + 1 + engine.data_group.rank + 7919 * (engine.step_count + 1))

@@ -43,7 +43,8 @@ class Member:
     def next_epoch(self) -> Epoch:
         """Enter the next epoch that this process is a member of, once there is one.
 
-        The launcher ends who waits in vain.
+        One that is left out, since its replica has lost a rank, waits to join like a replacement. The launcher ends who
+        waits in vain.
         """
         told = False
         while True:
@@ -54,6 +55,7 @@ class Member:
                     self.epoch = epoch
                     self.board.enter(number)
                     return epoch
+                self.epoch = Epoch(-1, ())
             if self.epoch.number < 0 and not told:
                 told = True
                 self.board.mark("joining", 0)

@@ -29,7 +29,7 @@ def recovery_is_on() -> bool:
 def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     """True if a lost rank is replaced while the others go on.
 
-    That is where each rank holds the whole model, all hold the same one after every step, our own transports are used
+    That is where there are several replicas, the same ones after every step, our own transports are used
     (waits of torch's cannot be broken off), and samples can be dealt to any number of replicas.
 
     Raises:
@@ -37,6 +37,6 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     """
     if not recovery_is_on():
         return False
-    replicas = plan.dp > 1 and not plan.splits and not sync_info(plan.sync).local_steps
+    replicas = plan.dp > 1 and plan.cp == plan.ep == 1 and not sync_info(plan.sync).local_steps
     dealt = job.partition.weights is None and job.partition.kind != "hierarchical"
     return replicas and dealt and plan.transport in ("auto", "shm", "tcp") and cluster.kind == CPU

@@ -1,0 +1,75 @@
+"""Ranks of divided replicas are killed while a run trains: the other replicas go on, and theirs comes back."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from commands import (
+    ended,
+    events,
+    kill_rank,
+    losses,
+    paceline,
+    training,
+    wait_for_events,
+    wait_for_step,
+    write_job,
+)
+
+WHAT = Path(__file__).with_name("what_goes_wrong.py")
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 steps, 6 in an epoch, with an evaluation after each epoch."""
+    return write_job(tmp_path_factory.mktemp("job") / "job.yaml", **long_job())
+
+
+def long_job(**changes: object) -> dict[str, object]:
+    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0.15, "args": {"samples": 112}}
+    return {
+        "model": {"factory": f"{WHAT}:net", "args": {"width": 16}},
+        "data": data,
+        "optimizer": {"name": "adamw", "lr": 0.01},
+        "stop": {"steps": STEPS},
+        "checkpoint": {"every_steps": 15},
+        "deadline_s": 60,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: Path) -> dict[int, float]:
+    """The losses of the job when nothing happens."""
+    outcome = paceline("train", job, "--plan", "dp=1", "--run", "undisturbed", folder=job.parent)
+    assert outcome.code == 0, outcome.err
+    return losses(job.parent / "undisturbed")
+
+
+def killed_in(run: Path, process: subprocess.Popen[str], kills: list[tuple[int, int]]) -> None:
+    """Kill ranks at steps, each after the replica of the one before is back."""
+    for count, (rank, step) in enumerate(kills, 1):
+        wait_for_step(step, run, process)
+        kill_rank(rank, process)
+        wait_for_events(run, "epoch", 2 * count, process)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 fsdp=2", "dp=2 tp=2", "dp=2 pp=2 microbatches=2"])
+@pytest.mark.slow
+def test_a_lost_rank_costs_no_step_whichever_part_it_held(
+    plan: str, job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with training(job, tmp_path, plan) as (process, run):
+        killed_in(run, process, [(3, 4), (0, 10), (2, 16), (1, 22)])
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("rank 3 (host ", "was killed by SIGKILL in ", "the others go on", "rank 3 is back")
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    assert [event["replicas"] for event in events(run, "epoch")] == [1, 2] * 4
+    assert [event["rank"] for event in events(run, "healed")] == [3, 0, 2, 1]
+    assert not events(run, "resume"), "nothing was read from the disk"
