@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from commands import (
     kill_rank,
     losses,
     paceline,
+    processes_of,
+    rank_of,
     training,
+    wait_for,
     wait_for_events,
     wait_for_step,
     write_job,
@@ -73,3 +77,67 @@ def test_a_lost_rank_costs_no_step_whichever_part_it_held(
     assert [event["replicas"] for event in events(run, "epoch")] == [1, 2] * 4
     assert [event["rank"] for event in events(run, "healed")] == [3, 0, 2, 1]
     assert not events(run, "resume"), "nothing was read from the disk"
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_divided_in_two_ways_is_whole_again(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with training(job, tmp_path, "dp=2 fsdp=2 tp=2") as (process, run):
+        killed_in(run, process, [(5, 4)])
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    assert [(event["rank"], event["waiting"]) for event in events(run, "lost")] == [(5, [4, 6, 7])]
+    assert [event["replicas"] for event in events(run, "epoch")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("killed", "resumes"),
+    [
+        pytest.param((2, 3), 0, id="of one replica"),
+        pytest.param((1, 2), 0, id="of both: the others have all parts"),
+        pytest.param((0, 2), 1, id="all that had a part"),
+    ],
+)
+@pytest.mark.slow
+def test_ranks_that_are_lost_at_once_come_back_from_memory_as_long_as_it_has_all_parts(
+    killed: tuple[int, int], resumes: int, job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with training(job, tmp_path, "dp=2 fsdp=2") as (process, run):
+        wait_for(lambda: (run / "checkpoints" / "step-00000015").exists(), process)
+        for lost in [p for p in processes_of(process) if rank_of(p) in killed]:
+            lost.send_signal(signal.SIGKILL)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+    assert len(events(run, "resume")) == resumes
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_of_a_divided_replica_is_replaced(undisturbed: dict[int, float], tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", **long_job(deadline_s=6))
+    with training(job, tmp_path, "dp=2 fsdp=2") as (process, run):
+        wait_for_step(4, run, process)
+        [stopped] = [p for p in processes_of(process) if rank_of(p) == 2]
+        stopped.send_signal(signal.SIGSTOP)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("rank 2 (host ", "is stopped (SIGSTOP)", "rank 2 is back")
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_ends_once_no_replica_can_be_whole_again(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_LOSSES_PER_HOUR", "1")
+    with training(job, tmp_path, "dp=2 fsdp=2") as (process, run):
+        wait_for_step(4, run, process)
+        kill_rank(3, process)
+        wait_for_events(run, "epoch", 1, process)
+        kill_rank(0, process)
+        outcome = ended(process)
+    assert outcome.code == 1
+    assert outcome.says("rank 3 is left out", "rank 0 (host ", "was killed by SIGKILL")
