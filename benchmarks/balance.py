@@ -236,9 +236,9 @@ class Runs:
         plan = f"dp={HOSTS}{self.case.inside} balance={balance}"
         return self._run(BASE, plan, cores, steps, SLOW_STEPS if released else None)
 
-    def trained_as(self, plan: str, cores: list[float], steps: int, microbatches: int = 8) -> Trained:
-        """A training by a plan, with a rank on each host."""
-        return self._run(BASE, f"{plan} microbatches={microbatches}", cores, steps, None)
+    def trained_as(self, plan: str, cores: list[float], steps: int, microbatches: int = 4) -> Trained:
+        """A training by a plan with a small batch, and a rank on each host."""
+        return self._run(BASE | {"global_batch": 8}, f"{plan} microbatches={microbatches}", cores, steps, None)
 
     def _run(self, base: dict[str, Any], plan: str, cores: list[float], steps: int, release: int | None) -> Trained:
         folder = self.folder / str(next(self._numbers))
