@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from small_jobs import CLASSES, FEATURES, Points, plain
+from small_jobs import Points, plain
 
 
 class Sleepy(nn.Module):
@@ -47,35 +47,3 @@ def read_in(folder: Path, epoch: int, rank: int | str = "*") -> list[int]:
     """Samples that a rank, or all ranks together, have read in an epoch."""
     lines = [line.split() for path in sorted(folder.glob(f"read-by-{rank}")) for line in path.read_text().splitlines()]
     return [int(index) for read, index in lines if int(read) == epoch]
-
-
-class SleepyBlocks(nn.Module):
-    """Blocks that sleep in training, `factor` times as long on one rank."""
-
-    def __init__(self, blocks: int, block_s: float, rank: int, factor: float) -> None:
-        super().__init__()
-        slow = os.environ.get("RANK") == str(rank)
-        self.first = nn.Linear(FEATURES, 16)
-        self.blocks = nn.ModuleList(SleepyBlock(block_s * (factor if slow else 1.0)) for _ in range(blocks))
-        self.last = nn.Linear(16, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.last(x)
-        return y
-
-
-class SleepyBlock(nn.Module):
-    """One of `SleepyBlocks`."""
-
-    def __init__(self, sleep_s: float) -> None:
-        super().__init__()
-        self.norm, self.layer, self.sleep_s = nn.BatchNorm1d(16), nn.Linear(16, 16), sleep_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            time.sleep(self.sleep_s)
-        y: Tensor = x + torch.tanh(self.layer(self.norm(x)))
-        return y

@@ -59,7 +59,7 @@ def train_in(run: Run, group: Group) -> None:
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     loop, border, signals = _loop(run, run.plan, model, data, group), None, list[str]()
     with stop_signals(signals.append):
-        while not loop.run(border, has_position=True):
+        while not loop.run(border, recut=True):
             border, plan = loop.border(), replace(run.plan, cut=loop.recutting.cut)
             signals += [loop.signal] if loop.signal else []
             loop.engine.on_phase("starting", border.step)
@@ -70,8 +70,7 @@ def train_in(run: Run, group: Group) -> None:
             model = built(job, plan)
             loop = _loop(run, plan, model, data, group)
             loop.signal = next(iter(signals), None)
-            if not loop.checkpoints.resume() or loop.engine.step_count != border.step:
-                border = None  # it was damaged meanwhile
+            border = border if loop.resumed(border) else None
     loop.engine.close()
 
 
@@ -126,12 +125,12 @@ class Loop:
         self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read
 
-    def run(self, border: Border | None = None, *, has_position: bool = False) -> bool:
+    def run(self, border: Border | None = None, *, recut: bool = False) -> bool:
         """Train until the stop rule or a signal ends the run, then save.
 
         Args:
             border: where the ranks go on from, whose state the engine has; None begins, or resumes from a checkpoint.
-            has_position: the engine's loader is there already, with this rank's own state of reading.
+            recut: the same ranks go on, with another cut of the model; the loader is in its place.
 
         Returns:
             False where the ranks left before the end: to meet again in another epoch of the run, or to go on with
@@ -143,7 +142,7 @@ class Loop:
         """
         try:
             with stop_signals(self._note_signal):
-                reason = self._begin() if border is None else self._go_on(border, has_position)
+                reason = self._begin() if border is None else self._go_on(border, recut=recut)
                 while reason is None and not self.leaving:
                     reason = self._epoch()
                 if reason is None:
@@ -289,6 +288,10 @@ class Loop:
         for callback in self.callbacks:
             callback.on_evaluation(step, metrics)
 
+    def resumed(self, border: Border) -> bool:
+        """Load the newest checkpoint; False where it is not of this step."""
+        return self.checkpoints.resume() and self.engine.step_count == border.step
+
     @property
     def begun(self) -> bool:
         """True once the ranks have a state to go on from."""
@@ -311,11 +314,11 @@ class Loop:
             cut="" if pipeline is None else pipeline.cut,
         )
 
-    def _go_on(self, border: Border, has_position: bool) -> str | None:
+    def _go_on(self, border: Border, *, recut: bool) -> str | None:
         """Go on with the ranks of another epoch; returns the reason if the run ends."""
         engine = self.engine
         engine.step_count, self._acted = border.step, border.acted
-        if not has_position:
+        if not recut:
             engine.loader.load_state_dict(self._position(border.step))
         engine.compute.weighing.items_per_sample = border.items_per_sample
         engine.compute.weighing.prepare()
@@ -331,8 +334,9 @@ class Loop:
         self._last = None if border.last is None else StepInfo.from_json(border.last)
         if self._last is not None:
             self.recorder.complete(self._last)
-        ranks = {"step": border.step, "replicas": engine.plan.dp, "ranks": self.group.size}
-        self.events("epoch", {**ranks, "transport": self.group.transport.name})
+        if not recut:
+            ranks = {"step": border.step, "replicas": engine.plan.dp, "ranks": self.group.size}
+            self.events("epoch", {**ranks, "transport": self.group.transport.name})
         engine.meter.restart()
         reason = None
         if self._last is not None and border.acted < border.step:

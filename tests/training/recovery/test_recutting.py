@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from commands import events
+from commands import (
+    ended,
+    events,
+    kill_rank,
+    losses,
+    paceline,
+    training,
+    wait_for_events,
+    wait_for_step,
+    write_job,
+)
 from paceline.comm import Group
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
@@ -15,19 +25,21 @@ from paceline.training.loop import train_in
 from paceline.training.record.goodput import goodput
 from paceline.training.record.progress import event_sentence
 from paceline.training.record.run import Run
+from paceline.training.recovery.handover import Border, newest_of
 from paceline.training.recovery.recut import Recut, Stages
 from paceline.training.recovery.recutting import follows_times
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank
 
+TESTS = Path(__file__).parents[2]
 OPTIMIZER = {"name": "sgd", "lr": 0.01, "momentum": 0.9}
 
 
 def job(steps: int, *, block_s: float = 0.0, **changes: Any) -> Job:
     """Six blocks, which take five times as long on rank 1."""
-    args = {"blocks": 6, "block_s": block_s, "rank": 1, "factor": 5.0}
+    args = {"features": 6, "blocks": 6, "block_s": block_s, "rank": 1, "factor": 5.0}
     settings: dict[str, Any] = {
-        "model": {"factory": "uneven_jobs:SleepyBlocks", "args": args},
+        "model": {"factory": "sleepy_blocks:SleepyBlocks", "args": args},
         "data": points(samples=120, held_out=0.2),
         "global_batch": 16,
         "precision": "fp64",
@@ -101,6 +113,35 @@ def test_losses_and_metrics_do_not_depend_on_when_the_stages_move(
     assert [step["step"] for step in run.steps(1)] == list(range(1, 21))
 
 
+@pytest.mark.slow
+def test_ranks_that_recover_go_on_with_the_new_cut(tmp_path: Path) -> None:
+    args = {"features": 4, "blocks": 6, "block_s": 0.02, "rank": 1, "factor": 5.0, "norm": False}
+    file = write_job(
+        tmp_path / "job.yaml",
+        model={"factory": f"{TESTS / 'sleepy_blocks.py'}:SleepyBlocks", "args": args},
+        data={"kind": "dataset", "factory": f"{TESTS / 'faults' / 'what_goes_wrong.py'}:Points", "held_out": 0},
+        precision="fp64",
+        optimizer=OPTIMIZER,
+        stop={"steps": 60},
+        deadline_s=60,
+    )
+    alone = paceline("train", file, "--plan", "dp=1", "--run", "alone", folder=tmp_path)
+    assert alone.code == 0, alone.err
+    with training(file, tmp_path, "dp=2 pp=2 microbatches=2") as (process, path):
+        wait_for_step(1, path, process)
+        wait_for_events(path, "recut", 1, process)
+        wait_for_step(events(path, "recut")[0]["step"] + 2, path, process)
+        kill_rank(3, process)
+        wait_for_events(path, "epoch", 1, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("ranks 1, 3 computed", "stages begin at blocks.5 instead of blocks.3")
+    assert len(events(path, "recut")) == 1, "the new cut was kept over the loss of a rank"
+    assert not events(path, "resume")
+    assert not events(path, "restart")
+    assert losses(path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
+
+
 def test_stages_stay_where_the_plan_names_them_or_ranks_have_state_of_their_own() -> None:
     assert follows_times(Plan.parse("pp=2"))
     for plan in ("dp=2", "pp=2 balance=off", "pp=2 cut=blocks.2", "pp=2 compile=on", "dp=2 pp=2 sync=local:2"):
@@ -115,3 +156,13 @@ def test_people_are_told_which_rank_is_slow_and_where_stages_begin() -> None:
         "blocks.5 instead of blocks.3, which is expected to save 57% of each step"
     )
     assert event_sentence(event | {"ranks": [1], "hosts": [0]}).startswith("rank 1 computed")  # type: ignore[union-attr]
+
+
+def test_parts_of_two_cuts_are_not_put_together() -> None:
+    """Ranks may be lost while some have the new cut already."""
+    old, new = (Border(step=7, epoch=1, cut=cut) for cut in ("blocks.3", "blocks.5"))
+    start = newest_of([old, old, new, new], replica_size=2)
+    assert (start.border.cut, start.behind) == ("blocks.5", [0, 1])
+    start = newest_of([old, old, old, new], replica_size=2)
+    assert (start.border.cut, start.behind) == ("blocks.3", [3])
+    assert newest_of([old, new], replica_size=2).begins, "from the checkpoint that was saved for the change"

@@ -106,9 +106,11 @@ def newest_of(borders: Sequence[Border], replica_size: int = 1) -> Start:
 
     A rank takes a step when all ranks have its gradients, so those that it was broken off on are ready to take it.
     """
-    for epoch, step in sorted({(border.epoch, border.step) for border in borders if border.step >= 0}, reverse=True):
-        taken = [rank for rank, border in enumerate(borders) if (border.step, border.epoch) == (step, epoch)]
-        ready = [rank for rank, border in enumerate(borders) if (border.step + 1, border.ready) == (step, epoch)]
+    found = {(border.epoch, border.step, border.cut) for border in borders if border.step >= 0}
+    for epoch, step, cut in sorted(found, reverse=True):
+        cut_so = [(rank, border) for rank, border in enumerate(borders) if border.cut == cut]
+        taken = [rank for rank, border in cut_so if (border.step, border.epoch) == (step, epoch)]
+        ready = [rank for rank, border in cut_so if (border.step + 1, border.ready) == (step, epoch)]
         if len({rank % replica_size for rank in (*taken, *ready)}) == replica_size:
             source = max(taken, key=lambda rank: (borders[rank].acted, -rank))
             behind = [rank for rank in range(len(borders)) if rank not in (*taken, *ready)]

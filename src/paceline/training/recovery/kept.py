@@ -47,6 +47,10 @@ class Kept(ABC):
         """Keep the engine's state at the newest step border."""
         self.undo.undo(engine.step_count)
 
+    @abstractmethod
+    def forget(self) -> None:
+        """Let go of what is kept, as an engine has the state."""
+
 
 class KeptModel(Kept):
     """Model and optimizer of a rank that holds all of the model. They stay as they are."""
@@ -71,6 +75,9 @@ class KeptModel(Kept):
 
     def broken_off(self, engine: Engine) -> None:
         """See `Kept.broken_off`."""
+
+    def forget(self) -> None:
+        """See `Kept.forget`."""
 
 
 @dataclass
@@ -105,7 +112,7 @@ class KeptPart(Kept):
         """See `Kept.engine`."""
         seed_all(job.seed)
         if begins:
-            self.state = self._agreed = None
+            self.forget()
         engine = build_engine(job, plan, built(job, plan), data, group, goes_on=not begins)
         self.undo = StepUndo(engine.model)
         return engine
@@ -124,13 +131,17 @@ class KeptPart(Kept):
         if group.rank // start.replica_size in {rank // start.replica_size for rank in start.behind}:
             # ranks that compute the same samples draw the same random numbers
             draw_anew(engine)
-        self.state = self._agreed = None
+        self.forget()
 
     def broken_off(self, engine: Engine) -> None:
         """See `Kept.broken_off`."""
         if engine.agreement.stage != "own":
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters().items() if p.grad is not None}
             self._agreed = _Agreed(gradients, engine.agreement.stage, MemoryState.of(engine, {}))
+
+    def forget(self) -> None:
+        """See `Kept.forget`."""
+        self.state = self._agreed = None
 
     def keep(self, engine: Engine) -> None:
         """See `Kept.keep`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ from paceline.comm.backend import joined
 from paceline.comm.c10d.process_group import abort_all
 from paceline.comm.link_speed import GroupLinks
 from paceline.engine.engine import Engine
+from paceline.engine.status import StatusBoard
 from paceline.epoch import ends_epoch, watch_epoch
 from paceline.training.build import check_device, seed_all
 from paceline.training.loop import Loop
@@ -17,6 +20,7 @@ from paceline.training.record.run import Run
 from paceline.training.recovery.handover import Border, Start, agree_on_start
 from paceline.training.recovery.kept import Kept, KeptModel, KeptPart
 from paceline.training.recovery.member import Member
+from paceline.training.recovery.recutting import follows_times
 from paceline.training.stop_signals import stop_signals
 
 
@@ -51,29 +55,47 @@ class Trainee:
 
     def train(self, group: Group) -> bool:
         """Train as one rank of an epoch's group; True if the run has ended."""
-        run = self.run
-        check_device(run, group)
+        check_device(self.run, group)
         group.links = self.links
-        replica_size = run.plan.ranks // run.plan.dp
-        start = agree_on_start(group, self.border, replica_size)
+        start = agree_on_start(group, self.border, self.run.plan.ranks // self.run.plan.dp)
+        ended, recut = self._train(group, start)
+        while recut:
+            StatusBoard.of_this_rank().mark("starting", self.border.step)
+            gc.collect()  # the weights of the stages before
+            again = replace(start, border=replace(self.border, cut=recut), ready=[], behind=[], new=[])
+            ended, recut = self._train(group, again, saved=True)
+        return ended
+
+    def _train(self, group: Group, start: Start, *, saved: bool = False) -> tuple[bool, str]:
+        """Train with one cut of the model, from a checkpoint where the state is `saved`.
+
+        Returns:
+            Whether the run has ended; and the cut with which it is to go on in this epoch, or "".
+        """
+        run, begun = self.run, time.monotonic()
         # as many microbatches as before, or batch norms would see other parts of the global batch
-        plan = replace(run.plan, dp=group.size // replica_size, cut=start.border.cut or run.plan.cut)
+        plan = replace(run.plan, dp=group.size // start.replica_size, cut=start.border.cut or run.plan.cut)
         engine = self.kept.engine(run.job, plan, self.data, group, begins=start.begins)
         self.links = group.links
         engine.replica_state.corruption.members = self.member.epoch.members
-        ended, loop, has_state = False, None, False
+        ended, loop, has_state, broken = False, None, False, False
         try:
             if start.begins:
                 seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
-            else:
+            elif not saved:
                 self.kept.restore(engine, group, start)
-                has_state = True
-            self.border = start.border
+                self.border, has_state = start.border, True
             loop = self._loop(engine, group, start)
-            ended = loop.run(None if start.begins else start.border)
+            loop.recutting.built_s = time.monotonic() - begun
+            border = None if start.begins or (saved and not loop.resumed(start.border)) else start.border
+            # from here on nothing goes back to the cut before
+            self.border, has_state = border or Border(), border is not None
+            self.kept.forget()
+            ended = loop.run(border, recut=saved)
         except Exception as error:
             if not ends_epoch(error):
                 raise
+            broken = True
             self.kept.broken_off(engine)
             # at once: groups that are closed wait for what peers have not acknowledged
             abort_all(0.0)
@@ -85,12 +107,12 @@ class Trainee:
             self.kept.keep(engine)
         with suppress(Exception):  # its ranks may be gone
             engine.close()
-        return ended
+        return ended, loop.recutting.cut if loop is not None and not broken and not ended else ""
 
     def _loop(self, engine: Engine, group: Group, start: Start) -> Loop:
         loop = Loop(self.run, engine, self.data, group)
         loop.signal, loop.at_border = self.signal, lambda: self.kept.undo.remember(engine.step_count)
-        loop.another_is_wanted = self.member.another_is_wanted
+        loop.another_is_wanted, loop.recutting.on = self.member.another_is_wanted, follows_times(self.run.plan)
         for rank in () if start.begins else start.new:
             loop.events("healed", {"rank": self.member.epoch.members[rank], "step": start.border.step})
         return loop
