@@ -48,6 +48,7 @@ BIN = Path(sys.executable).parent
 HOSTS, FULL, HALF = 4, 0.4, 0.2  # cores of a host
 ALONE_STEPS, SETTLED_STEP, SLOW_STEPS, RELEASED_STEPS = 20, 45, 70, 30
 EQUAL_STEPS, WARM_UP, ROUNDS = 25, 5, 7
+PIPELINE_STEPS = 250  # enough for another cut to be worth it
 DEADLINE_S = 1800.0
 BASE = {
     "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
@@ -157,10 +158,11 @@ def of_pipeline() -> dict[str, float | None]:
     with tempfile.TemporaryDirectory(prefix="paceline-balance-") as folder:
         run = Runs(STAGES, Path(folder))
         alone = [run.trained_as("dp=1", [cores], ALONE_STEPS, microbatches=1) for cores in (FULL, HALF)]
-        cut = run.trained_as("pp=2 balance=auto", [FULL, HALF], SLOW_STEPS)
-        even = run.trained_as("pp=2 balance=off", [FULL, HALF], SLOW_STEPS)
+        cut = run.trained_as("pp=2 balance=auto", [FULL, HALF], PIPELINE_STEPS)
+        even = run.trained_as("pp=2 balance=off", [FULL, HALF], PIPELINE_STEPS)
         recuts = [event for event in cut.events if event["event"] == "recut"]
-        cut_s, even_s = cut.step_s(SETTLED_STEP, SLOW_STEPS), even.step_s(WARM_UP, SLOW_STEPS)
+        last = PIPELINE_STEPS
+        cut_s, even_s = cut.step_s(SETTLED_STEP, last), even.step_s(WARM_UP, last)
         speeds = [one.batch / one.step_s(WARM_UP, ALONE_STEPS) for one in alone]
         found = {
             "speedup_of_recut": even_s / cut_s,
