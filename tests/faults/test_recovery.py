@@ -137,6 +137,22 @@ def test_a_rank_that_is_killed_again_and_again_is_left_out_and_named(
 
 
 @pytest.mark.slow
+def test_when_all_ranks_are_left_out_the_run_fails_and_says_so(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_LOSSES_PER_HOUR", "1")
+    with training(job, tmp_path, "dp=2") as (process, run):
+        wait_for_step(5, run, process)
+        kill_rank(1, process)
+        wait_for_events(run, "lost", 1, process)
+        kill_rank(0, process)
+        outcome = ended(process)
+    assert outcome.code == 1, outcome.err
+    assert outcome.says("rank 0", "was killed by SIGKILL")
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_is_told_apart_and_replaced(undisturbed: dict[int, float], tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", **long_job(deadline_s=3))
     with training(job, tmp_path, "dp=2") as (process, run):
