@@ -225,6 +225,23 @@ def test_a_rank_that_raises_ends_the_run_as_before(tmp_path: Path) -> None:
     assert not events(tmp_path / "run", "lost")
 
 
+@pytest.mark.slow
+def test_a_rank_that_raises_is_named_after_another_was_lost_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_LOSSES_PER_HOUR", "1")
+    args = {"trouble": "raise", "at": 2000, "sleep_s": 0.001}
+    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": args}
+    job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=data, stop={"steps": 100_000})
+    with training(job, tmp_path, "dp=3") as (process, run):
+        wait_for_step(3, run, process)
+        kill_rank(2, process)
+        outcome = ended(process)
+    assert outcome.code == 1
+    assert [event["rank"] for event in events(run, "lost")] == [2]
+    assert "cannot decode image" in outcome.err
+
+
 def test_a_rank_that_hangs_is_named_and_the_others_finish_the_run(tmp_path: Path) -> None:
     data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"trouble": "hang"}}
     job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=data, deadline_s=3, stop={"steps": 12})

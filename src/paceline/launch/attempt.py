@@ -269,9 +269,11 @@ class Attempt:
         """The failure to report, once all other ranks are stopped."""
         before = self.ends()
         self._stop_all()
-        after = self.ends()
+        after, members = self.ends(), {rank.number for rank in self._counted()}  # others were lost before
         ends = [
-            late if late.record or early.code is not None else early for early, late in zip(before, after, strict=True)
+            late if late.record or early.code is not None else early
+            for early, late in zip(before, after, strict=True)
+            if late.status.rank in members
         ]
         if self.remote and (lost := self.remote.lost):
             return LaunchFailure(f"{lost}; the ranks were stopped.", 0)
