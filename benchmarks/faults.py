@@ -9,7 +9,7 @@ again and again, a while after the one before is back. Figures, of each transpor
   median step; `kill_gap_worst_s` the longest of all.
 - `healed_s`: median time from the kill to the step after which the rank takes part again.
 - `steps_lost`: steps that were taken twice, or are missing from the record.
-- `short_steps`: steps that were taken with fewer samples than the global batch.
+- `short_steps`: steps that were taken with fewer samples than undisturbed ones; of peers, without a replica.
 - `inexact`: steps whose loss differs from that of an undisturbed run by more than 1e-6 of it.
 - `hangs`: faults after which no step came within a minute.
 Other kinds of faults, in runs of their own, have theirs with the kind before (`hosts_cut_gap_s`, `hosts_cut_healed_s`):
@@ -133,11 +133,12 @@ def measured(folder: Path, transport: str, kind: str, faults: int) -> Faults:
         process.wait(HANG_S)
     lines = read(run / "steps" / "rank-0.jsonl")
     found.note(kills, [line["time"] for line in lines], [event["time"] for event in events(run, "healed")])
-    found.short_steps = sum(line["samples"] < JOB["global_batch"] for line in lines)
     took = losses(run)
     found.steps_lost = len(lines) - len(took) + max(took) - len(took)
     with training(folder, transport, "undisturbed", steps=max(took)) as (process, whole):
         process.wait()
+    dealt = {line["step"]: line["samples"] for line in read(whole / "steps" / "rank-0.jsonl")}
+    found.short_steps = sum(line["samples"] < dealt[line["step"]] for line in lines)
     alone = losses(whole)
     found.inexact = sum(abs(took[step] - loss) > TOLERANCE * abs(loss) for step, loss in alone.items())
     return found
