@@ -11,7 +11,6 @@ from pathlib import Path
 from paceline.cluster.emulate.cgroup import PREFIX, make_group, place_of_group, remove_group
 from paceline.errors import ClusterError
 
-NAME = f"{PREFIX}chaos-"
 _MEMORY_BYTES = 128 * 1024
 _CORES = 0.1
 _numbers = itertools.count()
@@ -86,7 +85,7 @@ def _group_of(pid: int, top: Path) -> Path:
 
 
 def _name() -> str:
-    return f"{NAME}{os.getpid()}-{next(_numbers)}"
+    return f"{PREFIX}{os.getpid()}-chaos-{next(_numbers)}"
 
 
 def _read(file: Path) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from paceline.chaos.groups import NAME
 from paceline.cluster.emulate.cgroup import PREFIX
 
 _SET_CHILD_SUBREAPER = 36  # of prctl
@@ -82,7 +81,7 @@ def _files() -> set[Path]:
                 found.add(path)
     for top in _GROUPS:
         for path in top.glob(f"{PREFIX}*"):
-            launcher = path.name.removeprefix(NAME).removeprefix(PREFIX).partition("-")[0]
+            launcher = path.name.removeprefix(PREFIX).partition("-")[0]
             if launcher.isdecimal() and not psutil.pid_exists(int(launcher)):
                 found.add(path)
     return found
