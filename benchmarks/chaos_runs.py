@@ -156,7 +156,7 @@ def run(name: str, seed: int, folder: Path, broken: Path) -> dict[str, Any]:
             [BIN / "paceline", "chaos", *words], capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         out, code = done.stdout, done.returncode
-        problem = "" if out.rstrip().endswith("}") else done.stderr[-400:]
+        problem = "" if out.rstrip().endswith("}") else done.stderr[-400:] or "it said nothing"
     except subprocess.TimeoutExpired:
         out, code, problem = "", 1, f"no end within {LIMIT_S:g} s"
     line: dict[str, Any] = {"case": name, "seed": seed, "code": code, "wall_s": round(time.monotonic() - begin, 1)}

@@ -15,6 +15,7 @@ import psutil
 from paceline.chaos.groups import Squeezed, little_memory, little_time
 from paceline.chaos.links import Links
 from paceline.chaos.schedule import Fault
+from paceline.errors import ClusterError
 from paceline.training.checkpoint.manifest import MANIFEST
 from paceline.training.record.run import read_lines
 
@@ -65,7 +66,10 @@ class Injected:
 
 def inject(fault: Fault, scene: Scene) -> Injected | None:
     """Make a fault; None where what it hits is not there yet."""
-    injected = _HOW[fault.kind](fault, scene)
+    try:
+        injected = _HOW[fault.kind](fault, scene)
+    except ClusterError:  # hosts are being set up, or are just gone
+        return None
     if injected is not None:
         injected.until += fault.for_s
     return injected

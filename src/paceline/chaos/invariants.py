@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from paceline.chaos.play import Ended, Played
+from paceline.chaos.play import STILL_SAVES, Ended, Played
 from paceline.chaos.reference import Reference, difference, losses_of
 from paceline.errors import CheckpointError
 from paceline.training.checkpoint.manifest import checkpoints
@@ -55,14 +55,16 @@ def check(played: Played, reference: Reference) -> list[Invariant]:
 def _ends(played: Played) -> Iterator[str]:
     if played.hung:
         yield played.hung
-    since = 0.0
+    since, was_killed_before = 0.0, False
     for end in played.ends:
         if end.code:
             faults = [injected.fault for injected in played.made if since <= injected.time <= end.time]
             expected = any(word in end.text for fault in faults for word in _MAY_END.get(fault.kind, ()))
             was_killed = any(fault.kind == "kill" and fault.target == "command" for fault in faults)
             if was_killed and end.code < 0:
-                pass
+                was_killed_before = True
+            elif was_killed_before and STILL_SAVES in end.text:
+                continue  # it said so, and the next one goes on
             elif end.code < 0 or "paceline: " not in end.text:
                 yield f"a command ended with code {end.code} and no error of paceline's: {_said(end)}"
             elif not expected:

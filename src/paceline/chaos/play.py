@@ -22,6 +22,8 @@ from paceline.errors import PacelineError
 from paceline.files import private_folder
 from paceline.training.record.witness import WITNESS
 
+STILL_SAVES = "ranks that it started still save and end"  # says a command that resumes one that was killed
+_AGAIN_S = 10.0  # until it is resumed again
 _TICK_S = 0.01
 _WAIT_FOR_PHASE = 0.08  # of the steps, after which a fault comes in whichever phase
 _OFTEN = "1000000"  # losses of a rank per hour, of which chaos makes more than life does
@@ -87,7 +89,7 @@ def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Play
     left = Left()
     with left.own_temporary_folder() as temporary:
         player = _Player(schedule, setting, played, temporary)
-        most = len(schedule.faults) + 1
+        most = 2 * len(schedule.faults) + 1
         while len(played.ends) < most and not played.hung:
             with player.command(resume=bool(played.ends)) as command:
                 player.watch(command)
@@ -166,6 +168,9 @@ class _Player:
         """True once the run has ended, or ends with an error without a fault."""
         *before, last = self.played.ends or [Ended(1, "", 0.0)]
         since = before[-1].time if before else 0.0
+        if STILL_SAVES in last.text and len(before) < 2 * len(self.schedule.faults):
+            time.sleep(_AGAIN_S)
+            return False
         return last.code == 0 or not any(injected.time > since for injected in self.played.made)
 
     def _make_due(self, scene: Scene) -> None:
