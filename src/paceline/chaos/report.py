@@ -55,7 +55,23 @@ def rows(played: Played, reference: Reference) -> list[Row]:
     lines = [line for file in played.run.glob("steps/rank-*.jsonl") for line in _numbered(file)]
     events = list(read_lines(played.run / "events.jsonl"))
     until = [*(injected.time for injected in played.made[1:]), float("inf")]
-    return [_row(*made, lines, events, played, reference) for made in zip(played.made, until, strict=False)]
+    limits = [named_until(injected, played.made[i:]) for i, injected in enumerate(played.made, 1)]
+    made = zip(played.made, until, limits, strict=False)
+    return [_row(*fault, lines, events, played, reference) for fault in made]
+
+
+def named_until(injected: Injected, later: Sequence[Injected]) -> float:
+    """Time from which on events may answer to a later fault.
+
+    That is one which is named by the same events, and hits the same.
+    """
+    fault, kinds = injected.fault, _NAMED.get(injected.fault.kind, _NAMED_LOSS)
+    for other in later:
+        of_ranks = fault.target == other.fault.target == "rank"
+        alike = _NAMED.get(other.fault.kind, _NAMED_LOSS) == kinds
+        if alike and not (of_ranks and fault.number != other.fault.number):
+            return min(other.time, injected.time + _WITHIN_S)
+    return injected.time + _WITHIN_S
 
 
 def as_json(played: Played, reference: Reference, invariants: Sequence[Invariant]) -> dict[str, Any]:
@@ -74,17 +90,18 @@ def as_json(played: Played, reference: Reference, invariants: Sequence[Invariant
 def _row(
     injected: Injected,
     until: float,
+    limit: float,
     lines: Sequence[dict[str, Any]],
     events: Sequence[dict[str, Any]],
     played: Played,
     reference: Reference,
 ) -> Row:
-    begin, limit = injected.time, injected.time + _WITHIN_S
+    begin = injected.time
     ends = [end.time for end in played.ends if end.code]
     about = [event for event in events if _is_about(event, injected.fault)]
     named = _first([*_times(about, _NAMED.get(injected.fault.kind, _NAMED_LOSS)), *ends], begin, limit)
     kinds = _HEALED.get(injected.fault.kind, ("healed", *_AGAIN))
-    healed = _first(_times(about, kinds), begin + (named or 0.0), limit) if named is not None else None
+    healed = _first(_times(about, kinds), begin + (named or 0.0), begin + _WITHIN_S) if named is not None else None
     healed = healed if healed is None or named is None else round(healed + named, 3)
     commits = sorted(line["time"] for line in lines)
     gaps = [(a, b) for a, b in itertools.pairwise(commits) if b > a]
