@@ -1,211 +1,23 @@
 """The recovery protocol in virtual time: any order of losses, messages and steps keeps the run exact and going.
 
-`Membership` and the two decisions of a process (which epoch to enter next, from which border to go on) are the real
-ones. Processes, status board and collectives are played: a collective ends on each rank by itself, once all members of
-its epoch have come, so a rank may have taken a step that others break off. Where a replica is divided over several
-processes each has a part of the model, and can take over only the same one.
+`benchmarks/interleavings.py` plays millions of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from random import Random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import membership_world
+from membership_world import played
 from paceline.epoch import Epoch
 from paceline.launch.membership import MOST_LOSSES, WITHIN_S, Membership
-from paceline.training.recovery.handover import Border, newest_of
+from paceline.training.recovery.handover import Border, Start, newest_of
 from paceline.training.recovery.member import next_number
-
-
-@dataclass
-class Process:
-    """One played process: what it does, and the model that it has, as the steps and epochs that made it.
-
-    `taken` and `ready` are those of its `Border`.
-    """
-
-    doing: str = "starting"  # joining, meeting, computing, summing, agreeing, leaving, dead
-    epoch: Epoch = field(default_factory=lambda: Epoch(-1, ()))
-    step: int = -1
-    taken: int = -1
-    ready: int = -1
-    model: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def border(self) -> Border:
-        return Border(step=self.step, epoch=self.taken, ready=self.ready, acted=self.step)
-
-    def take(self, epoch: int) -> None:
-        """Take the next step, by gradients of the ranks of an epoch."""
-        self.step, self.taken, self.ready = self.step + 1, epoch, -1
-        self.model += ((self.step, epoch),)
-
-
-class World:
-    """Processes, their launcher, and what is shared between them."""
-
-    def __init__(self, processes: int, replica_size: int = 1) -> None:
-        self.processes = [Process() for _ in range(processes)]
-        self.membership, self.replica_size = Membership(processes, replica_size=replica_size), replica_size
-        self.epochs = {0: self.membership.current}
-        self.board = 0, 0
-        self.unseen: set[int] = set()  # dead, and the launcher has not looked
-        self.met: dict[int, dict[int, Border]] = {}
-        self.sums: dict[tuple[int, int], dict[int, tuple[bool, tuple[tuple[int, int], ...]]]] = {}
-        self.agreed: dict[tuple[int, int], set[int]] = {}
-        self.committed = self.takes = 0
-        self.clock_s = 0.0
-        self.given_up = False
-
-    def advance(self, number: int) -> None:
-        """Have one process do its next thing, if it can."""
-        process = self.processes[number]
-        match process.doing:
-            case "starting" | "joining" | "leaving":
-                self.enter(number)
-            case "meeting":
-                self.meet(number)
-            case "computing":
-                wants = self.board[1] > process.epoch.number
-                key = process.epoch.number, process.step + 1
-                self.sums.setdefault(key, {})[number] = wants, process.model
-                process.doing = "summing"
-            case "summing":
-                self.sum(number)
-            case "agreeing":
-                self.agree(number)
-
-    def enter(self, number: int) -> None:
-        process = self.processes[number]
-        to = next_number(*self.board, process.epoch.number)
-        if to is not None and number in self.epochs[to].members:
-            process.epoch, process.doing = self.epochs[to], "meeting"
-            self.met.setdefault(to, {})[number] = process.border
-        elif to is not None:
-            process.epoch, process.doing = Epoch(-1, ()), "joining"
-
-    def meet(self, number: int) -> None:
-        process = self.processes[number]
-        here, members = self.met[process.epoch.number], process.epoch.members
-        if set(here) != set(members):
-            self.leave_if_over(process)
-            return
-        start, rank = newest_of([here[member] for member in members], self.replica_size), process.epoch.rank_of(number)
-        if start.border.step < 0:
-            process.step, process.taken, process.ready, process.model = 0, process.epoch.number, -1, ()
-        elif rank in start.ready:
-            process.take(start.border.epoch)
-        elif rank in start.behind:
-            holder = start.holders_of_part(rank, len(members))[0]
-            giver = self.processes[members[holder * self.replica_size + rank % self.replica_size]]
-            # what is handed over is what the giver had at the border: it must live, and still be there
-            if giver.doing in ("dead", "meeting") or giver.epoch != process.epoch:
-                self.leave_if_over(process)
-                return
-            assert giver.step >= start.border.step
-            process.model = tuple(entry for entry in giver.model if entry[0] <= start.border.step)
-            process.step, process.taken = start.border.step, start.border.epoch
-        process.ready = -1
-        process.doing = "computing"
-
-    def sum(self, number: int) -> None:
-        process = self.processes[number]
-        key = process.epoch.number, process.step + 1
-        posted = self.sums[key]
-        if set(posted) != set(process.epoch.members):
-            self.leave_if_over(process)
-            return
-        models = {model for _, model in posted.values()}
-        assert len(models) == 1, "gradients of different weights are summed"
-        self.agreed.setdefault(key, set()).add(number)
-        process.doing = "agreeing"
-
-    def agree(self, number: int) -> None:
-        process = self.processes[number]
-        key = process.epoch.number, process.step + 1
-        # what a dead rank sent last may be lost on the way to some
-        if self.agreed[key] != set(process.epoch.members) or (self.is_over(process) and number % 2):
-            if self.is_over(process):
-                process.doing = "leaving"
-                process.ready = process.epoch.number if self.replica_size > 1 else -1
-            return
-        process.take(process.epoch.number)
-        self.committed = max(self.committed, process.step)
-        self.takes += 1
-        process.doing = "leaving" if any(wants for wants, _ in self.sums[key].values()) else "computing"
-
-    def leave_if_over(self, process: Process) -> None:
-        if self.is_over(process):
-            process.doing = "leaving"
-
-    def is_over(self, process: Process) -> bool:
-        return self.board[0] > process.epoch.number
-
-    def kill(self, number: int) -> None:
-        if self.processes[number].doing != "dead":
-            self.processes[number].doing = "dead"
-            self.unseen.add(number)
-
-    def launch(self, number: int) -> None:
-        """Have the launcher see one end, if it has not, or look at the board."""
-        if number in self.unseen:
-            self.unseen.discard(number)
-            again = self.membership.lost(number, self.clock_s)
-            self.announce()
-            if again:
-                self.processes[number] = Process()
-        alive = {n: p for n, p in enumerate(self.processes) if p.doing != "dead"}
-        entered = {n: p.epoch.number for n, p in alive.items()}
-        self.membership.note(entered, {n for n, p in alive.items() if p.doing == "joining"})
-        self.announce()
-
-    def announce(self) -> None:
-        current, newest = self.membership.current, self.membership.newest
-        for epoch in (current, newest):
-            assert self.epochs.setdefault(epoch.number, epoch) == epoch, "an epoch has changed"
-        self.board = current.number, newest.number
-
-    def check(self) -> None:
-        """Every rank of one step has the same model, made of every step once."""
-        for process in self.processes:
-            if process.step >= 0 and process.doing != "dead":
-                assert [step for step, _ in process.model] == list(range(1, process.step + 1))
-        found = {((p.taken, p.step), p.model) for p in self.processes if p.step >= 0 and p.doing != "dead"}
-        assert len({step for step, _ in found}) == len(found), "two ranks of one step have different models"
-
-
-def play(processes: int, seed: int, events: int, kills: float, replica_size: int) -> World:
-    """A world after so many random events, checked after each."""
-    world, random = World(processes, replica_size), Random(seed)
-    for _ in range(events):
-        number = random.randrange(processes)
-        chance = random.random()
-        world.clock_s += random.choice((0.0, 0.1, WITHIN_S / 3))
-        if chance < kills:
-            world.kill(number)
-        elif chance < 0.4:
-            world.launch(number)
-        else:
-            world.advance(number)
-        world.check()
-    return world
-
-
-def settle(world: World) -> int:
-    """Let all go on in turn, without further losses; returns the steps taken meanwhile, of each rank."""
-    for number in range(len(world.processes)):
-        world.launch(number)
-    before = world.takes
-    for _ in range(80):
-        for number in range(len(world.processes)):
-            world.advance(number)
-            world.launch(number)
-            world.check()
-    return world.takes - before
 
 
 @given(
@@ -219,15 +31,7 @@ def settle(world: World) -> int:
 def test_whatever_is_lost_when_the_others_go_on_with_the_same_model(
     replicas: int, replica_size: int, seed: int, events: int, kills: float
 ) -> None:
-    world = play(replicas * replica_size, seed, events, kills, replica_size)
-    taken = settle(world)
-    alive = {n for n, p in enumerate(world.processes) if p.doing != "dead"}
-    whole = {n for n in alive if world.membership.replica_of(n) <= alive}
-    assert world.membership.hopeless is not bool(whole)
-    if whole:
-        assert taken > 5 * len(whole), "the run stands still"
-        assert {world.processes[n].epoch.number for n in whole} == {world.membership.current.number}, "left behind"
-        assert set(world.membership.current.members) == whole
+    played(seed, replicas, replica_size, events, kills)
 
 
 @given(st.integers(2, 4), st.sampled_from([1, 2, 3]), st.integers(0, 2**32), st.integers(0, 300))
@@ -235,21 +39,46 @@ def test_whatever_is_lost_when_the_others_go_on_with_the_same_model(
 def test_no_step_is_lost_while_one_replica_that_took_it_lives(
     replicas: int, replica_size: int, seed: int, events: int
 ) -> None:
-    world = World(replicas * replica_size, replica_size)
-    random, spared = Random(seed), range(replica_size)
-    for _ in range(events):
-        number = random.randrange(len(world.processes))
-        chance = random.random()
-        if chance < 0.05 and number not in spared:
-            world.kill(number)
-        elif chance < 0.4:
-            world.launch(number)
-        else:
-            world.advance(number)
-        world.check()
-        assert all(world.processes[n].step >= world.committed - 1 for n in spared)
-    settle(world)
-    assert min(world.processes[n].step for n in spared) >= world.committed - 1
+    played(seed, replicas, replica_size, events, kills=0.05, spared=replica_size)
+
+
+def without_the_newest(borders: Sequence[Border], replica_size: int = 1) -> Start:
+    """Start from a step that is not the newest."""
+    newest = max(border.step for border in borders)
+    older = [Border() if border.step == newest else border for border in borders]
+    return newest_of(older if any(border.step >= 0 for border in older) else borders, replica_size)
+
+
+def hasty_note(membership: Membership, entered: Mapping[int, int], waiting: set[int]) -> None:
+    """Let processes join while others are on their way to the epoch before."""
+    if membership.wanted is not None or not membership.current.members:
+        note(membership, entered, waiting)
+    elif whole := {process for process in waiting if membership.replica_of(process) <= waiting}:
+        members = tuple(sorted({*membership.current.members, *whole}))
+        membership.wanted = Epoch(membership.current.number + 1, members)
+
+
+note = Membership.note
+
+
+def play_some(seeds: int) -> None:
+    for seed in range(seeds):
+        played(seed, replicas=3, replica_size=2, events=200, kills=0.05, spared=2)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong", "told"),
+    [
+        (membership_world, "newest_of", without_the_newest, "a step is lost"),
+        (Membership, "note", hasty_note, "stands still"),
+    ],
+)
+def test_a_protocol_that_breaks_a_promise_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, wrong: object, told: str
+) -> None:
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(AssertionError, match=told):
+        play_some(200)
 
 
 def test_a_process_that_is_lost_three_times_in_an_hour_is_left_out() -> None:
