@@ -24,7 +24,7 @@ RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK = (
 _ADDRESS, _HOST, _STATUS, _STORE_FD = "PACELINE_ADDRESS", "PACELINE_HOST", "PACELINE_STATUS", "PACELINE_STORE_FD"
 # the run's key, where one was handed over: an inherited descriptor, or a file of mode 0600
 KEY_FD, KEY_FILE = "PACELINE_KEY_FD", "PACELINE_KEY_FILE"
-_STORE, _GRACE = "PACELINE_STORE", "PACELINE_GRACE"
+STORE, _GRACE = "PACELINE_STORE", "PACELINE_GRACE"
 ENCRYPT = "PACELINE_ENCRYPT"  # set to off: gradients between hosts are authenticated, and not encrypted
 
 # set where a rank's run directory is a copy that another host keeps: checkpoints come from there
@@ -126,7 +126,7 @@ class RankEnvironment:
             _STATUS: self.status_file,
             "PACELINE_ERROR_FILE": self.error_file,
             "PACELINE_LAUNCHER": self.launcher,
-            _STORE: self.store,
+            STORE: self.store,
             KEY_FD: self.key_fd,
             _STORE_FD: self.store_fd,
             "PACELINE_INHERITED": ",".join(map(str, self.inherited_fds)) or None,
@@ -169,7 +169,7 @@ class RankEnvironment:
             status_file=_path(environ.get(_STATUS)),
             error_file=_path(environ.get("PACELINE_ERROR_FILE")),
             launcher=int(environ["PACELINE_LAUNCHER"]) if "PACELINE_LAUNCHER" in environ else None,
-            store=environ.get(_STORE) or None,
+            store=environ.get(STORE) or None,
             key_fd=int(environ[KEY_FD]) if KEY_FD in environ else None,
             store_fd=int(environ[_STORE_FD]) if _STORE_FD in environ else None,
             inherited_fds=_numbers(environ.get("PACELINE_INHERITED")),

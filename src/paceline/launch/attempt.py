@@ -191,6 +191,7 @@ class Attempt:
                 setting.env,
                 setting.start_deadline_s,
                 setting.recovers,
+                setting.replica_ranks,
             )
 
     def _prepare(self) -> None:
@@ -221,6 +222,8 @@ class Attempt:
             key_fd=self._rendezvous.key_fd,
             store_fd=listener.fileno() if listener and number == 0 else None,
             inherited_fds=setting.inherited,
+            # the ranks of other hosts go on without it: SIGTERM would have it ask them to stop
+            grace_s=0 if self.remote and setting.recovers and setting.replica_ranks == 1 else place.grace_s,
         )
 
     def _note_ends(self, wait_s: float) -> None:

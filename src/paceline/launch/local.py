@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.launch.adopted import AdoptedAttempt
 from paceline.launch.attempt import Attempt, Setting
+from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.remote import RunFolder
 from paceline.launch.place import RankPlace, on_this_machine
 from paceline.launch.signals import StopSignals
@@ -45,6 +47,7 @@ def launch(
     recovers: bool = False,
     follows_steps: bool = False,
     replica_ranks: int = 1,
+    adopts: Hosts | None = None,
 ) -> Launched:
     """Call a function on every rank, in its place, and wait until all have ended.
 
@@ -75,6 +78,7 @@ def launch(
         follows_steps: where ranks recover, the limit of one that computes, and that others wait for, follows from the
             steps that the run has taken (`watchdog.py`); `deadline_s` stays the longest.
         replica_ranks: ranks of a replica, which go on together or not at all.
+        adopts: hosts whose ranks go on, instead of a start.
 
     Raises:
         LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows
@@ -102,11 +106,12 @@ def launch(
     )
     with StopSignals() as signals, _CursorShown():
         while True:
-            with Attempt(setting, signals, on_tick, on_event) as attempt:
+            made = AdoptedAttempt(setting, signals, on_tick, on_event, adopts) if adopts else None
+            with made or Attempt(setting, signals, on_tick, on_event) as attempt:
                 failure = attempt.watch()
             if failure is None:
                 return Launched(setting.number + 1, signals.first)
-            if failure.final or signals.first or setting.number >= restarts:
+            if failure.final or signals.first or adopts or setting.number >= restarts:
                 raise failure.as_error()
             setting = replace(setting, number=setting.number + 1)
             if on_event:

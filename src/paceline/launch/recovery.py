@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.engine.status import RankStatus
+from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.files import write_whole
 from paceline.launch.failure import hang, killed, shortened
@@ -27,11 +28,16 @@ STOPPED_S = 5.0  # a rank that SIGSTOP holds for so long is taken for lost
 
 
 class Recovery:
-    """Epochs of one attempt."""
+    """Epochs of one attempt.
 
-    def __init__(self, attempt: Attempt) -> None:
+    Args:
+        first: the epoch to begin with; None has all ranks in epoch 0.
+    """
+
+    def __init__(self, attempt: Attempt, first: Epoch | None = None) -> None:
         self.attempt = attempt
         self.membership = Membership(attempt.setting.ranks, _most_losses(), attempt.setting.replica_ranks)
+        self.membership.current = first or self.membership.current
         self.meets = True  # some ranks are on their way to the newest epoch
         self._announced = -1, -1
         self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted

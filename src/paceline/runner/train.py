@@ -21,13 +21,13 @@ from paceline.deferred_compiler import defer_compiler
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
-from paceline.launch.host.hosts import current_hosts
+from paceline.launch.host.hosts import Hosts, current_hosts
 from paceline.launch.host.over_hosts import over_hosts
 from paceline.launch.host.remote import RunFolder
 from paceline.launch.host.same_files import must_agree
 from paceline.launch.host.takeover import tell_successors
 from paceline.launch.local import launch
-from paceline.launch.place import cores_on, places_on, threads_on
+from paceline.launch.place import RankPlace, cores_on, places_on, threads_on
 from paceline.launch.run_on_ranks import warm_up_for
 from paceline.launch.seed import warm_up
 from paceline.launch_engine import is_rank
@@ -167,6 +167,9 @@ def _train_here(
         # From here to the end the directory is this process's; of a new run, once it is known where.
         note = partial(_note, console)
         lock = held.enter_context(RunLock(before.path, note, succeeds=takeover is not None)) if before else None
+        if lock and before and _goes_on_in_place(hosts):
+            _launch_ranks(before, lock, console, port, restarts, remote)
+            return before
         if takeover and before:
             plan = _fitted(before.plan, job, cluster) or "auto"
         choice = choice_of(job, cluster, plan, before, say)
@@ -237,7 +240,7 @@ def _launch_ranks(
     job, cluster, plan = record.job, record.cluster, record.plan
     with (
         _events(record) as events,
-        places_on(cluster, plan.ranks, partial(_note_links, events)) as places,
+        _places(record, partial(_note_links, events)) as places,
         LiveProgress(record.path, console) as progress,
     ):
         events.event("launch", {"ranks": plan.ranks})
@@ -278,7 +281,23 @@ def _launch_ranks(
             recovers=recovers,
             follows_steps=plan.compile == "off",
             replica_ranks=plan.ranks // plan.dp,
+            adopts=hosts if _goes_on_in_place(hosts) else None,
         )
+
+
+@contextmanager
+def _places(record: Run, on_end: Callable[[dict[str, LinkBytes]], None]) -> Iterator[list[RankPlace]]:
+    """Places of a run's ranks; none where they are there already."""
+    if _goes_on_in_place(current_hosts()):
+        yield []
+        return
+    with places_on(record.cluster, record.plan.ranks, on_end) as places:
+        yield places
+
+
+def _goes_on_in_place(hosts: Hosts | None) -> bool:
+    """True if the ranks are those that hosts have kept since another was lost."""
+    return hosts is not None and hosts.takeover is not None and hosts.takeover.attempt is not None
 
 
 def choice_of(

@@ -12,6 +12,7 @@ from commands import (
     Outcome,
     checkpoints,
     events,
+    kill_rank,
     losses,
     paceline,
     processes_of,
@@ -20,14 +21,15 @@ from commands import (
     write_job,
 )
 from host_processes import host_processes, outcomes
+from hosts import Hosts
 
 STEPS = 300
 WHAT = Path(__file__).parents[2] / "faults" / "what_goes_wrong.py"
 
 
-def slow_job(folder: Path) -> Path:
-    """300 steps, each of 16 samples that take 2 ms."""
-    points = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"sleep_s": 0.002}}
+def slow_job(folder: Path, sleep_s: float = 0.002) -> Path:
+    """300 steps, each of 16 samples that take so long."""
+    points = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"sleep_s": sleep_s}}
     net = {"factory": f"{WHAT}:net"}
     return write_job(folder / "job.yaml", model=net, data=points, stop={"steps": STEPS}, checkpoint={"every_steps": 20})
 
@@ -45,18 +47,25 @@ def kill_host(process: subprocess.Popen[str]) -> None:
         one.kill()
 
 
-def assert_whole(run: Path, folder: Path, told: Outcome) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses when nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    outcome = paceline("train", slow_job(folder, sleep_s=0), "--plan", "dp=1", "--run", "run", folder=folder)
+    assert outcome.code == 0, outcome.err
+    return losses(folder / "run")
+
+
+def assert_whole(run: Path, undisturbed: dict[int, float], told: Outcome) -> None:
     """All steps are in the record, with the losses of an undisturbed run."""
-    alone = paceline("train", folder / "job.yaml", "--plan", "dp=1", "--run", "alone", folder=folder)
-    assert alone.code == 0, alone.err
     assert sorted(losses(run)) == list(range(1, STEPS + 1)), told.err
-    assert losses(run) == pytest.approx(losses(folder / "alone"), rel=1e-4, abs=1e-6)
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
     assert checkpoints(run)[-1] == f"step-{STEPS:08d}"
 
 
 @pytest.mark.slow
 def test_when_the_coordinator_is_killed_the_next_host_continues_the_run_without_the_loss_of_a_step(
-    tmp_path: Path,
+    tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
     job, run = slow_job(tmp_path), tmp_path / "run"
     arguments = ("train", job, "--plan", "dp=3", "--run", run)
@@ -65,39 +74,132 @@ def test_when_the_coordinator_is_killed_the_next_host_continues_the_run_without_
         hosts[0].kill()
         one, two = outcomes(hosts)[1:]
     assert (one.code, two.code) == (0, 0), one.err + two.err
-    assert one.says("(number 0) is lost", "(number 1) coordinates now with", "resumed at step")
+    assert one.says("(number 0) is lost", "(number 1) coordinates now with", "which had rank 0, is lost")
     assert two.says("(number 1) coordinates now", "the run has ended on")
-    assert_whole(run, tmp_path, one)
-    [saved] = events(run, "resume")
-    assert saved["step"] >= 50, "its ranks, without a launcher, have saved with the others"
+    assert_whole(run, undisturbed, one)
+    assert not events(run, "resume"), "nothing was read from the disk"
 
 
 @pytest.mark.slow
-def test_when_one_of_two_hosts_dies_whole_the_other_continues_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_the_new_coordinator_replaces_ranks_of_its_own_and_of_other_hosts(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    job, run = slow_job(tmp_path, sleep_s=0.02), tmp_path / "run"
+    arguments = ("train", job, "--plan", "dp=3", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, 3)) as hosts:
+        wait_for_step(10, run, hosts[0])
+        kill_host(hosts[0])
+        wait_for(lambda: events(run, "host_lost"), hosts[1])
+        for rank in (1, 2):
+            kill_rank(rank, hosts[rank])
+            wait_for(lambda: any(event["rank"] == rank for event in events(run, "healed")), hosts[1])  # noqa: B023
+        one, two = outcomes(hosts)[1:]
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert one.says("rank 1 is back at step", "rank 2 is back at step")
+    assert not events(run, "resume"), "one of them had the state"
+    assert_whole(run, undisturbed, one)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_a_new_coordinator_for_longer_than_for_a_lost_peer(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
     job, run = slow_job(tmp_path), tmp_path / "run"
-    arguments = ("train", job, "--plan", "dp=2", "--run", run)
-    with host_processes(*arguments, folders=folders(tmp_path, 2)) as hosts:
+    arguments = ("train", job, "--plan", "dp=3", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, 4)) as hosts:
+        wait_for_step(50, run, hosts[0])
+        psutil.Process(hosts[3].pid).suspend()  # it has no rank, and is waited for
+        kill_host(hosts[0])
+        one, two = outcomes(hosts[1:3])
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert not events(run, "resume"), "nothing was read from the disk"
+    assert_whole(run, undisturbed, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "resumes"), [("dp=2", 0), ("dp=2 transport=gloo", 1)])
+def test_when_one_of_two_hosts_dies_whole_the_other_continues_the_run(
+    tmp_path: Path, undisturbed: dict[int, float], plan: str, resumes: int
+) -> None:
+    job, run = slow_job(tmp_path), tmp_path / "run"
+    with host_processes("train", job, "--plan", plan, "--run", run, folders=folders(tmp_path, 2)) as hosts:
         wait_for_step(50, run, hosts[0])
         kill_host(hosts[0])
         one = outcomes(hosts)[1]
     assert one.code == 0, one.err
-    assert one.says("(number 1) coordinates now, alone", "resumed at step")
-    assert_whole(run, tmp_path, one)
+    assert one.says("(number 1) coordinates now, alone")
+    assert len(events(run, "resume")) == resumes, "ranks over gloo cannot go on in place"
+    assert_whole(run, undisturbed, one)
 
 
 @pytest.mark.slow
-def test_a_host_that_has_taken_over_may_be_lost_as_well(tmp_path: Path) -> None:
+def test_ranks_of_divided_replicas_go_on_from_a_checkpoint_when_the_coordinator_is_lost(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    job, run = slow_job(tmp_path), tmp_path / "run"
+    arguments = ("train", job, "--plan", "dp=2 fsdp=2", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, 4)) as hosts:
+        wait_for_step(50, run, hosts[0])
+        kill_host(hosts[0])
+        others = outcomes(hosts)[1:]
+    assert [other.code for other in others] == [0, 0, 0], [other.err for other in others]
+    assert len(events(run, "resume")) == 1
+    assert_whole(run, undisturbed, others[0])
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_was_stopped_finds_the_run_taken_when_it_goes_on(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    job, run = slow_job(tmp_path), tmp_path / "run"
+    arguments = ("train", job, "--plan", "dp=3", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, 3)) as hosts:
+        wait_for_step(50, run, hosts[0])
+        stopped = [psutil.Process(hosts[0].pid), *processes_of(hosts[0])]
+        for process in stopped:
+            process.suspend()
+        wait_for(lambda: events(run, "coordinator"), hosts[1])
+        for process in stopped:
+            process.resume()
+        zero, one, two = outcomes(hosts)
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert zero.code == 1
+    assert zero.says("was taken over by process")
+    assert_whole(run, undisturbed, one)
+
+
+@pytest.mark.slow
+@pytest.mark.needs_root
+@pytest.mark.needs_iproute2
+def test_of_a_network_that_is_cut_the_side_with_the_quorum_goes_on(
+    tmp_path: Path, hosts: Hosts, undisturbed: dict[int, float]
+) -> None:
+    job, run, emulated = slow_job(tmp_path), tmp_path / "run", hosts(3, rate="1gbit")
+    arguments = ("train", job, "--plan", "dp=3", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, 3), emulated=emulated) as processes:
+        wait_for_step(50, run, processes[0])
+        emulated.cut(0)
+        zero, one, two = outcomes(processes)
+    assert (zero.code, one.code, two.code) == (1, 0, 0), zero.err + one.err + two.err
+    assert zero.says("as these may go on, this side stops")
+    assert not events(run, "resume")
+    assert_whole(run, undisturbed, one)
+
+
+@pytest.mark.slow
+def test_a_host_that_has_taken_over_may_be_lost_as_well(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     job, run = slow_job(tmp_path), tmp_path / "run"
     arguments = ("train", job, "--plan", "dp=3", "--run", run)
     with host_processes(*arguments, folders=folders(tmp_path, 3)) as hosts:
         wait_for_step(50, run, hosts[0])
         hosts[0].kill()
-        wait_for(lambda: events(run, "resume"), hosts[1])
+        wait_for(lambda: events(run, "coordinator"), hosts[1])
+        wait_for_step(len(losses(run)) + 20, run, hosts[1])
         hosts[1].kill()
         two = outcomes(hosts)[2]
     assert two.code == 0, two.err
     assert [event["by"].partition(" (")[2] for event in events(run, "coordinator")] == ["number 1)", "number 1)"]
-    assert_whole(run, tmp_path, two)
+    assert_whole(run, undisturbed, two)
 
 
 @pytest.mark.slow

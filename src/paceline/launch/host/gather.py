@@ -28,7 +28,7 @@ from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineEr
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import Link, keep_alive
 from paceline.launch.host.measure import measured_cluster
-from paceline.launch.host.messages import Dismiss, FromHost, Joining, Refused, ToHost, Welcome
+from paceline.launch.host.messages import Dismiss, FromHost, Held, Joining, Refused, ToHost, Welcome
 from paceline.launch.host.serve import Coordinator
 from paceline.launch.signals import exit_code_of
 from paceline.launch_engine import HostPlace
@@ -56,8 +56,11 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
     return welcomed(own, address, links_of(place, key, listener, came), key)
 
 
-def welcomed(own: Host, address: str, links: Sequence[Link], key: RunKey) -> Hosts:
+def welcomed(own: Host, address: str, links: Sequence[Link], key: RunKey, *, measures: bool = True) -> Hosts:
     """This host, which coordinates, and those that have come to it, with measured links.
+
+    Args:
+        measures: whether the links are measured.
 
     Raises:
         SystemExit: 130 or 143, when SIGINT or SIGTERM came to one of them meanwhile.
@@ -67,7 +70,7 @@ def welcomed(own: Host, address: str, links: Sequence[Link], key: RunKey) -> Hos
         link.name, link.host = name, link.host.model_copy(update={"name": name})
         link.send(Welcome(names))
     try:
-        cluster = measured_cluster(own.model_copy(update={"name": names[0]}), links)
+        cluster = measured_cluster(own.model_copy(update={"name": names[0]}), links, measures=measures)
     except BaseException as error:  # a signal, here or there
         for link in links:
             link.send(Dismiss(exit_code_of(error)))
@@ -137,8 +140,13 @@ def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordina
     return coordinator
 
 
-def taken_in(place: HostPlace, connection: Connection, wait_s: float, standby: socket.socket | None) -> Coordinator:
+def taken_in(
+    place: HostPlace, connection: Connection, wait_s: float, standby: socket.socket | None, held: Held | None = None
+) -> Coordinator:
     """The coordinator at the other end, once it has taken this host in.
+
+    Args:
+        held: ranks that this host has kept.
 
     Raises:
         LaunchError: it refuses this host.
@@ -147,7 +155,7 @@ def taken_in(place: HostPlace, connection: Connection, wait_s: float, standby: s
     """
     keep_alive(connection)
     try:
-        connection.send(_joining(place, connection, standby))
+        connection.send(_joining(place, connection, standby, held))
         answer = connection.receive(wait_s)
         if isinstance(answer, Welcome):
             return Coordinator(connection, f"host {answer.names[0]} (number 0)", standby)
@@ -257,6 +265,7 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
         raise LaunchError(reason)
     link = links[joining.number] = Link(connection, joining.number, joining.name, joining.address, host)
     link.clock_ahead_s, link.standby_port = joining.clock_s - time.time(), joining.port % 2**16
+    link.held = joining.held
 
 
 def _of_another_run(place: HostPlace, joining: Joining) -> str | None:
@@ -301,7 +310,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _joining(place: HostPlace, connection: Connection, standby: socket.socket | None = None) -> Joining:
+def _joining(
+    place: HostPlace, connection: Connection, standby: socket.socket | None = None, held: Held | None = None
+) -> Joining:
     return Joining(
         number=place.number,
         count=place.count,
@@ -314,6 +325,7 @@ def _joining(place: HostPlace, connection: Connection, standby: socket.socket | 
         address=_own_address(connection),
         host=discover().hosts[0].model_copy(update={"name": place.name}).model_dump_json(exclude_defaults=True),
         port=standby.getsockname()[1] if standby else 0,
+        held=held,
     )
 
 

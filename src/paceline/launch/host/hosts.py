@@ -86,6 +86,14 @@ class Hosts:
         links = [link for link in self.links if link.number in numbers]
         return RemoteRanks(links, board, scratch, folder, signals, poll, self)
 
+    def adopted(
+        self, board: StatusBoard, scratch: Path, folder: RunFolder, signals: StopSignals, poll: select.poll
+    ) -> RemoteRanks:
+        """The ranks that other hosts have kept, and those of the lost one."""
+        assert self.takeover is not None
+        links = [self.takeover.link, *(link for link in self.links if link.held is not None)]
+        return RemoteRanks(links, board, scratch, folder, signals, poll, self)
+
     def listener(
         self,
         messages: Any,

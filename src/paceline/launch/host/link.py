@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct
 
 from paceline.errors import PacelineError
-from paceline.launch.host.messages import Interrupted
+from paceline.launch.host.messages import Held, Interrupted
 
 if TYPE_CHECKING:
     from paceline.channel.connection import Connection
@@ -30,6 +30,7 @@ class Link:
     Attributes:
         address: where other hosts reach it.
         standby_port: where it would listen as the coordinator; 0 if it never does.
+        held: the ranks that it has kept since a coordinator was lost.
         clock_ahead_s: its clock minus the coordinator's.
         lost: why nothing can be sent to it any more; None while it is there.
         heard_at: when its last message came, by the monotonic clock.
@@ -42,6 +43,7 @@ class Link:
         self.connection, self.number, self.name, self.address, self.host = connection, number, name, address, host
         self.clock_ahead_s = 0.0
         self.standby_port = 0
+        self.held: Held | None = None
         self.lost: str | None = None
         self.heard_at = time.monotonic()
         keep_alive(connection)

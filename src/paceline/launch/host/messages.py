@@ -23,6 +23,19 @@ class Put(Struct, tag=True, frozen=True):
     last: bool
 
 
+class Held(Struct, array_like=True, frozen=True):
+    """Ranks of an attempt that a host has kept since the coordinator was lost.
+
+    Attributes:
+        newest: number of the newest epoch that was announced there.
+        ranks: number, process id and epoch of each that lives.
+    """
+
+    attempt: int
+    newest: int
+    ranks: list[tuple[int, int, int]]
+
+
 class Joining(Struct, tag=True, frozen=True):
     """First message of a serving host: who it is.
 
@@ -32,6 +45,7 @@ class Joining(Struct, tag=True, frozen=True):
         address: of its end of this connection, where other hosts reach it.
         host: its devices, as JSON of `paceline.cluster.cluster.Host`.
         port: where it would listen as the coordinator, at that address; 0 if it never does.
+        held: its ranks, where it joins in place of a coordinator that is lost.
     """
 
     number: int
@@ -45,6 +59,7 @@ class Joining(Struct, tag=True, frozen=True):
     address: str
     host: str
     port: int = 0
+    held: Held | None = None
 
 
 class Echo(Struct, tag=True, frozen=True):
@@ -192,6 +207,7 @@ class Begin(Struct, tag=True, frozen=True):
         host: number of the host.
         pulse_port: of the coordinator, for this host's `Pulse`; 0 where silence ends nothing.
         silence_s: after which either is lost to the other.
+        replica_ranks: ranks of a replica.
     """
 
     attempt: int
@@ -206,6 +222,7 @@ class Begin(Struct, tag=True, frozen=True):
     host: int
     pulse_port: int
     silence_s: float
+    replica_ranks: int
 
 
 class Start(Struct, tag=True, frozen=True):
@@ -221,6 +238,18 @@ class Announce(Struct, tag=True, frozen=True):
     members: list[int]
     newest: int
     newest_members: list[int]
+
+
+class Adopt(Struct, tag=True, frozen=True):
+    """The ranks that a host has kept are another coordinator's now, whose store is elsewhere.
+
+    Its attributes are those of `Begin`.
+    """
+
+    store: str
+    host: int
+    pulse_port: int
+    silence_s: float
 
 
 class Signal(Struct, tag=True, frozen=True):
@@ -293,6 +322,7 @@ ToHost = (
     | Put
     | Start
     | Announce
+    | Adopt
     | Signal
     | Kill
     | Fetched

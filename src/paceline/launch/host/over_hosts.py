@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 
 from paceline.channel.key import RunKey, default_key_file, own_key, read_key
 from paceline.errors import LaunchError
@@ -69,6 +69,8 @@ def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
         code = exit_code_of(error)
         raise
     finally:
+        if hosts.takeover is not None and hosts.takeover.attempt is not None:
+            hosts.takeover.attempt.end()  # where its ranks were not adopted
         hosts.dismiss(code)
 
 
@@ -96,5 +98,8 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
             if found.lost is None:
                 print(printable(f"paceline: the run {how} on {found.who}"), file=sys.stderr, flush=True)
             raise SystemExit(code)
-        found = met_again(place, key, found)
+        with ExitStack() as unless_met:
+            unless_met.callback(found.close)
+            found = met_again(place, key, found)
+            unless_met.pop_all()
     return found

@@ -23,6 +23,7 @@ from paceline.files import write_whole
 from paceline.launch.host.folder import parts_of, place_in, receive
 from paceline.launch.host.link import Link
 from paceline.launch.host.messages import (
+    Adopt,
     Announce,
     Begin,
     EndAttempt,
@@ -152,6 +153,7 @@ class RemoteRanks:
         env: Mapping[str, str],
         deadline_s: float,
         recovers: bool,
+        replica_ranks: int,
     ) -> None:
         """Have every host prepare for the ranks.
 
@@ -161,9 +163,7 @@ class RemoteRanks:
         token = self._show_token()
         where, folders = str(token.parent), list(self.folder.folders)
         if recovers:
-            self._pulses = Pulses(
-                lambda messages, take: self.hosts.listener(messages, on_message=take), self._fall_silent
-            )
+            self._pulses = self._new_pulses()
         port, silence_s = (self._pulses.port, self._pulses.limit_s) if self._pulses else (0, 0.0)
         self._begin = Begin(
             attempt,
@@ -178,6 +178,7 @@ class RemoteRanks:
             0,
             port,
             silence_s,
+            replica_ranks,
         )
         for link in self.links:
             self._prepare(link, self._begin)
@@ -185,6 +186,9 @@ class RemoteRanks:
             if not self._until(link, Ready, _READY_S):
                 raise LaunchError(self._of_lost(link))
         token.unlink(missing_ok=True)
+
+    def _new_pulses(self) -> Pulses:
+        return Pulses(lambda messages, take: self.hosts.listener(messages, on_message=take), self._fall_silent)
 
     def _show_token(self) -> Path:
         """A new file in the folder, by which a host sees whether it shares that."""
@@ -222,6 +226,15 @@ class RemoteRanks:
                 link.send(self._announced)
         ready, self._ready = self._ready, []
         return ready
+
+    def adopt(self, store: str) -> None:
+        """Take over the ranks that the hosts have kept, which meet at another store now."""
+        self._pulses = self._new_pulses()
+        for link in self.links:
+            for number, pid, epoch in link.held.ranks if link.held else ():
+                self.ranks[number] = RemoteRank(number, link, self.scratch / f"rank-{number}.error", pid)
+                self.board.put(number, pid, "sync", 0, time.monotonic_ns(), epoch)
+            link.send(Adopt(store, link.number, self._pulses.port, self._pulses.limit_s))
 
     def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
         """Start a rank on host number `host`."""

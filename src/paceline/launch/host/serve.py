@@ -41,6 +41,7 @@ class Coordinator:
         lost: why it can no longer be reached; None while it can.
         standby: bound where this host would listen in its place.
         succession: hosts of a run that goes on without it; None where none does.
+        attempt: the ranks here, once it is lost, where they may go on.
     """
 
     def __init__(self, connection: Connection, who: str, standby: socket.socket | None = None) -> None:
@@ -48,6 +49,7 @@ class Coordinator:
         self.lost: str | None = None
         self._silence = ""
         self.succession: Succession | None = None
+        self.attempt: ServedAttempt | None = None
 
     @property
     def address(self) -> str:
@@ -65,8 +67,10 @@ class Coordinator:
         self.connection.end()
 
     def close(self) -> None:
-        """Leave it."""
+        """Leave it, and end the ranks that it has here."""
         self.connection.close()
+        if self.attempt is not None:
+            self.attempt.end()
         if self.standby is not None:
             self.standby.close()
 
@@ -90,8 +94,7 @@ class Coordinator:
 
 def serve(coordinator: Coordinator, who: str) -> int:
     """Obey until the coordinator dismisses this host. Returns the exit code of the command on host 0."""
-    attempt: ServedAttempt | None = None
-    measuring = Measuring()
+    attempt, measuring = coordinator.attempt, Measuring()
     with StopSignals() as signals:
         told = False
         try:
@@ -120,16 +123,35 @@ def serve(coordinator: Coordinator, who: str) -> int:
                     _say(f"{who}: {signals.first}, told to {coordinator.who}, which stops the run")
                     coordinator.send(Interrupted(signals.first))
                 if coordinator.lost is not None or signals.kill:
-                    return _alone(coordinator, who, signals)
+                    return _alone(coordinator, who, signals, goes_on=_may_go_on(coordinator, attempt, signals))
                 if attempt is not None:
                     attempt.turn()
         finally:
             measuring.close()
-            if attempt is not None:
-                # Behind a cut network they are killed: no step is taken without the ranks of the other hosts, as every
-                # member of an epoch has a part in each, and SIGTERM would only have them wait for these.
-                attempt.stop(_SAVE_S if coordinator.lost is not None and not coordinator.silent else 0.0)
+            coordinator.attempt = attempt if _may_go_on(coordinator, attempt, signals) else None
+            if coordinator.attempt is not None:
+                coordinator.attempt.keep()
+            elif attempt is not None:
+                attempt.stop(_SAVE_S if coordinator.lost is not None and _may_save(coordinator, attempt) else 0.0)
                 attempt.close()
+
+
+def _may_go_on(coordinator: Coordinator, attempt: ServedAttempt | None, signals: StopSignals) -> bool:
+    """True if the ranks here may go on without the coordinator.
+
+    Not parts of a replica that is divided: the others of it may be lost with the coordinator.
+    """
+    is_alone = coordinator.lost is not None and coordinator.succession is not None and signals.first is None
+    return is_alone and attempt is not None and attempt.recovers_alone and attempt.copy is None
+
+
+def _may_save(coordinator: Coordinator, attempt: ServedAttempt) -> bool:
+    """True if the ranks here can save without the coordinator.
+
+    Those that may wait for another coordinator cannot: they take no step without the ranks of host 0, which end with
+    it. Neither can those behind a cut network. SIGTERM would only have them wait for the others.
+    """
+    return not attempt.recovers_alone and not coordinator.silent
 
 
 def _wait(coordinator: Coordinator, attempt: ServedAttempt | None) -> None:
@@ -142,11 +164,11 @@ def _wait(coordinator: Coordinator, attempt: ServedAttempt | None) -> None:
     poll.poll(0 if attempt and attempt.busy else tick_s * 1000)
 
 
-def _alone(coordinator: Coordinator, who: str, signals: StopSignals) -> int:
+def _alone(coordinator: Coordinator, who: str, signals: StopSignals, *, goes_on: bool) -> int:
     if coordinator.lost is None:
         _say(f"{who}: killing the ranks")
         return 130
-    _say(f"{who}: {coordinator.who} is lost ({coordinator.lost}); the ranks here are stopped")
+    _say(f"{who}: {coordinator.who} is lost ({coordinator.lost}){'' if goes_on else '; the ranks here are stopped'}")
     return 1 if signals.first is None else 128 + signal.Signals[signals.first]
 
 

@@ -23,6 +23,7 @@ from paceline.launch.failure import ErrorRecord, oom_kills
 from paceline.launch.host.folder import WrittenFiles, place_in
 from paceline.launch.host.messages import (
     TEXT_LIMIT,
+    Adopt,
     Announce,
     Begin,
     Echo,
@@ -30,6 +31,7 @@ from paceline.launch.host.messages import (
     Ended,
     Fetch,
     Fetched,
+    Held,
     Kill,
     Over,
     Put,
@@ -45,7 +47,7 @@ from paceline.launch.host.pulse import Pulse
 from paceline.launch.started import StartedRank, Starter
 from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
 from paceline.training.checkpoint.fetch import WANTED
-from paceline.training.recovery.member import members_file
+from paceline.training.recovery.member import members_file, store_file
 
 if TYPE_CHECKING:
     from paceline.launch.host.serve import Coordinator
@@ -80,10 +82,13 @@ class ServedAttempt:
         arguments = [str(self.copy.folder) if self.copy and a == begin.folder else a for a in begin.module_args]
         self.starter = Starter(arguments, {**begin.env, **({FOLDER_IS_COPY: "1"} if self.copy else {})})
         self._prepared = False
-        if begin.pulse_port:
-            where = coordinator.address, begin.pulse_port
-            self._made.callback(Pulse(where, key, begin.host, begin.silence_s, coordinator.fall_silent).close)
+        self._beat(begin)
         coordinator.send(Ready())
+
+    @property
+    def recovers_alone(self) -> bool:
+        """True if each rank has what it takes to go on with any others."""
+        return self.begin.recovers and self.begin.replica_ranks == 1
 
     @property
     def busy(self) -> bool:
@@ -95,6 +100,18 @@ class ServedAttempt:
         """True while ranks here are on their way to an epoch."""
         board = self.board.read()
         return any(rank.code is None and board[rank.number].epoch != self._newest for rank in self.ranks)
+
+    def held(self) -> Held:
+        """The ranks that live, for another coordinator."""
+        board = self.board.read()
+        living = [rank for rank in self.ranks if rank.code is None and not _has_ended(rank)]
+        newest = max(self.board.current_epoch, self.board.wanted_epoch)
+        return Held(self.begin.attempt, newest, [(r.number, r.pid, board[r.number].epoch) for r in living])
+
+    def keep(self) -> None:
+        """Have the ranks break off their step, and wait for another coordinator's epoch."""
+        number = max(self.board.current_epoch, self.board.wanted_epoch) + 1
+        self._announce(Announce(number, [], number, []))
 
     def descriptors(self) -> list[int]:
         """Descriptors that become readable when a rank ends."""
@@ -110,6 +127,9 @@ class ServedAttempt:
                 self._start(message)
             case Announce():
                 self._announce(message)
+            case Adopt():
+                write_whole(store_file(self.scratch), message.store)
+                self._beat(message)
             case Signal() | Kill():
                 for rank in self.ranks:
                     if rank.number == message.rank:
@@ -119,8 +139,7 @@ class ServedAttempt:
                 if self.copy:
                     (self.copy.folder / WANTED / message.path.replace("/", "|")).unlink(missing_ok=True)
             case EndAttempt():
-                self.stop(0.0)
-                self.close()
+                self.end()
                 self.coordinator.send(Over())
                 return True
         return False
@@ -158,12 +177,23 @@ class ServedAttempt:
         living = [board[rank.number] for rank in self.ranks if not _has_ended(rank)]
         return any(status.phase == "checkpoint" or status.idle_s(now_ns) < _IDLE_S for status in living)
 
+    def end(self) -> None:
+        """Kill the ranks, and remove what the attempt has made here."""
+        self.stop(0.0)
+        self.close()
+
     def close(self) -> None:
         """Remove what the attempt has made here."""
         for rank in self.ranks:
             os.close(rank.pidfd)
         self.ranks.clear()
         self._made.close()
+
+    def _beat(self, message: Begin | Adopt) -> None:
+        """Exchange signs of life with the coordinator."""
+        if message.pulse_port:
+            where, silent = (self.coordinator.address, message.pulse_port), self.coordinator.fall_silent
+            self._made.callback(Pulse(where, own_key(), message.host, message.silence_s, silent).close)
 
     def _copy(self) -> WrittenFiles | None:
         """A private copy of the attempt's folder; None where the hosts share it."""

@@ -1,9 +1,10 @@
 """Takeover: when the coordinator of a run is lost, the next host continues the run.
 
 The hosts that are left meet anew, at the one of the lowest number that can be reached. It runs the command as host 0
-did, on the run as it was saved, and numbers them from 0. At least half of the hosts have to come. Where the lost host
-still lives with the other half, the lock of the run directory decides (`training/record/run_lock.py`): who has it
-trains.
+did, and numbers them from 0. Where the run recovers in place they have kept their ranks, which go on
+(`launch/adopted.py`); else it continues the run as it was saved. At least half of the hosts have to come. Where the
+lost host still lives with the other half, the lock of the run directory decides (`training/record/run_lock.py`): who
+has it trains.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from paceline.errors import ChannelError, LaunchError
 from paceline.launch.host.gather import refuse, take, taken_in, welcomed
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import Link
-from paceline.launch.host.messages import FromHost, Succession, ToHost
+from paceline.launch.host.messages import EndAttempt, FromHost, Over, Succession, ToHost
 from paceline.launch.host.serve import Coordinator
+from paceline.launch.host.served import ServedAttempt
 from paceline.launch_engine import HostPlace
 from paceline.printable import printable
 from paceline.storage.url import is_url
@@ -42,11 +44,15 @@ class Takeover:
         run: its directory, or its URL.
         lost: names the host that coordinated it.
         by: names this host.
+        attempt: the ranks that this host has kept, where the run goes on with them and those that others have kept.
+        link: to the lost host, as it was.
     """
 
     run: str
     lost: str
     by: str
+    attempt: ServedAttempt | None
+    link: Link
 
     @property
     def job_file(self) -> Path | None:
@@ -96,9 +102,14 @@ def _at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | Non
     """The host that may coordinate, once it does; None where it is lost, too."""
     try:
         connection = connect((place.coordinator, place.port), key, ToHost, deadline_s=MEET_S)
-        return taken_in(place, connection, 2 * MEET_S, before.standby)
+        held = before.attempt.held() if before.attempt else None
+        found = taken_in(place, connection, 2 * MEET_S, before.standby, held)
     except (OSError, ChannelError):
         return None
+    found.attempt = before.attempt
+    if found.attempt is not None:
+        found.attempt.coordinator = found
+    return found
 
 
 def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession: Succession) -> Hosts:
@@ -120,11 +131,15 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
         listener.close()
     met = [links[number] for number in sorted(links)]
     for number, link in enumerate(met, 1):
-        link.number = number
+        link.number, link.name = number, names[link.number]
     by = f"host {name} (number {place.number})"
     _say(f"{by} coordinates now{_with(link.name for link in met)}, and continues the run in {succession.run}")
-    hosts = welcomed(discover().hosts[0].model_copy(update={"name": name}), address, met, key)
-    hosts.takeover = Takeover(succession.run, before.who, by)
+    own = discover().hosts[0].model_copy(update={"name": name})
+    hosts = welcomed(own, address, met, key, measures=before.attempt is None)
+    attempt = _kept(before.attempt, met)
+    lost = Link(before.connection, 0, succession.hosts[0][0], address, own)
+    lost.lose(before.lost or "")
+    hosts.takeover = Takeover(succession.run, before.who, by, attempt, lost)
     tell_successors(hosts, succession.run)
     return hosts
 
@@ -137,6 +152,20 @@ def _await_others(place: HostPlace, came: queue.Queue[Connection], links: dict[i
             take(place, came.get(timeout=0.1), links)
         except queue.Empty:
             continue
+
+
+def _kept(attempt: ServedAttempt | None, links: list[Link]) -> ServedAttempt | None:
+    """The attempt here, if a rank of it lives; ranks of others are ended."""
+    same = [link for link in links if link.held and attempt and link.held.attempt == attempt.begin.attempt]
+    if attempt is not None and not attempt.held().ranks and not any(link.held and link.held.ranks for link in same):
+        attempt.end()
+        attempt, same = None, []
+    for link in links:
+        if link.held is not None and link not in same:
+            link.held = None
+            link.send(EndAttempt())
+            link.answer(Over, MEET_S)
+    return attempt
 
 
 def _must_be_enough(place: HostPlace, names: dict[int, str], links: dict[int, Link], before: Coordinator) -> None:

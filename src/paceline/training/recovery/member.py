@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
 from paceline.engine.status import StatusBoard
 from paceline.epoch import Epoch
-from paceline.rank_environment import RankEnvironment
+from paceline.rank_environment import STORE, RankEnvironment
 
 _LOOK_S = 0.002
 
@@ -43,8 +44,8 @@ class Member:
     def next_epoch(self) -> Epoch:
         """Enter the next epoch that this process is a member of, once there is one.
 
-        One that is left out, since its replica has lost a rank, waits to join like a replacement. The launcher ends who
-        waits in vain.
+        One that is left out, since its replica has lost a rank, waits to join like a replacement; so do all while the
+        coordinator is replaced, in an epoch without members. The launcher ends who waits in vain.
         """
         told = False
         while True:
@@ -53,6 +54,8 @@ class Member:
                 epoch = Epoch(number, tuple(json.loads(members_file(self.folder, number).read_text())))
                 if self.number in epoch.members:
                     self.epoch = epoch
+                    if (store := store_file(self.folder)).exists():
+                        os.environ[STORE] = store.read_text()
                     self.board.enter(number)
                     return epoch
                 self.epoch = Epoch(-1, ())
@@ -75,3 +78,8 @@ def next_number(current: int, wanted: int, own: int) -> int | None:
 def members_file(folder: Path, epoch: int) -> Path:
     """File in which a launcher writes the members of an epoch before it announces it."""
     return folder / f"epoch-{epoch}.json"
+
+
+def store_file(folder: Path) -> Path:
+    """File in which a later launcher names the store where ranks meet."""
+    return folder / "store-address"
