@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from paceline.chaos.faults import Injected, Scene, inject
+from paceline.chaos.growth import Growth, Sizes
 from paceline.chaos.left_behind import Left
 from paceline.chaos.progress import Progress
 from paceline.chaos.schedule import Fault, Schedule
@@ -65,6 +66,7 @@ class Played:
         ends: of each command; all but the last were resumed.
         hung: what was seen of a run that did not go on.
         left: processes and files that stayed.
+        sizes: samples of the last command.
     """
 
     schedule: Schedule
@@ -75,6 +77,7 @@ class Played:
     ends: list[Ended] = field(default_factory=list)
     hung: str | None = None
     left: list[str] = field(default_factory=list)
+    sizes: list[Sizes] = field(default_factory=list)
 
 
 def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Played:
@@ -146,9 +149,12 @@ class _Player:
             self.played.witness,
         )
         self.progress.begin(command.pid)
+        growth = Growth(command.pid, self.temporary)
+        self.played.sizes = growth.samples
         news, heard = -1, time.monotonic()
         while command.poll() is None:
             self.progress.read()
+            growth.sample()
             if self.progress.news != news:
                 news, heard = self.progress.news, time.monotonic()
             if time.monotonic() - heard > self.setting.quiet_s:
