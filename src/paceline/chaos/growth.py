@@ -17,7 +17,7 @@ _MORE = 1.1
 
 
 class Sizes(NamedTuple):
-    """Sums over a command and what it has started, but for ranks, which come and go."""
+    """Sums over a command and its processes, but for ranks, which come and go."""
 
     memory_mb: float
     descriptors: float
@@ -49,7 +49,7 @@ class Growth:
 
 
 def grown(samples: Sequence[Sizes]) -> list[str]:
-    """What is larger in the last quarter of a run than in its second, in words."""
+    """Sizes that are larger in a run's last quarter than in its second, in words."""
     if len(samples) < _LEAST_SAMPLES:
         return []
     quarter = len(samples) // 4
