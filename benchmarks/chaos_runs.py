@@ -31,11 +31,12 @@ from measure import environment_line
 from paceline.cluster.discover import environment
 
 BIN = Path(sys.executable).parent
-LIMIT_S, FAULTS = 900.0, 4
+LIMIT_S = 900.0
 WHOLE = "kill,stop,oom,slow,disk-full,corrupt,store"
 EXACT = "kill,stop,oom,slow,disk-full,store"  # no weights are changed, so every loss is compared
 LINKS = "kill,stop,cut,partition,slow,store"
 COMMON: dict[str, Any] = {"loss": "cross_entropy", "checkpoint": {"every_steps": 25}, "evaluate": {"every_steps": 30}}
+OFTEN: dict[str, Any] = {"checkpoint": {"every_steps": 3}, "evaluate": {"every_steps": 4}}
 TEXT = {"kind": "text", "path": "{stdlib}/pydoc_data", "context": 16, "held_out": 0.01}
 JOBS: dict[str, dict[str, Any]] = {
     "digits": {
@@ -70,6 +71,8 @@ class Case:
     kinds: str
     steps: int
     hosts: int = 0
+    faults: int = 4
+    often: bool = False  # checkpoints and evaluations, every few steps
 
 
 CASES = {
@@ -81,6 +84,13 @@ CASES = {
     "mlp-1": Case("mlp", "dp=1", WHOLE, 600),
     "gpt-fsdp": Case("gpt", "dp=2 fsdp=2", WHOLE, 200),
     "gpt-pp": Case("gpt", "dp=2 pp=2 microbatches=2", EXACT, 200),
+    "gpt-tp": Case("gpt", "dp=2 tp=2", EXACT, 200),
+    "mlp-often": Case("mlp", "dp=3", EXACT, 300, often=True),
+    "mlp-storm": Case("mlp", "dp=4", "kill,stop,oom", 800, faults=12),
+    "gpt-fsdp-hosts": Case("gpt", "dp=2 fsdp=2", LINKS, 200, hosts=4),
+    "gpt-pp-hosts": Case("gpt", "dp=2 pp=2 microbatches=2", LINKS, 200, hosts=4),
+    "gpt-tp-hosts": Case("gpt", "dp=2 tp=2", LINKS, 200, hosts=4),
+    "mlp-hosts-storm": Case("mlp", "dp=4", LINKS, 600, hosts=4, faults=10),
 }
 
 
@@ -103,7 +113,7 @@ class Results:
             self.lines.append(line)
             with open(self.file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            print(f"{len(self.lines):4}  {line['case']:12} seed {line['seed']:<5} {said(line)}", file=sys.stderr)
+            print(f"{len(self.lines):4}  {line['case']:15} seed {line['seed']:<5} {said(line)}", file=sys.stderr)
 
 
 def main() -> None:
@@ -146,10 +156,31 @@ def run(name: str, seed: int, folder: Path, broken: Path) -> dict[str, Any]:
     place = folder / name
     place.mkdir(parents=True, exist_ok=True)
     job = place / "job.yaml"
-    job.write_text(yaml.safe_dump({"name": name, **COMMON, **JOBS[case.job], "stop": {"steps": case.steps}}))
-    words = [str(job), "--plan", case.plan, "--faults", case.kinds, "--steps", str(case.steps), "--count", str(FAULTS)]
+    settings = COMMON | (OFTEN if case.often else {}) | JOBS[case.job]
+    job.write_text(yaml.safe_dump({"name": name, **settings, "stop": {"steps": case.steps}}))
+    words = [
+        str(job),
+        "--plan",
+        case.plan,
+        "--faults",
+        case.kinds,
+        "--steps",
+        str(case.steps),
+        "--count",
+        str(case.faults),
+    ]
     words += ["--hosts", str(case.hosts)] if case.hosts else []
-    words += ["--seed", str(seed), "--tries", "0", "--folder", str(place / "runs"), "--json"]
+    words += [
+        "--count",
+        str(case.faults),
+        "--seed",
+        str(seed),
+        "--tries",
+        "0",
+        "--folder",
+        str(place / "runs"),
+        "--json",
+    ]
     begin = time.monotonic()
     try:
         done = subprocess.run(
@@ -192,13 +223,13 @@ def said(line: dict[str, Any]) -> str:
 def show(lines: list[dict[str, Any]], *, as_json: bool) -> None:
     """Print the table, and the figures."""
     made: Counter[str] = Counter(fault.split()[0] for line in lines for fault in line.get("faults", []))
-    print(f"{'case':14}{'runs':>6}{'held':>6}")
+    print(f"{'case':16}{'runs':>6}{'held':>6}")
     figures: dict[str, float] = {}
     for name in CASES:
         own = [line for line in lines if line["case"] == name]
         held = sum(bool(line.get("held")) for line in own)
         if own:
-            print(f"{name:14}{len(own):6}{held:6}")
+            print(f"{name:16}{len(own):6}{held:6}")
             figures[f"chaos_broken_{name}"] = len(own) - held
     for line in lines:
         if not line.get("held"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
 from paceline.chaos.groups import Squeezed, little_memory, little_time
 from paceline.chaos.links import Links
@@ -29,6 +30,7 @@ class Scene:
 
     Attributes:
         launcher: process id of its command.
+        ranks: number of ranks that it trains with.
         pids_of: process ids that a rank's status names.
         disk: folder of the file system that the run is written to, and that can be filled.
         checkpoints: folder.
@@ -36,6 +38,7 @@ class Scene:
     """
 
     launcher: int
+    ranks: int
     pids_of: Callable[[int], list[int]]
     disk: Path
     checkpoints: Path
@@ -67,12 +70,30 @@ class Injected:
 def inject(fault: Fault, scene: Scene) -> Injected | None:
     """Make a fault; None where what it hits is not there yet."""
     try:
-        injected = _HOW[fault.kind](fault, scene)
+        injected = (_many if fault.target in ("others", "ranks") else _HOW[fault.kind])(fault, scene)
     except ClusterError:  # hosts are being set up, or are just gone
         return None
     if injected is not None:
         injected.until += fault.for_s
     return injected
+
+
+def _many(fault: Fault, scene: Scene) -> Injected | None:
+    """Hit all ranks, or all but one, that are there; none unless two are."""
+    spared = fault.number if fault.target == "others" else None
+    wanted = [rank for rank in range(scene.ranks) if rank != spared]
+    there = [rank for rank in wanted if rank_process(scene, rank)]
+    if len(there) < min(2, len(wanted)):
+        return None
+    each = [_HOW[fault.kind](replace(fault, target="rank", number=rank), scene) for rank in there]
+    made = [injected for injected in each if injected is not None]
+
+    def undo() -> None:
+        for injected in made:
+            with suppress(OSError, ClusterError):
+                injected.undo()
+
+    return Injected(fault, ", ".join(injected.hit for injected in made), undo, made[0].time) if made else None
 
 
 def rank_process(scene: Scene, number: int) -> psutil.Process | None:

@@ -21,6 +21,7 @@ from paceline.chaos.progress import Progress
 from paceline.chaos.schedule import Fault, Schedule
 from paceline.errors import PacelineError
 from paceline.files import private_folder
+from paceline.plans.plan import Plan
 from paceline.training.record.witness import WITNESS
 
 STILL_SAVES = "ranks that it started still save and end"  # says a command that resumes one that was killed
@@ -143,6 +144,7 @@ class _Player:
         """Make the faults that are due until the command has ended."""
         scene = Scene(
             command.pid,
+            Plan.parse(self.schedule.plan).ranks,
             self.progress.pids_of,
             self.played.run.parent,
             self.played.run / "checkpoints",

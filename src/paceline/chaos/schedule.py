@@ -19,13 +19,15 @@ from paceline.files import read_text, write_whole
 Kind = Literal["kill", "stop", "oom", "partition", "cut", "slow", "disk-full", "corrupt", "clock", "store"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Phase = Literal["any", "start", "evaluate", "checkpoint", "recovery"]
-Target = Literal["rank", "host", "command", "weights", "checkpoint", "disk"]
+Target = Literal["rank", "others", "ranks", "host", "command", "weights", "checkpoint", "disk"]
 
 OF_HOSTS = ("partition", "cut")  # kinds that need hosts
 _LONGEST_S = {"stop": 8.0, "slow": 8.0, "cut": 12.0, "partition": 12.0, "disk-full": 5.0, "oom": 5.0, "store": 6.0}
 _SHORTEST_S = 0.5
 _AT_ONCE, _IN_RECOVERY, _IN_START, _IN_PHASE = 0.12, 0.12, 0.08, 0.25  # how often
 _WHOLE_HOST, _COMMAND = 0.3, 0.1  # of the kills
+_OTHERS, _ALL = 0.08, 0.04  # of what hits a rank: all ranks but one, or all
+_MANY = ("kill", "stop", "oom")  # kinds that hit so many at times
 _LAST = 0.9  # of the steps: what comes later may not be seen to heal
 _FILE_LIMIT = 2**20
 
@@ -36,7 +38,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         at: share of the run's steps that are done when it is due.
         during: what the run is to be doing then; waited for a while.
-        number: rank or host that it hits; of a partition, number of hosts that are cut off together.
+        target: what it hits; `others` are all ranks but one.
+        number: rank or host that it hits or, of `others`, spares; of a partition, number of hosts that are cut off
+            together.
         for_s: time after which it is taken back, where it can be.
     """
 
@@ -51,6 +55,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lasts = f" for {self.for_s:g} s" if self.for_s else ""
         where = {
             "rank": f"rank {self.number}",
+            "others": f"all ranks but {self.number}",
+            "ranks": "all ranks",
             "host": f"host {self.number}",
             "weights": f"weights of rank {self.number}",
         }
@@ -140,6 +146,8 @@ def _drawn(chance: random.Random, kind: Kind, at: float, during: Phase, ranks: i
         target, number = "disk", 0
     elif kind == "corrupt":
         target = chance.choice(("weights", "checkpoint"))
+    elif kind in _MANY and ranks > 2 and (lot := chance.random()) < _OTHERS + _ALL:
+        target = "others" if lot < _OTHERS else "ranks"
     longest = _LONGEST_S.get(kind, 0.0)
     for_s = round(chance.uniform(_SHORTEST_S, longest), 2) if longest else 0.0
     return Fault(kind, round(at, 4), target, number, during, for_s)
