@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from paceline.chaos.faults import Injected, Scene, inject
-from paceline.chaos.growth import Growth, Sizes
+from paceline.chaos.growth import Course, Growth, courses
 from paceline.chaos.left_behind import Left
 from paceline.chaos.progress import Progress
 from paceline.chaos.schedule import Fault, Schedule
@@ -67,7 +67,7 @@ class Played:
         ends: of each command; all but the last were resumed.
         hung: what was seen of a run that did not go on.
         left: processes and files that stayed.
-        sizes: samples of the last command.
+        grown: courses of the sizes of the command that ran for longest.
     """
 
     schedule: Schedule
@@ -78,7 +78,7 @@ class Played:
     ends: list[Ended] = field(default_factory=list)
     hung: str | None = None
     left: list[str] = field(default_factory=list)
-    sizes: list[Sizes] = field(default_factory=list)
+    grown: list[Course] = field(default_factory=list)
 
 
 def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Played:
@@ -100,6 +100,7 @@ def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Play
             if player.is_over():
                 break
         played.not_made = player.waiting
+        played.grown = courses(max((growth.samples for growth in player.growths), key=len))
         # what a host or a command that was killed leaves is removed there by the next start
         switched_off = any(i.fault.kind == "kill" and i.fault.target in ("host", "command") for i in played.made)
         played.left = left.found(_GRACE_S, files=not switched_off)
@@ -113,6 +114,7 @@ class _Player:
         self.lasting: list[Injected] = []
         self.progress = Progress(played.run, temporary)
         self.due_at: dict[Fault, float] = {}
+        self.growths: list[Growth] = []  # of each command
 
     @contextmanager
     def command(self, *, resume: bool) -> Iterator[subprocess.Popen[bytes]]:
@@ -142,17 +144,18 @@ class _Player:
 
     def watch(self, command: subprocess.Popen[bytes]) -> None:
         """Make the faults that are due until the command has ended."""
+        ranks = Plan.parse(self.schedule.plan).ranks
         scene = Scene(
             command.pid,
-            Plan.parse(self.schedule.plan).ranks,
+            ranks,
             self.progress.pids_of,
             self.played.run.parent,
             self.played.run / "checkpoints",
             self.played.witness,
         )
         self.progress.begin(command.pid)
-        growth = Growth(command.pid, self.temporary)
-        self.played.sizes = growth.samples
+        growth = Growth(command.pid, ranks, self.temporary)
+        self.growths.append(growth)
         news, heard = -1, time.monotonic()
         while command.poll() is None:
             self.progress.read()

@@ -83,7 +83,7 @@ def as_json(played: Played, reference: Reference, invariants: Sequence[Invariant
         "losses": reference.why,
         "faults": [asdict(row) for row in rows(played, reference)],
         "not_made": [str(fault) for fault in played.not_made],
-        "sizes": [sample._asdict() for sample in (*played.sizes[:1], *played.sizes[-1:])],
+        "sizes": [asdict(course) for course in played.grown],
         "commands": [{"code": end.code, "time": end.time} for end in played.ends],
     }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.chaos.disk import keep_mounts_private, small_disk
+from paceline.chaos.growth import Course
 from paceline.chaos.invariants import Invariant, check
 from paceline.chaos.play import Played, Setting, play
 from paceline.chaos.possible import refuse_impossible
@@ -59,6 +60,7 @@ class Found:
     invariants: Sequence[Invariant]
     rows: Sequence[Row]
     why: str
+    grown: Sequence[Course]
     details: dict[str, Any]
 
     @property
@@ -144,7 +146,7 @@ class Session:
 
     def _found(self, played: Played, undisturbed: Reference, invariants: Sequence[Invariant]) -> Found:
         details = as_json(played, undisturbed, invariants)
-        return Found(played.schedule, invariants, rows(played, undisturbed), undisturbed.why, details)
+        return Found(played.schedule, invariants, rows(played, undisturbed), undisturbed.why, played.grown, details)
 
     @contextmanager
     def _disk(self, place: Path, kinds: Sequence[Kind], undisturbed: Reference) -> Iterator[Path]:

@@ -57,7 +57,7 @@ def command(
     """Train a job under faults drawn from a seed, and check what paceline promises.
 
     The run ends; losses are those of an undisturbed run; every sample once an epoch; no checkpoint is lost;
-    nothing is left behind; over a minute, the command's memory, descriptors, threads and files do not grow.
+    nothing is left behind; over a minute, memory, processes, descriptors, threads and files do not grow.
 
     Exit code 1: a promise was broken. The schedule is then shrunk to the shortest that still breaks it.
     """
@@ -113,6 +113,8 @@ def show(found: Found, console: Console) -> None:
     resumed = sum(bool(end["code"]) for end in found.details["commands"])
     console.print(f"commands that ended with an error, and were resumed: {resumed}")
     console.print(found.why)
+    for course in found.grown:
+        console.print(str(course))
     for invariant in found.invariants:
         console.print(f"{'held  ' if invariant.held else 'BROKEN'}  {invariant.name}")
         for text in invariant.broken:

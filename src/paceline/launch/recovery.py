@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.engine.status import RankStatus
 from paceline.epoch import Epoch
 from paceline.errors import LaunchError
-from paceline.files import write_whole
 from paceline.launch.failure import hang, killed, shortened
 from paceline.launch.host.remote import RemoteRank
 from paceline.launch.membership import MOST_LOSSES, Membership
-from paceline.training.recovery.member import members_file
+from paceline.training.recovery.member import announce
 
 if TYPE_CHECKING:
     from paceline.launch.attempt import Attempt
@@ -181,11 +179,8 @@ class Recovery:
         current, newest = self.membership.current, self.membership.newest
         if (current.number, newest.number) == self._announced:
             return
-        for epoch in (current, newest):
-            if epoch.number > max(self._announced):
-                write_whole(members_file(self.attempt.folder, epoch.number), json.dumps(epoch.members))
         self._announced = current.number, newest.number
-        self.attempt.board.announce(*self._announced)
+        announce(self.attempt.board, self.attempt.folder, current, newest)
         if self.attempt.remote:
             self.attempt.remote.announce(current, newest)
 

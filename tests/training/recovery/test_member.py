@@ -1,43 +1,75 @@
-"""Epochs as one process of a run sees them."""
+"""Epochs as a launcher announces them, and as one process of a run sees them."""
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from paceline.engine.status import StatusBoard
+from paceline.epoch import Epoch
 from paceline.files import write_whole
 from paceline.rank_environment import STORE
-from paceline.training.recovery.member import Member, members_file, store_file
+from paceline.training.recovery.member import Member, announce, store_file
+
+EPOCHS = 100
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[StatusBoard]:
+    board = StatusBoard.create(tmp_path / "status", 2)
+    yield board
+    board.close()
 
 
 def test_a_rank_waits_through_an_epoch_without_members_and_meets_at_the_store_of_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    board: StatusBoard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STORE, "10.0.0.1:1")
-    board = StatusBoard.create(tmp_path / "status", 1)
 
-    def announce(number: int, members: list[int]) -> None:
-        write_whole(members_file(tmp_path, number), json.dumps(members))
-        board.announce(number, number)
+    def begin(number: int, *members: int) -> None:
+        announce(board, tmp_path, epoch := Epoch(number, members), epoch)
 
-    announce(0, [0])
+    begin(0, 0)
     member = Member(0, board, tmp_path)
     assert member.next_epoch().number == 0
     assert os.environ[STORE] == "10.0.0.1:1"
-    announce(1, [])
+    begin(1)
     assert member.is_over()
     with ThreadPoolExecutor(1) as pool:
         entered = pool.submit(member.next_epoch)
         while board.read()[0].phase != "joining":  # who waits so is not taken for one that hangs
             assert not entered.done()
         write_whole(store_file(tmp_path), "10.0.0.2:2")
-        announce(2, [0])
+        begin(2, 0)
         assert entered.result(60).number == 2
     assert os.environ[STORE] == "10.0.0.2:2"
     assert board.read()[0].epoch == 2
-    board.close()
+
+
+def test_however_many_epochs_there_were_no_more_files_are_kept(board: StatusBoard, tmp_path: Path) -> None:
+    for number in range(EPOCHS):
+        announce(board, tmp_path, Epoch(number, (0, 1)), Epoch(number + 1, (0,)))
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {"status", f"epoch-{EPOCHS - 1}.json", f"epoch-{EPOCHS}.json"}
+
+
+def test_a_process_that_is_late_enters_the_newest_epoch(board: StatusBoard, tmp_path: Path) -> None:
+    """Another may be announced after it has read the number of one, and before it reads its members."""
+
+    def announce_all() -> None:
+        for number in range(EPOCHS):
+            announce(board, tmp_path, epoch := Epoch(number, (0, 1, number)), epoch)
+
+    own = StatusBoard.at(tmp_path / "status")
+    member = Member(1, own, tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        launcher = pool.submit(announce_all)
+        while member.epoch.number < EPOCHS - 1:
+            epoch = member.next_epoch()
+            assert epoch.members == (0, 1, epoch.number)
+        launcher.result(60)
+    own.close()

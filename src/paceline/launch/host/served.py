@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import select
 import signal
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.channel.key import key_descriptor, own_key
 from paceline.cluster.identity import interface_of
 from paceline.engine.status import StatusBoard
+from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
 from paceline.launch.failure import ErrorRecord, oom_kills
@@ -47,7 +47,7 @@ from paceline.launch.host.pulse import Pulse
 from paceline.launch.started import StartedRank, Starter
 from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
 from paceline.training.checkpoint.fetch import WANTED
-from paceline.training.recovery.member import members_file, store_file
+from paceline.training.recovery.member import announce, store_file
 
 if TYPE_CHECKING:
     from paceline.launch.host.serve import Coordinator
@@ -248,9 +248,8 @@ class ServedAttempt:
 
     def _announce(self, message: Announce) -> None:
         """Show the run's epochs to the ranks here."""
-        for number, members in ((message.current, message.members), (message.newest, message.newest_members)):
-            write_whole(members_file(self.scratch, number), json.dumps(members))
-        self.board.announce(message.current, message.newest)
+        current = Epoch(message.current, tuple(message.members))
+        announce(self.board, self.scratch, current, Epoch(message.newest, tuple(message.newest_members)))
         self._newest = message.newest
 
     def _is_alone(self) -> bool:

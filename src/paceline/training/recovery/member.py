@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.engine.status import StatusBoard
 from paceline.epoch import Epoch
+from paceline.files import write_whole
 from paceline.rank_environment import STORE, RankEnvironment
 
 _LOOK_S = 0.002
@@ -51,7 +52,12 @@ class Member:
         while True:
             number = next_number(self.board.current_epoch, self.board.wanted_epoch, self.epoch.number)
             if number is not None:
-                epoch = Epoch(number, tuple(json.loads(members_file(self.folder, number).read_text())))
+                try:
+                    members = json.loads(_members_file(self.folder, number).read_text())
+                except FileNotFoundError:  # a newer one has just been announced
+                    time.sleep(_LOOK_S)
+                    continue
+                epoch = Epoch(number, tuple(members))
                 if self.number in epoch.members:
                     self.epoch = epoch
                     if (store := store_file(self.folder)).exists():
@@ -75,8 +81,21 @@ def next_number(current: int, wanted: int, own: int) -> int | None:
     return newest if newest > own else None
 
 
-def members_file(folder: Path, epoch: int) -> Path:
-    """File in which a launcher writes the members of an epoch before it announces it."""
+def announce(board: StatusBoard, folder: Path, current: Epoch, newest: Epoch) -> None:
+    """Announce epochs to the ranks at a launcher's status board, and forget older ones.
+
+    Args:
+        folder: of the board.
+    """
+    for epoch in (current, newest):
+        write_whole(_members_file(folder, epoch.number), json.dumps(epoch.members))
+    board.announce(current.number, newest.number)
+    for file in folder.glob(_members_file(folder, "*").name):
+        if int(file.stem.partition("-")[2]) < current.number:
+            file.unlink()
+
+
+def _members_file(folder: Path, epoch: int | str) -> Path:
     return folder / f"epoch-{epoch}.json"
 
 
