@@ -50,8 +50,9 @@ class Course:
 
     @property
     def grows(self) -> bool:
-        """True where the late size is more than the early one and what comes and goes."""
-        return self.late > _MORE * self.early + getattr(_SPARE, self.name)
+        """True where it is larger late than early, beyond what comes and goes."""
+        spare: float = getattr(_SPARE, self.name)
+        return self.late > _MORE * self.early + spare
 
     def __str__(self) -> str:
         name = self.name.removesuffix("_mb")
