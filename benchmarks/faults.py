@@ -7,6 +7,7 @@ Four replicas train on shared memory, and, as root, on four emulated hosts. A ra
 again and again, a while after the one before is back. Figures, of each transport (`shm_`, `hosts_`):
 - `kill_gap_s`: median over the faults of the longest time between two committed steps around a kill, beyond the run's
   median step; `kill_gap_worst_s` the longest of all.
+- `named_s`: median time from the kill until the record names who is lost.
 - `healed_s`: median time from the kill to the step after which the rank takes part again.
 - `steps_lost`: steps that were taken twice, or are missing from the record.
 - `short_steps`: steps that were taken with fewer samples than undisturbed ones; of peers, without a replica.
@@ -50,7 +51,7 @@ from typing import Any
 import psutil
 import yaml
 
-from faults_found import HANG_S, REPLICAS, REST_S, SEED, Faults, read, wait_for
+from faults_found import HANG_S, HEAD, REPLICAS, REST_S, SEED, Faults, read, wait_for
 from faults_peers import PEERS, measured_on
 from measure import environment_line
 from paceline.chaos.links import Links
@@ -88,21 +89,28 @@ def main() -> None:
         parser.add_argument(f"--{name}", metavar="PYTHON", help="an interpreter that has it, to measure it as well")
     asked = parser.parse_args()
     figures: dict[str, float] = {}
+    table = [HEAD]
     with tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder:
         for name in asked.transports.split(","):
             for kind in [kind for kind in KINDS[name] if kind in asked.kinds.split(",")]:
                 print(f"{name}: {asked.faults} faults ({kind})", file=sys.stderr, flush=True)
-                figures |= measured(Path(folder) / f"{name}-{kind}", name, kind, asked.faults).figures(name, kind)
+                ours = measured(Path(folder) / f"{name}-{kind}", name, kind, asked.faults)
+                table.append(f"{f'{name}, {kind}':24}{ours.row()}")
+                figures |= ours.figures(name, kind)
         for peer_name, peer in PEERS.items():
             if python := getattr(asked, peer_name):
                 print(f"{peer_name}: {asked.faults} faults", file=sys.stderr, flush=True)
-                found = measured_on(peer, Path(folder) / peer_name, python, asked.faults).figures(peer_name)
-                figures |= {name: value for name, value in found.items() if not name.endswith("inexact")}
+                found = measured_on(peer, Path(folder) / peer_name, python, asked.faults)
+                table.append(f"{f'{peer_name}, kill':24}{found.row()}")
+                figures |= {
+                    name: value for name, value in found.figures(peer_name).items() if not name.endswith("inexact")
+                }
         for every_s in GOODPUT if asked.goodput else ():
             name = f"goodput_{every_s}s"
             print(f"{name}: {GOODPUT[every_s]} faults", file=sys.stderr, flush=True)
             figures[name] = round(goodput(Path(folder) / name, every_s, GOODPUT[every_s]), 4)
         figures["steady_cost"] = round(steady_cost(Path(folder) / "steady", asked.rounds), 4)
+    print(*table, "", sep="\n")
     for name, value in figures.items():
         print(f"{name:24} {value:g}")
     print(environment_line())
@@ -132,7 +140,8 @@ def measured(folder: Path, transport: str, kind: str, faults: int) -> Faults:
         process.send_signal(signal.SIGINT)
         process.wait(HANG_S)
     lines = read(run / "steps" / "rank-0.jsonl")
-    found.note(kills, [line["time"] for line in lines], [event["time"] for event in events(run, "healed")])
+    told = sorted(event["time"] for kind in ("lost", "host_lost") for event in events(run, kind))
+    found.note(kills, [line["time"] for line in lines], [event["time"] for event in events(run, "healed")], told)
     took = losses(run)
     found.steps_lost = len(lines) - len(took) + max(took) - len(took)
     with training(folder, transport, "undisturbed", steps=max(took)) as (process, whole):
@@ -140,7 +149,8 @@ def measured(folder: Path, transport: str, kind: str, faults: int) -> Faults:
     dealt = {line["step"]: line["samples"] for line in read(whole / "steps" / "rank-0.jsonl")}
     found.short_steps = sum(line["samples"] < dealt[line["step"]] for line in lines)
     alone = losses(whole)
-    found.inexact = sum(abs(took[step] - loss) > TOLERANCE * abs(loss) for step, loss in alone.items())
+    differ = [abs(took[step] - loss) / abs(loss) for step, loss in alone.items()]
+    found.inexact, found.loss_difference = sum(one > TOLERANCE for one in differ), max(differ)
     return found
 
 

@@ -7,12 +7,13 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 REPLICAS, HANG_S, REST_S, SEED = 4, 60.0, 1.5, 17
+HEAD = f"{'fault':24}  named after   gap (the worst)  steps lost  healed after  loss difference"
 
 
 @dataclass
@@ -25,15 +26,26 @@ class Faults:
     steps_lost: int = 0
     short_steps: int = 0
     inexact: int = 0
+    named_s: list[float] = field(default_factory=list)
+    loss_difference: float | None = None  # the largest of a step, as a part of its loss; None: not known
 
-    def note(self, kills: list[float], steps: list[float], healed: list[float]) -> None:
-        """Take gaps and times until healed from the times of kills, of committed steps, and of returns."""
+    def note(self, kills: list[float], steps: list[float], healed: list[float], told: Sequence[float] = ()) -> None:
+        """Take times after kills from those of committed steps, of returns, and of losses that the run told."""
         typical_s = statistics.median(b - a for a, b in itertools.pairwise(steps))
         for at in kills:
             back = next((time for time in healed if time > at), at + HANG_S)
             near = [b - a for a, b in itertools.pairwise(steps) if b > at and a < back + 1.0]
             self.gaps_s.append(max(near, default=HANG_S) - typical_s)
             self.healed_s.append(back - at)
+            self.named_s += [time - at for time in told if time > at][:1]
+
+    def row(self) -> str:
+        """A line of the table whose head is `HEAD`."""
+        difference = "" if self.loss_difference is None else f"{self.loss_difference:.1e}"
+        named = f"{statistics.median(self.named_s):.2f} s" if self.named_s else "never"
+        gap = f"{statistics.median(self.gaps_s):.2f} s ({max(self.gaps_s):.2f})"
+        healed = f"{statistics.median(self.healed_s):.2f} s"
+        return f"{named:>11}  {gap:>16}  {self.steps_lost:>10}  {healed:>12}  {difference:>15}"
 
     def figures(self, transport: str, kind: str = "kill") -> dict[str, float]:
         """The figures by name."""
@@ -42,6 +54,7 @@ class Faults:
         return {
             f"{transport}_{kind}_gap_s": round(statistics.median(self.gaps_s), 3),
             f"{transport}_{kind}_gap_worst_s": round(max(self.gaps_s), 3),
+            **({f"{name}_named_s": round(statistics.median(self.named_s), 3)} if self.named_s else {}),
             f"{name}_healed_s": round(statistics.median(self.healed_s), 3),
             f"{name}_steps_lost": self.steps_lost,
             f"{name}_short_steps": self.short_steps,
