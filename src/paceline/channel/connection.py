@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from paceline.channel.key import RunKey
+from paceline.channel.silence import is_unacknowledged
 from paceline.errors import ChannelError, DeadlineError
 from paceline.files import user_name
 
@@ -59,6 +60,11 @@ class Connection:
     def lost(self) -> bool:
         """True once it has failed or was closed: nothing comes or goes any more."""
         return self._lost
+
+    def is_unacknowledged(self, for_s: float) -> bool:
+        """True if the other end's kernel has left repeated retransmissions unanswered for so long."""
+        with self._lock:
+            return not self._lost and is_unacknowledged(self._link, for_s)
 
     def fileno(self) -> int:
         """The descriptor, to wait on; -1 once closed."""

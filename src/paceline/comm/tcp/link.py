@@ -12,11 +12,11 @@ import os
 import select
 import socket
 import ssl
-import struct
 import time
 from collections import deque
 from dataclasses import dataclass
 
+from paceline.channel.silence import is_unacknowledged
 from paceline.comm.tcp.handshake import GREETING_BYTES, Greeting, wire_after
 from paceline.comm.tcp.progress import TcpProgress
 from paceline.comm.tcp.stream import ByteStream, Sink
@@ -31,7 +31,6 @@ _GONE_S = 3.0  # of being refused
 _ALTERED = (5, 60.0)  # connections that carried altered bytes, within so many seconds: somebody does it on purpose
 _SILENCE_S = 0.6  # without an acknowledgement from the other's kernel, with retransmissions under way
 _KEEPALIVE_S = (5, 2, 3)  # idle, between probes, probes: for a rank that only waits, and whose peer's host is gone
-_TCP_INFO_BYTES = 104
 _READ, _WRITE = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
@@ -226,14 +225,6 @@ class PeerLink:
         if self.stream.connection is not None:
             self._loop.forget(self.stream.connection.fileno())
 
-    def _is_silent(self) -> bool:
-        """True if repeated retransmissions got no answer. TCP alone would try ever more rarely."""
-        assert self.stream.connection is not None
-        info = self.stream.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        retransmits = info[2]
-        heard_ms: int = struct.unpack_from("I", info, 56)[0]
-        return retransmits >= 2 and heard_ms > 1000 * _SILENCE_S
-
     # Making another
 
     def _look(self, now: float) -> None:
@@ -242,7 +233,8 @@ class PeerLink:
             return
         if self.connected:
             self.stream.acknowledge_soon()
-            if self.stream.outstanding and self._is_silent():
+            assert self.stream.connection is not None
+            if self.stream.outstanding and is_unacknowledged(self.stream.connection, _SILENCE_S):
                 self.lose(TimeoutError(errno.ETIMEDOUT, "no answer"))
             else:
                 self.flush()

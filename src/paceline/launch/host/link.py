@@ -111,9 +111,9 @@ class Link:
             self.unwatch()
             self.connection.close()
 
-    def fall_silent(self, limit_s: float) -> None:
+    def fall_silent(self, silent_s: float) -> None:
         """Have the host's owner find it lost; for any thread."""
-        self._silence = f"nothing has come from it for {limit_s:g} s"
+        self._silence = f"nothing has come from it for {silent_s:.2g} s"
         self.connection.end()
 
     def watch(self, poll: select.poll) -> None:

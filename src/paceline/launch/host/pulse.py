@@ -2,7 +2,8 @@
 
 A cut network ends no connection. The pulse has a connection and a thread of its own at either end, so that a host that
 sends large files, or waits for its disk, is not taken for one that is gone. Both count rounds in which nothing came
-instead of reading a clock: a process that was stopped for a while has no silence of others to complain of.
+instead of reading a clock: a process that was stopped for a while has no silence of others to complain of. Where not
+even the other's kernel acknowledges what was sent, as it does for a busy process, a shorter silence is enough.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from paceline.errors import LaunchError, PacelineError
 
 SILENCE = "PACELINE_SILENCE_S"  # of a host, until it is taken for lost
 _SILENCE_S = 2.0
-_ROUNDS = 8  # within that time
+_ROUNDS = 16  # within that time
+_UNACKNOWLEDGED = 0.4  # of that time, where the other's kernel acknowledges nothing
 
 
 class Beat(Struct, tag=True, frozen=True):
@@ -39,14 +41,15 @@ class Pulses:
 
     Args:
         listen: opens a listener for messages of a type, which calls a function for each.
-        on_silence: called from a thread, with the number of a host, once for each silence.
+        on_silence: called from a thread, with the number of a host and the seconds, once for each silence.
     """
 
-    def __init__(self, listen: Listen, on_silence: Callable[[int], None]) -> None:
+    def __init__(self, listen: Listen, on_silence: Callable[[int, float], None]) -> None:
         self.limit_s = silence_limit_s()
         self._on_silence = on_silence
         self._beaten: set[int] = set()  # since the last round
         self._silent_rounds: dict[int, int] = {}
+        self._connections: dict[int, Connection] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._listener = listen(Beat, self._take)
@@ -64,6 +67,7 @@ class Pulses:
         with self._lock:
             self._beaten.discard(host)
             self._silent_rounds.pop(host, None)
+            self._connections.pop(host, None)
 
     def close(self) -> None:
         """Stop listening and watching."""
@@ -75,19 +79,29 @@ class Pulses:
         with self._lock:
             self._beaten.add(beat.host)
             self._silent_rounds.setdefault(beat.host, 0)
+            self._connections[beat.host] = connection
         connection.post(Beat(0))
 
     def _watch(self) -> None:
-        while not self._closing.wait(self.limit_s / _ROUNDS):
+        round_s = self.limit_s / _ROUNDS
+        while not self._closing.wait(round_s):
             with self._lock:
                 for host, rounds in self._silent_rounds.items():
                     self._silent_rounds[host] = 0 if host in self._beaten else rounds + 1
                 self._beaten.clear()
-                silent = [host for host, rounds in self._silent_rounds.items() if rounds >= _ROUNDS]
-                for host in silent:
-                    del self._silent_rounds[host]
-            for host in silent:
-                self._on_silence(host)
+                silent = {host: rounds for host, rounds in self._silent_rounds.items() if rounds}
+            for host, rounds in silent.items():
+                if rounds >= _ROUNDS or self._is_unreachable(host):
+                    self.forget(host)
+                    self._on_silence(host, rounds * round_s)
+
+    def _is_unreachable(self, host: int) -> bool:
+        """True if the host's kernel acknowledges nothing; sends it another beat."""
+        if (connection := self._connections.get(host)) is None:
+            return False
+        with suppress(PacelineError):
+            connection.post(Beat(0))
+        return connection.is_unacknowledged(_UNACKNOWLEDGED * self.limit_s)
 
 
 class Pulse:
@@ -96,7 +110,7 @@ class Pulse:
     Args:
         where: address and port of the coordinator's `Pulses`.
         limit_s: of silence.
-        on_silence: called from a thread with the limit, once, when nothing has come for so long after something had.
+        on_silence: called from a thread with the seconds, once, when nothing has come for so long after something had.
     """
 
     def __init__(
@@ -123,7 +137,7 @@ class Pulse:
 
     def _run(self) -> None:
         heard, silent_s, round_s = False, 0.0, self.limit_s / _ROUNDS
-        while not self._closing.is_set() and silent_s < self.limit_s:
+        while not self._closing.is_set() and silent_s < self.limit_s and not (silent_s and self._is_unreachable()):
             began, most_s = time.monotonic(), round_s if self._connection else self.limit_s
             answered = self._is_answered(round_s)
             took_s = time.monotonic() - began
@@ -134,7 +148,11 @@ class Pulse:
         if self._connection is not None:
             self._connection.close()
         if not self._closing.is_set():
-            self._on_silence(self.limit_s)
+            self._on_silence(silent_s)
+
+    def _is_unreachable(self) -> bool:
+        connection = self._connection
+        return connection is not None and connection.is_unacknowledged(_UNACKNOWLEDGED * self.limit_s)
 
     def _is_answered(self, round_s: float) -> bool:
         """Send a beat; True if the coordinator has sent anything within this round."""

@@ -309,11 +309,10 @@ class RemoteRanks:
             if rank.link.lost is not None and rank.code is None:
                 rank.code = -signal.SIGKILL
 
-    def _fall_silent(self, host: int) -> None:
-        assert self._pulses is not None
+    def _fall_silent(self, host: int, silent_s: float) -> None:
         for link in self.links:
             if link.number == host and link.lost is None:
-                link.fall_silent(self._pulses.limit_s)
+                link.fall_silent(silent_s)
 
     def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
         """Take in messages until one of a kind. A host that sends none in time is lost."""

@@ -61,9 +61,9 @@ class Coordinator:
         """True where nothing came from it for too long. It may be there, behind a network that is cut."""
         return bool(self._silence)
 
-    def fall_silent(self, limit_s: float) -> None:
+    def fall_silent(self, silent_s: float) -> None:
         """Find host 0 lost, since nothing came from it for too long; for any thread."""
-        self._silence = f"nothing has come from it for {limit_s:g} s"
+        self._silence = f"nothing has come from it for {silent_s:.2g} s"
         self.connection.end()
 
     def close(self) -> None:

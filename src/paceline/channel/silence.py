@@ -1,0 +1,19 @@
+"""Silence of a TCP peer's kernel, which even a busy process's answers."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+_INFO_BYTES = 104  # of Linux's struct tcp_info, see tcp(7)
+_RETRANSMITS, _LAST_ACK_RECV = 2, 56  # offsets in it
+
+
+def is_unacknowledged(link: socket.socket, for_s: float) -> bool:
+    """True if repeated retransmissions got no acknowledgement, for that many seconds.
+
+    TCP alone would try ever more rarely. The first retransmission comes after 0.2 s or more, as the round trip is.
+    """
+    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    heard_ms: int = struct.unpack_from("I", info, _LAST_ACK_RECV)[0]
+    return info[_RETRANSMITS] >= 2 and heard_ms > 1000 * for_s
