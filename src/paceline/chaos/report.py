@@ -54,10 +54,11 @@ def rows(played: Played, reference: Reference) -> list[Row]:
     """Outcome of each fault, in their order."""
     lines = [line for file in played.run.glob("steps/rank-*.jsonl") for line in _numbered(file)]
     events = list(read_lines(played.run / "events.jsonl"))
+    losses = losses_of(played.run)
     until = [*(injected.time for injected in played.made[1:]), float("inf")]
     limits = [named_until(injected, played.made[i:]) for i, injected in enumerate(played.made, 1)]
     made = zip(played.made, until, limits, strict=False)
-    return [_row(*fault, lines, events, played, reference) for fault in made]
+    return [_row(*fault, lines, events, losses, played, reference) for fault in made]
 
 
 def named_until(injected: Injected, later: Sequence[Injected]) -> float:
@@ -74,14 +75,16 @@ def named_until(injected: Injected, later: Sequence[Injected]) -> float:
     return injected.time + _WITHIN_S
 
 
-def as_json(played: Played, reference: Reference, invariants: Sequence[Invariant]) -> dict[str, Any]:
+def as_json(
+    played: Played, reference: Reference, invariants: Sequence[Invariant], faults: Sequence[Row]
+) -> dict[str, Any]:
     """All that is known of a run, for machines."""
     return {
         "schedule": msgspec.to_builtins(played.schedule),
         "held": all(invariant.held for invariant in invariants),
         "invariants": [asdict(invariant) for invariant in invariants],
         "losses": reference.why,
-        "faults": [asdict(row) for row in rows(played, reference)],
+        "faults": [asdict(row) for row in faults],
         "not_made": [str(fault) for fault in played.not_made],
         "sizes": [asdict(course) for course in played.grown],
         "commands": [{"code": end.code, "time": end.time} for end in played.ends],
@@ -94,6 +97,7 @@ def _row(
     limit: float,
     lines: Sequence[dict[str, Any]],
     events: Sequence[dict[str, Any]],
+    losses: Mapping[int, float],
     played: Played,
     reference: Reference,
 ) -> Row:
@@ -118,17 +122,21 @@ def _row(
         round(max(max(near) - typical_s, 0.0), 3) if near else None,
         len(set(again)),
         healed,
-        _differ(injected, until, lines, played, reference),
+        _differ(injected, until, lines, losses, reference),
     )
 
 
 def _differ(
-    injected: Injected, until: float, lines: Sequence[dict[str, Any]], played: Played, reference: Reference
+    injected: Injected,
+    until: float,
+    lines: Sequence[dict[str, Any]],
+    losses: Mapping[int, float],
+    reference: Reference,
 ) -> float | None:
     """Largest difference of losses from a fault to the next."""
     steps = {line["step"] for line in lines if injected.time < line["time"] < until} & reference.losses.keys()
-    found, first = losses_of(played.run), reference.losses[min(reference.losses)]
-    by = [difference(found[step], reference.losses[step], first) for step in steps if step in found]
+    first = reference.losses[min(reference.losses)]
+    by = [difference(losses[step], reference.losses[step], first) for step in steps & losses.keys()]
     return float(f"{max(by):.3g}") if by else None
 
 

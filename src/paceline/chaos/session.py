@@ -145,8 +145,9 @@ class Session:
         return found.schedule.with_only(shrink(found.schedule.faults, fails, most_tries))
 
     def _found(self, played: Played, undisturbed: Reference, invariants: Sequence[Invariant]) -> Found:
-        details = as_json(played, undisturbed, invariants)
-        return Found(played.schedule, invariants, rows(played, undisturbed), undisturbed.why, played.grown, details)
+        faults = rows(played, undisturbed)
+        details = as_json(played, undisturbed, invariants, faults)
+        return Found(played.schedule, invariants, faults, undisturbed.why, played.grown, details)
 
     @contextmanager
     def _disk(self, place: Path, kinds: Sequence[Kind], undisturbed: Reference) -> Iterator[Path]:
