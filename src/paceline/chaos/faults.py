@@ -30,7 +30,7 @@ class Scene:
 
     Attributes:
         launcher: process id of its command.
-        ranks: number of ranks that it trains with.
+        ranks: number of ranks that it trains with; `hosts` of emulated hosts.
         pids_of: process ids that a rank's status names.
         disk: folder of the file system that the run is written to, and that can be filled.
         checkpoints: folder.
@@ -39,6 +39,7 @@ class Scene:
 
     launcher: int
     ranks: int
+    hosts: int
     pids_of: Callable[[int], list[int]]
     disk: Path
     checkpoints: Path
@@ -123,7 +124,7 @@ def _kill(fault: Fault, scene: Scene) -> Injected | None:
 
 def _kill_host(fault: Fault, scene: Scene) -> Injected | None:
     """SIGKILL for all that runs in a host, as where a machine is switched off."""
-    links = Links.of(scene.launcher)
+    links = _links(scene)
     pids = links.processes_in(fault.number) if links else set()
     if not any(_is_ours(pid) for pid in pids):  # it is only being set up
         return None
@@ -234,7 +235,7 @@ def _corrupt_checkpoint(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _cut(fault: Fault, scene: Scene) -> Injected | None:
-    if (links := Links.of(scene.launcher)) is None:
+    if (links := _links(scene)) is None:
         return None
     injected = Injected(fault, f"link of host {fault.number}", lambda: links.mend([fault.number]))
     links.cut(fault.number)
@@ -242,13 +243,19 @@ def _cut(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _part(fault: Fault, scene: Scene) -> Injected | None:
-    if (links := Links.of(scene.launcher)) is None:
+    if (links := _links(scene)) is None:
         return None
     apart = list(range(links.count))[-fault.number :]
     words = ", ".join(map(str, apart))
     injected = Injected(fault, f"hosts {words} apart from the others", lambda: links.mend(apart))
     links.part(apart)
     return injected
+
+
+def _links(scene: Scene) -> Links | None:
+    """Links of the hosts; None unless all are up."""
+    links = Links.of(scene.launcher)
+    return links if links is not None and links.count >= scene.hosts else None
 
 
 def _command(scene: Scene) -> str:

@@ -148,6 +148,7 @@ class _Player:
         scene = Scene(
             command.pid,
             ranks,
+            self.schedule.hosts,
             self.progress.pids_of,
             self.played.run.parent,
             self.played.run / "checkpoints",
