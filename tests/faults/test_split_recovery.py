@@ -79,6 +79,29 @@ def test_a_lost_rank_costs_no_step_whichever_part_it_held(
     assert not events(run, "resume"), "nothing was read from the disk"
 
 
+@pytest.mark.parametrize(
+    ("plan", "model", "more"), [("dp=2 cp=2", "gpt", {}), ("dp=2 ep=2", "moe", {"experts": 4, "top_k": 2})]
+)
+@pytest.mark.slow
+def test_a_lost_rank_of_divided_tokens_or_experts_costs_no_step(
+    plan: str, model: str, more: dict[str, int], tmp_path: Path
+) -> None:
+    args = {"layers": 2, "hidden": 16, "heads": 2, "context": 16, "vocab": 29, **more}
+    data = {"kind": "synthetic", "shape": [16], "vocab": 29, "samples": 112, "held_out": 0.15}
+    job = write_job(tmp_path / "job.yaml", **long_job(model={"zoo": model, "args": args}, data=data))
+    alone = paceline("train", job, "--plan", "dp=1", "--run", "undisturbed", folder=tmp_path)
+    assert alone.code == 0, alone.err
+    with training(job, tmp_path, plan) as (process, run):
+        killed_in(run, process, [(3, 4), (0, 12)])
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert losses(run) == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-4)
+    assert [event["replicas"] for event in events(run, "epoch")] == [1, 2] * 2
+    assert [event["rank"] for event in events(run, "healed")] == [3, 0]
+    assert not events(run, "resume"), "nothing was read from the disk"
+
+
 @pytest.mark.slow
 def test_a_replica_that_is_divided_in_two_ways_is_whole_again(
     job: Path, undisturbed: dict[int, float], tmp_path: Path

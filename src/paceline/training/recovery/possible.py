@@ -37,6 +37,6 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     """
     if not recovery_is_on():
         return False
-    replicas = plan.dp > 1 and plan.cp == plan.ep == 1 and not sync_info(plan.sync).local_steps
+    replicas = plan.dp > 1 and not sync_info(plan.sync).local_steps
     dealt = job.partition.weights is None and job.partition.kind != "hierarchical"
     return replicas and dealt and plan.transport in ("auto", "shm", "tcp") and cluster.kind == CPU
