@@ -56,7 +56,8 @@ class CheckpointSpec(Spec):
     keep: int = Field(3, ge=1)
     # the run goes on without a checkpoint that cannot be written, until so many failed in a row
     max_failures: int = Field(3, ge=1)
-    # steps between states in memory, where the job rewinds; by itself so many that they cost 1 %
+    # steps between states in memory, where the job rewinds or its plan has one divided replica; by itself so many that
+    # they cost 1 %
     memory_every_steps: int | None = Field(None, ge=1)
 
 

@@ -75,9 +75,14 @@ class Recovery:
         return False
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
-        """Kill ranks that hang, unless some of every replica do; True if killed."""
+        """Kill ranks that hang; True if killed.
+
+        Not where some of every replica do, or all of the only one.
+        """
         numbers = {status.rank for status in hung}
-        if set(self.members) <= {rank for number in numbers for rank in self.membership.replica_of(number)}:
+        one_replica = self.attempt.setting.replica_ranks == self.attempt.setting.ranks
+        hit = {rank for number in numbers for rank in self.membership.replica_of(number)}
+        if set(self.members) <= (numbers if one_replica else hit):
             return False
         self.attempt.ask_for_stacks(numbers)
         for number in numbers:

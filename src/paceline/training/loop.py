@@ -125,12 +125,13 @@ class Loop:
         self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read
 
-    def run(self, border: Border | None = None, *, recut: bool = False) -> bool:
+    def run(self, border: Border | None = None, *, recut: bool = False, has_position: bool = False) -> bool:
         """Train until the stop rule or a signal ends the run, then save.
 
         Args:
             border: where the ranks go on from, whose state the engine has; None begins, or resumes from a checkpoint.
             recut: the same ranks go on, with another cut of the model; the loader is in its place.
+            has_position: the loader is in its place, where ranks meet anew.
 
         Returns:
             False where the ranks left before the end: to meet again in another epoch of the run, or to go on with
@@ -142,7 +143,9 @@ class Loop:
         """
         try:
             with stop_signals(self._note_signal):
-                reason = self._begin() if border is None else self._go_on(border, recut=recut)
+                reason = (
+                    self._begin() if border is None else self._go_on(border, recut=recut, has_position=has_position)
+                )
                 while reason is None and not self.leaving:
                     reason = self._epoch()
                 if reason is None:
@@ -314,11 +317,11 @@ class Loop:
             cut="" if pipeline is None else pipeline.cut,
         )
 
-    def _go_on(self, border: Border, *, recut: bool) -> str | None:
+    def _go_on(self, border: Border, *, recut: bool, has_position: bool) -> str | None:
         """Go on with the ranks of another epoch; returns the reason if the run ends."""
         engine = self.engine
         engine.step_count, self._acted = border.step, border.acted
-        if not recut:
+        if not (recut or has_position):
             engine.loader.load_state_dict(self._position(border.step))
         engine.compute.weighing.items_per_sample = border.items_per_sample
         engine.compute.weighing.prepare()

@@ -325,7 +325,8 @@ def numpy_state() -> list[Any]:
 
 def restore_random(device: torch.device, own: Mapping[str, Tensor], own_values: Mapping[str, Any]) -> list[str]:
     """Restore this rank's random states; returns remarks on what is left behind."""
-    torch.set_rng_state(own["rng/torch"])
+    # a copy, as torch reads from where the memory of a view begins
+    torch.set_rng_state(own["rng/torch"].clone())
     version, numbers, gauss = own_values["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = own_values["numpy"]

@@ -89,3 +89,17 @@ def test_on_cores_one_rank_with_two_threads_computes_as_fast_as_two_ranks() -> N
     alone = estimate(Layout(trace, machines, samples=8, threads=2))
     two = estimate(Layout(trace, machines, dp=2, samples=4))
     assert alone.breakdown["compute"] == pytest.approx(two.breakdown["compute"], rel=0.05)
+
+
+def test_copies_of_the_only_replica_are_counted_where_they_fit_and_refuse_no_plan() -> None:
+    roomy = Machines(CATALOGUE["CPU"], 1, 2, CATALOGUE["CPU"].network)
+    trace = transformer(Dimensions(layers=2, hidden=256, heads=4, seq=64, vocab=512))
+    held = estimate(Layout(trace, roomy, fsdp=2)).memory
+    assert held["copies"] == 4 * (held["parameters"] + held["optimizer"])
+    for other in (Layout(trace, roomy, dp=2), Layout(trace, roomy, dp=2, fsdp=2), Layout(trace, roomy), laid_out(tp=8)):
+        assert "copies" not in estimate(other).memory
+    just = int(sum(held.values()) - held["copies"]) + 1
+    tight = replace(roomy, device=replace(roomy.device, memory_bytes=just))
+    found = estimate(Layout(trace, tight, fsdp=2))
+    assert found.fits
+    assert "copies" not in found.memory

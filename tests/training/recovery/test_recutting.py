@@ -114,7 +114,8 @@ def test_losses_and_metrics_do_not_depend_on_when_the_stages_move(
 
 
 @pytest.mark.slow
-def test_ranks_that_recover_go_on_with_the_new_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("plan", "lost", "slow"), [("dp=2 pp=2", 3, "ranks 1, 3"), ("pp=2", 1, "rank 1")])
+def test_ranks_that_recover_go_on_with_the_new_cut(tmp_path: Path, plan: str, lost: int, slow: str) -> None:
     args = {"features": 4, "blocks": 6, "block_s": 0.02, "rank": 1, "factor": 5.0, "norm": False}
     file = write_job(
         tmp_path / "job.yaml",
@@ -123,19 +124,20 @@ def test_ranks_that_recover_go_on_with_the_new_cut(tmp_path: Path) -> None:
         precision="fp64",
         optimizer=OPTIMIZER,
         stop={"steps": 60},
+        checkpoint={"memory_every_steps": 3},
         deadline_s=60,
     )
     alone = paceline("train", file, "--plan", "dp=1", "--run", "alone", folder=tmp_path)
     assert alone.code == 0, alone.err
-    with training(file, tmp_path, "dp=2 pp=2 microbatches=2") as (process, path):
+    with training(file, tmp_path, f"{plan} microbatches=2") as (process, path):
         wait_for_step(1, path, process)
         wait_for_events(path, "recut", 1, process)
-        wait_for_step(events(path, "recut")[0]["step"] + 2, path, process)
-        kill_rank(3, process)
+        wait_for_step(events(path, "recut")[0]["step"] + 8, path, process)
+        kill_rank(lost, process)
         wait_for_events(path, "epoch", 1, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
-    assert outcome.says("ranks 1, 3 computed", "stages begin at blocks.5 instead of blocks.3")
+    assert outcome.says(f"{slow} computed", "stages begin at blocks.5 instead of blocks.3")
     assert len(events(path, "recut")) == 1, "the new cut was kept over the loss of a rank"
     assert not events(path, "resume")
     assert not events(path, "restart")

@@ -80,3 +80,5 @@ CHECKPOINT_SLOWS = 0.005
 RESTART_S = 15.0
 # beyond the step that is repeated, where replicas go on in place
 RECOVERY_S = 1.0
+# of a rank's state, in memory, where a plan has one replica: two versions of its own and of another rank's
+STATE_COPIES = 4

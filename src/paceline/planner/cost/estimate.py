@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.planner.calibrate import Calibration, CalibrationPoint, interpolated
 from paceline.planner.cost import constants
 from paceline.planner.cost.compute import device_of, peak_flops
-from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.layout import FrameworkProfile, Layout
 from paceline.planner.cost.measured import measured_inputs
 from paceline.planner.cost.measured_links import here
 from paceline.planner.cost.memory import capacity_bytes, memory
@@ -20,6 +20,7 @@ def estimate(layout: Layout) -> Prediction:
     parts = step_parts(layout, inputs_of(layout))
     step = sum(parts.values())
     held = measured_memory(layout, memory(layout))
+    held |= copies(layout, held)
     used = int(sum(held.values()))
     peak = peak_flops(device_of(layout), layout.precision) * layout.ranks
     flops = 3 * layout.trace.flops * layout.global_batch
@@ -32,6 +33,18 @@ def estimate(layout: Layout) -> Prediction:
         memory=held,
         fits=used <= capacity_bytes(layout),
     )
+
+
+def copies(layout: Layout, held: dict[str, float]) -> dict[str, float]:
+    """Bytes of copies of ranks' states in each other's memory, where a run makes them (`training.recovery.mirror`).
+
+    It makes none where they do not fit.
+    """
+    alone = layout.dp == layout.cp == layout.ep == 1 and layout.ranks > 1
+    if not (alone and layout.machines.device.is_core and layout.framework.name == FrameworkProfile().name):
+        return {}
+    wanted = constants.STATE_COPIES * (held["parameters"] + held["optimizer"])
+    return {"copies": wanted} if sum(held.values()) + wanted <= capacity_bytes(layout) else {}
 
 
 def inputs_of(layout: Layout) -> StepInputs:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from paceline.engine.meter import PARTS
 from paceline.printable import printable
-from paceline.units import clock
+from paceline.units import clock, size
 
 if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
@@ -286,6 +286,14 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return f"host {event['host']} (number {event['number']}) is back, and its ranks are started again"
         case "coordinator":
             return f"{event['lost']} is lost; {event['by']} coordinates now"
+        case "went_back":
+            return f"going on from step {event['step']}, kept in memory: {event['lost_steps']} steps are trained again"
+        case "not_mirrored":
+            return (
+                f"ranks keep no copies of each other's state: these take {size(event['wanted_bytes'])} more of a "
+                f"machine's memory, and {size(event['free_bytes'])} are free. When one is lost, all go back to the "
+                "newest checkpoint"
+            )
         case "healed":
             return f"rank {event['rank']} is back at step {event['step']}"
         case "restart":

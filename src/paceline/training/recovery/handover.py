@@ -19,7 +19,7 @@ from paceline.training.recovery.memory_state import MemoryState
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Start:
         behind: ranks that take the state over from others.
         new: those of them that have no state yet.
         replica_size: ranks that hold the model together.
+        holders: of each rank's copy, where all go back to copies in memory (`Mirror`); else empty.
+        lost_steps: steps that are trained again.
     """
 
     border: Border
@@ -75,6 +77,8 @@ class Start:
     behind: list[int]
     new: list[int]
     replica_size: int = 1
+    holders: dict[int, int] = field(default_factory=dict)
+    lost_steps: int = 0
 
     @property
     def begins(self) -> bool:
@@ -128,7 +132,7 @@ def hand_over(engine: Engine, group: Group, source: int, behind: Collection[int]
     state = MemoryState.of(engine, {}) if group.rank == source else None
     header = None
     if state is not None:
-        shapes = {name: [_NAMES[t.dtype], list(t.shape)] for name, t in state.tensors.items()}
+        shapes = {name: [DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in state.tensors.items()}
         header = {"step": state.step, "values": state.values, "shapes": shapes}
     told = group.gather_json(header)[source]
     if state is None:

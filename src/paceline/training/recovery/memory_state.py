@@ -43,16 +43,7 @@ class MemoryState:
             values: the loop's own state, JSON; `restore` returns it.
             reuse: an older state that is not needed any more; its memory is written over.
         """
-        held, optimizer = RankState.by(engine), engine.optimizer
-        tensors = {f"model/{name}": local(parameter).detach() for name, parameter in held.parameters.items()}
-        tensors |= {f"buffer/{name}": buffer.detach() for name, buffer in held.buffers.items()}
-        numbers: dict[str, dict[str, Any]] = {}
-        for name, parameter in held.parameters.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer/{name}/{key}"] = local(value).detach()
-                else:
-                    numbers.setdefault(name, {})[key] = value
+        tensors, numbers = _held(engine)
         rule = engine.rule.state_dict()
         tensors |= {f"sync/{key}": value.detach() for key, value in rule.items() if isinstance(value, Tensor)}
         tensors |= random_tensors(engine.device)
@@ -63,7 +54,7 @@ class MemoryState:
             "items_per_sample": engine.compute.weighing.items_per_sample,
             "last_losses": engine.guard.spikes.state_dict() if engine.guard.spikes is not None else None,
             "loss_scale": scale.state_dict() if scale is not None else None,
-            "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups],
             "numbers": numbers,
             "rule": {key: value for key, value in rule.items() if not isinstance(value, Tensor)},
             "python": python_state(),
@@ -146,6 +137,29 @@ class MemoryState:
 
 # settings of an optimizer that belong to the plan of today
 _HOW_TO_STEP = ("fused", "foreach")
+
+
+def state_bytes(engine: Engine) -> int:
+    """Memory that the weights, buffers and optimizer state of this rank take in a `MemoryState`."""
+    return sum(tensor.nbytes for tensor in _held(engine)[0].values())
+
+
+def _held(engine: Engine) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Tensors of this rank's weights, buffers and optimizer, not copied.
+
+    And the optimizer's numbers, by parameter.
+    """
+    held = RankState.by(engine)
+    tensors = {f"model/{name}": local(parameter).detach() for name, parameter in held.parameters.items()}
+    tensors |= {f"buffer/{name}": buffer.detach() for name, buffer in held.buffers.items()}
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, parameter in held.parameters.items():
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{name}/{key}"] = local(value).detach()
+            else:
+                numbers.setdefault(name, {})[key] = value
+    return tensors, numbers
 
 
 def _copied(value: Tensor, memory: Tensor | None) -> Tensor:

@@ -29,14 +29,20 @@ def recovery_is_on() -> bool:
 def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     """True if a lost rank is replaced while the others go on.
 
-    That is where there are several replicas, the same ones after every step, our own transports are used
-    (waits of torch's cannot be broken off), and samples can be dealt to any number of replicas.
+    That is where there are several replicas, the same ones after every step, or one whose parts are copied to other
+    ranks, our own transports are used (waits of torch's cannot be broken off), and samples can be dealt to any number
+    of replicas.
 
     Raises:
         LaunchError: `PACELINE_RECOVERY` is neither on nor off.
     """
     if not recovery_is_on():
         return False
-    replicas = plan.dp > 1 and not sync_info(plan.sync).local_steps
+    replicas = (plan.dp > 1 or is_mirrored(plan)) and not sync_info(plan.sync).local_steps
     dealt = job.partition.weights is None and job.partition.kind != "hierarchical"
     return replicas and dealt and plan.transport in ("auto", "shm", "tcp") and cluster.kind == CPU
+
+
+def is_mirrored(plan: Plan) -> bool:
+    """True if ranks keep copies of each other's state (`Mirror`): no other replica has it."""
+    return plan.dp == plan.cp == plan.ep == 1 and plan.ranks > 1

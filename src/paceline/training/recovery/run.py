@@ -15,11 +15,14 @@ from paceline.engine.engine import Engine
 from paceline.engine.status import StatusBoard
 from paceline.epoch import ends_epoch, watch_epoch
 from paceline.training.build import check_device, seed_all
+from paceline.training.checkpoint.manifest import checkpoints
 from paceline.training.loop import Loop
 from paceline.training.record.run import Run
 from paceline.training.recovery.handover import Border, Start, agree_on_start
 from paceline.training.recovery.kept import Kept, KeptModel, KeptPart
 from paceline.training.recovery.member import Member
+from paceline.training.recovery.mirror import Mirror
+from paceline.training.recovery.possible import is_mirrored
 from paceline.training.recovery.recutting import follows_times
 from paceline.training.stop_signals import stop_signals
 
@@ -49,6 +52,7 @@ class Trainee:
         seed_all(run.job.seed)
         self.kept: Kept = KeptPart() if run.plan.splits else KeptModel(run.job, run.plan)
         self.data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
+        self.mirror = Mirror(run.job.checkpoint.memory_every_steps) if is_mirrored(run.plan) else None
         self.border = Border()
         self.links: GroupLinks | None = None
         self.signal: str | None = None
@@ -58,11 +62,14 @@ class Trainee:
         check_device(self.run, group)
         group.links = self.links
         start = agree_on_start(group, self.border, self.run.plan.ranks // self.run.plan.dp)
+        if self.mirror is not None:
+            newest = max((step for step, _ in checkpoints(self.run.checkpoints)), default=-1)
+            start = self.mirror.start(group, newest) or start
         ended, recut = self._train(group, start)
         while recut:
             StatusBoard.of_this_rank().mark("starting", self.border.step)
             gc.collect()  # the weights of the stages before
-            again = replace(start, border=replace(self.border, cut=recut), ready=[], behind=[], new=[])
+            again = replace(start, border=replace(self.border, cut=recut), ready=[], behind=[], new=[], holders={})
             ended, recut = self._train(group, again, saved=True)
         return ended
 
@@ -83,7 +90,7 @@ class Trainee:
             if start.begins:
                 seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
             elif not saved:
-                self.kept.restore(engine, group, start)
+                (self.kept if self.mirror is None else self.mirror).restore(engine, group, start)
                 self.border, has_state = start.border, True
             loop = self._loop(engine, group, start)
             loop.recutting.built_s = time.monotonic() - begun
@@ -91,28 +98,44 @@ class Trainee:
             # from here on nothing goes back to the cut before
             self.border, has_state = border or Border(), border is not None
             self.kept.forget()
-            ended = loop.run(border, recut=saved)
+            if self.mirror is not None:
+                self.mirror.begin(engine, group, loop.events)
+            ended = loop.run(border, recut=saved, has_position=bool(start.holders))
         except Exception as error:
             if not ends_epoch(error):
                 raise
             broken = True
-            self.kept.broken_off(engine)
+            if self.mirror is not None:
+                self.mirror.broken_off(engine.step_count)
+            else:
+                self.kept.broken_off(engine)
             # at once: groups that are closed wait for what peers have not acknowledged
             abort_all(0.0)
             if loop is not None:
                 loop.checkpoints.writer.abandon()
         if loop is not None and loop.begun:
             self.border, self.signal, has_state = self._border(loop, start), loop.signal, True
-        if has_state and not ended:
+        if self.mirror is None and has_state and not ended:
             self.kept.keep(engine)
+        elif self.mirror is not None and broken:
+            self.border = Border()  # without the part that is lost, the others are of no use
         with suppress(Exception):  # its ranks may be gone
+            if self.mirror is not None:
+                self.mirror.end()
+        with suppress(Exception):
             engine.close()
         return ended, loop.recutting.cut if loop is not None and not broken and not ended else ""
 
     def _loop(self, engine: Engine, group: Group, start: Start) -> Loop:
         loop = Loop(self.run, engine, self.data, group)
-        loop.signal, loop.at_border = self.signal, lambda: self.kept.undo.remember(engine.step_count)
+        loop.signal, mirror = self.signal, self.mirror
+        if mirror is None:
+            loop.at_border = lambda: self.kept.undo.remember(engine.step_count)
+        else:
+            loop.at_border = lambda: mirror.at_border(loop.border)
         loop.another_is_wanted, loop.recutting.on = self.member.another_is_wanted, follows_times(self.run.plan)
+        if start.holders:
+            loop.events("went_back", {"step": start.border.step, "lost_steps": start.lost_steps})
         for rank in () if start.begins else start.new:
             loop.events("healed", {"rank": self.member.epoch.members[rank], "step": start.border.step})
         return loop
