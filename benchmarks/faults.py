@@ -21,6 +21,7 @@ And once:
 - `goodput_15s`, `goodput_60s`: share of the time that the same steps take undisturbed, on shared memory with a kill
   every 15 and 60 s, without the start of the run.
 - `steady_cost`: median step time with recovery / with PACELINE_RECOVERY=off, runs in turn, where nothing fails.
+- `mirror_cost`: the same of the mean step time under fsdp=2, whose ranks copy their states to each other.
 
 With `--torchft` or `--horovod`, an interpreter that has paceline and torchft (`pip install torchft-nightly`), or
 Horovod, the same kills hit their replicas (`torchft_`, `horovod_`, see `faults_peers.py`): there `inexact` is not
@@ -74,6 +75,8 @@ JOB = {
     "deadline_s": 60,
 }
 CLUSTER = {"emulate": {"hosts": REPLICAS}}
+PLAN, MIRRORED = f"dp={REPLICAS} balance=off", "fsdp=2"
+MIRRORED_STEPS = 600
 
 
 def main() -> None:
@@ -110,6 +113,7 @@ def main() -> None:
             print(f"{name}: {GOODPUT[every_s]} faults", file=sys.stderr, flush=True)
             figures[name] = round(goodput(Path(folder) / name, every_s, GOODPUT[every_s]), 4)
         figures["steady_cost"] = round(steady_cost(Path(folder) / "steady", asked.rounds), 4)
+        figures["mirror_cost"] = round(mirror_cost(Path(folder) / "mirror", asked.rounds), 4)
     print(*table, "", sep="\n")
     for name, value in figures.items():
         print(f"{name:24} {value:g}")
@@ -172,29 +176,40 @@ def goodput(folder: Path, every_s: float, faults: int) -> float:
 
 
 def steady_cost(folder: Path, rounds: int) -> float:
-    """Median step time with recovery over that without, where nothing fails; runs take turns."""
+    """Median step time with recovery over that without, where nothing fails."""
+    return cost(folder, rounds, PLAN, STEADY_STEPS, lambda steps: statistics.median(line["step_s"] for line in steps))
+
+
+def mirror_cost(folder: Path, rounds: int) -> float:
+    """Mean time from step to step with copies of states over that without, which few steps pay for."""
+    return cost(
+        folder, rounds, MIRRORED, MIRRORED_STEPS, lambda steps: (steps[-1]["time"] - steps[0]["time"]) / len(steps)
+    )
+
+
+def cost(folder: Path, rounds: int, plan: str, count: int, step_s: Callable[[list[dict[str, Any]]], float]) -> float:
+    """A time of a plan's steps with recovery over that without; runs take turns."""
     folder.mkdir()
     found: dict[str, list[float]] = {"on": [], "off": []}
     for number in range(rounds):
         for recovery in sorted(found, reverse=bool(number % 2)):
             name = f"{recovery}-{number}"
-            with training(folder, "shm", name, steps=STEADY_STEPS, recovery=recovery) as (process, run):
+            with training(folder, "shm", name, steps=count, recovery=recovery, plan=plan) as (process, run):
                 process.wait()
             steps = read(run / "steps" / "rank-0.jsonl")[WARM_UP:]
-            found[recovery].append(statistics.median(line["step_s"] for line in steps))
+            found[recovery].append(step_s(steps))
     return statistics.median(on / off for on, off in zip(found["on"], found["off"], strict=True))
 
 
 @contextmanager
 def training(
-    folder: Path, transport: str, name: str, *, steps: int, recovery: str = "on"
+    folder: Path, transport: str, name: str, *, steps: int, recovery: str = "on", plan: str = PLAN
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """`paceline train` of the job, and its run directory; ended with the context."""
     job, cluster = folder / f"{name}.yaml", folder / "cluster.yaml"
     job.write_text(yaml.safe_dump(JOB | {"stop": {"steps": steps}}))
     cluster.write_text(yaml.safe_dump(CLUSTER))
     options = ["--cluster", str(cluster)] if transport == "hosts" else []
-    plan = f"dp={REPLICAS} balance=off"
     command = [str(BIN / "paceline"), "train", str(job), "--plan", plan, "--run", str(folder / name), *options]
     settings = {**os.environ, "PACELINE_RECOVERY": recovery, "PACELINE_LOSSES_PER_HOUR": "1000"}
     with open(folder / f"{name}.log", "wb") as log:
