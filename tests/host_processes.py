@@ -39,12 +39,14 @@ def host_processes(
     environment: Mapping[str, str] = {},
     apart: bool = False,
     emulated: EmulatedHosts | None = None,
+    later: int = 0,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The command as host 0, 1, …, each in its folder.
 
     Args:
         apart: the others do not see the folder of host 0. Needs root.
         emulated: hosts in whose networks the processes run.
+        later: so many more may come.
     """
     address, key = emulated.emulation.hosts[0].address if emulated else own_address(), RunKey.make()
     with ExitStack() as stack:
@@ -52,6 +54,8 @@ def host_processes(
         for number, folder in enumerate(folders):
             write_key(key, file := folder / f"key-{secrets.token_hex(4)}")
             own = {**variables(number, len(folders), address, file), **environment}
+            if later:
+                own["PACELINE_HOSTS"] = f"{len(folders)}..{len(folders) + later}"
             command: list[object] = [BIN / "paceline", *arguments]
             if apart and number:
                 hide = f'mount -t tmpfs none {folders[0]} && exec "$@"'

@@ -72,6 +72,7 @@ def place(monkeypatch: pytest.MonkeyPatch, *variables: Variables) -> HostPlace |
     ("variables", "expected"),
     [
         (BY_HAND, HostPlace(1, 3, "10.0.0.1", 4711, "pace-1", "hosts")),
+        (BY_HAND | {"PACELINE_HOSTS": "2..8"}, HostPlace(1, 8, "10.0.0.1", 4711, "pace-1", "hosts", least=2)),
         (BY_HAND | {"PACELINE_ENGINE": "ssh"}, HostPlace(1, 3, "10.0.0.1", 4711, "pace-1", "ssh")),
         (SLURM, HostPlace(2, 3, "n01", default_port("slurm", "42"), "m7", "slurm", "42")),
         (
@@ -101,6 +102,7 @@ def place(monkeypatch: pytest.MonkeyPatch, *variables: Variables) -> HostPlace |
     ],
     ids=[
         "by hand",
+        "by hand, from 2 hosts on",
         "ssh",
         "Slurm",
         "Slurm with PMI",
@@ -125,6 +127,8 @@ def test_every_engine_says_the_place_of_a_host(
         (BY_HAND, {"PACELINE_HOST_NUMBER": "-"}, "PACELINE_HOST_NUMBER is not set. On every host set"),
         (BY_HAND, {"PACELINE_HOSTS": "-"}, "PACELINE_HOSTS is not set"),
         (BY_HAND, {"PACELINE_HOSTS": "two"}, 'PACELINE_HOSTS is "two", not a number'),
+        (BY_HAND, {"PACELINE_HOSTS": "2.."}, 'PACELINE_HOSTS is "", not a number'),
+        (BY_HAND, {"PACELINE_HOSTS": "8..2"}, 'PACELINE_HOSTS is "8..2": the first number is the least'),
         (BY_HAND, {"PACELINE_HOSTS": "9" * 5000}, "not a number from 0 to 65536"),
         (BY_HAND, {"PACELINE_COORDINATOR": "-"}, "Set PACELINE_COORDINATOR=ADDRESS:PORT on every host"),
         (BY_HAND, {"PACELINE_COORDINATOR": "a:0"}, 'The port of host 0 is "0"'),

@@ -23,7 +23,7 @@ Hosts = Annotated[
     typer.Option(
         "--hosts",
         metavar="LIST",
-        help="Hosts to start this command on by ssh, e.g. a,b:2 (2 devices of b), or a file of them.",
+        help="Hosts to start this command on by ssh, e.g. a,b:2 (2 devices of b), or a file; 2..8: from 2 on.",
         show_default="this machine",
     ),
 ]
@@ -101,6 +101,9 @@ def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
         from paceline.launch.signals import sigterm_as_exit
         from paceline.launch_engine import is_rank, own_engine
 
+        if re.fullmatch(r"\d+\.\.\d+", str(kwargs.get("hosts"))):  # started on each by something else
+            os.environ["PACELINE_HOSTS"] = str(kwargs["hosts"])
+            kwargs["hosts"] = None
         with nullcontext() if is_rank() else sigterm_as_exit():
             # Most often there is one host, and then nothing more is imported; --hosts is refused by the command.
             if own_engine().hosts() is None or kwargs.get("hosts") is not None:

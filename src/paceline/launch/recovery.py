@@ -42,7 +42,19 @@ class Recovery:
         self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
         self._why: dict[int, str] = {}  # a rank that was killed here had been hung
         self._stopped_at: dict[int, float] = {}
+        self._leave_out_absent()
         self._announce()
+
+    def _leave_out_absent(self) -> None:
+        """Begin without the ranks of hosts that have not come yet."""
+        remote, places = self.attempt.remote, self.attempt.setting.places
+        if remote is None or not remote.spared:
+            return
+        for link in remote.spared:
+            self._away[link.number] = [rank for rank, place in enumerate(places) if place.number == link.number]
+            self._handled.update(self._away[link.number])
+            remote.expect(link.number, again=True)
+        self.membership.current = Epoch(0, tuple(sorted(set(range(len(places))) - self._handled)))
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ class HostPlace:
         name: of this host.
         engine: name of the engine that started the process: "slurm", "ssh", "hosts" (by hand), …
         run_name: the engine's name or number of the run, for messages.
+        least: number of hosts with which a run begins that takes in the others when they come; 0 is all.
     """
 
     number: int
@@ -28,6 +29,7 @@ class HostPlace:
     name: str
     engine: str
     run_name: str = ""
+    least: int = 0
 
 
 class LaunchEngine:

@@ -27,7 +27,10 @@ def number_from(name: str, advice: str) -> int:
     Raises:
         LaunchError: it is not set, or is not a number from 0 to `MOST_HOSTS`.
     """
-    text = os.environ.get(name)
+    return _number(name, os.environ.get(name), advice)
+
+
+def _number(name: str, text: str | None, advice: str) -> int:
     if text is None:
         raise LaunchError(f"{name} is not set. {advice}")
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) <= MOST_HOSTS):
@@ -47,7 +50,7 @@ def place_from(
     Raises:
         LaunchError: a variable is not set or not a number, the number is not below the count, no address is known.
     """
-    number, count = number_from(number_name, advice), number_from(count_name, advice)
+    number, (least, count) = number_from(number_name, advice), _least_and_count(count_name, advice)
     if number >= count:
         raise LaunchError(
             f"{number_name} is {number}, but {count_name} is {count}: hosts have the numbers 0 to count - 1. {advice}"
@@ -55,7 +58,19 @@ def place_from(
     if count == 1:
         return None
     address, port = address_from(coordinator, default_port(engine, run_name))
-    return HostPlace(number, count, address, port, name or socket.gethostname(), engine, run_name)
+    return HostPlace(number, count, address, port, name or socket.gethostname(), engine, run_name, least)
+
+
+def _least_and_count(name: str, advice: str) -> tuple[int, int]:
+    """Least and largest number of hosts; the least is 0 where all are needed."""
+    text = os.environ.get(name)
+    first, dots, last = (text or "").partition("..")
+    if not dots:
+        return 0, _number(name, text, advice)
+    least, count = _number(name, first, advice), _number(name, last, advice)
+    if not 1 <= least <= count:
+        raise LaunchError(f'{name} is "{text}": the first number is the least that a run begins with, as in 2..8.')
+    return least, count
 
 
 def address_from(coordinator: str, port: int) -> tuple[str, int]:

@@ -297,4 +297,30 @@ def test_a_host_on_which_the_command_is_started_again_is_back(tmp_path: Path) ->
             again.send_signal(signal.SIGTERM)
             zero, one = outcomes([hosts[0], again])
     assert (zero.code, one.code) == (143, 143), zero.err + one.err
-    assert zero.says("It may come back.", "(number 1) is back", "rank 1 is back at step")
+    assert zero.says("It may come back.", "(number 1) has come", "rank 1 is back at step")
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_hosts_that_are_there_and_takes_in_one_that_comes_later(tmp_path: Path) -> None:
+    job, run = write_job(tmp_path / "job.yaml", **LONG), tmp_path / "run"
+    arguments, where = ("train", job, "--plan", "dp=3", "--run", run), folders(tmp_path, 3)
+    with host_processes(*arguments, folders=where[:2], later=1) as hosts:
+        wait_for_step(5, run, hosts[0])
+        environment = {**psutil.Process(hosts[1].pid).environ(), "PACELINE_HOST_NUMBER": "2"}
+        with started("paceline", *arguments, folder=where[2], environment=environment) as third:
+            wait_for(lambda: events(run, "healed"), hosts[0])
+            third.send_signal(signal.SIGTERM)
+            zero, one, two = outcomes([*hosts, third])
+    assert (zero.code, one.code, two.code) == (143, 143, 143), zero.err + one.err + two.err
+    assert zero.says("2 of at most 3 hosts are there", "(number 2) has come", "rank 2 is back at step")
+    assert [event["replicas"] for event in events(run, "epoch")] == [3]
+
+
+@pytest.mark.slow
+def test_a_run_that_needs_all_hosts_says_so_where_one_has_not_come(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    arguments, where = ("train", job, "--plan", "fsdp=3", "--run", tmp_path / "run"), folders(tmp_path)
+    with host_processes(*arguments, folders=where, later=1) as hosts:
+        zero, one = outcomes(hosts)
+    assert (zero.code, one.code) == (1, 1)
+    assert zero.says("this run cannot begin without host host-2 (number 2)", "Start all hosts")

@@ -26,7 +26,7 @@ from paceline.cluster.discover import discover
 from paceline.cluster.identity import host_identity
 from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
 from paceline.launch.host.hosts import Hosts
-from paceline.launch.host.link import Link, keep_alive
+from paceline.launch.host.link import AbsentLink, Link, keep_alive
 from paceline.launch.host.measure import measured_cluster
 from paceline.launch.host.messages import Dismiss, FromHost, Held, Joining, Refused, ToHost, Welcome
 from paceline.launch.host.serve import Coordinator
@@ -36,6 +36,7 @@ from paceline.printable import printable
 
 WAIT = "PACELINE_HOSTS_WAIT_S"  # for all hosts to come
 _WAIT_S, _TELL_S, _MESSAGE_S = 300.0, 10.0, 20.0
+_FEW_S = 10.0  # from the start, for more hosts to come than the least
 _PORT = "PACELINE_COORDINATOR=ADDRESS:PORT, on every host, names another address of host 0 or another port."
 _CLOCKS_S = 60.0  # may hosts' clocks be apart
 
@@ -53,7 +54,15 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
         listener = Listener((address, place.port), key, FromHost, came.put)
     except ChannelError as error:
         raise LaunchError(f"host 0 ({place.name}) has to listen, but {error}. {_PORT}") from error
-    return welcomed(own, address, links_of(place, key, listener, came), key)
+    links = links_of(place, key, listener, came)
+    absent = sorted(set(range(1, place.count)) - {link.number for link in links})
+    if absent:
+        _say(
+            f"{len(links) + 1} of at most {place.count} hosts are there: the run begins, and takes in hosts "
+            f"{', '.join(map(str, absent))} when they come"
+        )
+    away = [AbsentLink(number, f"host-{number}", own) for number in absent]
+    return welcomed(own, address, sorted([*links, *away], key=lambda link: link.number), key)
 
 
 def welcomed(own: Host, address: str, links: Sequence[Link], key: RunKey, *, measures: bool = True) -> Hosts:
@@ -105,6 +114,8 @@ def links_of(
         raise
     finally:
         listener.close()
+        while not came.empty():  # too late
+            came.get().close()
     return [links[number] for number in sorted(links)]
 
 
@@ -218,6 +229,8 @@ def _await_all(
         except queue.Empty:
             check()
             now = time.monotonic()
+            if now - began > _FEW_S and len(links) + 1 >= (place.least or place.count):
+                return
             if now - told >= _TELL_S or now - began > wait_s:
                 told, text = now, _missing(place, key, listener, links, now - began)
                 if now - began > wait_s:

@@ -17,7 +17,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate.namespace import inside
 from paceline.engine.status import StatusBoard
 from paceline.errors import LaunchError
-from paceline.launch.host.link import Link
+from paceline.launch.host.link import AbsentLink, Link
 from paceline.launch.host.messages import Dismiss, Look
 from paceline.launch.host.remote import RemoteRanks, RunFolder
 from paceline.launch.signals import StopSignals
@@ -65,9 +65,10 @@ class Hosts:
             LaunchError: a host does not answer in time.
             SystemExit: 130 or 143, when SIGINT or SIGTERM came to one of them meanwhile.
         """
-        for link in self.links:
+        links = [link for link in self.links if not isinstance(link, AbsentLink)]
+        for link in links:
             link.send(question)
-        answers = [(link, link.answer(kind, deadline_s)) for link in self.links]
+        answers = [(link, link.answer(kind, deadline_s)) for link in links]
         for link, answer in answers:
             if answer is None:
                 raise LaunchError(f"{link.who} is lost: {link.lost}")
@@ -116,7 +117,8 @@ class Hosts:
         """Have all end with this exit code."""
         for link in self.links:
             link.send(Dismiss(code))
-            link.connection.close()
+            if link.lost is None:
+                link.connection.close()
 
 
 _current: list[Hosts] = []

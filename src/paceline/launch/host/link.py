@@ -130,6 +130,15 @@ class Link:
             self._watched = None
 
 
+class AbsentLink(Link):
+    """Place of a host that has not come yet."""
+
+    def __init__(self, number: int, name: str, host: Host) -> None:
+        self.number, self.name, self.address, self.host = number, name, "", host
+        self.clock_ahead_s, self.standby_port, self.heard_at = 0.0, 0, time.monotonic()
+        self.lost = "it has not come yet"
+
+
 def keep_alive(connection: Connection) -> None:
     """Have the kernel notice a peer that is gone without a word."""
     with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:

@@ -21,7 +21,7 @@ from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.files import write_whole
 from paceline.launch.host.folder import parts_of, place_in, receive
-from paceline.launch.host.link import Link
+from paceline.launch.host.link import AbsentLink, Link
 from paceline.launch.host.messages import (
     Adopt,
     Announce,
@@ -125,7 +125,8 @@ class RemoteRanks:
         self._token: Path | None = None
         self._pulses: Pulses | None = None
         self.ranks: dict[int, RemoteRank] = {}
-        self.spared: list[Link] = []  # lost hosts that the run goes on without
+        # hosts that the run goes on without: lost, or not there yet
+        self.spared: list[Link] = [link for link in links if isinstance(link, AbsentLink)]
         self._silent: list[Link] = []
 
     def __enter__(self) -> Self:
@@ -158,8 +159,13 @@ class RemoteRanks:
         """Have every host prepare for the ranks.
 
         Raises:
-            LaunchError: a host is lost.
+            LaunchError: a host is lost, or is not there and has to be.
         """
+        if self.spared and not recovers:
+            raise LaunchError(
+                f"this run cannot begin without {', '.join(link.who for link in self.spared)}: only where each rank "
+                "holds the whole model (plan dp=N, on CPUs, with recovery) others may come later. Start all hosts."
+            )
         token = self._show_token()
         where, folders = str(token.parent), list(self.folder.folders)
         if recovers:
@@ -180,9 +186,10 @@ class RemoteRanks:
             silence_s,
             replica_ranks,
         )
-        for link in self.links:
+        there = [link for link in self.links if link not in self.spared]
+        for link in there:
             self._prepare(link, self._begin)
-        for link in self.links:
+        for link in there:
             if not self._until(link, Ready, _READY_S):
                 raise LaunchError(self._of_lost(link))
         token.unlink(missing_ok=True)

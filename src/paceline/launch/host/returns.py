@@ -14,7 +14,7 @@ from paceline.channel.connection import Connection
 from paceline.errors import ChannelError, LaunchError, PacelineError
 from paceline.launch.host.gather import take
 from paceline.launch.host.hosts import Hosts
-from paceline.launch.host.link import Link
+from paceline.launch.host.link import AbsentLink, Link
 from paceline.launch.host.messages import FromHost, Looked, Refused, Welcome
 from paceline.launch.host.same_files import differences
 from paceline.launch_engine import HostPlace
@@ -123,7 +123,8 @@ class Returns:
         while link.number not in self._expected:
             if link.number in self._left_out:
                 return f"{link.who} was lost too often within an hour, and is left out of the run."
-            if time.monotonic() > until or self._closing.is_set():
+            absent = isinstance(self._before(link), AbsentLink)  # the run may be about to start
+            if (not absent and time.monotonic() > until) or self._closing.is_set():
                 return f"two hosts have the number {link.number}: {self._before(link).name} is there."
             time.sleep(0.05)
         return ""
@@ -131,6 +132,8 @@ class Returns:
     def _other(self, link: Link) -> str:
         """Reason why a host is not the one that was lost; "" where it is."""
         before = self._before(link)
+        if isinstance(before, AbsentLink):
+            before = link
         if before.name not in (link.name, f"{link.name}-{link.number}"):
             return f"host {link.name} has come as number {link.number}, which is that of {before.name}."
         known = self._hosts.cluster.hosts[link.number]

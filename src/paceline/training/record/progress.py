@@ -283,7 +283,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             then = "It may come back." if event["again"] else "It is left out."
             return f"{event['reason']}; the others go on. {then}"
         case "host_back":
-            return f"host {event['host']} (number {event['number']}) is back, and its ranks are started again"
+            return f"host {event['host']} (number {event['number']}) has come, and its ranks are started"
         case "coordinator":
             return f"{event['lost']} is lost; {event['by']} coordinates now"
         case "went_back":
