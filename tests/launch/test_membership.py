@@ -95,6 +95,16 @@ def test_processes_that_are_lost_together_are_left_out_in_one_epoch() -> None:
     assert membership.current == Epoch(1, (0, 2))
 
 
+def test_a_run_that_begins_without_some_takes_in_their_replicas_when_they_come() -> None:
+    membership = Membership(6, replica_size=2)
+    membership.begin_without({3, 4, 5})
+    assert membership.current == Epoch(0, (0, 1))
+    assert not membership.hopeless
+    membership.left_out -= {3}
+    membership.note({0: 0, 1: 0, 2: -1, 3: -1}, {2, 3})
+    assert membership.wanted == Epoch(1, (0, 1, 2, 3))
+
+
 def test_losses_of_long_ago_do_not_count() -> None:
     membership = Membership(2)
     assert all(membership.lost(1, day * 86_400.0) for day in range(20))

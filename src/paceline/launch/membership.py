@@ -51,6 +51,11 @@ class Membership:
         first = process - process % self._replica_size
         return set(range(first, first + self._replica_size))
 
+    def begin_without(self, processes: Set[int]) -> None:
+        """Have the first epoch without the replicas of processes that are not there yet."""
+        self.left_out |= processes
+        self.current = Epoch(0, tuple(sorted(self._possible())))
+
     def lost(self, process: int, at_s: float) -> bool:
         """Note the end of a process; returns whether it is to be started again."""
         return process in self.lost_together({process}, at_s)

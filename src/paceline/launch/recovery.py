@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.engine.status import RankStatus
-from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.launch.failure import hang, killed, shortened
 from paceline.launch.host.remote import RemoteRank
@@ -54,7 +53,12 @@ class Recovery:
             self._away[link.number] = [rank for rank, place in enumerate(places) if place.number == link.number]
             self._handled.update(self._away[link.number])
             remote.expect(link.number, again=True)
-        self.membership.current = Epoch(0, tuple(sorted(set(range(len(places))) - self._handled)))
+        self.membership.begin_without(set(self._handled))
+        if self.membership.hopeless:
+            raise LaunchError(
+                f"no replica of the plan can begin without {', '.join(link.who for link in remote.spared)}: each has "
+                f"{self.attempt.setting.replica_ranks} ranks. Raise the least number of hosts (PACELINE_HOSTS)."
+            )
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -172,6 +172,9 @@ def _train_here(
             return before
         if takeover and before:
             plan = _fitted(before.plan, job, cluster) or "auto"
+        if hosts and hosts.absent and plan == "auto" and before is None:
+            plan = Plan(dp=cluster.devices)
+            say(f"plan auto: {plan}, a replica on each device: nothing is measured before all hosts are there")
         choice = choice_of(job, cluster, plan, before, say)
         warm_up_for(job, choice.plan)
         refuse_what_cannot_divide(job, choice.plan, cluster)

@@ -126,6 +126,19 @@ def test_a_host_that_is_back_with_other_data_is_told_so_and_may_come_with_the_ri
     assert_taken_in(place, meeting)
 
 
+def test_a_host_that_came_when_the_others_had_just_met_is_taken_in(place: HostPlace, meeting: Returns) -> None:
+    meeting.__exit__()
+    late = meeting._hosts.late
+    listener = meeting._hosts.listener(FromHost, PORT, late.put)
+    connection = coming(place)
+    late.put(late.get(timeout=DEADLINE_S))  # it is there
+    listener.close()
+    with Returns(meeting._hosts, place, PORT) as again:
+        again.expect(1)
+        assert connection.receive(DEADLINE_S) == Welcome(["a", "b"])
+    connection.close()
+
+
 def test_a_host_with_the_number_of_one_that_is_there_is_refused(place: HostPlace, meeting: Returns) -> None:
     assert "two hosts have the number 1: b is there" in refused(place)
 

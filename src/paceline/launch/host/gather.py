@@ -62,7 +62,9 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
             f"{', '.join(map(str, absent))} when they come"
         )
     away = [AbsentLink(number, f"host-{number}", own) for number in absent]
-    return welcomed(own, address, sorted([*links, *away], key=lambda link: link.number), key)
+    hosts = welcomed(own, address, sorted([*links, *away], key=lambda link: link.number), key)
+    hosts.late = came
+    return hosts
 
 
 def welcomed(own: Host, address: str, links: Sequence[Link], key: RunKey, *, measures: bool = True) -> Hosts:
@@ -114,8 +116,6 @@ def links_of(
         raise
     finally:
         listener.close()
-        while not came.empty():  # too late
-            came.get().close()
     return [links[number] for number in sorted(links)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ class Hosts:
         agreed: code and data that were found to be the same on all.
         takeover: the run to continue, where the coordinator before was lost.
         returns: where hosts come back that were lost; None where they cannot.
+        late: connections that came while the hosts met, and nobody has looked at.
 
     Args:
         namespace: network namespace of that address, where this host is an emulated one.
@@ -53,6 +55,12 @@ class Hosts:
         self.cluster, self.address, self.key, self._namespace = cluster, address, key, namespace
         self.links = sorted(links, key=lambda link: link.number)
         self.agreed: list[Look] = []
+        self.late: queue.Queue[Connection] = queue.Queue()
+
+    @property
+    def absent(self) -> list[Link]:
+        """Those that have not come yet, and may during the run."""
+        return [link for link in self.links if isinstance(link, AbsentLink)]
 
     def address_of(self, number: int) -> str:
         """Address at which the other hosts reach host `number`."""

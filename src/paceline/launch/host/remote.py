@@ -139,7 +139,8 @@ class RemoteRanks:
         for link in self.links:
             link.send(EndAttempt())
         for link in self.links:
-            self._until(link, Over, _OVER_S)
+            if self._begin:
+                self._until(link, Over, _OVER_S)
             link.unwatch()
         if self._pulses:
             self._pulses.close()
@@ -163,8 +164,8 @@ class RemoteRanks:
         """
         if self.spared and not recovers:
             raise LaunchError(
-                f"this run cannot begin without {', '.join(link.who for link in self.spared)}: only where each rank "
-                "holds the whole model (plan dp=N, on CPUs, with recovery) others may come later. Start all hosts."
+                f"this run cannot begin without {', '.join(link.who for link in self.spared)}: only runs that "
+                "recover in place (dp of at least 2, on CPUs) take in others later. Start all hosts."
             )
         token = self._show_token()
         where, folders = str(token.parent), list(self.folder.folders)

@@ -46,6 +46,8 @@ class Returns:
         self._thread = threading.Thread(target=self._run, name="paceline-returns", daemon=True)
 
     def __enter__(self) -> Self:
+        while not self._hosts.late.empty():
+            self._came.put(self._hosts.late.get())
         self._listener = self._hosts.listener(FromHost, self._port, self._came.put)
         self._thread.start()
         self._hosts.returns = self
