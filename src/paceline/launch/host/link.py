@@ -136,7 +136,7 @@ class AbsentLink(Link):
     def __init__(self, number: int, name: str, host: Host) -> None:
         self.number, self.name, self.address, self.host = number, name, "", host
         self.clock_ahead_s, self.standby_port, self.heard_at = 0.0, 0, time.monotonic()
-        self.lost = "it has not come yet"
+        self.held, self.lost = None, "it has not come yet"
 
 
 def keep_alive(connection: Connection) -> None:
