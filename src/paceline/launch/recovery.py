@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.engine.status import RankStatus
+from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.launch.failure import hang, killed, shortened
 from paceline.launch.host.remote import RemoteRank
