@@ -59,7 +59,7 @@ class Hosts:
 
     @property
     def absent(self) -> list[Link]:
-        """Those that have not come yet, and may during the run."""
+        """Hosts that have not come yet, and may during the run."""
         return [link for link in self.links if isinstance(link, AbsentLink)]
 
     def address_of(self, number: int) -> str:
