@@ -57,8 +57,8 @@ class Recovery:
         self.membership.begin_without(set(self._handled))
         if self.membership.hopeless:
             raise LaunchError(
-                f"no replica of the plan can begin without {', '.join(link.who for link in remote.spared)}: each has "
-                f"{self.attempt.setting.replica_ranks} ranks. Raise the least number of hosts (PACELINE_HOSTS)."
+                f"this run cannot begin without {', '.join(link.who for link in remote.spared)}: no replica of its plan "
+                f"is whole, each has {self.attempt.setting.replica_ranks} ranks. Start more hosts."
             )
 
     @property

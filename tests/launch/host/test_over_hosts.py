@@ -323,4 +323,4 @@ def test_a_run_that_needs_all_hosts_says_so_where_one_has_not_come(tmp_path: Pat
     with host_processes(*arguments, folders=where, later=1) as hosts:
         zero, one = outcomes(hosts)
     assert (zero.code, one.code) == (1, 1)
-    assert zero.says("this run cannot begin without host host-2 (number 2)", "Start all hosts")
+    assert zero.says("this run cannot begin without host host-2 (number 2)", "Start more hosts")
