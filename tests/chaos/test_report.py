@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.chaos.faults import Injected
-from paceline.chaos.report import named_until
+from paceline.chaos.report import is_about, named_until
 from paceline.chaos.schedule import Fault
 
 
@@ -25,3 +25,12 @@ def test_faults_that_are_named_by_other_events_do_not_take_the_answer() -> None:
 
 def test_what_hits_more_than_a_rank_may_have_lost_that_rank() -> None:
     assert named_until(made(100, "stop"), [made(103, "kill", "command")]) == 103
+
+
+def test_the_loss_of_a_rank_answers_to_what_hit_that_rank_and_not_to_what_spared_it() -> None:
+    lost = {"event": "lost", "rank": 1}
+    assert is_about(lost, Fault("kill", 0.5, "rank", 1))
+    assert is_about(lost, Fault("kill", 0.5, "ranks"))
+    assert not is_about(lost, Fault("kill", 0.5, "others", 1))
+    assert not is_about(lost, Fault("kill", 0.5, "rank", 2))
+    assert is_about(lost, Fault("kill", 0.5, "others", 2))

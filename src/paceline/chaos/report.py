@@ -75,6 +75,18 @@ def named_until(injected: Injected, later: Sequence[Injected]) -> float:
     return injected.time + _WITHIN_S
 
 
+def is_about(event: Mapping[str, Any], fault: Fault) -> bool:
+    """False for what an event tells of another rank or host."""
+    if fault.target in ("rank", "weights", "others"):
+        if event["event"] in ("lost", "healed", "slow_rank", "corruption"):
+            is_own: bool = fault.number == event.get("rank")
+            return is_own != (fault.target == "others")
+        return event["event"] != "host_lost"
+    if fault.target == "host" and fault.kind != "partition" and event["event"] == "host_lost":
+        return fault.number == event.get("number")
+    return True
+
+
 def as_json(
     played: Played, reference: Reference, invariants: Sequence[Invariant], faults: Sequence[Row]
 ) -> dict[str, Any]:
@@ -103,7 +115,7 @@ def _row(
 ) -> Row:
     begin = injected.time
     ends = [end.time for end in played.ends if end.code]
-    about = [event for event in events if _is_about(event, injected.fault)]
+    about = [event for event in events if is_about(event, injected.fault)]
     named = _first([*_times(about, _NAMED.get(injected.fault.kind, _NAMED_LOSS)), *ends], begin, limit)
     kinds = _HEALED.get(injected.fault.kind, ("healed", *_AGAIN))
     healed = _first(_times(about, kinds), begin + (named or 0.0), begin + _WITHIN_S) if named is not None else None
@@ -138,16 +150,6 @@ def _differ(
     first = reference.losses[min(reference.losses)]
     by = [difference(losses[step], reference.losses[step], first) for step in steps & losses.keys()]
     return float(f"{max(by):.3g}") if by else None
-
-
-def _is_about(event: Mapping[str, Any], fault: Fault) -> bool:
-    """False for what an event tells of another rank or host."""
-    if fault.target in ("rank", "weights"):
-        of_rank = event["event"] in ("lost", "healed", "slow_rank", "corruption")
-        return fault.number == event.get("rank") if of_rank else event["event"] != "host_lost"
-    if fault.target == "host" and fault.kind != "partition" and event["event"] == "host_lost":
-        return fault.number == event.get("number")
-    return True
 
 
 def _numbered(file: Path) -> list[dict[str, Any]]:
