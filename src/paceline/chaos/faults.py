@@ -253,9 +253,10 @@ def _part(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _links(scene: Scene) -> Links | None:
-    """Links of the hosts; None unless all are up."""
+    """Links of the hosts; None unless all are up, as they are once there are ranks."""
     links = Links.of(scene.launcher)
-    return links if links is not None and links.count >= scene.hosts else None
+    is_up = links is not None and links.count >= scene.hosts
+    return links if is_up and any(rank_process(scene, rank) for rank in range(scene.ranks)) else None
 
 
 def _command(scene: Scene) -> str:

@@ -77,13 +77,13 @@ def named_until(injected: Injected, later: Sequence[Injected]) -> float:
 
 def is_about(event: Mapping[str, Any], fault: Fault) -> bool:
     """False for what an event tells of another rank or host."""
+    name, rank, host = str(event["event"]), event.get("rank", -1), event.get("number", -1)
     if fault.target in ("rank", "weights", "others"):
-        if event["event"] in ("lost", "healed", "slow_rank", "corruption"):
-            is_own: bool = fault.number == event.get("rank")
-            return is_own != (fault.target == "others")
-        return event["event"] != "host_lost"
-    if fault.target == "host" and fault.kind != "partition" and event["event"] == "host_lost":
-        return fault.number == event.get("number")
+        if name in ("lost", "healed", "slow_rank", "corruption"):
+            return bool(fault.number == rank) != (fault.target == "others")
+        return name != "host_lost"
+    if fault.target == "host" and fault.kind != "partition" and name == "host_lost":
+        return bool(fault.number == host)
     return True
 
 
