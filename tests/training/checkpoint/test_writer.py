@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.epoch import EpochOver, watch_epoch
 from paceline.errors import CheckpointError
 from paceline.split.layout import ShardLayout
 from paceline.split.mesh import Mesh
@@ -300,6 +302,21 @@ def test_a_rank_whose_file_went_away_leaves_no_checkpoint(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"rank-1\.safetensors has 0 bytes of the [0-9,]+ that rank 1 wrote"):
         first.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_part_of_a_lost_rank_is_waited_for_no_longer_than_its_epoch(tmp_path: Path) -> None:
+    saving = checkpointer(tmp_path, world=2)
+    saving.save(3, Snapshot({"weight": torch.ones(4)}))
+    over = threading.Event()
+    with watch_epoch(over.is_set):
+        with ThreadPoolExecutor(1) as pool:
+            completed = pool.submit(saving.complete)
+            over.set()
+            with pytest.raises(EpochOver, match="part of a lost rank"):
+                completed.result()
+        saving.abandon()
+    save(tmp_path, 3, Snapshot({"weight": torch.ones(4)}))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
 def test_only_the_newest_are_kept_and_the_staging_buffer_fits_every_size(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.epoch import EpochOver, epoch_is_over
 from paceline.errors import CheckpointError
 from paceline.split.layout import Box
 from paceline.split.parts import Part
@@ -216,13 +217,18 @@ class Checkpointer:
         self._work, self._error, self._copying = iter(()), None, False
 
     def _finish(self) -> None:
-        """Complete the current checkpoint on the calling thread, at its normal priority."""
+        """Complete the current checkpoint on the calling thread, at its normal priority.
+
+        Raises:
+            EpochOver: a rank was lost, whose part would be waited for in vain.
+        """
         if self._thread is not None:
             self._hurry.set()
             self._thread.join()
             self._thread = None
             for _ in self._work:
-                pass
+                if epoch_is_over():
+                    raise EpochOver("the checkpoint under way lacks the part of a lost rank")
         self._copying = False
 
     def _claim_folder(self) -> None:
