@@ -83,6 +83,41 @@ def test_a_rank_may_join_again_after_it_has_left(tmp_path: Path) -> None:
         assert (tmp_path / f"transports-{rank}").read_text() == str([("shm", None)] * 3)
 
 
+BROKEN_OFF = """
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import paceline.comm.backend as backend
+from paceline.comm.backend import joined
+from paceline.epoch import Epoch, watch_epoch
+
+def meet(arguments):
+    folder, rank = arguments[0], int(os.environ["RANK"])
+    if rank == 0:  # it comes to an epoch that ends before its group is made, and the other one does not
+        met, backend._met = backend._met, lambda *_: (dist.HashStore(), ("gloo", None))
+        try:
+            with watch_epoch(lambda: True), joined(deadline_s=0.1, epoch=Epoch(0, (0, 1))):
+                pass
+        except Exception as error:
+            Path(folder, "broken-off").write_text(type(error).__name__)
+        backend._met = met
+    with joined(deadline_s=20, epoch=Epoch(1, (0, 1))) as group:
+        group.all_reduce(tensor := torch.tensor([rank + 1.0]))
+        Path(folder, f"sum-{rank}").write_text(str(tensor.item()))
+"""
+
+
+def test_ranks_meet_though_one_of_them_could_not_make_its_group_before(tmp_path: Path) -> None:
+    script = tmp_path / "ranks_that_meet_late.py"
+    script.write_text(BROKEN_OFF)
+    paceline.launch.local.launch([f"{script}:meet", str(tmp_path)], ranks=2, threads=1, pin_cores=None, deadline_s=60)
+    assert "Error" in (tmp_path / "broken-off").read_text()
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["3.0", "3.0"]
+
+
 def test_alone_there_is_a_group_of_one_and_no_process_group() -> None:
     with joined() as group:
         assert (group.rank, group.size, group.device) == (0, 1, torch.device("cpu"))

@@ -112,6 +112,9 @@ def _drop() -> None:
     abort_all(0.0)
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Torch has counted a group that was not finished, and would name the next one by it. Ranks that were not there
+    # have not, and groups of different names do not meet.
+    dist.distributed_c10d._world.group_count = 0
     close_stores()
 
 
