@@ -43,6 +43,7 @@ JOB: dict[str, Any] = {
     "optimizer": {"name": "sgd", "lr": 0.01},
     "checkpoint": {"every_steps": 200},
     "evaluate": {"every_steps": 150},
+    "stop": {"steps": 1},  # as many as the schedule says
 }
 
 
