@@ -38,14 +38,17 @@ def test_a_short_run_tells_nothing_of_growth() -> None:
     assert courses([(0.0, STEADY), (1.0, STEADY._replace(files=1000))] * 5) == []
 
 
-def test_a_process_is_sampled_while_its_ranks_are_there(tmp_path: Path) -> None:
+def test_a_process_is_sampled_while_its_ranks_train(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     growth = Growth(os.getpid(), 0, tmp_path)
-    growth.sample()
-    growth.sample()
+    growth.sample(0, lambda: {"sync"})  # no step yet
+    growth.sample(1, lambda: {"sync", "joining"})
+    assert growth.samples == []
+    growth.sample(1, lambda: {"sync"})
+    growth.sample(2, lambda: {"sync"})  # too soon
     [(_, sizes)] = growth.samples
     assert sizes.files == 1
     assert min(sizes) > 0
     for other in (Growth(os.getpid(), 1, tmp_path), Growth(2**22 + 1, 0, tmp_path)):  # a rank is away; it has ended
-        other.sample()
+        other.sample(1, lambda: {"sync"})
         assert other.samples == []

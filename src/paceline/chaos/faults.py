@@ -253,7 +253,7 @@ def _part(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _links(scene: Scene) -> Links | None:
-    """Links of the hosts; None unless all are up, as they are once there are ranks."""
+    """Links of the hosts; None until all are up, as they are for ranks."""
     links = Links.of(scene.launcher)
     is_up = links is not None and links.count >= scene.hosts
     return links if is_up and any(rank_process(scene, rank) for rank in range(scene.ranks)) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import psutil
 _EVERY_S = 2.0
 _LEAST_SAMPLES = 30  # shorter runs mostly start and end
 _MORE = 1.1
+_NOT_YET = frozenset(("starting", "joining"))
 
 
 class Sizes(NamedTuple):
@@ -61,9 +62,9 @@ class Course:
 
 
 class Growth:
-    """Samples the sizes of a command under way, while all its ranks are there.
+    """Samples the sizes of a command under way, while all its ranks train.
 
-    A lost host takes its processes with it, and what it takes and brings again is no growth.
+    What a lost rank or host takes with it and brings again is no growth.
 
     Args:
         temporary: folder in which its files are counted.
@@ -72,13 +73,18 @@ class Growth:
     def __init__(self, command: int, ranks: int, temporary: Path) -> None:
         self.command, self.ranks, self.temporary = command, ranks, temporary
         self.samples: list[tuple[float, Sizes]] = []  # each with its monotonic time
-        self._due = 0.0
+        self._due, self._step = 0.0, 0
 
-    def sample(self) -> None:
-        """Take a sample where one is due."""
+    def sample(self, step: int, phases: Callable[[], Set[str]]) -> None:
+        """Take a sample where one is due.
+
+        Args:
+            step: newest one that the run has taken.
+            phases: says in which its ranks are.
+        """
         now = time.monotonic()
-        if now >= self._due:
-            self._due = now + _EVERY_S
+        if now >= self._due and step > self._step and not phases() & _NOT_YET:
+            self._due, self._step = now + _EVERY_S, step
             with suppress(psutil.Error, OSError, IndexError):  # one has just ended, and a sum without it tells nothing
                 if (sizes := self._sizes()) is not None:
                     self.samples.append((now, sizes))

@@ -160,7 +160,7 @@ class _Player:
         news, heard = -1, time.monotonic()
         while command.poll() is None:
             self.progress.read()
-            growth.sample()
+            growth.sample(self.progress.newest, self.progress.phases)
             if self.progress.news != news:
                 news, heard = self.progress.news, time.monotonic()
             if time.monotonic() - heard > self.setting.quiet_s:
