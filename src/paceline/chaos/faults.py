@@ -72,7 +72,7 @@ def inject(fault: Fault, scene: Scene) -> Injected | None:
     """Make a fault; None where what it hits is not there yet."""
     try:
         injected = (_many if fault.target in ("others", "ranks") else _HOW[fault.kind])(fault, scene)
-    except ClusterError:  # hosts are being set up, or are just gone
+    except ClusterError:  # what it hits is being set up, or just gone
         return None
     if injected is not None:
         injected.until += fault.for_s
@@ -86,7 +86,7 @@ def _many(fault: Fault, scene: Scene) -> Injected | None:
     there = [rank for rank in wanted if rank_process(scene, rank)]
     if len(there) < min(2, len(wanted)):
         return None
-    each = [_HOW[fault.kind](replace(fault, target="rank", number=rank), scene) for rank in there]
+    each = [inject(replace(fault, target="rank", number=rank), scene) for rank in there]
     made = [injected for injected in each if injected is not None]
 
     def undo() -> None:

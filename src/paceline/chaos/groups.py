@@ -44,9 +44,10 @@ def little_memory(pid: int) -> Squeezed:
     top = memory_groups()
     group = top / _name()
     group.mkdir()
-    (group / "cgroup.procs").write_text(str(pid))
     limit = group / "memory.max"
+    # before it has pages that count: a limit below what is used may be refused
     (limit if limit.exists() else group / "memory.limit_in_bytes").write_text(str(_MEMORY_BYTES))
+    _move(pid, group)
     return Squeezed(pid, group, top)
 
 
@@ -55,8 +56,16 @@ def little_time(pid: int) -> Squeezed:
     folder = place_of_group(_name())
     before = _group_of(pid, folder.parent)
     group = make_group(folder, _CORES)
-    (group / "cgroup.procs").write_text(str(pid))
+    _move(pid, group)
     return Squeezed(pid, group, before)
+
+
+def _move(pid: int, group: Path) -> None:
+    try:
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:  # it has just ended
+        remove_group(group)
+        raise ClusterError(f"process {pid} cannot be moved to the control group {group}: {error}") from error
 
 
 def memory_groups() -> Path:
