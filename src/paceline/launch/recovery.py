@@ -57,8 +57,8 @@ class Recovery:
         self.membership.begin_without(set(self._handled))
         if self.membership.hopeless:
             raise LaunchError(
-                f"this run cannot begin without {', '.join(link.who for link in remote.spared)}: no replica of its plan "
-                f"is whole, each has {self.attempt.setting.replica_ranks} ranks. Start more hosts."
+                f"this run cannot begin without {', '.join(link.who for link in remote.spared)}: no replica of its "
+                f"plan is whole, each has {self.attempt.setting.replica_ranks} ranks. Start more hosts."
             )
 
     @property
