@@ -127,6 +127,7 @@ COMMANDS = (
     "report",
     "submit",
     "runs",
+    "scale",
     "cancel",
 )
 

@@ -275,3 +275,40 @@ def test_steps_longer_than_the_deadline_are_taken(tmp_path: Path) -> None:
     outcome = paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path)
     assert outcome.code == 0, outcome.err
     assert not events(tmp_path / "run", "lost")
+
+
+@pytest.mark.slow
+def test_a_run_shrinks_and_grows_after_steps_and_its_losses_stay(
+    job: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with training(job, tmp_path, "dp=3") as (process, run):
+        wait_for_step(5, run, process)
+        assert paceline("scale", run, "-1", folder=tmp_path).says("rank 2 leaves after a step")
+        wait_for_events(run, "scaled", 1, process)
+        wait_for_events(run, "epoch", 1, process)
+        assert paceline("scale", run, "+1", folder=tmp_path).says("rank 2 starts, and joins after a step")
+        wait_for_events(run, "epoch", 2, process)
+        refused = paceline("scale", run, "+1", folder=tmp_path)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert "all 3 ranks of this run's plan take part" in refused.error
+    assert outcome.says("rank 2 has left, as `paceline scale` asked", "rank 2 is back at step")
+    assert not events(run, "lost")
+    assert [event["replicas"] for event in events(run, "epoch")] == [2, 3]
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
+    assert not list(run.glob("scale-*"))
+    assert "is not being trained" in paceline("scale", run, "-1", folder=tmp_path).error
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_recover_in_place_refuses_to_shrink_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_RECOVERY", "off")
+    job = write_job(tmp_path / "job.yaml", **long_job())
+    with training(job, tmp_path, "dp=2") as (process, run):
+        wait_for_step(2, run, process)
+        refused = paceline("scale", run, "-1", folder=tmp_path)
+        outcome = ended(process)
+    assert "does not recover in place" in refused.error
+    assert outcome.code == 0, outcome.err

@@ -105,6 +105,38 @@ def test_a_run_that_begins_without_some_takes_in_their_replicas_when_they_come()
     assert membership.wanted == Epoch(1, (0, 1, 2, 3))
 
 
+def test_a_replica_leaves_after_a_step_and_is_taken_back() -> None:
+    membership = Membership(3)
+    membership.release({2})
+    membership.note({0: 0, 1: 0, 2: 0}, set())
+    assert (membership.current.members, membership.wanted) == ((0, 1, 2), Epoch(1, (0, 1)))
+    membership.note({0: 1, 1: 1, 2: 0}, {2})
+    membership.note({0: 1, 1: 1, 2: 0}, {2})
+    assert (membership.current, membership.wanted) == (Epoch(1, (0, 1)), None), "it waits, and does not join"
+    membership.take_back({2})
+    membership.note({0: 1, 1: 1, 2: -1}, {2})
+    assert membership.wanted == Epoch(2, (0, 1, 2))
+
+
+def test_a_replica_that_is_leaving_stays_when_it_is_the_last_with_the_state() -> None:
+    membership = Membership(2)
+    membership.release({1})
+    assert membership.lost(0, 0.0)
+    membership.note({1: 1}, set())
+    assert membership.newest == Epoch(1, (1,))
+    membership.note({0: -1, 1: 1}, {0})
+    membership.note({0: 2, 1: 2}, set())
+    membership.note({0: 2, 1: 2}, set())
+    assert membership.wanted == Epoch(3, (0,))
+
+
+def test_a_process_that_dies_while_it_is_leaving_is_not_started_again() -> None:
+    membership = Membership(2)
+    membership.release({1})
+    assert not membership.lost(1, 0.0)
+    assert membership.current == Epoch(1, (0,))
+
+
 def test_losses_of_long_ago_do_not_count() -> None:
     membership = Membership(2)
     assert all(membership.lost(1, day * 86_400.0) for day in range(20))

@@ -8,15 +8,31 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline.cli import bench, cancel, chaos, check, doctor, export, key, links, plan, report, runs, submit, train
+from paceline.cli import (
+    bench,
+    cancel,
+    chaos,
+    check,
+    doctor,
+    export,
+    key,
+    links,
+    plan,
+    report,
+    runs,
+    scale,
+    submit,
+    train,
+)
 from paceline.cli.where import over_hosts
 from paceline.errors import PacelineError
 from paceline.printable import printable
 
 app = typer.Typer(name="paceline", no_args_is_help=True, pretty_exceptions_enable=False)
-for _module in (train, bench, chaos, check, doctor, export, key, links, plan, report, submit, runs, cancel):
+for _module in (train, bench, chaos, check, doctor, export, key, links, plan, report, submit, runs, scale, cancel):
     _command = over_hosts(_module.command) if _module in (train, bench, check, links) else _module.command
-    app.command(_module.__name__.rpartition(".")[2], epilog=_module.EXAMPLE)(_command)
+    _settings = {"ignore_unknown_options": True} if _module is scale else None  # -1 is none
+    app.command(_module.__name__.rpartition(".")[2], epilog=_module.EXAMPLE, context_settings=_settings)(_command)
 
 
 def _show_version(wanted: bool) -> None:

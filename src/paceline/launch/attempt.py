@@ -25,6 +25,7 @@ from paceline.launch.host.remote import RemoteRank, RemoteRanks, RunFolder
 from paceline.launch.place import RankPlace
 from paceline.launch.recovery import Recovery
 from paceline.launch.rendezvous import on_one_host, rendezvous
+from paceline.launch.scaling import answer_requests
 from paceline.launch.signals import StopSignals, stopped_before
 from paceline.launch.started import StartedRank, Starter
 from paceline.launch.watchdog import LOOK_S, Watchdog
@@ -126,6 +127,8 @@ class Attempt:
             if self.remote and (alone := self.remote.cut_off()):
                 self._stop_all()
                 return LaunchFailure(alone, 0, final=True)
+            if self.setting.saves and self.setting.folder:
+                answer_requests(self.setting.folder.path, self.recovery)
             if self.recovery and self.recovery.turn():
                 return None
             if (seed := self.starter.seed) and seed.lost:

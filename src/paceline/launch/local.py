@@ -69,7 +69,8 @@ def launch(
         on_tick: called at least five times a second, in this thread.
         on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason}) and, where ranks recover,
             ("lost", {rank, waiting, reason, epoch, again}), ("host_lost", {host, number, ranks, reason, epoch, again}),
-            ("host_back", {host, number, ranks, epoch}) and ("joins", {ranks, epoch}).
+            ("host_back", {host, number, ranks, epoch}), ("joins", {ranks, epoch}) and
+            ("scaled", {by, ranks, host, epoch}).
         env: variables for the ranks, over those of this process.
         inherited: descriptors that every rank holds open until it ends; not the processes that it starts.
         folder: that the ranks read and write, on whichever host they are; it is named among `module_args`.

@@ -26,6 +26,7 @@ class Membership:
         current: the newest epoch that was begun.
         wanted: the one that is to be begun after a step; None where nobody is to join.
         left_out: processes that are not started again, or not before their host is back.
+        released: those of them that leave after a step, or have left, as somebody has asked.
     """
 
     def __init__(self, processes: int, most_losses: int = MOST_LOSSES, replica_size: int = 1) -> None:
@@ -35,6 +36,7 @@ class Membership:
         self._most_losses, self._replica_size = most_losses, replica_size
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
         self.left_out: set[int] = set()
+        self.released: set[int] = set()
 
     @property
     def newest(self) -> Epoch:
@@ -70,18 +72,33 @@ class Membership:
             self._begin(members.difference(*(self.replica_of(process) for process in processes)))
         too_often = {process for process in processes if len(self._losses[process]) >= self._most_losses}
         self.left_out |= too_often
-        return set(processes) - too_often
+        return set(processes) - too_often - self.released
+
+    def release(self, processes: Set[int]) -> None:
+        """Have whole replicas leave after a step."""
+        self.released |= processes
+        self.left_out |= processes
+
+    def take_back(self, processes: Set[int]) -> None:
+        """Have processes that were left out join again; their losses are forgotten."""
+        self.released -= processes
+        self.left_out -= processes
+        for process in processes:
+            self._losses.pop(process, None)
 
     def note(self, entered: Mapping[int, int], waiting: set[int]) -> None:
         """Note the epoch that each living process has entered, and which wait to join."""
         # not before all are there: one on its way to this epoch would go to the next, and be waited for in this
-        if {entered.get(process) for process in self.current.members} - {self.newest.number}:
+        members = set(self.current.members)
+        if {entered.get(process) for process in members & set(self.newest.members)} - {self.newest.number}:
             return
+        joining = self._whole(waiting - members - self.released)
+        staying = members - self.released or members  # nobody leaves with what no other has
         if self.wanted is not None:
             self.current, self.wanted = self.wanted, None
-        elif joining := self._whole(waiting - set(self.current.members)):
-            if self.current.members:
-                self.wanted = Epoch(self.current.number + 1, tuple(sorted({*self.current.members, *joining})))
+        elif joining or staying < members:
+            if members:
+                self.wanted = Epoch(self.current.number + 1, tuple(sorted(staying | joining)))
             elif self._replica_size == 1 or joining == self._possible():
                 # All were lost. Whoever comes first goes on from what is saved; but parts of several replicas may have
                 # the whole model together.

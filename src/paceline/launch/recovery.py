@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from paceline.engine.status import RankStatus
@@ -16,6 +16,7 @@ from paceline.errors import LaunchError
 from paceline.launch.failure import hang, killed, shortened
 from paceline.launch.host.remote import RemoteRank
 from paceline.launch.membership import MOST_LOSSES, Membership
+from paceline.launch.scaling import Scaling
 from paceline.training.recovery.member import announce
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Recovery:
         self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
         self._why: dict[int, str] = {}  # a rank that was killed here had been hung
         self._stopped_at: dict[int, float] = {}
+        self.scaling = Scaling(self)
         self._leave_out_absent()
         self._announce()
 
@@ -89,6 +91,7 @@ class Recovery:
             self._start_on_returned()
         self._end_stopped()
         self._note()
+        self.scaling.turn()
         return False
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
@@ -124,11 +127,11 @@ class Recovery:
     def _may_be_spared(self, number: int) -> bool:
         """True if the run can go on without that rank."""
         rank = self.attempt.ranks[number]
-        if number not in self.members or self._is_away(number):
+        if number not in self.members or self.is_away(number):
             return True
         return rank.code is not None and rank.code < 0 and not rank.record.exists()
 
-    def _is_away(self, number: int) -> bool:
+    def is_away(self, number: int) -> bool:
         """True for a rank whose host is lost."""
         rank = self.attempt.ranks[number]
         return isinstance(rank, RemoteRank) and rank.link.lost is not None
@@ -152,19 +155,42 @@ class Recovery:
             self.membership.left_out |= away  # until it is back
             assert attempt.remote is not None
             again_there = attempt.remote.expect(link.number, again=bool(away & again))
-            self._tell("host_lost", host=link.name, number=link.number, ranks=numbers, reason=why, again=again_there)
+            self.tell("host_lost", host=link.name, number=link.number, ranks=numbers, reason=why, again=again_there)
         for number in sorted(lost - self._handled):
-            self._replace(number, again=number in again)
+            if number in self.scaling.leaving:
+                self._handled.add(number)
+            else:
+                self._replace(number, again=number in again)
 
     def _start_on_returned(self) -> None:
         """Start the ranks of hosts that have come back."""
         for link in self.attempt.remote.returned() if self.attempt.remote else ():
             numbers = self._away.pop(link.number, [])
-            self._tell("host_back", host=link.name, number=link.number, ranks=numbers)
+            self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             self.membership.left_out.difference_update(numbers)
-            for number in numbers:
-                self._handled.discard(number)
-                self.attempt.start_again(number)
+            self.start(numbers)
+
+    def start(self, numbers: Sequence[int]) -> None:
+        """Start ranks whose processes have ended."""
+        for number in numbers:
+            self._handled.discard(number)
+            self.attempt.start_again(number)
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Take the ends of ranks for no losses."""
+        self._handled.update(numbers)
+
+    @property
+    def awaited(self) -> list[int]:
+        """Numbers of hosts that may come, and have not."""
+        return sorted(number for number, ranks in self._away.items() if ranks)
+
+    def await_host(self, number: int, ranks: Set[int]) -> None:
+        """Have the ranks of a host started when it comes."""
+        assert self.attempt.remote is not None
+        self._away[number] = sorted(ranks)
+        self.membership.left_out |= ranks
+        self.attempt.remote.expect(number, again=True)
 
     def _replace(self, number: int, *, again: bool) -> None:
         """Start a lost rank again, unless it is left out."""
@@ -179,9 +205,10 @@ class Recovery:
             self._handled.add(number)
             self.membership.left_out.add(number)
         waiting = [n for n in self.membership.replica_of(number) if self.attempt.ranks[n].code is None and n != number]
-        self._tell("lost", rank=number, waiting=waiting, reason=why, stack=shortened(end.stack), again=again)
+        self.tell("lost", rank=number, waiting=waiting, reason=why, stack=shortened(end.stack), again=again)
 
-    def _tell(self, event: str, **details: Any) -> None:
+    def tell(self, event: str, **details: Any) -> None:
+        """Record an event, with the epoch."""
         if self.attempt.on_event:
             self.attempt.on_event(event, {**details, "epoch": self.membership.current.number})
 

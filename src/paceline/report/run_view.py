@@ -27,6 +27,7 @@ TROUBLE = (
     "lost",
     "host_lost",
     "host_back",
+    "scaled",
     "healed",
     "checkpoint_damaged",
     "checkpoint_failed",

@@ -15,6 +15,7 @@ import yaml
 
 from commands import (
     checkpoints,
+    ended,
     events,
     in_a_process,
     kill_rank,
@@ -324,3 +325,26 @@ def test_a_run_that_needs_all_hosts_says_so_where_one_has_not_come(tmp_path: Pat
         zero, one = outcomes(hosts)
     assert (zero.code, one.code) == (1, 1)
     assert zero.says("this run cannot begin without host host-2 (number 2)", "Start more hosts")
+
+
+@pytest.mark.slow
+def test_a_host_is_released_from_a_run_that_goes_on_and_is_taken_in_again(tmp_path: Path) -> None:
+    job, run = write_job(tmp_path / "job.yaml", **LONG), tmp_path / "run"
+    arguments, where = ("train", job, "--plan", "dp=2", "--run", run), folders(tmp_path)
+    with host_processes(*arguments, folders=where) as hosts:
+        wait_for_step(5, run, hosts[0])
+        environment = psutil.Process(hosts[1].pid).environ()
+        assert paceline("scale", run, "-1", folder=tmp_path).says("host number 1 with its rank 1 leaves after a step")
+        released = ended(hosts[1])
+        assert released.code == 0, released.err
+        assert released.says("goes on without this host, as `paceline scale` has asked")
+        assert "one replica takes part" in paceline("scale", run, "-1", folder=tmp_path).error
+        assert paceline("scale", run, "+1", folder=tmp_path).says("host number 1 may come again: start the same")
+        with started("paceline", *arguments, folder=where[1], environment=environment) as again:
+            wait_for(lambda: events(run, "healed"), hosts[0])
+            again.send_signal(signal.SIGTERM)
+            zero, one = outcomes([hosts[0], again])
+    assert (zero.code, one.code) == (143, 143), zero.err + one.err
+    assert zero.says("host number 1 with its rank 1 has left", "rank 1 is back at step")
+    assert not events(run, "host_lost")
+    assert not events(run, "lost")

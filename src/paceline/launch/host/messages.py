@@ -290,9 +290,13 @@ class Succession(Struct, tag=True, frozen=True):
 
 
 class Dismiss(Struct, tag=True, frozen=True):
-    """The command has ended on host 0, with this exit code."""
+    """The command has ended on host 0, with this exit code.
+
+    Or it goes on without this host, which is `released`.
+    """
 
     code: int
+    released: bool = False
 
 
 FromHost = (

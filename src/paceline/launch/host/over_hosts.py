@@ -95,7 +95,9 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
         if found.lost is None or found.succession is None or code != 1:
             found.close()
             how = "has ended" if code == 0 else f"has failed or was stopped, with exit code {code}"
-            if found.lost is None:
+            if found.released:
+                how = "goes on without this host, as `paceline scale` has asked,"
+            if found.lost is None or found.released:
                 print(printable(f"paceline: the run {how} on {found.who}"), file=sys.stderr, flush=True)
             raise SystemExit(code)
         with ExitStack() as unless_met:

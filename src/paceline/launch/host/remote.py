@@ -26,6 +26,7 @@ from paceline.launch.host.messages import (
     Adopt,
     Announce,
     Begin,
+    Dismiss,
     EndAttempt,
     Ended,
     Fetch,
@@ -128,6 +129,7 @@ class RemoteRanks:
         # hosts that the run goes on without: lost, or not there yet
         self.spared: list[Link] = [link for link in links if isinstance(link, AbsentLink)]
         self._silent: list[Link] = []
+        self._released: list[Link] = []
 
     def __enter__(self) -> Self:
         for link in self.links:
@@ -217,6 +219,22 @@ class RemoteRanks:
             return False
         self.hosts.returns.expect(host) if again else self.hosts.returns.leave_out(host)
         return again
+
+    def release(self, host: int) -> None:
+        """Send a host away, whose ranks have left, once it has ended its part."""
+        link = next(link for link in self.links if link.number == host)
+        self.spared.append(link)
+        self._released.append(link)
+        link.send(EndAttempt())
+        if self.hosts.returns is not None:
+            self.hosts.returns.leave_out(host, "was released by `paceline scale`: with +1 it may come again.")
+
+    def _dismiss(self, link: Link) -> None:
+        link.send(Dismiss(0, released=True))
+        link.lose("`paceline scale` has released it")
+        if self._pulses is not None:
+            self._pulses.forget(link.number)
+        self.hosts.replace(AbsentLink(link.number, link.name, link.host))  # any host may come in its place
 
     def returned(self) -> list[Link]:
         """Hosts that have come back, and are ready for their ranks."""
@@ -351,6 +369,8 @@ class RemoteRanks:
                 self._tell(link, message)
             case Fetch():
                 self._send_folder(link, message.path)
+            case Over() if link in self._released:
+                self._dismiss(link)
             case Interrupted():
                 self.signals.first = self.signals.first or message.signal
             case Started() | Ended():

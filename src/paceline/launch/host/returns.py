@@ -38,7 +38,7 @@ class Returns:
     def __init__(self, hosts: Hosts, place: HostPlace, port: int, revive: Callable[[int], None] | None = None) -> None:
         self._hosts, self._place, self._port, self._revive = hosts, place, port, revive
         self._expected: set[int] = set()
-        self._left_out: set[int] = set()
+        self.left_out: dict[int, str] = {}  # hosts that may not come, and why
         self._came: queue.Queue[Connection | None] = queue.Queue()
         self._back: queue.Queue[Link] = queue.Queue()
         self._closing = threading.Event()
@@ -66,14 +66,21 @@ class Returns:
 
     def expect(self, host: int) -> None:
         """A lost host may come back."""
+        self.left_out.pop(host, None)
         self._expected.add(host)
         if self._revive is not None:
             with suppress(LaunchError):  # then it does not come back
                 self._revive(host)
 
-    def leave_out(self, host: int) -> None:
-        """A lost host may not."""
-        self._left_out.add(host)
+    @property
+    def revives(self) -> bool:
+        """True if a host that may come is started here."""
+        return self._revive is not None
+
+    def leave_out(self, host: int, why: str = "was lost too often within an hour, and is left out of the run.") -> None:
+        """A host may not, for this reason."""
+        self._expected.discard(host)
+        self.left_out[host] = why
 
     def back(self) -> list[Link]:
         """Hosts that have come back since the last call, and wait for orders."""
@@ -123,8 +130,8 @@ class Returns:
         """Reason why a host cannot have been lost; "" for one that was."""
         until = time.monotonic() + _NOTED_S
         while link.number not in self._expected:
-            if link.number in self._left_out:
-                return f"{link.who} was lost too often within an hour, and is left out of the run."
+            if link.number in self.left_out:
+                return f"{link.who} {self.left_out[link.number]}"
             absent = isinstance(self._before(link), AbsentLink)  # the run may be about to start
             if (not absent and time.monotonic() > until) or self._closing.is_set():
                 return f"two hosts have the number {link.number}: {self._before(link).name} is there."

@@ -41,6 +41,7 @@ class Coordinator:
         lost: why it can no longer be reached; None while it can.
         standby: bound where this host would listen in its place.
         succession: hosts of a run that goes on without it; None where none does.
+        released: the run goes on without this host, as its user asked.
         attempt: the ranks here, once it is lost, where they may go on.
     """
 
@@ -49,6 +50,7 @@ class Coordinator:
         self.lost: str | None = None
         self._silence = ""
         self.succession: Succession | None = None
+        self.released = False
         self.attempt: ServedAttempt | None = None
 
     @property
@@ -103,6 +105,7 @@ def serve(coordinator: Coordinator, who: str) -> int:
                 while (message := coordinator.next()) is not None:
                     match message:
                         case Dismiss():
+                            coordinator.released = message.released
                             return message.code
                         case Refused():
                             raise LaunchError(f"{who} was refused by host 0: {message.reason}")

@@ -284,6 +284,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return f"{event['reason']}; the others go on. {then}"
         case "host_back":
             return f"host {event['host']} (number {event['number']}) has come, and its ranks are started"
+        case "scaled":
+            return _sentence_of_scaled(event)
         case "coordinator":
             return f"{event['lost']} is lost; {event['by']} coordinates now"
         case "went_back":
@@ -312,6 +314,16 @@ def _sentence_of_balance(event: dict[str, Any]) -> str:
         for slow in event["slow"]
     ]
     return f"{'; '.join(slow)} (shares {shares})"
+
+
+def _sentence_of_scaled(event: dict[str, Any]) -> str:
+    """Ranks that have left, or may come, as somebody has asked."""
+    numbers, host = event["ranks"], event["host"]
+    ranks = f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    who, one = (f"host number {host} with its {ranks}", True) if host else (ranks, len(numbers) == 1)
+    if event["by"] < 0:
+        return f"{who} {'has' if one else 'have'} left, as `paceline scale` asked; the others go on"
+    return f"{who} {'may come' if host else 'is started' if one else 'are started'}, as `paceline scale` asked"
 
 
 def _sentence_of_recut(event: dict[str, Any]) -> str:

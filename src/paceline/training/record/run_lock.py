@@ -84,6 +84,11 @@ class Holder:
         """
         return self.machine == _boot() and _started(self.pid) == self.started
 
+    @property
+    def is_gone(self) -> bool:
+        """True if the holder was a process of this host, and has ended."""
+        return self.machine == _boot() and _started(self.pid) != self.started
+
     def __str__(self) -> str:
         return (
             f"process {self.pid} on host {self.host}, since "

@@ -26,6 +26,7 @@ class Member:
     def __init__(self, number: int, board: StatusBoard, folder: Path) -> None:
         self.number, self.board, self.folder = number, board, folder
         self.epoch = Epoch(-1, ())
+        self._out_of = -1  # the newest epoch that others entered without this process
 
     @classmethod
     def of_this_rank(cls) -> Member:
@@ -51,7 +52,7 @@ class Member:
         told = False
         while True:
             number = next_number(self.board.current_epoch, self.board.wanted_epoch, self.epoch.number)
-            if number is not None:
+            if number is not None and number > self._out_of:
                 try:
                     members = json.loads(_members_file(self.folder, number).read_text())
                 except FileNotFoundError:  # a newer one has just been announced
@@ -64,7 +65,7 @@ class Member:
                         os.environ[STORE] = store.read_text()
                     self.board.enter(number)
                     return epoch
-                self.epoch = Epoch(-1, ())
+                self.epoch, self._out_of = Epoch(-1, ()), number
             if self.epoch.number < 0 and not told:
                 told = True
                 self.board.mark("joining", 0)
