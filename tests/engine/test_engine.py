@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.data.held_out import held_out_batches
 from paceline.engine.engine import Engine
+from paceline.epoch import EpochOver
 from paceline.errors import DataError, NonFiniteError, PlanError, SyncError
 from paceline.job.loss import LossSpec, build_metrics
 from paceline.sync.allreduce import AllReduce
@@ -139,6 +140,22 @@ def test_skipping_is_given_up_after_twenty_steps_in_a_row() -> None:
 
 
 # Batches
+
+
+def test_a_local_step_stands_although_the_others_were_lost_before_they_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(network(), plan="dp=1 sync=local:2")
+    batches = iter(engine.loader)
+    engine.step(next(batches))
+    before = state_of(engine)["model"]
+
+    def lost(step: int) -> None:
+        raise EpochOver(f"a rank was lost in step {step}")
+
+    monkeypatch.setattr(engine.rule, "after_step", lost)
+    assert engine.step(next(batches)).step == engine.step_count == 2
+    assert engine.agreement_broken
+    assert not torch.equal(engine.model.state_dict()["0.weight"], before["0.weight"])
+    engine.close()
 
 
 def test_a_batch_that_lost_samples_on_the_way_is_refused() -> None:

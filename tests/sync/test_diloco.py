@@ -5,15 +5,18 @@ Its state is complete.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.epoch import EpochOver
 from paceline.plans.plan import Plan
 from paceline.sync import build_rule
 from paceline.sync.diloco import DiLoCo
@@ -244,6 +247,39 @@ def test_without_a_state_it_starts_from_the_parameters_as_they_are() -> None:
         pass
     fresh.rule.detach()
     assert same(one, values(fresh.model))
+
+
+def test_among_other_replicas_it_keeps_what_is_outer_and_leaves_out_what_is_on_its_way() -> None:
+    rank = Rank(Group(), {"overlap": 3})
+    for _ in rank.train(PERIOD + 1):
+        pass
+    own, outer = values(rank.model), {key: value.clone() for key, value in rank.rule.outer_state().items()}
+    assert any(key.endswith("due") for key in rank.rule.state_dict())
+    rank.rule.detach()
+    other = Rank(Group(), {"overlap": 3})
+    with torch.no_grad():
+        torch._foreach_copy_(list(other.model.parameters()), own)
+    other.rule.go_on(outer)
+    assert same(values(other.model), own), "what this replica learned stays"
+    state = other.rule.state_dict()
+    assert not state.pop("alike")
+    assert state.keys() == outer.keys()
+    assert all(torch.equal(state[key], outer[key]) for key in outer)
+    other.rule.detach()
+
+
+def test_an_exchange_that_was_broken_off_leaves_no_thread() -> None:
+    rank = Rank(Group(), {"overlap": 3})
+    rank.rule.sum = lost  # type: ignore[method-assign]
+    for _ in rank.train(PERIOD):
+        pass
+    with pytest.raises(EpochOver):
+        rank.rule.detach()
+    assert "paceline-sync" not in {thread.name for thread in threading.enumerate()}
+
+
+def lost(tensor: Tensor) -> None:
+    raise EpochOver("a rank was lost")
 
 
 def test_every_parameter_is_sent_once_a_period(ranks: Ranks) -> None:

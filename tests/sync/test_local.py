@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.epoch import EpochOver
 from paceline.sync.fragments import cut
 from paceline.sync.local import LocalSGD
 from paceline.sync.rule import Replica
@@ -125,3 +126,25 @@ def test_a_model_is_cut_so_that_the_largest_fragment_is_small(sizes: list[int], 
     found = cut(parameters, count)
     assert [sum(p.numel() for p in run) for run in found] == runs
     assert [id(p) for run in found for p in run] == [id(p) for p in parameters]
+
+
+def test_a_moment_of_agreement_that_is_broken_off_leaves_the_parameters_and_their_counts_of_writes() -> None:
+    model, rule = Mixed(), LocalSGD(4)
+    rule.attach(Replica(model, Group(), 2, inner=Group(), world=Group()))
+    rule.go_on({})
+    own, written, sums = values(model), [p._version for p in model.parameters()], 0
+
+    def lost_in_the_second(tensor: Tensor) -> None:
+        nonlocal sums
+        sums += 1
+        if sums == 2:
+            raise EpochOver("a rank was lost")
+        tensor.add_(1)
+
+    rule.sum = lost_in_the_second  # type: ignore[method-assign]
+    with pytest.raises(EpochOver), rule.in_agreement():
+        pass
+    assert sums == 2, "one for each dtype"
+    assert all(torch.equal(one, other) for one, other in zip(values(model), own, strict=True))
+    assert [p._version for p in model.parameters()] == written
+    rule.detach()

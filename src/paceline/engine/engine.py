@@ -30,6 +30,7 @@ from paceline.engine.run_ahead import AgreementAhead, UnreadStep
 from paceline.engine.settings import Settings
 from paceline.engine.spike import LossSpikes
 from paceline.engine.status import Phase, StatusBoard
+from paceline.epoch import ends_epoch
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
@@ -117,6 +118,8 @@ class Engine:
         runs_ahead: True if `begin` leaves the numbers of its step to be read later.
         device: where the model is.
         outcome: of the newest step, unless the engine runs ahead.
+        agreement_broken: True where the epoch ended before replicas agreed on the parameters of the newest step (local
+            rules). The step stands, as this replica's own.
         before_update: called with the number of every optimizer step before it (the checkpoint writer copies weights
             until then); None where nobody asks.
     """
@@ -145,6 +148,7 @@ class Engine:
         self.before_update: Callable[[int], object] | None = None
         self.updates = 0
         self.outcome: Outcome | None = None
+        self.agreement_broken = False
         self.on_phase: Callable[[Phase, int], None] = StatusBoard.of_this_rank().mark
         self.meter = Meter(self.device)
         self.model = made_ready(self, model, plan)
@@ -511,9 +515,15 @@ class Engine:
     def _agree_on_parameters(self, step: int) -> None:
         """Agree on parameters, as local rules do in every step.
 
-        A replica that left its update out takes part, since others wait for it.
+        A replica that left its update out takes part, since others wait for it. Where the epoch ends meanwhile the step
+        stands, and replicas agree the next time.
         """
         self.meter.mark(OPTIMIZER)
         self.on_phase("sync", step)
-        self.rule.after_step(step)
+        try:
+            self.rule.after_step(step)
+        except Exception as error:
+            if not ends_epoch(error):
+                raise
+            self.agreement_broken = True
         self.meter.mark(COMM)

@@ -86,6 +86,14 @@ class DiLoCo(LocalRule):
         for fragment in self.fragments:
             fragment.wait()
 
+    def outer_state(self) -> dict[str, Tensor]:
+        return {key: value for fragment in self.fragments for key, value in fragment.outer_state().items()}
+
+    def go_on(self, outer: dict[str, Tensor]) -> None:
+        super().go_on(outer)
+        for fragment in self.fragments:
+            fragment.load_state_dict(outer)
+
     def state_dict(self) -> dict[str, Any]:
         """State of the rule. A fragment in flight arrives first, and is kept for its step."""
         self.wait()
@@ -109,13 +117,15 @@ class DiLoCo(LocalRule):
             self.compressor.load_state_dict(kept)
 
     def detach(self) -> None:
-        self.wait()
-        if self.beside is not None:
-            self.beside.close()
-        for fragment in self.fragments:
-            for delta in fragment.pseudo_gradients:
-                self.algorithm.release(delta.values)
-        super().detach()
+        try:
+            self.wait()
+        finally:  # what is in flight may have been broken off
+            if self.beside is not None:
+                self.beside.close()
+            for fragment in self.fragments:
+                for delta in fragment.pseudo_gradients:
+                    self.algorithm.release(delta.values)
+            super().detach()
 
     # One fragment
 
@@ -207,19 +217,20 @@ class Fragment:
             torch.sub(outer.values, snapshot.values, out=snapshot.values)
             snapshot.add()
 
+    def outer_state(self) -> dict[str, Tensor]:
+        """Outer parameters and momentum."""
+        return self._named({"outer": [flat.values for flat in self.outer], "momentum": self.momentum})
+
     def state_dict(self) -> dict[str, Tensor]:
         """State of this rank's fragment; what is in flight must have arrived."""
-        kinds = {"outer": [flat.values for flat in self.outer], "momentum": self.momentum}
-        state: dict[str, Tensor] = {}
-        if self.due is not None:
-            state[f"{self.number}/due"] = torch.tensor(self.due)
-            kinds |= {
-                "way": [flat.values for flat in self.pseudo_gradients],
-                "left": [flat.values for flat in self.snapshot],
-            }
-        return state | {
-            f"{self.number}/{kind}/{i}": tensor for kind, tensors in kinds.items() for i, tensor in enumerate(tensors)
-        }
+        if self.due is None:
+            return self.outer_state()
+        ways = {"way": self.pseudo_gradients, "left": self.snapshot}
+        in_flight = self._named({kind: [flat.values for flat in flats] for kind, flats in ways.items()})
+        return {f"{self.number}/due": torch.tensor(self.due), **self.outer_state(), **in_flight}
+
+    def _named(self, kinds: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        return {f"{self.number}/{kind}/{i}": tensor for kind, some in kinds.items() for i, tensor in enumerate(some)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from `state`; without any, start anew from the parameters as they are."""

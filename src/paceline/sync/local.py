@@ -35,6 +35,8 @@ class LocalSGD(LocalRule):
         for flat in self.flats:
             flat.copy_in()
             self.sum(flat.values)
+        # not before all have arrived: the exchange may be broken off
+        for flat in self.flats:
             flat.values.div_(self.replica.dp.size)
             flat.copy_out()
         self.identical = True

@@ -56,19 +56,31 @@ class LocalRule(SyncRule):
             yield
             return
         own = [p.detach().clone() for p in self.parameters]
-        for same_dtype in by_dtype(self.parameters):
-            flat = FlatParameters.of(same_dtype, torch.cat([p.detach().reshape(-1) for p in same_dtype]))
-            self.sum(flat.values)
-            flat.values.div_(self.replica.dp.size)
-            flat.copy_out()
         try:
+            for same_dtype in by_dtype(self.parameters):
+                # `data` keeps the count of writes, by which undoing a step tells what its forward pass has written
+                held = [p.data for p in same_dtype]
+                flat = FlatParameters.of(held, torch.cat([p.reshape(-1) for p in held]))
+                self.sum(flat.values)
+                flat.values.div_(self.replica.dp.size)
+                flat.copy_out()
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(list[Tensor](self.parameters), own)
+            torch._foreach_copy_([p.data for p in self.parameters], own)
 
     def wait(self) -> None:
         """Return when no exchange is in flight."""
+
+    def outer_state(self) -> dict[str, Tensor]:
+        """State of the rule that is alike on all replicas, besides parameters; not copied."""
+        return {}
+
+    def go_on(self, outer: dict[str, Tensor]) -> None:
+        """Go on with an earlier `outer_state` among other replicas, whose parameters differ.
+
+        What was in flight is left out: replicas still have what they learned, and send it the next time.
+        """
+        self.identical = False
 
     def sum(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over the replicas, and count the bytes sent.

@@ -122,6 +122,7 @@ class Loop:
         self.at_border: Callable[[], None] = lambda: None
         self.leaving = False
         self._last: StepInfo | None = None
+        self._before: list[StepInfo] = []  # steps before it that the replicas did not agree on
         self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read
 
@@ -244,6 +245,10 @@ class Loop:
         result = self.engine.settle(begun.step)
         info = StepInfo(result, begun.position.epoch, begun.position.local, begun.lr)
         info.busy_s = self.engine.signals.take_busy()
+        if self._last is not None and not self._last.result.agreed:
+            self._before.append(self._last)
+        else:
+            self._before.clear()
         self._last = info
         for on_step in self._on_step:
             on_step(info)
@@ -312,6 +317,7 @@ class Loop:
             items_per_sample=self.engine.compute.weighing.items_per_sample,
             corrupted=list(self.engine.replica_state.corruption.times),
             last=None if self._last is None else self._last.as_json(),
+            before=[info.as_json() for info in self._before],
             recuts=self.recutting.recuts + bool(self.recutting.cut),
             outcome=None if self.engine.outcome is None else asdict(self.engine.outcome),
             cut="" if pipeline is None else pipeline.cut,
@@ -335,8 +341,10 @@ class Loop:
         self.checkpoints.continued()
         self.checkpoints.begin()
         self._last = None if border.last is None else StepInfo.from_json(border.last)
-        if self._last is not None:
-            self.recorder.complete(self._last)
+        self._before = [StepInfo.from_json(info) for info in border.before]
+        for info in (*self._before, self._last):
+            if info is not None:
+                self.recorder.complete(info)
         if not recut:
             ranks = {"step": border.step, "replicas": engine.plan.dp, "ranks": self.group.size}
             self.events("epoch", {**ranks, "transport": self.group.transport.name})

@@ -38,6 +38,7 @@ class Border:
         items_per_sample: see `Weighing`.
         corrupted: see `Corruption.times`.
         last: what is known of the newest step.
+        before: the same of those before it that each replica took by itself: only one of them has written them down.
         recuts: how often pipelines were cut anew.
         outcome: of the newest step, for ranks that are ready to take it.
         cut: where the stages of a pipeline begin, as `Plan.cut`.
@@ -53,6 +54,7 @@ class Border:
     items_per_sample: float | None = None
     corrupted: list[int] = field(default_factory=list)
     last: dict[str, Any] | None = None
+    before: list[dict[str, Any]] = field(default_factory=list)
     recuts: int = 0
     outcome: dict[str, Any] | None = None
     cut: str = ""

@@ -14,6 +14,8 @@ from paceline.engine.engine import Engine, Outcome
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
+from paceline.sync.local_rule import LocalRule
+from paceline.sync.start import broadcast_tensors
 from paceline.training.build import build_engine, built, seed_all
 from paceline.training.recovery.handover import Border, Start, draw_anew, hand_over
 from paceline.training.recovery.memory_state import MemoryState
@@ -60,6 +62,8 @@ class KeptModel(Kept):
         assert isinstance(model, nn.Module)
         self.model, self.undo = model, StepUndo(model)
         self.optimizer: torch.optim.Optimizer | None = None
+        # outer state of replicas that take steps of their own
+        self._outer: dict[str, Tensor] = {}
 
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
         """See `Kept.engine`."""
@@ -69,15 +73,26 @@ class KeptModel(Kept):
         return engine
 
     def restore(self, engine: Engine, group: Group, start: Start) -> None:
-        """See `Kept.restore`."""
+        """See `Kept.restore`. Replicas under a local rule keep their own parameters, and have one outer state."""
+        source = start.holders_of_part(group.rank, group.size)[0]
+        if isinstance(engine.rule, LocalRule):
+            engine.rule.go_on(self._outer)
+            broadcast_tensors(group, engine.rule.outer_state().values(), source)
         if start.behind:
-            hand_over(engine, group, start.holders_of_part(group.rank, group.size)[0], start.behind)
+            hand_over(engine, group, source, start.behind)
+
+    def keep(self, engine: Engine) -> None:
+        """See `Kept.keep`."""
+        super().keep(engine)
+        if isinstance(engine.rule, LocalRule):
+            self._outer = engine.rule.outer_state()
 
     def broken_off(self, engine: Engine) -> None:
         """See `Kept.broken_off`."""
 
     def forget(self) -> None:
         """See `Kept.forget`."""
+        self._outer = {}
 
 
 @dataclass

@@ -9,7 +9,7 @@ from paceline.device import CPU
 from paceline.errors import LaunchError
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
-from paceline.plans.sync_info import sync_info
+from paceline.plans.sync_info import RULES, SyncSpec
 
 RECOVERY = "PACELINE_RECOVERY"  # set to off: every loss of a rank stops all of them
 
@@ -29,16 +29,18 @@ def recovery_is_on() -> bool:
 def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
     """True if a lost rank is replaced while the others go on.
 
-    That is where there are several replicas, the same ones after every step, or one whose parts are copied to other
-    ranks, our own transports are used (waits of torch's cannot be broken off), and samples can be dealt to any number
-    of replicas.
+    That is where there are several replicas, which are the same after every step or undivided under a rule of ours, or
+    one whose parts are copied to other ranks, our own transports are used (waits of torch's cannot be broken off), and
+    samples can be dealt to any number of replicas.
 
     Raises:
         LaunchError: `PACELINE_RECOVERY` is neither on nor off.
     """
     if not recovery_is_on():
         return False
-    replicas = (plan.dp > 1 or is_mirrored(plan)) and not sync_info(plan.sync).local_steps
+    sync = SyncSpec.parse(plan.sync)
+    alike = not sync.info.local_steps or (sync.name in RULES.built_in and not plan.splits)
+    replicas = (plan.dp > 1 or is_mirrored(plan)) and alike
     dealt = job.partition.weights is None and job.partition.kind != "hierarchical"
     return replicas and dealt and plan.transport in ("auto", "shm", "tcp") and cluster.kind == CPU
 

@@ -13,7 +13,7 @@ from paceline.comm.c10d.process_group import abort_all
 from paceline.comm.link_speed import GroupLinks
 from paceline.engine.engine import Engine
 from paceline.engine.status import StatusBoard
-from paceline.epoch import ends_epoch, watch_epoch
+from paceline.epoch import EpochOver, ends_epoch, watch_epoch
 from paceline.training.build import check_device, seed_all
 from paceline.training.checkpoint.manifest import checkpoints
 from paceline.training.loop import Loop
@@ -130,7 +130,7 @@ class Trainee:
         loop = Loop(self.run, engine, self.data, group)
         loop.signal, mirror = self.signal, self.mirror
         if mirror is None:
-            loop.at_border = lambda: self.kept.undo.remember(engine.step_count)
+            loop.at_border = lambda: self._at_border(engine)
         else:
             loop.at_border = lambda: mirror.at_border(loop.border)
         loop.another_is_wanted, loop.recutting.on = self.member.another_is_wanted, follows_times(self.run.plan)
@@ -139,6 +139,11 @@ class Trainee:
         for rank in () if start.begins else start.new:
             loop.events("healed", {"rank": self.member.epoch.members[rank], "step": start.border.step})
         return loop
+
+    def _at_border(self, engine: Engine) -> None:
+        if engine.agreement_broken:
+            raise EpochOver(f"the epoch ended in step {engine.step_count}")
+        self.kept.undo.remember(engine.step_count)
 
     def _border(self, loop: Loop, start: Start) -> Border:
         epoch = self.member.epoch.number
