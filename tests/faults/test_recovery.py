@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from commands import (
@@ -75,6 +77,29 @@ def test_a_killed_rank_costs_no_step_and_is_back_soon(job: Path, undisturbed: di
     assert [(e["replicas"]) for e in events(run, "epoch")] == [2, 3, 2, 3]
     assert not events(run, "resume"), "nothing was read from the disk"
     assert checkpoints(run)[-1] == f"step-{STEPS:08d}"
+
+
+@pytest.mark.slow
+def test_a_rank_that_sees_many_epochs_keeps_nothing_of_those_before(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", **long_job(stop={"steps": 4 * STEPS}))
+    boards = []
+    with training(job, tmp_path, "dp=3") as (process, run):
+        for count, rank in enumerate((1, 2, 1, 2), 1):
+            wait_for_step(30 * count, run, process)
+            kill_rank(rank, process)
+            wait_for_events(run, "epoch", 2 * count, process)
+            wait_for_step(30 * count + 20, run, process)
+            [survivor] = [p for p in processes_of(process) if rank_of(p) == 0]
+            boards.append(boards_of(survivor))
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert boards == [boards[0]] * 4
+
+
+def boards_of(process: psutil.Process) -> int:
+    """Number of times that a process has its launcher's status board open."""
+    links = [os.readlink(descriptor) for descriptor in Path(f"/proc/{process.pid}/fd").iterdir()]
+    return sum(link.endswith("/status") for link in links)
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ def run_rank(arguments: list[str]) -> None:
             except Exception as error:
                 if not ends_epoch(error):
                     raise
+            gc.collect()  # the engine of that epoch, with its memory and descriptors: its parts refer to each other
 
 
 class Trainee:
