@@ -33,7 +33,8 @@ class Squeezed:
         """Move the process back, if it lives, and remove the group."""
         for limit in ("memory.max", "memory.limit_in_bytes"):
             if (self.group / limit).exists():
-                (self.group / limit).write_text("max" if limit == "memory.max" else "-1")
+                with suppress(OSError):  # refused; it goes with the group
+                    (self.group / limit).write_text("max" if limit == "memory.max" else "-1")
         with suppress(OSError):  # the kernel has ended it
             (self.before / "cgroup.procs").write_text(str(self.pid))
         remove_group(self.group)
