@@ -27,6 +27,7 @@ class Membership:
         wanted: the one that is to be begun after a step; None where nobody is to join.
         left_out: processes that are not started again, or not before their host is back.
         released: those of them that leave after a step, or have left, as somebody has asked.
+        away: those of them whose host may come back.
     """
 
     def __init__(self, processes: int, most_losses: int = MOST_LOSSES, replica_size: int = 1) -> None:
@@ -37,6 +38,7 @@ class Membership:
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
         self.left_out: set[int] = set()
         self.released: set[int] = set()
+        self.away: set[int] = set()
 
     @property
     def newest(self) -> Epoch:
@@ -46,7 +48,7 @@ class Membership:
     @property
     def hopeless(self) -> bool:
         """True if no replica can be whole again."""
-        return not self._possible()
+        return not self._whole(set(range(self._processes)) - (self.left_out - self.away))
 
     def replica_of(self, process: int) -> set[int]:
         """The processes of its replica, itself among them."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence, Set
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.launch.attempt import Attempt
 
 LOSSES = "PACELINE_LOSSES_PER_HOUR"  # of one rank, which is left out then
+HOST_BACK_S = 300.0  # the longest wait for a lost host where no replica is whole without it
 STOPPED_S = 5.0  # a rank that SIGSTOP holds for so long is taken for lost
 
 
@@ -43,6 +45,7 @@ class Recovery:
         self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
         self._why: dict[int, str] = {}  # a rank that was killed here had been hung
         self._stopped_at: dict[int, float] = {}
+        self._nobody_since = math.inf
         self.scaling = Scaling(self)
         self._leave_out_absent()
         self._announce()
@@ -72,9 +75,10 @@ class Recovery:
     def counted(self) -> Sequence[int]:
         """Ranks whose failure is the attempt's.
 
-        Those that take part, or all once no replica can be whole again.
+        Those that take part, or all once no replica can be whole again, or the run is to end and nobody takes part.
         """
-        return range(self.attempt.setting.ranks) if self.membership.hopeless else self.members
+        nobody = not self.members and self.attempt.signals.first is not None
+        return range(self.attempt.setting.ranks) if self.membership.hopeless or nobody else self.members
 
     def turn(self) -> bool:
         """Act on what has happened since the last turn; True once all is done.
@@ -92,6 +96,7 @@ class Recovery:
         self._end_stopped()
         self._note()
         self.scaling.turn()
+        self._end_wait()
         return False
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
@@ -108,6 +113,19 @@ class Recovery:
         for number in numbers:
             self._kill(number)
         return True
+
+    def _end_wait(self) -> None:
+        """End a wait for hosts without which nobody goes on.
+
+        After a signal, or `HOST_BACK_S`.
+        """
+        now = time.monotonic()
+        self._nobody_since = math.inf if self.members else min(self._nobody_since, now)
+        waited = self.attempt.signals.first is not None or now - self._nobody_since > HOST_BACK_S
+        if waited and not self.members and self.membership.away:
+            self.membership.away.clear()
+            if self.attempt.remote:
+                self.attempt.remote.spared.clear()
 
     def _end_stopped(self) -> None:
         """Kill members that SIGSTOP holds for too long: the others would wait until their deadline."""
@@ -155,6 +173,7 @@ class Recovery:
             self.membership.left_out |= away  # until it is back
             assert attempt.remote is not None
             again_there = attempt.remote.expect(link.number, again=bool(away & again))
+            self.membership.away |= away & again if again_there else set()
             self.tell("host_lost", host=link.name, number=link.number, ranks=numbers, reason=why, again=again_there)
         for number in sorted(lost - self._handled):
             if number in self.scaling.leaving:
@@ -168,6 +187,7 @@ class Recovery:
             numbers = self._away.pop(link.number, [])
             self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             self.membership.left_out.difference_update(numbers)
+            self.membership.away.difference_update(numbers)
             self.start(numbers)
 
     def start(self, numbers: Sequence[int]) -> None:
