@@ -163,6 +163,20 @@ def test_a_replica_that_lost_a_rank_is_left_out_and_joins_when_it_is_whole() -> 
     assert membership.newest.members == (0, 1, 2, 3, 4, 5)
 
 
+def test_the_only_replica_waits_for_a_host_that_may_come_back() -> None:
+    membership = Membership(4, replica_size=4)
+    membership.lost_together({2, 3}, 0.0)
+    membership.left_out |= {2, 3}
+    assert membership.hopeless
+    membership.away |= {2, 3}
+    assert not membership.hopeless
+    membership.note({0: -1, 1: -1}, {0, 1})
+    assert membership.current.members == ()
+    membership.left_out, membership.away = set(), set()
+    membership.note(dict.fromkeys(range(4), -1), {0, 1, 2, 3})
+    assert membership.current.members == (0, 1, 2, 3)
+
+
 def test_parts_of_broken_replicas_go_on_together_from_the_newest_step_that_they_have_of_every_part() -> None:
     membership = Membership(4, replica_size=2)
     membership.lost(0, 0.0)
