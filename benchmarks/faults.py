@@ -17,6 +17,8 @@ Other kinds of faults, in runs of their own, have theirs with the kind before (`
 - `stop`: SIGSTOP for a rank.
 - `host-process`: SIGKILL for the host process of a host but the first; `host`: for all its processes at once.
 - `cut`: the link of such a host carries nothing until the run has noted the loss.
+- `coordinator`: SIGKILL for the host process that coordinates, where the command is started once per host
+  (`faults_hosts.py`); its command is started there again once another coordinates, which `healed_s` contains.
 And once:
 - `goodput_15s`, `goodput_60s`: share of the time that the same steps take undisturbed, on shared memory with a kill
   every 15 and 60 s, without the start of the run.
@@ -44,7 +46,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,8 @@ from typing import Any
 import psutil
 import yaml
 
-from faults_found import HANG_S, HEAD, REPLICAS, REST_S, SEED, Faults, read, wait_for
+from faults_found import HANG_S, HEAD, REPLICAS, REST_S, SEED, Faults, events, read, wait_for
+from faults_hosts import HostCommands, host_commands
 from faults_peers import PEERS, measured_on
 from measure import environment_line
 from paceline.chaos.links import Links
@@ -60,7 +63,7 @@ from paceline.cluster.discover import environment
 
 BIN = Path(sys.executable).parent
 TOLERANCE = 1e-6
-KINDS = {"shm": ("kill", "stop"), "hosts": ("kill", "stop", "host-process", "host", "cut")}
+KINDS = {"shm": ("kill", "stop"), "hosts": ("kill", "stop", "host-process", "host", "cut", "coordinator")}
 WARM_UP, STEADY_STEPS = 20, 200
 GOODPUT = {15: 12, 60: 5}  # seconds from kill to kill, and how many
 JOB = {
@@ -74,6 +77,7 @@ JOB = {
     "checkpoint": {"every_steps": 500},
     "deadline_s": 60,
 }
+SETTINGS = {"PACELINE_LOSSES_PER_HOUR": "1000"}
 CLUSTER = {"emulate": {"hosts": REPLICAS}}
 PLAN, MIRRORED = f"dp={REPLICAS} balance=off", "fsdp=2"
 MIRRORED_STEPS = 600
@@ -128,7 +132,8 @@ def measured(folder: Path, transport: str, kind: str, faults: int) -> Faults:
     found = Faults()
     kills: list[float] = []
     random.seed(SEED)
-    with training(folder, transport, "faults", steps=10**7) as (process, run):
+    trains = training_on_hosts(folder) if kind == "coordinator" else training(folder, transport, "faults", steps=10**7)
+    with trains as (process, run):
         wait_for(lambda: len(losses(run)) > WARM_UP, process)
         for _ in range(faults):
             time.sleep(REST_S)
@@ -206,12 +211,9 @@ def training(
     folder: Path, transport: str, name: str, *, steps: int, recovery: str = "on", plan: str = PLAN
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """`paceline train` of the job, and its run directory; ended with the context."""
-    job, cluster = folder / f"{name}.yaml", folder / "cluster.yaml"
-    job.write_text(yaml.safe_dump(JOB | {"stop": {"steps": steps}}))
-    cluster.write_text(yaml.safe_dump(CLUSTER))
-    options = ["--cluster", str(cluster)] if transport == "hosts" else []
-    command = [str(BIN / "paceline"), "train", str(job), "--plan", plan, "--run", str(folder / name), *options]
-    settings = {**os.environ, "PACELINE_RECOVERY": recovery, "PACELINE_LOSSES_PER_HOUR": "1000"}
+    (cluster := folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
+    command = command_of(folder, name, steps, plan) + (["--cluster", str(cluster)] if transport == "hosts" else [])
+    settings = {**os.environ, **SETTINGS, "PACELINE_RECOVERY": recovery}
     with open(folder / f"{name}.log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=settings)
     try:
@@ -222,8 +224,24 @@ def training(
         process.wait()
 
 
-def hit(kind: str, run: Path, launcher: subprocess.Popen[bytes]) -> tuple[float, Callable[[], None] | None]:
+def training_on_hosts(folder: Path) -> AbstractContextManager[tuple[HostCommands, Path]]:
+    """The same, started once per host."""
+    return host_commands(command_of(folder, "faults", 10**7, PLAN), folder, "faults", {**os.environ, **SETTINGS})
+
+
+def command_of(folder: Path, name: str, steps: int, plan: str) -> list[str]:
+    """The command that trains the job for so many steps."""
+    job = folder / f"{name}.yaml"
+    job.write_text(yaml.safe_dump(JOB | {"stop": {"steps": steps}}))
+    return [str(BIN / "paceline"), "train", str(job), "--plan", plan, "--run", str(folder / name)]
+
+
+def hit(
+    kind: str, run: Path, launcher: subprocess.Popen[bytes] | HostCommands
+) -> tuple[float, Callable[[], None] | None]:
     """Make a fault of a kind at a random place; returns when, and what takes it back."""
+    if isinstance(launcher, HostCommands):
+        return launcher.lose_coordinator(), None
     if kind in ("kill", "stop"):
         return kill(
             random.randrange(REPLICAS), run, launcher, signal.SIGKILL if kind == "kill" else signal.SIGSTOP
@@ -268,11 +286,6 @@ def kill(rank: int, run: Path, launcher: subprocess.Popen[bytes], number: int = 
 def losses(run: Path) -> dict[int, float]:
     """Newest loss of every step."""
     return {line["step"]: line["loss"] for line in read(run / "steps" / "rank-0.jsonl")}
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Events of a kind."""
-    return [event for event in read(run / "events.jsonl") if event["event"] == kind]
 
 
 if __name__ == "__main__":

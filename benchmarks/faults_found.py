@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 REPLICAS, HANG_S, REST_S, SEED = 4, 60.0, 1.5, 17
 HEAD = f"{'fault':24}  named after   gap (the worst)  steps lost  healed after  loss difference"
@@ -63,7 +62,13 @@ class Faults:
         }
 
 
-def wait_for(is_there: Callable[[], bool], process: subprocess.Popen[bytes], limit_s: float = HANG_S) -> bool:
+class Process(Protocol):
+    """What may end before its time."""
+
+    def poll(self) -> int | None: ...
+
+
+def wait_for(is_there: Callable[[], bool], process: Process, limit_s: float = HANG_S) -> bool:
     """True once it is there; False after a while, or at the end of the process."""
     until = time.monotonic() + limit_s
     while not is_there():
@@ -77,3 +82,8 @@ def read(file: Path) -> list[dict[str, Any]]:
     """Whole lines of a file of the record."""
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Events of a kind."""
+    return [event for event in read(run / "events.jsonl") if event["event"] == kind]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -32,6 +32,18 @@ def variables(number: int, count: int, address: str, key: Path) -> dict[str, str
     }
 
 
+class HostProcesses(list[subprocess.Popen[str]]):
+    """Host processes by number."""
+
+    def __init__(self, start: Callable[[int], subprocess.Popen[str]], count: int) -> None:
+        super().__init__(map(start, range(count)))
+        self._start = start
+
+    def start_again(self, number: int) -> None:
+        """Start one with the same command, in the place of the one before."""
+        self[number] = self._start(number)
+
+
 @contextmanager
 def host_processes(
     *arguments: object,
@@ -40,7 +52,7 @@ def host_processes(
     apart: bool = False,
     emulated: EmulatedHosts | None = None,
     later: int = 0,
-) -> Iterator[list[subprocess.Popen[str]]]:
+) -> Iterator[HostProcesses]:
     """The command as host 0, 1, …, each in its folder.
 
     Args:
@@ -50,8 +62,9 @@ def host_processes(
     """
     address, key = emulated.emulation.hosts[0].address if emulated else own_address(), RunKey.make()
     with ExitStack() as stack:
-        processes = []
-        for number, folder in enumerate(folders):
+
+        def start(number: int) -> subprocess.Popen[str]:
+            folder = folders[number]
             write_key(key, file := folder / f"key-{secrets.token_hex(4)}")
             own = {**variables(number, len(folders), address, file), **environment}
             if later:
@@ -64,8 +77,9 @@ def host_processes(
                 network = emulated.emulation.hosts[number].namespace
                 command = ["/usr/bin/nsenter", f"--net={network}", *command]
             program, *rest = command
-            processes.append(stack.enter_context(started(str(program), *rest, folder=folder, environment=own)))
-        yield processes
+            return stack.enter_context(started(str(program), *rest, folder=folder, environment=own))
+
+        yield HostProcesses(start, len(folders))
 
 
 def outcomes(processes: Sequence[subprocess.Popen[str]]) -> list[Outcome]:

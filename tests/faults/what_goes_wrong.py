@@ -19,14 +19,17 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
     """Random points of three classes.
 
     `trouble` is what happens: `label` and `nan` at the sample `at`; `shrink` at the second epoch; `raise`, `hang` and
-    `kill` when rank 1 has read `at` samples. Reading a sample takes `sleep_s`.
+    `kill` when rank 1 has read `at` samples. Reading a sample takes `sleep_s`, until there is a file `until`.
     """
 
-    def __init__(self, samples: int = 96, trouble: str = "none", at: int = 40, sleep_s: float = 0.0) -> None:
+    def __init__(
+        self, samples: int = 96, trouble: str = "none", at: int = 40, sleep_s: float = 0.0, until: str = ""
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         self.inputs = torch.randn(samples, FEATURES, generator=generator)
         self.labels = torch.randint(0, CLASSES, (samples,), generator=generator)
         self.samples, self.trouble, self.at, self.sleep_s, self.reads = samples, trouble, at, sleep_s, 0
+        self.until = Path(until) if until else None
         if trouble == "label":
             self.labels[at] = 11
         if trouble == "nan":
@@ -40,7 +43,8 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
             self.samples -= 7
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        time.sleep(self.sleep_s)
+        if self.until is None or not self.until.exists():
+            time.sleep(self.sleep_s)
         self.reads += 1
         if RANK == 1 and self.reads == self.at:
             self.come_to_grief(index)

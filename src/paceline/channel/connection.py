@@ -13,7 +13,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -190,11 +190,19 @@ class Connection:
             self._link.shutdown(socket.SHUT_RDWR)
 
 
-def connect(where: tuple[str, int] | Path, key: RunKey | None, messages: Any, *, deadline_s: float) -> Connection:
+def connect(
+    where: tuple[str, int] | Path,
+    key: RunKey | None,
+    messages: Any,
+    *,
+    deadline_s: float,
+    stopped: Callable[[], object] = lambda: False,
+) -> Connection:
     """Connect to a listener of the run, which may still be starting.
 
     Args:
         where: address and port, over TLS with the run's key; or the path of a Unix socket, without a key.
+        stopped: if true, no further try is made.
 
     Raises:
         DeadlineError: nobody with the run's key answered in time.
@@ -215,7 +223,7 @@ def connect(where: tuple[str, int] | Path, key: RunKey | None, messages: Any, *,
                 "Every host needs a copy of the same key file."
             ) from None
         except OSError as error:
-            if left_s < pause_s:
+            if left_s < pause_s or stopped():
                 raise DeadlineError(
                     f"{name_of(where)}: nobody of this run answered within {deadline_s:g} s. Last: "
                     f"{error.strerror or error}"

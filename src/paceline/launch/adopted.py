@@ -8,14 +8,12 @@ from dataclasses import replace
 from typing import Any, Self
 
 from paceline.cluster.identity import interface_of
-from paceline.epoch import Epoch
 from paceline.files import write_whole
 from paceline.launch.attempt import Attempt, Setting
 from paceline.launch.failure import oom_kills
 from paceline.launch.host.hosts import Hosts
-from paceline.launch.host.remote import RemoteRank, RemoteRanks, RunFolder
+from paceline.launch.host.remote import RemoteRanks, RunFolder
 from paceline.launch.host.served import ServedAttempt
-from paceline.launch.host.takeover import Takeover
 from paceline.launch.place import RankPlace
 from paceline.launch.recovery import Recovery
 from paceline.launch.rendezvous import rendezvous
@@ -26,7 +24,7 @@ from paceline.training.recovery.member import store_file
 class AdoptedAttempt(Attempt):
     """The ranks that hosts have kept since the coordinator was lost.
 
-    They meet in a new epoch, at a store of this host's. Those of the lost host are lost.
+    They meet in a new epoch, at a store of this host's. Others have ended, and are replaced once their host is there.
     """
 
     def __init__(
@@ -39,8 +37,8 @@ class AdoptedAttempt(Attempt):
     ) -> None:
         assert hosts.takeover is not None
         assert hosts.takeover.attempt is not None
-        self.hosts, self.takeover, self.served = hosts, hosts.takeover, hosts.takeover.attempt
-        places = _places(hosts, hosts.takeover, self.served)
+        self.hosts, self.served = hosts, hosts.takeover.attempt
+        places = _places(hosts, self.served)
         super().__init__(replace(setting, places=places, number=self.served.begin.attempt), signals, on_tick, on_event)
 
     def __enter__(self) -> Self:
@@ -49,49 +47,52 @@ class AdoptedAttempt(Attempt):
         with self._made:
             self._made.callback(served.end)
             self.folder, self.board, self.starter = served.scratch, served.board, served.starter
-            folder = setting.folder or RunFolder(served.scratch)
-            adopted = self.hosts.adopted(self.board, self.folder, folder, self.signals, self.poll)
-            self.remote = self._made.enter_context(adopted)
+            folder, numbers = setting.folder or RunFolder(served.scratch), {place.number for place in setting.places}
+            remote = self.hosts.remote(numbers, self.board, self.folder, folder, self.signals, self.poll)
+            self.remote = self._made.enter_context(remote)
             self._made.callback(self._close_ranks)
-            self._rendezvous = self._made.enter_context(rendezvous(setting.places, self.folder, setting.port))
+            # it is at this host, and not within it: hosts that were lost may come back
+            meet_at = [_own_place(self.hosts), *setting.places]
+            self._rendezvous = self._made.enter_context(rendezvous(meet_at, self.folder, setting.port))
             write_whole(store_file(self.folder), self._rendezvous.store)
-            self.remote.adopt(self._rendezvous.store)
-            newest, entered = self._take(self.remote)
-            self.recovery = Recovery(self, Epoch(newest + 1, entered))
+            self.remote.adopt(setting.begin(served.begin.places), self._rendezvous.store)
+            self._take(self.remote)
             self._made = self._made.pop_all()
         return self
 
-    def _take(self, remote: RemoteRanks) -> tuple[int, tuple[int, ...]]:
-        """Take the ranks over.
-
-        Returns:
-            The newest epoch that any host knows, and the ranks that have a state to go on from.
-        """
+    def _take(self, remote: RemoteRanks) -> None:
+        """Take the ranks over, and begin an epoch after all that any host knows."""
         held = [self.served.held(), *(link.held for link in remote.links if link.held)]
-        here = {rank.number: rank for rank in self.served.ranks if rank.code is None}
+        here = {rank.number: rank for rank in self.served.ranks}
+        self.served.ranks.clear()
         for number in range(self.setting.ranks):
-            self.ranks.append(here.get(number) or remote.ranks.get(number) or self._lost(number, remote))
+            self.ranks.append(here.get(number) or remote.ranks.get(number) or self._start(number, None))
         for rank in here.values():
-            self.poll.register(rank.pidfd, select.POLLIN)
-        self.served.ranks[:] = [rank for rank in self.served.ranks if rank.number not in here]
-        entered = sorted(number for host in held for number, _, epoch in host.ranks if epoch >= 0)
-        return max(host.newest for host in held), tuple(entered)
-
-    def _lost(self, number: int, remote: RemoteRanks) -> RemoteRank:
-        rank = RemoteRank(number, self.takeover.link, self.folder / f"rank-{number}.error")
-        remote.ranks[number] = rank
-        return rank
+            if rank.code is None:
+                self.poll.register(rank.pidfd, select.POLLIN)
+        newest = max(host.newest for host in held)
+        self.recovery = Recovery(self, newest + 1, {number for host in held for number in host.entered})
+        for link in remote.links:
+            if link.held is None and link.lost is None:  # it had just come back
+                self.recovery.start_once_ready(link.number)
 
 
-def _places(hosts: Hosts, takeover: Takeover, served: ServedAttempt) -> list[RankPlace]:
-    """Place of each rank; lost ones have this host's, under their own host's name."""
-    own = RankPlace(0, 1, hosts.address, interface_of(hosts.address) or "lo", host_name=takeover.link.name)
-    places = [own] * served.begin.ranks
-    entries = [(0, hosts.cluster.hosts[0].name, hosts.address, served.held())]
-    entries += [(link.number, link.name, link.address, link.held) for link in hosts.links if link.held]
-    for host, name, address, held in entries:
-        for local, (number, _, _) in enumerate(held.ranks):
-            places[number] = replace(
-                own, local_rank=local, local_size=len(held.ranks), address=address, number=host, host_name=name
-            )
-    return places
+def _places(hosts: Hosts, served: ServedAttempt) -> list[RankPlace]:
+    """Place of each rank."""
+    names, own = served.begin.places, _own_place(hosts)
+    numbers = {host.name: number for number, host in enumerate(hosts.cluster.hosts)}
+    return [
+        replace(
+            own,
+            local_rank=names[:rank].count(name),
+            local_size=names.count(name),
+            address=hosts.address_of(numbers[name]),
+            number=numbers[name],
+            host_name=name,
+        )
+        for rank, name in enumerate(names)
+    ]
+
+
+def _own_place(hosts: Hosts) -> RankPlace:
+    return RankPlace(0, 1, hosts.address, interface_of(hosts.address) or "lo")

@@ -21,6 +21,7 @@ from paceline.engine.status import RankStatus, StatusBoard
 from paceline.files import scratch_folder
 from paceline.launch.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, hang, oom_kills, root_cause
 from paceline.launch.host.hosts import current_hosts
+from paceline.launch.host.messages import Begin
 from paceline.launch.host.remote import RemoteRank, RemoteRanks, RunFolder
 from paceline.launch.place import RankPlace
 from paceline.launch.recovery import Recovery
@@ -63,6 +64,11 @@ class Setting:
     @property
     def ranks(self) -> int:
         return len(self.places)
+
+    def begin(self, places: list[str]) -> Begin:
+        """What another host has to know; `places` names the host of each rank."""
+        limits = self.start_deadline_s, self.recovers, self.replica_ranks
+        return Begin(self.number, list(self.module_args), dict(self.env), *limits, places)
 
 
 class Attempt:
@@ -187,15 +193,7 @@ class Attempt:
                 numbers, self.board, scratch, setting.folder or RunFolder(scratch), self.signals, self.poll
             )
             self.remote = self._made.enter_context(ranks)
-            self.remote.begin(
-                setting.number,
-                setting.ranks,
-                setting.module_args,
-                setting.env,
-                setting.start_deadline_s,
-                setting.recovers,
-                setting.replica_ranks,
-            )
+            self.remote.begin(setting.begin([hosts.cluster.hosts[place.number].name for place in setting.places]))
 
     def _prepare(self) -> None:
         """Wait until ranks can be started here."""
@@ -226,7 +224,7 @@ class Attempt:
             store_fd=listener.fileno() if listener and number == 0 else None,
             inherited_fds=setting.inherited,
             # the ranks of other hosts go on without it: SIGTERM would have it ask them to stop
-            grace_s=0 if self.remote and setting.recovers and setting.replica_ranks == 1 else place.grace_s,
+            grace_s=0 if self.remote and self.remote.spares_this_host else place.grace_s,
         )
 
     def _note_ends(self, wait_s: float) -> None:

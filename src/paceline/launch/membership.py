@@ -60,6 +60,10 @@ class Membership:
         self.left_out |= processes
         self.current = Epoch(0, tuple(sorted(self._possible())))
 
+    def whole(self, processes: Set[int]) -> set[int]:
+        """Processes of those given whose replica is whole."""
+        return {process for process in processes if self.replica_of(process) <= processes}
+
     def lost(self, process: int, at_s: float) -> bool:
         """Note the end of a process; returns whether it is to be started again."""
         return process in self.lost_together({process}, at_s)
@@ -94,7 +98,7 @@ class Membership:
         members = set(self.current.members)
         if {entered.get(process) for process in members & set(self.newest.members)} - {self.newest.number}:
             return
-        joining = self._whole(waiting - members - self.released)
+        joining = self.whole(waiting - members - self.released)
         staying = members - self.released or members  # nobody leaves with what no other has
         if self.wanted is not None:
             self.current, self.wanted = self.wanted, None
@@ -108,11 +112,7 @@ class Membership:
 
     def _possible(self) -> set[int]:
         """The processes of all replicas that can be whole."""
-        return self._whole(set(range(self._processes)) - self.left_out)
-
-    def _whole(self, processes: set[int]) -> set[int]:
-        """Processes of those given whose replica is whole."""
-        return {process for process in processes if self.replica_of(process) <= processes}
+        return self.whole(set(range(self._processes)) - self.left_out)
 
     def _begin(self, members: set[int]) -> None:
         self.current, self.wanted = Epoch(self.newest.number + 1, tuple(sorted(members))), None

@@ -32,13 +32,13 @@ class Recovery:
     """Epochs of one attempt.
 
     Args:
-        first: the epoch to begin with; None has all ranks in epoch 0.
+        first: number of the epoch to begin with.
+        there: the ranks that take part in it, if their replica is whole; None has all.
     """
 
-    def __init__(self, attempt: Attempt, first: Epoch | None = None) -> None:
+    def __init__(self, attempt: Attempt, first: int = 0, there: Set[int] | None = None) -> None:
         self.attempt = attempt
         self.membership = Membership(attempt.setting.ranks, _most_losses(), attempt.setting.replica_ranks)
-        self.membership.current = first or self.membership.current
         self.meets = True  # some ranks are on their way to the newest epoch
         self._announced = -1, -1
         self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
@@ -48,6 +48,8 @@ class Recovery:
         self._nobody_since = math.inf
         self.scaling = Scaling(self)
         self._leave_out_absent()
+        if there is not None:
+            self.membership.current = Epoch(first, tuple(sorted(self.membership.whole(there))))
         self._announce()
 
     def _leave_out_absent(self) -> None:
@@ -79,6 +81,15 @@ class Recovery:
         """
         nobody = not self.members and self.attempt.signals.first is not None
         return range(self.attempt.setting.ranks) if self.membership.hopeless or nobody else self.members
+
+    def start_once_ready(self, number: int) -> None:
+        """Start the ranks of a host once that is ready."""
+        ranks = [
+            rank.number for rank in self.attempt.ranks if self.attempt.setting.places[rank.number].number == number
+        ]
+        self._away[number] = ranks
+        self._handled.update(ranks)
+        self.membership.left_out.update(ranks)
 
     def turn(self) -> bool:
         """Act on what has happened since the last turn; True once all is done.

@@ -262,7 +262,7 @@ def _launch_ranks(
 
         def note(event: str, details: dict[str, Any]) -> None:
             events.event(event, details)
-            if event in ("host_back", "scaled") and hosts:
+            if event in ("host_lost", "host_back", "scaled") and hosts:
                 tell_successors(hosts, run)
 
         recovers = recovers_in_place(job, plan, cluster)

@@ -28,8 +28,9 @@ WHAT = Path(__file__).parents[2] / "faults" / "what_goes_wrong.py"
 
 
 def slow_job(folder: Path, sleep_s: float = 0.002) -> Path:
-    """300 steps, each of 16 samples that take so long."""
-    points = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"sleep_s": sleep_s}}
+    """300 steps, each of 16 samples that take so long, until there is a file `fast` beside the job."""
+    args = {"sleep_s": sleep_s, "until": str(folder / "fast")}
+    points = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": args}
     net = {"factory": f"{WHAT}:net"}
     return write_job(folder / "job.yaml", model=net, data=points, stop={"steps": STEPS}, checkpoint={"every_steps": 20})
 
@@ -61,6 +62,50 @@ def assert_whole(run: Path, undisturbed: dict[int, float], told: Outcome) -> Non
     assert sorted(losses(run)) == list(range(1, STEPS + 1)), told.err
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
     assert checkpoints(run)[-1] == f"step-{STEPS:08d}"
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_was_lost_comes_back_as_another_host_and_its_rank_is_healed(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    job, run = slow_job(tmp_path, sleep_s=0.1), tmp_path / "run"
+    arguments = ("train", job, "--plan", "dp=3 balance=off", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, 3)) as hosts:
+        wait_for_step(5, run, hosts[0])
+        kill_host(hosts[0])
+        wait_for(lambda: events(run, "host_lost"), hosts[1])
+        hosts.start_again(0)
+        wait_for(lambda: events(run, "healed"), hosts[1])
+        (tmp_path / "fast").touch()
+        zero, one, two = outcomes(hosts)
+    assert (zero.code, one.code, two.code) == (0, 0, 0), zero.err + one.err + two.err
+    assert zero.says("the run goes on under host", "the run has ended on")
+    assert one.says("which had rank 0, is lost", "is back", "rank 0 is back at step")
+    assert not events(run, "resume"), "nothing was read from the disk"
+    assert_whole(run, undisturbed, one)
+
+
+@pytest.mark.slow
+@pytest.mark.needs_root
+@pytest.mark.needs_iproute2
+def test_another_host_comes_back_to_the_new_coordinator_where_the_first_one_stays_away(
+    tmp_path: Path, hosts: Hosts, undisturbed: dict[int, float]
+) -> None:
+    job, run, emulated = slow_job(tmp_path, sleep_s=0.1), tmp_path / "run", hosts(3, rate="1gbit")
+    arguments = ("train", job, "--plan", "dp=3 balance=off", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, 3), emulated=emulated) as processes:
+        wait_for_step(5, run, processes[0])
+        for number, lost in enumerate((0, 2), 1):
+            kill_host(processes[lost])
+            wait_for(lambda: len(events(run, "host_lost")) >= number, processes[1])  # noqa: B023
+        processes.start_again(2)
+        wait_for(lambda: events(run, "healed"), processes[1])
+        (tmp_path / "fast").touch()
+        _, one, two = outcomes(processes)
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert two.says("the run goes on under host", "the run has ended on")
+    assert not events(run, "resume"), "nothing was read from the disk"
+    assert_whole(run, undisturbed, one)
 
 
 @pytest.mark.slow
@@ -117,6 +162,24 @@ def test_ranks_wait_for_a_new_coordinator_for_longer_than_for_a_lost_peer(
 
 
 @pytest.mark.slow
+def test_a_rank_that_dies_while_the_hosts_meet_is_replaced(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    job, run = slow_job(tmp_path, sleep_s=0.1), tmp_path / "run"
+    arguments = ("train", job, "--plan", "dp=3 balance=off", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, 4)) as hosts:
+        wait_for_step(5, run, hosts[0])
+        psutil.Process(hosts[3].pid).suspend()  # it has no rank, and is waited for
+        kill_host(hosts[0])
+        kill_rank(2, hosts[2])
+        wait_for(lambda: events(run, "healed"), hosts[1])
+        (tmp_path / "fast").touch()
+        one, two = outcomes(hosts[1:3])
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert [event["rank"] for event in events(run, "healed")] == [2]
+    assert not events(run, "resume"), "nothing was read from the disk"
+    assert_whole(run, undisturbed, one)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "resumes"), [("dp=2", 0), ("dp=2 transport=gloo", 1)])
 def test_when_one_of_two_hosts_dies_whole_the_other_continues_the_run(
     tmp_path: Path, undisturbed: dict[int, float], plan: str, resumes: int
@@ -133,18 +196,38 @@ def test_when_one_of_two_hosts_dies_whole_the_other_continues_the_run(
 
 
 @pytest.mark.slow
-def test_ranks_of_divided_replicas_go_on_from_a_checkpoint_when_the_coordinator_is_lost(
+def test_a_whole_replica_of_several_ranks_goes_on_when_the_coordinator_is_lost(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    job, run = slow_job(tmp_path, sleep_s=0.1), tmp_path / "run"
+    arguments = ("train", job, "--plan", "dp=2 fsdp=2 balance=off", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, 4)) as hosts:
+        wait_for_step(5, run, hosts[0])
+        kill_host(hosts[0])
+        wait_for(lambda: events(run, "host_lost"), hosts[1])
+        hosts.start_again(0)
+        wait_for(lambda: events(run, "healed"), hosts[1])
+        (tmp_path / "fast").touch()
+        ended = outcomes(hosts)
+    assert [outcome.code for outcome in ended] == [0, 0, 0, 0], [outcome.err for outcome in ended]
+    assert not events(run, "resume"), "nothing was read from the disk"
+    assert_whole(run, undisturbed, ended[1])
+
+
+@pytest.mark.slow
+def test_parts_of_replicas_go_on_from_a_checkpoint_when_the_coordinator_had_some_of_each(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
     job, run = slow_job(tmp_path), tmp_path / "run"
-    arguments = ("train", job, "--plan", "dp=2 fsdp=2", "--run", run)
+    arguments = ("train", job, "--plan", "dp=2 fsdp=2 balance=off", "--run", run)
     with host_processes(*arguments, folders=folders(tmp_path, 4)) as hosts:
-        wait_for_step(50, run, hosts[0])
-        kill_host(hosts[0])
-        others = outcomes(hosts)[1:]
-    assert [other.code for other in others] == [0, 0, 0], [other.err for other in others]
+        wait_for_step(25, run, hosts[0])
+        for host in (hosts[0], hosts[2]):
+            kill_host(host)
+        one, three = outcomes([hosts[1], hosts[3]])
+    assert (one.code, three.code) == (0, 0), one.err + three.err
     assert len(events(run, "resume")) == 1
-    assert_whole(run, undisturbed, others[0])
+    assert_whole(run, undisturbed, one)
 
 
 @pytest.mark.slow

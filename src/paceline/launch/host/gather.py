@@ -25,10 +25,11 @@ from paceline.cluster.cluster import Host
 from paceline.cluster.discover import discover
 from paceline.cluster.identity import host_identity
 from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
+from paceline.launch.host.elsewhere import GoesOnElsewhere, told_elsewhere
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import AbsentLink, Link, keep_alive
 from paceline.launch.host.measure import measured_cluster
-from paceline.launch.host.messages import Dismiss, FromHost, Held, Joining, Refused, ToHost, Welcome
+from paceline.launch.host.messages import Dismiss, Elsewhere, FromHost, Held, Joining, Refused, ToHost, Welcome
 from paceline.launch.host.serve import Coordinator
 from paceline.launch.signals import exit_code_of
 from paceline.launch_engine import HostPlace
@@ -123,7 +124,7 @@ def refuse(links: Iterable[Link], error: BaseException) -> None:
     """Tell hosts that have come why nothing begins, and leave them."""
     for link in links:
         reason = str(error) if isinstance(error, PacelineError) else "host 0 was stopped"
-        link.send(Refused(reason, exit_code_of(error)))
+        link.send(error.told if isinstance(error, GoesOnElsewhere) else Refused(reason, exit_code_of(error)))
         link.connection.close()
 
 
@@ -169,11 +170,13 @@ def taken_in(
         connection.send(_joining(place, connection, standby, held))
         answer = connection.receive(wait_s)
         if isinstance(answer, Welcome):
-            return Coordinator(connection, f"host {answer.names[0]} (number 0)", standby)
+            return Coordinator(connection, answer.names[0], standby)
     except BaseException:
         connection.close()
         raise
     connection.close()
+    if isinstance(answer, Elsewhere):
+        raise GoesOnElsewhere(answer)
     refusal = answer if isinstance(answer, Refused) else Refused("it speaks otherwise")
     refused = LaunchError(f"host {place.name} (number {place.number}) was refused by host 0: {refusal.reason}")
     refused.exit_code = refusal.code
@@ -199,18 +202,22 @@ def _standby(place: HostPlace, connection: Connection) -> socket.socket:
 def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
     """The connection to host 0, which may be about to start."""
     began, wait_s = time.monotonic(), _wait_s()
-    while True:
-        passed_s = time.monotonic() - began
-        try:
-            where = (place.coordinator, place.port)
-            return connect(where, key, ToHost, deadline_s=max(0.1, round(min(_TELL_S, wait_s - passed_s), 1)))
-        except DeadlineError as error:
-            text = f"{who} does not reach host 0. {error}"
-            if (passed_s := time.monotonic() - began) > wait_s - 0.1:
-                raise LaunchError(f"{text}. {_advice(place)}") from error
-            _say(f"{text}; trying for {wait_s - passed_s:.0f} s more")
-        except ChannelError as error:
-            raise LaunchError(f"{who} was sent away: {error}") from error
+    with told_elsewhere(place, key) as told:
+        while not told:
+            passed_s = time.monotonic() - began
+            try:
+                where, left_s = (place.coordinator, place.port), round(min(_TELL_S, wait_s - passed_s), 1)
+                return connect(where, key, ToHost, deadline_s=max(0.1, left_s), stopped=lambda: told)
+            except DeadlineError as error:
+                if told:
+                    break
+                text = f"{who} does not reach host 0. {error}"
+                if (passed_s := time.monotonic() - began) > wait_s - 0.1:
+                    raise LaunchError(f"{text}. {_advice(place)}") from error
+                _say(f"{text}; trying for {wait_s - passed_s:.0f} s more")
+            except ChannelError as error:
+                raise LaunchError(f"{who} was sent away: {error}") from error
+        raise GoesOnElsewhere(told[0])
 
 
 def _await_all(
@@ -260,9 +267,14 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
     """
     try:
         joining = connection.receive(_MESSAGE_S)
+        if isinstance(joining, Elsewhere) and joining.run_name == place.run_name:
+            connection.close()
+            raise GoesOnElsewhere(joining)
         if not isinstance(joining, Joining):
             raise LaunchError("it did not say who it is")
         host = Host.model_validate_json(joining.host)
+    except GoesOnElsewhere:
+        raise
     except (OSError, PacelineError, ValidationError) as error:
         connection.close()
         _say(f"{connection.peer} held the run's key, and was sent away: {error}")

@@ -67,13 +67,13 @@ class Hosts:
         return self.links[number - 1].address if number else self.address
 
     def ask(self, question: Struct, kind: type[M], deadline_s: float) -> list[tuple[Link, M]]:
-        """Answers of all other hosts to one question.
+        """Answers of all other hosts that are there to one question.
 
         Raises:
             LaunchError: a host does not answer in time.
             SystemExit: 130 or 143, when SIGINT or SIGTERM came to one of them meanwhile.
         """
-        links = [link for link in self.links if not isinstance(link, AbsentLink)]
+        links = [link for link in self.links if link.lost is None]
         for link in links:
             link.send(question)
         answers = [(link, link.answer(kind, deadline_s)) for link in links]
@@ -95,14 +95,6 @@ class Hosts:
         links = [link for link in self.links if link.number in numbers]
         return RemoteRanks(links, board, scratch, folder, signals, poll, self)
 
-    def adopted(
-        self, board: StatusBoard, scratch: Path, folder: RunFolder, signals: StopSignals, poll: select.poll
-    ) -> RemoteRanks:
-        """The ranks that other hosts have kept, and those of the lost one."""
-        assert self.takeover is not None
-        links = [self.takeover.link, *(link for link in self.links if link.held is not None)]
-        return RemoteRanks(links, board, scratch, folder, signals, poll, self)
-
     def listener(
         self,
         messages: Any,
@@ -116,6 +108,11 @@ class Hosts:
             return Listener((self.address, port), self.key, messages, on_connection, on_message=on_message)
 
         return made() if self._namespace is None else inside(self._namespace, made)
+
+    def add(self, link: Link) -> None:
+        """Have another host, behind all others."""
+        self.links.append(link)
+        self.cluster = self.cluster.model_copy(update={"hosts": (*self.cluster.hosts, link.host)})
 
     def replace(self, link: Link) -> None:
         """Have a host that came back in the place of the lost one."""

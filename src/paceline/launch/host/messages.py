@@ -35,6 +35,11 @@ class Held(Struct, array_like=True, frozen=True):
     newest: int
     ranks: list[tuple[int, int, int]]
 
+    @property
+    def entered(self) -> set[int]:
+        """Those that have a state to go on from."""
+        return {number for number, _, epoch in self.ranks if epoch >= 0}
+
 
 class Joining(Struct, tag=True, frozen=True):
     """First message of a serving host: who it is.
@@ -200,29 +205,35 @@ class Begin(Struct, tag=True, frozen=True):
     """An attempt begins; `Put` and `Start` follow.
 
     Attributes:
+        recovers: the run goes on without ranks that are lost.
+        replica_ranks: ranks of a replica.
+        places: name of each rank's host.
         folder: that the ranks read and write, as the coordinator names it.
         token: name of a file that the coordinator has made there, of random name: who sees it shares the folder.
         folders: within it, which ranks expect to be there.
-        recovers: the run goes on without ranks that are lost.
         host: number of the host.
         pulse_port: of the coordinator, for this host's `Pulse`; 0 where silence ends nothing.
         silence_s: after which either is lost to the other.
-        replica_ranks: ranks of a replica.
     """
 
     attempt: int
-    ranks: int
     module_args: list[str]
     env: dict[str, str]
-    folder: str
-    token: str
-    folders: list[str]
     start_deadline_s: float
     recovers: bool
-    host: int
-    pulse_port: int
-    silence_s: float
     replica_ranks: int
+    places: list[str]
+    folder: str = ""
+    token: str = ""
+    folders: list[str] = []
+    host: int = 0
+    pulse_port: int = 0
+    silence_s: float = 0.0
+
+    def spares(self, host: str) -> bool:
+        """True if the run can go on without that host: a replica has no rank there."""
+        there = {rank // self.replica_ranks for rank, name in enumerate(self.places) if name == host}
+        return self.recovers and len(there) * self.replica_ranks < len(self.places)
 
 
 class Start(Struct, tag=True, frozen=True):
@@ -275,18 +286,48 @@ class EndAttempt(Struct, tag=True, frozen=True):
     """The attempt is over: whatever still runs is killed."""
 
 
+class Successor(Struct, array_like=True, frozen=True):
+    """A host that would coordinate.
+
+    Attributes:
+        port: where it would listen, at its address; 0 if it never does.
+        host: its devices, as in `Joining`.
+        lost: it may come back.
+    """
+
+    name: str
+    address: str
+    port: int
+    host: str
+    lost: bool
+
+
 class Succession(Struct, tag=True, frozen=True):
     """The hosts of a run that is to go on when the coordinator is lost.
 
     Attributes:
         run: its directory, or its URL.
         first_event: first line of its events, by which a host sees that it has that directory; "" of a URL.
-        hosts: name, address and port of each, by number. One with port 0 never coordinates.
+        hosts: by number, the coordinator first.
     """
 
     run: str
     first_event: str
-    hosts: list[tuple[str, str, int]]
+    hosts: list[Successor]
+
+
+class Elsewhere(Struct, tag=True, frozen=True):
+    """The run goes on under another coordinator, to which a host that was lost can come back.
+
+    Attributes:
+        address: of that, and its port.
+        names: of the run's hosts, by number.
+    """
+
+    run_name: str
+    address: str
+    port: int
+    names: list[str]
 
 
 class Dismiss(Struct, tag=True, frozen=True):
@@ -314,6 +355,7 @@ FromHost = (
     | Fetch
     | Interrupted
     | Over
+    | Elsewhere
 )
 ToHost = (
     Welcome
@@ -332,5 +374,6 @@ ToHost = (
     | Fetched
     | EndAttempt
     | Succession
+    | Elsewhere
     | Dismiss
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 from paceline.channel.key import RunKey, default_key_file, own_key, read_key
 from paceline.errors import LaunchError
+from paceline.launch.host.elsewhere import GoesOnElsewhere
 from paceline.launch.host.gather import gathered, joined
 from paceline.launch.host.hosts import Hosts, coordinating, current_hosts
 from paceline.launch.host.returns import Returns
@@ -60,7 +62,7 @@ def _key(place: HostPlace) -> RunKey:
 
 
 def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
-    hosts, code = _served(place, key) if place.number else gathered(place, key), 1
+    hosts, code = _hosts(place, key), 1
     try:
         with _returns(hosts, place), coordinating(hosts):
             yield
@@ -74,12 +76,26 @@ def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
         hosts.dismiss(code)
 
 
-def _returns(hosts: Hosts, place: HostPlace) -> AbstractContextManager[Returns | None]:
+def _hosts(place: HostPlace, key: RunKey) -> Hosts:
+    """The hosts that this one coordinates, at the start or later."""
+    now = place
+    while True:
+        try:
+            return _served(now, key) if now.number else gathered(now, key)
+        except GoesOnElsewhere as told:  # this host was lost, and was started again
+            print(printable(f"paceline: {told}"), file=sys.stderr, flush=True)
+            now = told.place_of(place)
+
+
+def _returns(hosts: Hosts, place: HostPlace) -> Returns:
     """A meeting place for hosts that come back.
 
-    None where this host has taken over, at another address.
+    Those that were started with another coordinator's address have to be told of this one's.
     """
-    return nullcontext() if hosts.takeover else Returns(hosts, place, place.port)
+    if hosts.takeover is None:
+        return Returns(hosts, place, place.port)
+    own = replace(place, number=0, count=len(hosts.cluster.hosts), name=hosts.cluster.hosts[0].name)
+    return Returns(hosts, own, 0, calls=True)
 
 
 def _served(place: HostPlace, key: RunKey) -> Hosts:

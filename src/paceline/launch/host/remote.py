@@ -7,7 +7,7 @@ import secrets
 import select
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -149,56 +149,41 @@ class RemoteRanks:
         if self._token:
             self._token.unlink(missing_ok=True)
 
-    def begin(
-        self,
-        attempt: int,
-        ranks: int,
-        module_args: list[str],
-        env: Mapping[str, str],
-        deadline_s: float,
-        recovers: bool,
-        replica_ranks: int,
-    ) -> None:
+    def begin(self, begin: Begin) -> None:
         """Have every host prepare for the ranks.
 
         Raises:
             LaunchError: a host is lost, or is not there and has to be.
         """
-        if self.spared and not recovers:
+        if self.spared and not begin.recovers:
             raise LaunchError(
                 f"this run cannot begin without {', '.join(link.who for link in self.spared)}: only runs that "
                 "recover in place (dp of at least 2, on CPUs) take in others later. Start all hosts."
             )
+        self._begin = self._whole(begin)
         token = self._show_token()
-        where, folders = str(token.parent), list(self.folder.folders)
-        if recovers:
-            self._pulses = self._new_pulses()
-        port, silence_s = (self._pulses.port, self._pulses.limit_s) if self._pulses else (0, 0.0)
-        self._begin = Begin(
-            attempt,
-            ranks,
-            list(module_args),
-            dict(env),
-            where,
-            token.name,
-            folders,
-            deadline_s,
-            recovers,
-            0,
-            port,
-            silence_s,
-            replica_ranks,
-        )
         there = [link for link in self.links if link not in self.spared]
         for link in there:
-            self._prepare(link, self._begin)
+            self._prepare(link, token)
         for link in there:
             if not self._until(link, Ready, _READY_S):
                 raise LaunchError(self._of_lost(link))
         token.unlink(missing_ok=True)
 
-    def _new_pulses(self) -> Pulses:
-        return Pulses(lambda messages, take: self.hosts.listener(messages, on_message=take), self._fall_silent)
+    @property
+    def spares_this_host(self) -> bool:
+        """True if the others go on when this host is lost."""
+        return self._begin is not None and self._begin.spares(self.hosts.cluster.hosts[0].name)
+
+    def _whole(self, begin: Begin) -> Begin:
+        """With what hosts have to know of this one. It listens for their pulses from now on."""
+        if begin.recovers:
+            self._pulses = Pulses(
+                lambda messages, take: self.hosts.listener(messages, on_message=take), self._fall_silent
+            )
+        port, silence_s = (self._pulses.port, self._pulses.limit_s) if self._pulses else (0, 0.0)
+        folder, folders = str(self.folder.path), list(self.folder.folders)
+        return msgspec.structs.replace(begin, folder=folder, folders=folders, pulse_port=port, silence_s=silence_s)
 
     def _show_token(self) -> Path:
         """A new file in the folder, by which a host sees whether it shares that."""
@@ -206,9 +191,10 @@ class RemoteRanks:
         self._token.touch(mode=0o600)
         return self._token
 
-    def _prepare(self, link: Link, begin: Begin) -> None:
+    def _prepare(self, link: Link, token: Path) -> None:
         """Have a host prepare for its ranks."""
-        link.send(msgspec.structs.replace(begin, host=link.number))
+        assert self._begin is not None
+        link.send(msgspec.structs.replace(self._begin, host=link.number, token=token.name))
         for name in self.folder.files:
             for part in parts_of(self.folder.path / name, self.folder.path):
                 link.send(part)
@@ -239,7 +225,6 @@ class RemoteRanks:
     def returned(self) -> list[Link]:
         """Hosts that have come back, and are ready for their ranks."""
         for link in self.hosts.returns.back() if self.hosts.returns else ():
-            assert self._begin is not None
             assert self._pulses is not None
             self._pulses.forget(link.number)
             self.hosts.replace(link)
@@ -247,20 +232,33 @@ class RemoteRanks:
             link.watch(self.poll)
             if self._token:
                 self._token.unlink(missing_ok=True)
-            self._prepare(link, msgspec.structs.replace(self._begin, token=self._show_token().name))
+            self._prepare(link, self._show_token())
             if self._announced is not None:
                 link.send(self._announced)
         ready, self._ready = self._ready, []
         return ready
 
-    def adopt(self, store: str) -> None:
-        """Take over the ranks that the hosts have kept, which meet at another store now."""
-        self._pulses = self._new_pulses()
+    def adopt(self, begin: Begin, store: str) -> None:
+        """Take over the ranks that the hosts have kept, which meet at another store now.
+
+        All others of theirs have ended.
+        """
+        self._begin = self._whole(begin)
+        links = {link.name: link for link in self.links}
+        for number, name in enumerate(begin.places):
+            if link := links.get(name):
+                record = self.scratch / f"rank-{number}.error"
+                self.ranks[number] = RemoteRank(number, link, record, code=-signal.SIGKILL)
         for link in self.links:
-            for number, pid, epoch in link.held.ranks if link.held else ():
-                self.ranks[number] = RemoteRank(number, link, self.scratch / f"rank-{number}.error", pid)
+            if link.lost is not None:
+                continue
+            if link.held is None:
+                self._prepare(link, self._token or self._show_token())
+                continue
+            for number, pid, epoch in link.held.ranks:
+                self.ranks[number].pid, self.ranks[number].code = pid, None
                 self.board.put(number, pid, "sync", 0, time.monotonic_ns(), epoch)
-            link.send(Adopt(store, link.number, self._pulses.port, self._pulses.limit_s))
+            link.send(Adopt(store, link.number, self._begin.pulse_port, self._begin.silence_s))
 
     def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
         """Start a rank on host number `host`."""

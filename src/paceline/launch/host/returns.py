@@ -7,21 +7,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Self
 
-from paceline.channel.connection import Connection
+from paceline.channel.connection import Connection, connect
 from paceline.errors import ChannelError, LaunchError, PacelineError
 from paceline.launch.host.gather import take
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import AbsentLink, Link
-from paceline.launch.host.messages import FromHost, Looked, Refused, Welcome
+from paceline.launch.host.messages import Elsewhere, FromHost, Looked, Refused, ToHost, Welcome
 from paceline.launch.host.same_files import differences
 from paceline.launch_engine import HostPlace
 from paceline.printable import printable
 
 _NOTED_S = 10.0  # for this process to see that a host is lost which is there again
 _LOOKED_S = 120.0
+_CALL_S = 1.0  # between calls of hosts that were lost, and the longest that one takes
 
 
 class Returns:
@@ -33,10 +34,20 @@ class Returns:
     Args:
         place: of this host, which coordinates.
         revive: starts the host process of a host again; None where somebody else does.
+        calls: whether hosts that are started again have to be told that this one coordinates.
     """
 
-    def __init__(self, hosts: Hosts, place: HostPlace, port: int, revive: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        place: HostPlace,
+        port: int,
+        revive: Callable[[int], None] | None = None,
+        *,
+        calls: bool = False,
+    ) -> None:
         self._hosts, self._place, self._port, self._revive = hosts, place, port, revive
+        self._call_s = _CALL_S if calls else None
         self._expected: set[int] = set()
         self.left_out: dict[int, str] = {}  # hosts that may not come, and why
         self._came: queue.Queue[Connection | None] = queue.Queue()
@@ -91,7 +102,7 @@ class Returns:
         return found
 
     def _run(self) -> None:
-        while (connection := self._came.get()) is not None:
+        while (connection := self._next()) is not None:
             self._at_work = connection
             try:
                 if self._closing.is_set():
@@ -103,6 +114,27 @@ class Returns:
                 connection.close()
                 if not self._closing.is_set():
                     _say(f"a host that came back is lost again: {error}")
+
+    def _next(self) -> Connection | None:
+        """The next host that comes; those that were lost are called meanwhile, where they have to be."""
+        while True:
+            try:
+                return self._came.get(timeout=self._call_s)
+            except queue.Empty:
+                for number in sorted(self._expected.copy()):
+                    if (link := self._hosts.links[number - 1]).address:
+                        self._call(link)
+
+    def _call(self, link: Link) -> None:
+        """Tell a lost host, should it have been started again, where the run goes on."""
+        address = self._listener.address
+        assert isinstance(address, tuple)
+        names = [host.name for host in self._hosts.cluster.hosts]
+        with suppress(OSError, PacelineError):  # it is not there
+            where = link.address, self._place.port
+            with closing(connect(where, self._hosts.key, ToHost, deadline_s=_CALL_S)) as connection:
+                connection.send(Elsewhere(self._place.run_name, *address, names))
+                connection.receive(_CALL_S)  # it hangs up
 
     def _take(self, connection: Connection) -> None:
         """Take a host in, or send it away.
@@ -124,6 +156,7 @@ class Returns:
                 if reason := "; ".join(differences(look, link, answer)):
                     _refuse(link, reason)
             self._expected.discard(link.number)
+            self._at_work = None
             self._back.put(link)
 
     def _unexpected(self, link: Link) -> str:

@@ -38,6 +38,7 @@ class Coordinator:
     """Host 0 as a serving host sees it.
 
     Attributes:
+        name: of the host.
         lost: why it can no longer be reached; None while it can.
         standby: bound where this host would listen in its place.
         succession: hosts of a run that goes on without it; None where none does.
@@ -45,13 +46,18 @@ class Coordinator:
         attempt: the ranks here, once it is lost, where they may go on.
     """
 
-    def __init__(self, connection: Connection, who: str, standby: socket.socket | None = None) -> None:
-        self.connection, self.who, self.standby = connection, who, standby
+    def __init__(self, connection: Connection, name: str, standby: socket.socket | None = None) -> None:
+        self.connection, self.name, self.standby = connection, name, standby
         self.lost: str | None = None
         self._silence = ""
         self.succession: Succession | None = None
         self.released = False
         self.attempt: ServedAttempt | None = None
+
+    @property
+    def who(self) -> str:
+        """Name and number, for messages."""
+        return f"host {self.name} (number 0)"
 
     @property
     def address(self) -> str:
@@ -140,10 +146,7 @@ def serve(coordinator: Coordinator, who: str) -> int:
 
 
 def _may_go_on(coordinator: Coordinator, attempt: ServedAttempt | None, signals: StopSignals) -> bool:
-    """True if the ranks here may go on without the coordinator.
-
-    Not parts of a replica that is divided: the others of it may be lost with the coordinator.
-    """
+    """True if the ranks here may go on without the coordinator."""
     is_alone = coordinator.lost is not None and coordinator.succession is not None and signals.first is None
     return is_alone and attempt is not None and attempt.recovers_alone and attempt.copy is None
 

@@ -71,7 +71,7 @@ class ServedAttempt:
         self._asked: set[str] = set()
         self._made = ExitStack()
         self.scratch = self._made.enter_context(scratch_folder())
-        self.board = StatusBoard.create(self.scratch / "status", begin.ranks, begin.attempt)
+        self.board = StatusBoard.create(self.scratch / "status", len(begin.places), begin.attempt)
         self._made.callback(self.board.close)
         key = own_key()
         self._key_fd = None if key is None else key_descriptor(key)
@@ -87,8 +87,8 @@ class ServedAttempt:
 
     @property
     def recovers_alone(self) -> bool:
-        """True if each rank has what it takes to go on with any others."""
-        return self.begin.recovers and self.begin.replica_ranks == 1
+        """True if the ranks here may go on when the coordinator's host is lost."""
+        return self.begin.spares(self.coordinator.name)
 
     @property
     def busy(self) -> bool:
@@ -102,9 +102,14 @@ class ServedAttempt:
         return any(rank.code is None and board[rank.number].epoch != self._newest for rank in self.ranks)
 
     def held(self) -> Held:
-        """The ranks that live, for another coordinator."""
+        """The ranks that live, for another coordinator. Ends of the others are not told to it again."""
         board = self.board.read()
-        living = [rank for rank in self.ranks if rank.code is None and not _has_ended(rank)]
+        for rank in self.ranks:
+            if rank.code is None and _has_ended(rank):
+                rank.note_end()
+            if rank.code is not None:
+                self._ended.add(rank.number)
+        living = [rank for rank in self.ranks if rank.code is None]
         newest = max(self.board.current_epoch, self.board.wanted_epoch)
         return Held(self.begin.attempt, newest, [(r.number, r.pid, board[r.number].epoch) for r in living])
 

@@ -20,14 +20,15 @@ from pathlib import Path
 from paceline.channel.connection import Connection, connect
 from paceline.channel.key import RunKey
 from paceline.channel.listener import Listener
-from paceline.cluster.discover import discover
+from paceline.cluster.cluster import Host
 from paceline.errors import ChannelError, LaunchError
 from paceline.launch.host.gather import refuse, take, taken_in, welcomed
 from paceline.launch.host.hosts import Hosts
-from paceline.launch.host.link import Link
-from paceline.launch.host.messages import EndAttempt, FromHost, Over, Succession, ToHost
+from paceline.launch.host.link import AbsentLink, Link
+from paceline.launch.host.messages import EndAttempt, FromHost, Over, Succession, Successor, ToHost
 from paceline.launch.host.serve import Coordinator
 from paceline.launch.host.served import ServedAttempt
+from paceline.launch.membership import Membership
 from paceline.launch_engine import HostPlace
 from paceline.printable import printable
 from paceline.storage.url import is_url
@@ -45,14 +46,12 @@ class Takeover:
         lost: names the host that coordinated it.
         by: names this host.
         attempt: the ranks that this host has kept, where the run goes on with them and those that others have kept.
-        link: to the lost host, as it was.
     """
 
     run: str
     lost: str
     by: str
     attempt: ServedAttempt | None
-    link: Link
 
     @property
     def job_file(self) -> Path | None:
@@ -65,10 +64,12 @@ def tell_successors(hosts: Hosts, run: str | Path) -> None:
 
     In its directory, an event was written.
     """
-    at_url = is_url(run)
-    here = [(hosts.cluster.hosts[0].name, hosts.address, 0)]
-    others = [(link.name, link.address, link.standby_port) for link in hosts.links if link.lost is None]
-    message = Succession(str(run), "" if at_url else _first_event(Path(run)), here + others)
+    own, *others = hosts.cluster.hosts
+    successors = [Successor(own.name, hosts.address, 0, _as_json(own), lost=False)]
+    for link, host in zip(hosts.links, others, strict=True):
+        where = link.address, link.standby_port
+        successors.append(Successor(host.name, *where, _as_json(host), lost=link.lost is not None))
+    message = Succession(str(run), "" if is_url(run) else _first_event(Path(run)), successors)
     for link in hosts.links:
         link.send(message)
 
@@ -83,17 +84,17 @@ def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coo
     assert succession is not None
     assert before.standby is not None
     own = before.standby.getsockname()[:2]
-    numbers = [number for number, (_, address, port) in enumerate(succession.hosts) if (address, port) == own]
+    numbers = [number for number, host in enumerate(succession.hosts) if (host.address, host.port) == own]
     if not numbers:
         raise LaunchError(f"{before.who} is lost, and host {place.name} was not yet one of this run's hosts")
     place = replace(place, number=numbers[0], count=len(succession.hosts))
-    for number, (name, address, port) in enumerate(succession.hosts[: place.number]):
-        if port:
-            found = _at(replace(place, coordinator=address, port=port), key, before)
+    for number, host in enumerate(succession.hosts[: place.number]):
+        if host.port and not host.lost:
+            found = _at(replace(place, coordinator=host.address, port=host.port), key, before)
             if found is not None:
-                _say(f"host {name} (number {number}) coordinates now")
+                _say(f"host {host.name} (number {number}) coordinates now")
                 return found
-            _say(f"host {name} (number {number}) is not reached either")
+            _say(f"host {host.name} (number {number}) is not reached either")
     with closing(before.standby):
         return _coordinated(place, key, before, succession)
 
@@ -114,16 +115,15 @@ def _at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | Non
 
 def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession: Succession) -> Hosts:
     """The hosts that come to this one."""
-    name, address, _ = succession.hosts[place.number]
-    names = {number: entry[0] for number, entry in enumerate(succession.hosts)}
+    there = succession.hosts[place.number]
     came: queue.Queue[Connection] = queue.Queue()
     assert before.standby is not None
     before.standby.listen()
     listener, links = Listener(before.standby, key, FromHost, came.put), dict[int, Link]()
     try:
-        _await_others(place, came, links)
-        _must_be_enough(place, names, links, before)
-        _must_have(succession, before, name)
+        _await_others(place, came, links, succession)
+        _must_be_enough(place, links, before, succession)
+        _must_have(succession, before, there.name)
     except BaseException as error:
         refuse(links.values(), error)
         raise
@@ -131,23 +131,40 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
         listener.close()
     met = [links[number] for number in sorted(links)]
     for number, link in enumerate(met, 1):
-        link.number, link.name = number, names[link.number]
-    by = f"host {name} (number {place.number})"
+        link.number, link.name = number, succession.hosts[link.number].name
+    by = f"host {there.name} (number {place.number})"
     _say(f"{by} coordinates now{_with(link.name for link in met)}, and continues the run in {succession.run}")
-    own = discover().hosts[0].model_copy(update={"name": name})
-    hosts = welcomed(own, address, met, key, measures=before.attempt is None)
+    hosts = welcomed(_host_of(there), there.address, met, key, measures=before.attempt is None)
     attempt = _kept(before.attempt, met)
-    lost = Link(before.connection, 0, succession.hosts[0][0], address, own)
-    lost.lose(before.lost or "")
-    hosts.takeover = Takeover(succession.run, before.who, by, attempt, lost)
+    hosts.takeover = Takeover(succession.run, before.who, by, attempt)
+    if attempt is not None:
+        _add_lost(hosts, succession, before)
     tell_successors(hosts, succession.run)
     return hosts
 
 
-def _await_others(place: HostPlace, came: queue.Queue[Connection], links: dict[int, Link]) -> None:
-    """Take hosts in until all of higher numbers are there, or for a while."""
+def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None:
+    """Add the hosts that have not met, which may come back."""
+    met = {host.name for host in hosts.cluster.hosts}
+    for number, host in enumerate(succession.hosts):
+        if host.name not in met:
+            own_number, has = len(hosts.cluster.hosts), _host_of(host)
+            if not host.address:
+                hosts.add(AbsentLink(own_number, host.name, has))
+                continue
+            link = Link(before.connection, own_number, host.name, host.address, has)
+            link.standby_port = host.port
+            link.lose("it was lost before" if host.lost else before.lost or "" if not number else "it has not come")
+            hosts.add(link)
+
+
+def _await_others(
+    place: HostPlace, came: queue.Queue[Connection], links: dict[int, Link], succession: Succession
+) -> None:
+    """Take hosts in until all of higher numbers are there that were not lost before, or for a while."""
     until = time.monotonic() + MEET_S
-    while set(range(place.number + 1, place.count)) - links.keys() and time.monotonic() < until:
+    awaited = {number for number, host in enumerate(succession.hosts) if number > place.number and not host.lost}
+    while awaited - links.keys() and time.monotonic() < until:
         try:
             take(place, came.get(timeout=0.1), links)
         except queue.Empty:
@@ -155,9 +172,9 @@ def _await_others(place: HostPlace, came: queue.Queue[Connection], links: dict[i
 
 
 def _kept(attempt: ServedAttempt | None, links: list[Link]) -> ServedAttempt | None:
-    """The attempt here, if a rank of it lives; ranks of others are ended."""
+    """The attempt here, if a whole replica of it lives; ranks of others are ended."""
     same = [link for link in links if link.held and attempt and link.held.attempt == attempt.begin.attempt]
-    if attempt is not None and not attempt.held().ranks and not any(link.held and link.held.ranks for link in same):
+    if attempt is not None and not _has_a_replica(attempt, same):
         attempt.end()
         attempt, same = None, []
     for link in links:
@@ -168,13 +185,19 @@ def _kept(attempt: ServedAttempt | None, links: list[Link]) -> ServedAttempt | N
     return attempt
 
 
-def _must_be_enough(place: HostPlace, names: dict[int, str], links: dict[int, Link], before: Coordinator) -> None:
+def _has_a_replica(attempt: ServedAttempt, links: list[Link]) -> bool:
+    """True if one lives on this host and those."""
+    ranks = {rank for held in (attempt.held(), *(link.held for link in links)) if held for rank in held.entered}
+    return bool(Membership(len(attempt.begin.places), replica_size=attempt.begin.replica_ranks).whole(ranks))
+
+
+def _must_be_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, succession: Succession) -> None:
     """Raise LaunchError without at least half of the hosts."""
-    there = sorted({place.number, *links})
-    if 2 * len(there) < place.count:
-        found = ", ".join(f"{names[number]} (number {number})" for number in there)
+    there, count = sorted({place.number, *links}), sum(not host.lost for host in succession.hosts)
+    if 2 * len(there) < count:
+        found = ", ".join(f"{succession.hosts[number].name} (number {number})" for number in there)
         raise LaunchError(
-            f"{before.who} is lost, and {len(there)} of {place.count} hosts have met: {found}. At least half of them "
+            f"{before.who} is lost, and {len(there)} of {count} hosts have met: {found}. At least half of them "
             "have to, or two parts of a network that was cut would train one run. It stops here. What was saved stays: "
             "continue with --resume."
         )
@@ -191,6 +214,14 @@ def _must_have(succession: Succession, before: Coordinator, name: str) -> None:
         "that host is back, continue there with --resume. A run whose directory all hosts share, or which is kept at a "
         "URL (--run s3://…), goes on without that host."
     )
+
+
+def _as_json(host: Host) -> str:
+    return host.model_dump_json(exclude_defaults=True)
+
+
+def _host_of(successor: Successor) -> Host:
+    return Host.model_validate_json(successor.host).model_copy(update={"name": successor.name})
 
 
 def _first_event(run: Path) -> str:

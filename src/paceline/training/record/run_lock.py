@@ -252,7 +252,7 @@ class RunLock:
             if not told:
                 told = True
                 self.say(f"the run was held by {holder}; waiting for the end of what runs there")
-            time.sleep(0.1)
+            time.sleep(0.02)
 
     def _refused(self, holder: Holder | None) -> RunError:
         who = str(holder) if holder is not None else "a process that is just starting"
