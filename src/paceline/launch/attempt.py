@@ -66,7 +66,7 @@ class Setting:
         return len(self.places)
 
     def begin(self, places: list[str]) -> Begin:
-        """What another host has to know; `places` names the host of each rank."""
+        """Message that begins the attempt on another host; `places` names each rank's host."""
         limits = self.start_deadline_s, self.recovers, self.replica_ranks
         return Begin(self.number, list(self.module_args), dict(self.env), *limits, places)
 

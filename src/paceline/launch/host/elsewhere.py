@@ -1,4 +1,4 @@
-"""Return to a run that goes on under another coordinator than the one that a host was started with.
+"""Return of hosts to a run that another host coordinates now.
 
 That one calls where hosts that were lost would listen.
 """
@@ -42,7 +42,7 @@ class GoesOnElsewhere(LaunchError):
 
 @contextmanager
 def told_elsewhere(place: HostPlace, key: RunKey) -> Iterator[list[Elsewhere]]:
-    """What another coordinator tells a host that does not reach host 0.
+    """Messages of another coordinator to a host that does not reach host 0.
 
     Nothing, where this host cannot be told apart from host 0 by its address.
     """

@@ -37,7 +37,7 @@ class Held(Struct, array_like=True, frozen=True):
 
     @property
     def entered(self) -> set[int]:
-        """Those that have a state to go on from."""
+        """Ranks that have a state to go on from."""
         return {number for number, _, epoch in self.ranks if epoch >= 0}
 
 
@@ -231,7 +231,10 @@ class Begin(Struct, tag=True, frozen=True):
     silence_s: float = 0.0
 
     def spares(self, host: str) -> bool:
-        """True if the run can go on without that host: a replica has no rank there."""
+        """True if the run can go on without that host.
+
+        A replica has no rank there.
+        """
         there = {rank // self.replica_ranks for rank, name in enumerate(self.places) if name == host}
         return self.recovers and len(there) * self.replica_ranks < len(self.places)
 
@@ -317,7 +320,7 @@ class Succession(Struct, tag=True, frozen=True):
 
 
 class Elsewhere(Struct, tag=True, frozen=True):
-    """The run goes on under another coordinator, to which a host that was lost can come back.
+    """Address of the coordinator that took over, for a host that was lost.
 
     Attributes:
         address: of that, and its port.

@@ -116,7 +116,10 @@ class Returns:
                     _say(f"a host that came back is lost again: {error}")
 
     def _next(self) -> Connection | None:
-        """The next host that comes; those that were lost are called meanwhile, where they have to be."""
+        """The next host that comes.
+
+        Those that were lost are called meanwhile, where they have to be.
+        """
         while True:
             try:
                 return self._came.get(timeout=self._call_s)

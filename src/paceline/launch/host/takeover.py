@@ -161,7 +161,10 @@ def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None
 def _await_others(
     place: HostPlace, came: queue.Queue[Connection], links: dict[int, Link], succession: Succession
 ) -> None:
-    """Take hosts in until all of higher numbers are there that were not lost before, or for a while."""
+    """Take hosts in until all of higher numbers are there, or for a while.
+
+    Those that were lost before are not waited for.
+    """
     until = time.monotonic() + MEET_S
     awaited = {number for number, host in enumerate(succession.hosts) if number > place.number and not host.lost}
     while awaited - links.keys() and time.monotonic() < until:
