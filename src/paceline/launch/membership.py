@@ -48,7 +48,7 @@ class Membership:
     @property
     def hopeless(self) -> bool:
         """True if no replica can be whole again."""
-        return not self._whole(set(range(self._processes)) - (self.left_out - self.away))
+        return not self.whole(set(range(self._processes)) - (self.left_out - self.away))
 
     def replica_of(self, process: int) -> set[int]:
         """The processes of its replica, itself among them."""
