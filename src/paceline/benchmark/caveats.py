@@ -85,11 +85,9 @@ def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[F
         f"{label} by {percent(apart, 2)} after {steps} steps" for label, (apart, steps) in differing.items()
     )
     yield (
-        f"The losses are not those of the first run of one device ({named}), so the runs do not do quite the "
-        "same work: layers that look "
-        "at a replica's share only (dropout, batch_norm: local), other precisions, and sync rules that "
-        "compress or agree only now and then "
-        "do that."
+        f"The losses are not those of the first run of one device ({named}), so the runs do not do quite the same "
+        "work: layers that look at a replica's share only (dropout, batch_norm: local), other precisions, and sync "
+        "rules that compress or agree only now and then do that."
     )
 
 
@@ -135,7 +133,6 @@ def _small_data(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
         samples = min(run.samples for run in runs[setting.key])
         if samples < setting.global_batch:
             yield (
-                f"{setting.title}: most steps had {samples:g} samples, not {setting.global_batch}, for the "
-                "training set is small; "
-                "throughput counts those there were."
+                f"{setting.title}: most steps had {samples:g} samples, not {setting.global_batch}, for the training "
+                "set is small; throughput counts those there were."
             )

@@ -154,12 +154,10 @@ def _advice_on_compute(one: MeasuredSetting, many: MeasuredSetting, weak: Measur
     shrink = _parts(many)["compute"] / (_parts(one)["compute"] / many.devices)
     if ratio - 1 > (shrink - 1) / 2:
         return (
-            f"With the same batch per device compute is still {ratio:.2f}× that of one device: the devices "
-            "share caches, memory bandwidth "
-            "or clock rate, which no larger batch mends."
+            f"With the same batch per device compute is still {ratio:.2f}× that of one device: the devices share "
+            "caches, memory bandwidth or clock rate, which no larger batch mends."
         )
     return (
-        f"With the same batch per device compute is {ratio:.2f}× that of one device, so it is the small share "
-        "of the batch that is "
-        "computed less efficiently: a larger global batch helps."
+        f"With the same batch per device compute is {ratio:.2f}× that of one device, so it is the small share of the "
+        "batch that is computed less efficiently: a larger global batch helps."
     )

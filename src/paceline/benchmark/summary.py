@@ -75,9 +75,8 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
     timed = _timed(steps)
     if not timed:
         raise RunError(
-            f"the run of {setting.label} ended after {len(steps)} steps ({run.reason}), and the first "
-            f"{WARM_UP_STEPS} are warm-up. "
-            "Measure with --steps 60."
+            f"the run of {setting.label} ended after {len(steps)} steps ({run.reason}), and the first {WARM_UP_STEPS} "
+            "are warm-up. Measure with --steps 60."
         )
     reason = run.reason or ""
     energy = [joules for lines in per_rank if (joules := _per_step(lines, "energy_joules")) is not None]

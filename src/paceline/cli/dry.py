@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 120  # of the table, at least: a pipeline of ranks divided along four more axes
 _LEGEND = (
-    "peak: the most at once in a step, with activations, gathered weights and buffers, but without what "
-    "kernels take inside. "
-    "sent: by each rank in a step, along each axis."
+    "peak: the most at once in a step, with activations, gathered weights and buffers, but without what kernels take "
+    "inside. sent: by each rank in a step, along each axis."
 )
 
 

@@ -27,10 +27,9 @@ _WIDTH = 116
 _COLUMNS = 8  # sizes beside each other
 _MEGABYTES_BELOW = 2e10  # bytes per second; faster links are shown in GB/s
 _MEANING = (
-    "time: the slowest rank's median after a warm-up · algorithm bandwidth: size / time · bus bandwidth: what "
-    "a rank's link has to carry, "
-    "as nccl-tests define it · of the limit: the least time that the limit, measured beside, allows any "
-    "algorithm / the time · n: ranks"
+    "time: the slowest rank's median after a warm-up · algorithm bandwidth: size / time · bus bandwidth: what a rank's "
+    "link has to carry, as nccl-tests define it · of the limit: the least time that the limit, measured beside, allows "
+    "any algorithm / the time · n: ranks"
 )
 _SECTIONS = {
     "all_reduce": ("all-reduce", "fp32, sum; bus = algorithm × 2 (n − 1) / n"),

@@ -49,9 +49,8 @@ def to_run_on(cluster: Cluster | None) -> Cluster:
         return discover()
     if cluster.only_planned:
         raise ClusterError(
-            f"{cluster.name} is a name from the catalogue of hardware: it can be planned for (paceline plan), "
-            "and nothing can run on it. "
-            "Leave the cluster out to use this machine, or name a cluster file."
+            f"{cluster.name} is a name from the catalogue of hardware: it can be planned for (paceline plan), and "
+            "nothing can run on it. Leave the cluster out to use this machine, or name a cluster file."
         )
     return cluster
 

@@ -61,9 +61,8 @@ class CheckedGroup(Group):
 
 def _differ(rank: int, call: bytes, other: int, its: bytes) -> SyncError:
     return SyncError(
-        f"the ranks made different calls: rank {rank} {_text(call)}, rank {other} {_text(its)}. Every rank of "
-        "a group must make the same "
-        "calls in the same order, with tensors of the same shape and dtype."
+        f"the ranks made different calls: rank {rank} {_text(call)}, rank {other} {_text(its)}. Every rank of a group "
+        "must make the same calls in the same order, with tensors of the same shape and dtype."
     )
 
 

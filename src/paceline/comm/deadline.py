@@ -26,9 +26,8 @@ def failed_wait(
         who = f"ranks {missing} did not come" if missing else "every rank came, but a connection failed"
     first_line = str(error).splitlines()[0].partition(". This is typically")[0] if str(error) else type(error).__name__
     return SyncError(
-        f"rank {rank} waited {waited_s:.1f} s in {what} and {who} (deadline {deadline_s:g} s). Look for the "
-        "first error of "
-        f"those ranks; if they are only slow, raise deadline_s. Transport: {first_line}"
+        f"rank {rank} waited {waited_s:.1f} s in {what} and {who} (deadline {deadline_s:g} s). Look for the first "
+        f"error of those ranks; if they are only slow, raise deadline_s. Transport: {first_line}"
     )
 
 

@@ -124,9 +124,8 @@ def _torchs(environment: RankEnvironment, deadline_s: float) -> Store:
         )
     except (RuntimeError, OSError) as error:  # includes torch's DistNetworkError and DistStoreError
         raise LaunchError(
-            f"rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another "
-            "run, or rank 0 not started? "
-            "Choose another MASTER_PORT (torchrun --master-port), the same on every host."
+            f"rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another run, or "
+            "rank 0 not started? Choose another MASTER_PORT (torchrun --master-port), the same on every host."
         ) from error
 
 

@@ -183,8 +183,7 @@ def _check_not_distributed(sampler: Any, loader: DataLoader[Any], world: Group) 
         f"DataLoader(dataset, batch_size={size * parts}, {instead})" if size else "a batch sampler of global batches"
     )
     raise DataError(
-        f"{name_of(sampler)} draws the part of one of {parts} ranks; paceline deals the batches itself, so it "
-        "takes the loader that one "
-        f"process would use. Write {written}: batch_size counts the samples of all ranks together"
+        f"{name_of(sampler)} draws the part of one of {parts} ranks; paceline deals the batches itself, so it takes "
+        f"the loader that one process would use. Write {written}: batch_size counts the samples of all ranks together"
         + (f" (here {parts} x {size})" if size else "")
     )

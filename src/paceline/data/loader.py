@@ -227,9 +227,8 @@ class Loader:
             and (state["epoch"] or state["step"])
         ):
             raise DataError(
-                f"{self.partition.name} was read by {state['flow']['workers']} loader processes, which deal "
-                "its stream among them; resume "
-                f"with num_workers={state['flow']['workers']} in place of {self.num_workers}"
+                f"{self.partition.name} was read by {state['flow']['workers']} loader processes, which deal its stream "
+                f"among them; resume with num_workers={state['flow']['workers']} in place of {self.num_workers}"
             )
         self._end_processes()
         self._open((state["epoch"], state["step"]), state["reader"] if state["read_by"] == self._read_by else None)
@@ -285,9 +284,8 @@ class Loader:
             return
         differs = "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
         raise DataError(
-            f"the saved position is step {state['step']} of an epoch that was dealt in another way: {differs}. "
-            "Samples would be trained "
-            "twice or not at all. Resume with the same values, or change them at the end of an epoch"
+            f"the saved position is step {state['step']} of an epoch that was dealt in another way: {differs}. Samples "
+            "would be trained twice or not at all. Resume with the same values, or change them at the end of an epoch"
         )
 
     # An iteration
@@ -376,10 +374,8 @@ class Loader:
             last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
             raise PlanError(
                 f"{self._needs_samples} needs a sample on every replica, but "
-                f"{'the last batch' if last else f'batch {step + 1}'} of an "
-                f"epoch holds {sum(shares)} samples for {len(shares)} replicas. Set drop_last: true, or a "
-                "global_batch that leaves a "
-                "larger last batch."
+                f"{'the last batch' if last else f'batch {step + 1}'} of an epoch holds {sum(shares)} samples for "
+                f"{len(shares)} replicas. Set drop_last: true, or a global_batch that leaves a larger last batch."
             )
 
     # Loader processes

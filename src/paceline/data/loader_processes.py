@@ -99,9 +99,8 @@ def failed(
             f"{workers.timeout_s:g} s. If reading is only slow, raise timeout or num_workers"
         )
     return LoaderProcessError(
-        f"{where}: the {workers.count} DataLoader worker processes failed: {said}. Those that were killed "
-        "often lacked memory: "
-        "try a smaller num_workers"
+        f"{where}: the {workers.count} DataLoader worker processes failed: {said}. Those that were killed often lacked "
+        "memory: try a smaller num_workers"
     )
 
 

@@ -67,9 +67,8 @@ class RequestedSamples(Dataset[Any]):
         length = len(self.dataset)  # type: ignore[arg-type]
         if length != expected:
             raise DataError(
-                f"replica {self.replica}: {self._name} has {length} samples at the start of epoch "
-                f"{self.epoch}, and the run was set up "
-                f"for {expected}: a training set keeps its length while it is used"
+                f"replica {self.replica}: {self._name} has {length} samples at the start of epoch {self.epoch}, and "
+                f"the run was set up for {expected}: a training set keeps its length while it is used"
             )
 
     def __getitems__(self, request: SampleRequest) -> Any:

@@ -169,10 +169,9 @@ class SamplerStream:
             assert self._epoch is not None
             if digest is not None and self._epoch.digests.get(known) != digest:
                 raise DataError(
-                    f"{self.name} does not draw again what it drew before: its epoch {epoch} differs within "
-                    f"the first {known} batches, so "
-                    "training cannot go on where it stopped. Give the sampler state_dict and load_state_dict, "
-                    "or a generator of its own"
+                    f"{self.name} does not draw again what it drew before: its epoch {epoch} differs within the first "
+                    f"{known} batches, so training cannot go on where it stopped. Give the sampler state_dict and "
+                    "load_state_dict, or a generator of its own"
                 )
         self._draw_until(until)
 

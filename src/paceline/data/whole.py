@@ -79,11 +79,10 @@ class Items(RequestedSamples):
         samples = rows_of(item)
         if samples is None and self.replicas > 1:
             raise DataError(
-                f"replica {self.replica}: {where} is a batch of type {type(item).__name__}: how many samples "
-                "it holds is not known, "
-                f"so it cannot be cut for {self.replicas} ranks. Have the data set return single samples and "
-                "give the DataLoader a "
-                "batch_size, or return tensors (in tuples, lists or dicts) with one row for each sample"
+                f"replica {self.replica}: {where} is a batch of type {type(item).__name__}: how many samples it holds "
+                f"is not known, so it cannot be cut for {self.replicas} ranks. Have the data set return single samples "
+                "and give the DataLoader a batch_size, or return tensors (in tuples, lists or dicts) with one row for "
+                "each sample"
             )
         part = item
         if samples is not None and self.replicas > 1:
@@ -301,7 +300,7 @@ class Flow:
     def take(self, turn: int, piece: BatchPart) -> bool | None:
         """True if a piece has a batch; None at the end of the stream.
 
-        All ranks compare their pieces here. All ranks compare their pieces here.
+        All ranks compare their pieces here.
 
         Raises:
             DataError: ranks, or loader processes, read something else, or the same twice. On all ranks.
@@ -318,9 +317,8 @@ class Flow:
         if turn < self.workers:
             if piece.varied and piece.digest in self._digests.values():
                 raise DataError(
-                    f"every loader process reads the whole of {self.name}: two of the {self.workers} began "
-                    "with the same batch, and each "
-                    "sample would be trained several times. Divide the stream by "
+                    f"every loader process reads the whole of {self.name}: two of the {self.workers} began with the "
+                    "same batch, and each sample would be trained several times. Divide the stream by "
                     "torch.utils.data.get_worker_info(), or set num_workers=1"
                 )
             self._digests[turn] = piece.digest
@@ -337,9 +335,8 @@ class Flow:
         expected, self._expected, self._last, self._known = self._expected, None, piece.digest, 0
         if piece.digest != expected:
             raise DataError(
-                f"{self.name} does not give again what it gave before: batch {turn} differs, and training "
-                "cannot go on there. "
-                "Have iter() begin the same stream anew in each process, and draw random numbers from a "
+                f"{self.name} does not give again what it gave before: batch {turn} differs, and training cannot go on "
+                "there. Have iter() begin the same stream anew in each process, and draw random numbers from a "
                 "generator with a seed"
             )
 
@@ -353,11 +350,10 @@ class Flow:
         highest, lowest = extremes.tolist()
         if highest != -lowest:
             raise DataError(
-                f"the ranks read different streams from {self.name}: batch {turn} is not the same on all of "
-                "them. paceline deals the "
-                "batches, so let every rank read the whole stream in one order: leave out any split by rank "
-                "(split_dataset_by_node, "
-                "split_by_node, RANK) and draw random numbers from a generator with a seed"
+                f"the ranks read different streams from {self.name}: batch {turn} is not the same on all of them. "
+                "paceline deals the batches, so let every rank read the whole stream in one order: leave out any split "
+                "by rank (split_dataset_by_node, split_by_node, RANK) and draw random numbers from a generator with a "
+                "seed"
             )
 
 

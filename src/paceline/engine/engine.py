@@ -406,9 +406,8 @@ class Engine:
         self.agreement = kind(self.rule, self.replica, self.signals, self.meter, world, split)
         if self.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
-                f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or "
-                "batch_norm: sync, joins them in "
-                "every step. Use sync=allreduce."
+                f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or batch_norm: "
+                "sync, joins them in every step. Use sync=allreduce."
             )
 
     def _owners(self) -> dict[Tensor, int]:
@@ -434,17 +433,15 @@ class Engine:
             return
         if self.split is not None:
             raise PlanError(
-                f"plan {self.plan} divides the parameters that were trainable at the start; some were frozen, "
-                "unfrozen or added to the "
-                f"optimizer since. Call paceline.setup again, or use dp={self.group.size}."
+                f"plan {self.plan} divides the parameters that were trainable at the start; some were frozen, unfrozen "
+                f"or added to the optimizer since. Call paceline.setup again, or use dp={self.group.size}."
             )
         known = {*self._parameters, *self.extra.values()}
         added = [p for p in self._held_by_optimizer() if p not in known]
         if added and forward_is_done and self.group.size > 1:
             raise JobError(
-                f"{len(added)} parameters were added to the optimizer since setup, and the ranks may have "
-                "other values for them: call "
-                "engine.agree() after add_param_group, before the forward pass"
+                f"{len(added)} parameters were added to the optimizer since setup, and the ranks may have other values "
+                "for them: call engine.agree() after add_param_group, before the forward pass"
             )
         for parameter in added:
             self.group.broadcast(parameter.detach())
@@ -473,11 +470,9 @@ class Engine:
         position = self.loader.position
         if position is None or rows(batch) != position.local:
             raise DataError(
-                f"step takes the batches of engine.loader: the newest has {position.local if position else 0} "
-                "samples on rank "
-                f"{self.group.rank}, the one given has {rows(batch)}. Transform a batch as you like, but keep "
-                "its samples: "
-                "they are weighed by what every replica was dealt."
+                f"step takes the batches of engine.loader: the newest has {position.local if position else 0} samples "
+                f"on rank {self.group.rank}, the one given has {rows(batch)}. Transform a batch as you like, but keep "
+                "its samples: they are weighed by what every replica was dealt."
             )
         return position
 

@@ -65,16 +65,14 @@ def examine(compute: Compute) -> list[str]:
     if difference != difference or difference <= _TOLERANCE[compute.precision]:
         return said
     found = (
-        f"the model's loss of {rows(example)} samples is {whole:.6g}, and the mean of its two halves "
-        f"{mean:.6g} ({difference:.1e} apart): "
-        "it has terms over the samples that it sees together"
+        f"the model's loss of {rows(example)} samples is {whole:.6g}, and the mean of its two halves {mean:.6g} "
+        f"({difference:.1e} apart): it has terms over the samples that it sees together"
     )
     if difference > _REFUSED:
         raise PlanError(
-            f"{found}, and plan {compute.plan} computes a batch in {parts} parts, so it would train something "
-            "else. Use one replica and "
-            "one microbatch; or compute the loss from the model's outputs by a function of your own with "
-            "`whole_batch = True` (docs/job.md)"
+            f"{found}, and plan {compute.plan} computes a batch in {parts} parts, so it would train something else. "
+            "Use one replica and one microbatch; or compute the loss from the model's outputs by a function of your "
+            "own with `whole_batch = True` (docs/job.md)"
         )
     said.append(
         f"{found}, as mixtures of experts do to balance their load; under plan {compute.plan} they are over "

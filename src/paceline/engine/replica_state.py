@@ -117,9 +117,8 @@ class ReplicaState:
             for name in differing:
                 group.broadcast(named[name])
             self.engine.messages.append(
-                f"{differing[0]} and {len(differing) - 1} more differed by rounding between ranks, which do "
-                "not compute alike; all have "
-                f"the values of the first of them again since step {self.engine.step_count + 1}"
+                f"{differing[0]} and {len(differing) - 1} more differed by rounding between ranks, which do not "
+                f"compute alike; all have the values of the first of them again since step {self.engine.step_count + 1}"
             )
             return
         digests = {name: int(_digest(named[name])) for name in differing}
@@ -141,23 +140,20 @@ class ReplicaState:
         what, instead = ("parameter", _PARAMETER) if name in parameters else ("buffer", _BUFFER)
         raise SyncError(
             f"step {self.engine.step_count + 1}: {what} {name!r} is different on rank {others} than on rank "
-            f"{found[0][0]}{more}. "
-            f"Nothing was updated. {instead}"
+            f"{found[0][0]}{more}. Nothing was updated. {instead}"
         )
 
 
 _PARAMETER = (
-    "All should be the same under sync=allreduce; most likely the model or the script writes into parameters "
-    "outside of the optimizer, "
-    "from a rank's own samples or random numbers. Write from what all ranks have "
+    "All should be the same under sync=allreduce; most likely the model or the script writes into parameters outside "
+    "of the optimizer, from a rank's own samples or random numbers. Write from what all ranks have "
     "(torch.distributed.all_reduce), or train on one rank."
 )
 _BUFFER = (
-    "The model's forward writes it from a rank's own samples, so replicas would train different models. Write "
-    "it from what all ranks have "
-    "(torch.distributed.all_reduce in forward), make it no part of the state (persistent=False), or say "
-    "buffers: local (a buffers='local' "
-    "of setup) where each replica may keep its own: evaluations and exports then take the mean."
+    "The model's forward writes it from a rank's own samples, so replicas would train different models. Write it from "
+    "what all ranks have (torch.distributed.all_reduce in forward), make it no part of the state (persistent=False), "
+    "or say buffers: local (a buffers='local' of setup) where each replica may keep its own: evaluations and exports "
+    "then take the mean."
 )
 
 

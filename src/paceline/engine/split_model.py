@@ -67,9 +67,8 @@ def without_memory(
     made = Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)
     if made.pipeline is not None and made.pipeline.by_export and is_synchronised(recorded.model):
         raise PlanError(
-            f"plan {plan}: the stages of this model are traced by torch.export, which leaves out what replicas "
-            "tell each other, so "
-            "batch_norm: sync would not be over the global batch: pp=1, or batch_norm: local"
+            f"plan {plan}: the stages of this model are traced by torch.export, which leaves out what replicas tell "
+            "each other, so batch_norm: sync would not be over the global batch: pp=1, or batch_norm: local"
         )
     return made
 

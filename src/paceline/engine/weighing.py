@@ -117,9 +117,8 @@ class Weighing:
         """
         if loss.dim():
             raise JobError(
-                f"{self._name} returned {list(loss.shape)} numbers for a batch, and the engine trains on one: "
-                "return their mean "
-                "(torch's losses: reduction='mean')"
+                f"{self._name} returned {list(loss.shape)} numbers for a batch, and the engine trains on one: return "
+                "their mean (torch's losses: reduction='mean')"
             )
         assert self.items_per_sample is not None
         items = self.items(batch)

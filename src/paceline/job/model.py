@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 _DIMENSIONS_ONLY = (
-    "model.transformer gives dimensions alone: they can be planned, not trained. To train, name a model that "
-    "can be built: "
-    "{hf: config.json, task: causal_lm} for a Hugging Face configuration with these dimensions, or "
-    "{zoo: gpt, args: {layers: …, hidden: …, heads: …, context: …, vocab: …}}"
+    "model.transformer gives dimensions alone: they can be planned, not trained. To train, name a model that can be "
+    "built: {hf: config.json, task: causal_lm} for a Hugging Face configuration with these dimensions, or {zoo: gpt, "
+    "args: {layers: …, hidden: …, heads: …, context: …, vocab: …}}"
 )
 Task = Literal[
     "causal_lm", "masked_lm", "image_classification", "sequence_classification", "token_classification", "seq2seq_lm"

@@ -263,9 +263,8 @@ def _check_sizes(samples: int, global_batch: int, replicas: int) -> None:
         )
     if global_batch < replicas:
         raise PlanError(
-            f"global_batch {global_batch} cannot be dealt to {replicas} replicas: each needs at least one "
-            "sample of a step. "
-            f"Values that work: global_batch {replicas} or more, or dp={global_batch} or less"
+            f"global_batch {global_batch} cannot be dealt to {replicas} replicas: each needs at least one sample of a "
+            f"step. Values that work: global_batch {replicas} or more, or dp={global_batch} or less"
         )
     if samples < global_batch:
         raise DataError(

@@ -147,9 +147,8 @@ class Parity:
             return None
         amounts = ", ".join(f"{name} {percent(getattr(self.tolerance, name), 0)}" for name in beyond)
         return (
-            f"rounding alone may move this job that far ({amounts}), so a mistake as large would pass for "
-            "rounding. Check the plan with "
-            "precision=fp64, over fewer steps (--steps 1), or with a smaller learning rate"
+            f"rounding alone may move this job that far ({amounts}), so a mistake as large would pass for rounding. "
+            "Check the plan with precision=fp64, over fewer steps (--steps 1), or with a smaller learning rate"
         )
 
 
@@ -303,9 +302,8 @@ def check_all(
 
 def _drawn(module: str) -> str:
     return (
-        f"{module} draws random numbers when it is called, and every rank draws others. Switch that off for "
-        "the check (torch's own "
-        "dropout, and what modules call drop, are off already)"
+        f"{module} draws random numbers when it is called, and every rank draws others. Switch that off for the check "
+        "(torch's own dropout, and what modules call drop, are off already)"
     )
 
 

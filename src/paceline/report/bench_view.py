@@ -52,9 +52,8 @@ class BenchView:
     def __init__(self, report: Report, folder: Path) -> None:
         if not report.settings:
             raise RunError(
-                f"{folder}: the benchmark has measured nothing yet, and its page needs at least one run of "
-                "one setting. "
-                "Run its command again to go on."
+                f"{folder}: the benchmark has measured nothing yet, and its page needs at least one run of one "
+                "setting. Run its command again to go on."
             )
         self.report, self.settings = report, report.settings
         self.reference = next((s for s in self.settings if s.devices == 1), None)
@@ -115,9 +114,8 @@ class BenchView:
         if best.training_time_s is not None and best.scaling == "strong":
             return f" (This compares whole trainings; the steps alone are {units.digits(ratio)} times as fast.)"
         return (
-            " (This is the median of rounds, in each of which both took turns; the medians over all rounds, "
-            "which stand beside it, are "
-            f"{units.digits(ratio)} times apart.)"
+            " (This is the median of rounds, in each of which both took turns; the medians over all rounds, which "
+            f"stand beside it, are {units.digits(ratio)} times apart.)"
         )
 
     @property

@@ -55,9 +55,8 @@ _FIGURES = {
     ),
     "speedup": (
         "speedup",
-        "S(N) = T(1 device) / T(N devices) for the same job. T is the training time where the runs train to "
-        "the job’s stop rule, else the "
-        "time per sample. Strong: same global batch. Weak: same batch per device.",
+        "S(N) = T(1 device) / T(N devices) for the same job. T is the training time where the runs train to the job’s "
+        "stop rule, else the time per sample. Strong: same global batch. Weak: same batch per device.",
     ),
     "pairs": (
         "speedup by round",
@@ -66,9 +65,8 @@ _FIGURES = {
     "efficiency": ("efficiency", "S(N) / N: the share of the ideal speedup that is reached."),
     "ideal": (
         "ideal",
-        "N devices train N times as fast as one: S(N) = N. A step then takes 1/N of the time at the same "
-        "global batch (strong), and the "
-        "same time at the same batch per device (weak).",
+        "N devices train N times as fast as one: S(N) = N. A step then takes 1/N of the time at the same global batch "
+        "(strong), and the same time at the same batch per device (weak).",
     ),
     "lost": (
         "lost to the ideal",
@@ -86,9 +84,8 @@ _FIGURES = {
     ),
     "interval": (
         "95 % interval",
-        "Interval of the median over the repeats (by order from 6 repeats on, Student's t of the logarithms "
-        "below): at least 95 of 100 "
-        "such intervals hold the true median. Of 3 repeats it is wide.",
+        "Interval of the median over the repeats (by order from 6 repeats on, Student's t of the logarithms below): at "
+        "least 95 of 100 such intervals hold the true median. Of 3 repeats it is wide.",
     ),
     "no_difference": (
         "no difference",
@@ -99,9 +96,8 @@ _FIGURES = {
     ),
     "wire": (
         "bytes on the wire",
-        "What one rank sends to the other replicas in a step, as the sync rule counts it, after compression; "
-        "in a table that of the rank "
-        "with most.",
+        "What one rank sends to the other replicas in a step, as the sync rule counts it, after compression; in a "
+        "table that of the rank with most.",
     ),
     "saved": (
         "saved by compression",
@@ -109,9 +105,8 @@ _FIGURES = {
     ),
     "compression_error": (
         "compression error",
-        "L2 norm of what compression leaves out, over that of what is to be sent. Error feedback adds what was "
-        "left out to the next "
-        "exchange, so it comes later and is not lost.",
+        "L2 norm of what compression leaves out, over that of what is to be sent. Error feedback adds what was left "
+        "out to the next exchange, so it comes later and is not lost.",
     ),
     "links": ("bytes over a link", "All that went over an emulated host’s link, headers and other traffic included."),
     "memory": (

@@ -55,10 +55,9 @@ class SyncView:
             yield f"{share}, also under this rule."
             return
         yield (
-            f"{share}. Replicas send less with compress= (int8 about a quarter) or a sync= that agrees less "
-            "often (local:8, diloco:30); "
-            "paceline bench with one --plan for each measures whether that is faster here, and what it does "
-            "to the loss."
+            f"{share}. Replicas send less with compress= (int8 about a quarter) or a sync= that agrees less often "
+            "(local:8, diloco:30); paceline bench with one --plan for each measures whether that is faster here, and "
+            "what it does to the loss."
         )
 
     @property

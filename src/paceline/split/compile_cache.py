@@ -31,9 +31,8 @@ def keep_compiled_code_private() -> None:
     except OSError as error:
         if named or error.errno == errno.EPERM:
             raise PlanError(
-                f"compile= would run code from {named or error.filename}: {error.strerror}. Set {_VARIABLE} to "
-                "a folder of your own, or "
-                "leave compile out."
+                f"compile= would run code from {named or error.filename}: {error.strerror}. Set {_VARIABLE} to a "
+                "folder of your own, or leave compile out."
             ) from error
         return _guard_the_default(error)  # a user without a home
     os.environ[_VARIABLE] = str(folder)
@@ -48,6 +47,5 @@ def _guard_the_default(error: OSError) -> None:
     except OSError as second:
         raise PlanError(
             f"compile= has no folder for its code: {error.strerror} ({error.filename}), and {second.strerror} "
-            f"({second.filename}). Set "
-            f"{_VARIABLE} to a folder of your own, or leave compile out."
+            f"({second.filename}). Set {_VARIABLE} to a folder of your own, or leave compile out."
         ) from second

@@ -106,9 +106,8 @@ def undivided(model: nn.Module, ep_size: int) -> str | None:
     if found or not apart:
         return reason
     return (
-        f"{reason} A module ({', '.join(apart)}) has experts, but those that can be divided have the "
-        "parameters of all in one tensor, and "
-        "are called with tokens, expert indices and weights, as in transformers' Mixtral."
+        f"{reason} A module ({', '.join(apart)}) has experts, but those that can be divided have the parameters of all "
+        "in one tensor, and are called with tokens, expert indices and weights, as in transformers' Mixtral."
     )
 
 
@@ -140,9 +139,8 @@ def _notes(model: nn.Module) -> Iterator[str]:
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         yield (
-            "ep: the model adds a loss for the balance of its experts over one rank's tokens, so its gradient "
-            "depends on the plan; "
-            "output_router_logits: false leaves it out"
+            "ep: the model adds a loss for the balance of its experts over one rank's tokens, so its gradient depends "
+            "on the plan; output_router_logits: false leaves it out"
         )
 
 

@@ -246,9 +246,8 @@ def _refuse_mixed_types(
         if len(first) > 1:
             found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
             raise PlanError(
-                "fsdp reduces the gradients of a block in one collective and so needs one type of trainable "
-                f"parameters in it: {found}. "
-                "Give the model one type (model.float()), or freeze those of the other type."
+                "fsdp reduces the gradients of a block in one collective and so needs one type of trainable parameters "
+                f"in it: {found}. Give the model one type (model.float()), or freeze those of the other type."
             )
 
 

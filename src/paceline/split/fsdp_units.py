@@ -36,9 +36,8 @@ def refuse_writes(observed: Observed) -> None:
     for name, operation in observed.written.items():
         how = "an nn.Embedding with max_norm" if operation.startswith("aten.embedding_renorm_") else operation
         raise PlanError(
-            f"fsdp: the model's forward pass changes its parameter {name} ({how}), which fsdp gathers for a "
-            "pass and then forgets: change "
-            "it after the optimizer's step instead, or fsdp=1."
+            f"fsdp: the model's forward pass changes its parameter {name} ({how}), which fsdp gathers for a pass and "
+            "then forgets: change it after the optimizer's step instead, or fsdp=1."
         )
 
 

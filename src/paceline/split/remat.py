@@ -206,9 +206,8 @@ def _compiled(block: nn.Module, forward: Forward, mode: str) -> Forward:
         except InductorError as error:
             what = str(error).strip().partition("\n")[0]
             raise PlanError(
-                f"compile={mode}: torch cannot compile a {type(block).__name__} here: {what}. It needs a C++ "
-                "compiler and Python's headers "
-                "(on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
+                f"compile={mode}: torch cannot compile a {type(block).__name__} here: {what}. It needs a C++ compiler "
+                "and Python's headers (on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
             ) from error
 
     return run

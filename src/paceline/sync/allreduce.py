@@ -195,9 +195,8 @@ class AllReduce(SyncRule):
             return
         if bucket.pending is not None:
             raise SyncError(
-                "a parameter got a second gradient after its bucket had been sent (a re-entrant activation "
-                "checkpoint does that); "
-                "use torch.utils.checkpoint with use_reentrant=False"
+                "a parameter got a second gradient after its bucket had been sent (a re-entrant activation checkpoint "
+                "does that); use torch.utils.checkpoint with use_reentrant=False"
             )
         bucket.take(i, parameter)
         if self.overlap and self.replica.backward.last:

@@ -127,9 +127,8 @@ def _computed(forward: Forward, dp: Group, *args: Any, **keywords: Any) -> Any:
         layer = getattr(getattr(forward, "__self__", None), "__class__", None)
         raise PlanError(
             f"batch_norm: sync: {getattr(layer, '__name__', 'a layer')} extends BatchNorm and computes without "
-            "torch.nn.functional.batch_norm, so its statistics stay those of a replica. Call that function in "
-            "its forward, "
-            "or use batch_norm: local."
+            "torch.nn.functional.batch_norm, so its statistics stay those of a replica. Call that function in its "
+            "forward, or use batch_norm: local."
         )
     return output
 

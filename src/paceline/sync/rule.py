@@ -100,9 +100,8 @@ class Replica:
 def not_by_the_engine() -> SyncError:
     """The error for gradients of a plain `loss.backward()`, which would stay those of one rank."""
     return SyncError(
-        "loss.backward() makes the gradients of this rank's samples only, and the ranks would train "
-        "independently. Write "
-        "engine.backward(loss) in its place (or engine.step(batch)); for gradients that train nothing, use "
+        "loss.backward() makes the gradients of this rank's samples only, and the ranks would train independently. "
+        "Write engine.backward(loss) in its place (or engine.step(batch)); for gradients that train nothing, use "
         "torch.autograd.grad"
     )
 

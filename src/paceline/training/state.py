@@ -193,11 +193,9 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
     if not part.sharded or value.numel() == 1:
         return Part(name, ShardLayout.whole(value.shape), sharded, set(), part.stages, part.writes)
     raise CheckpointError(
-        f"{name} has shape {tuple(value.shape)}, and this rank's part of the parameter {part.layout.shape}: of "
-        "a divided parameter, only "
-        "what is divided in the same way and single numbers can be saved. Use an optimizer that works "
-        "elementwise, or a plan that does not "
-        f"divide the parameter along {', '.join(sorted(part.sharded))}"
+        f"{name} has shape {tuple(value.shape)}, and this rank's part of the parameter {part.layout.shape}: of a "
+        "divided parameter, only what is divided in the same way and single numbers can be saved. Use an optimizer "
+        f"that works elementwise, or a plan that does not divide the parameter along {', '.join(sorted(part.sharded))}"
     )
 
 
@@ -287,11 +285,9 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
         return own
     if part.sharded and math.prod(entry.shape) != 1:
         raise CheckpointError(
-            f"the checkpoint of step {loaded.step} has {full_name} of shape {tuple(entry.shape)} for a "
-            "parameter of shape "
-            f"{part.layout.full}, which this plan divides along {', '.join(sorted(part.sharded))}; how to "
-            "divide the state is not known. "
-            "Resume under a plan that does not divide the parameter"
+            f"the checkpoint of step {loaded.step} has {full_name} of shape {tuple(entry.shape)} for a parameter of "
+            f"shape {part.layout.full}, which this plan divides along {', '.join(sorted(part.sharded))}; how to divide "
+            "the state is not known. Resume under a plan that does not divide the parameter"
         )
     return loaded.shared[full_name]
 

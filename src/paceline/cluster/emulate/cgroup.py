@@ -53,9 +53,8 @@ def place_of_group(name: str, root: Path = Path("/")) -> Path:
             return folder / name
     raise ClusterError(
         "the cores of emulated hosts cannot be limited: no control group for CPU time can be made under "
-        "/sys/fs/cgroup. In a container, "
-        "start it with --privileged --cgroupns=host; under systemd, in a scope with Delegate=yes. Or leave "
-        "`cpu` out of `emulate`."
+        "/sys/fs/cgroup. In a container, start it with --privileged --cgroupns=host; under systemd, in a scope with "
+        "Delegate=yes. Or leave `cpu` out of `emulate`."
     )
 
 

@@ -134,14 +134,12 @@ def _must_be_possible() -> None:
         )
     if os.geteuid() != 0:
         raise ClusterError(
-            "emulated hosts need root, or a user namespace, which the command `paceline` makes for itself: start "
-            "a script with sudo or `unshare --user --map-root-user`, or leave `emulate` out to use this machine as it "
-            "is."
+            "emulated hosts need root, or a user namespace, which the command `paceline` makes for itself: start a "
+            "script with sudo or `unshare --user --map-root-user`, or leave `emulate` out to use this machine as it is."
         )
     missing = [command for command in ("ip", "tc", "bridge") if shutil.which(command) is None]
     if missing:
         raise ClusterError(
-            f"emulated hosts need the command {' and '.join(missing)}, of the package iproute2: install it "
-            "(apt-get install iproute2), "
-            "or leave `emulate` out to use this machine as it is."
+            f"emulated hosts need the command {' and '.join(missing)}, of the package iproute2: install it (apt-get "
+            "install iproute2), or leave `emulate` out to use this machine as it is."
         )

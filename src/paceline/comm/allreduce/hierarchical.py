@@ -101,10 +101,9 @@ class HierarchicalAllReduce(PointToPointAllReduce):
         most, least = both[:3], -both[3:]
         if most[2] != least[2]:
             raise SyncError(
-                f"the ranks of a host brought tensors of {least[2]} to {most[2]} bytes to one all-reduce (this "
-                f"rank: {flat.nbytes}). "
-                "Every rank of a group must make the same calls in the same order, with tensors of the same "
-                "type and size."
+                f"the ranks of a host brought tensors of {least[2]} to {most[2]} bytes to one all-reduce (this rank: "
+                f"{flat.nbytes}). Every rank of a group must make the same calls in the same order, with tensors of "
+                "the same type and size."
             )
         return arena != 0 and torch.equal(most, least)
 

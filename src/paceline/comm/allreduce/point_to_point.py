@@ -38,8 +38,7 @@ def _message(tensor: Tensor, what: str, rank: int) -> Tensor:
     """The bytes of a tensor, in place: not every transport knows every dtype."""
     if not tensor.is_contiguous():
         raise SyncError(
-            f"cannot {what} rank {rank} a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: "
-            "its bytes do not lie in one "
-            "piece. Make a copy with .contiguous(), and copy what is received back."
+            f"cannot {what} rank {rank} a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: its "
+            "bytes do not lie in one piece. Make a copy with .contiguous(), and copy what is received back."
         )
     return tensor.detach().view(-1).view(torch.uint8)

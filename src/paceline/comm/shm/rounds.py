@@ -130,9 +130,8 @@ class Rounds:
         if theirs != own:
             raise SyncError(
                 f"the ranks called different collectives: rank {self.rank} {own.decode()}, rank {rank} "
-                f"{theirs.decode()}. "
-                "Every rank of a group must make the same calls in the same order, with tensors of the same "
-                "type and size."
+                f"{theirs.decode()}. Every rank of a group must make the same calls in the same order, with tensors of "
+                "the same type and size."
             )
 
     # Memory that all share

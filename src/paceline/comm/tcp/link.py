@@ -310,9 +310,8 @@ class PeerLink:
         self._refused.append(now)
         if now - self._refused[0] > _GONE_S:
             self._over = (
-                f"{self.peer} is gone (pid {self.peer.pid}): its host answers {self.own}, but nobody listens "
-                f"at port {self.peer.port} "
-                f"any more, tried {len(self._refused)} times in {now - self._refused[0]:.1f} s"
+                f"{self.peer} is gone (pid {self.peer.pid}): its host answers {self.own}, but nobody listens at port "
+                f"{self.peer.port} any more, tried {len(self._refused)} times in {now - self._refused[0]:.1f} s"
             )
 
     def _end_attempt(self) -> None:

@@ -170,9 +170,8 @@ class LinkMesh:
             theirs += f" of {len(message.data)} bytes to rank {own.rank}"
         self.fail(
             SyncError(
-                f"the ranks made different calls: {own} {ours}, {peer} {theirs}. "
-                "Every rank of a group must make the same calls in the same order, with tensors of the same "
-                "type and size."
+                f"the ranks made different calls: {own} {ours}, {peer} {theirs}. Every rank of a group must make the "
+                "same calls in the same order, with tensors of the same type and size."
             )
         )
 

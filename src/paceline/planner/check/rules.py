@@ -55,9 +55,8 @@ def _cannot_go_back(context: PlanContext) -> str | None:
     if context.job.nonfinite != "rewind" or not sync_info(plan.sync).local_steps:
         return None
     return (
-        f"plan {plan} lets replicas train independently, and the job rewinds all of them when a loss is not "
-        "finite, of which the others do "
-        "not know: nonfinite: skip in the job, or sync=allreduce."
+        f"plan {plan} lets replicas train independently, and the job rewinds all of them when a loss is not finite, of "
+        "which the others do not know: nonfinite: skip in the job, or sync=allreduce."
     )
 
 
@@ -162,9 +161,8 @@ def _other_weights(context: PlanContext) -> str | None:
     fits = len(weights) % others == 0 and len(weights) // others * (plan.ranks // plan.dp) <= room
     fitting = f"dp={len(weights) // others}, or " if fits else ""
     return (
-        f"plan {plan} has {_data_ranks(plan)}, but the job's partition has {count(len(weights), 'weight')}, "
-        f"one per {_data_rank(plan)}: "
-        f"{fitting}{count(min(plan.data_ranks, room), 'weight')} in the job would fit."
+        f"plan {plan} has {_data_ranks(plan)}, but the job's partition has {count(len(weights), 'weight')}, one per "
+        f"{_data_rank(plan)}: {fitting}{count(min(plan.data_ranks, room), 'weight')} in the job would fit."
     )
 
 
@@ -180,15 +178,13 @@ def _share_too_small(context: PlanContext) -> str | None:
     if share == 0 and (weights := context.job.partition.weights):
         enough = math.ceil(sum(weights) / min(weights))
         return (
-            f"plan {plan} deals a global batch of {batch} by the job's weights, which leave a "
-            f"{_data_rank(plan)} no sample: "
-            f"a global_batch of {enough} is enough."
+            f"plan {plan} deals a global batch of {batch} by the job's weights, which leave a {_data_rank(plan)} no "
+            f"sample: a global_batch of {enough} is enough."
         )
     if plan.microbatches > share:
         return (
-            f"plan {plan} cuts a {_data_rank(plan)}'s share of the global batch into {plan.microbatches} "
-            "parts, but the smallest share is "
-            f"{count(share, 'sample')}: microbatches is at most {share}."
+            f"plan {plan} cuts a {_data_rank(plan)}'s share of the global batch into {plan.microbatches} parts, but "
+            f"the smallest share is {count(share, 'sample')}: microbatches is at most {share}."
         )
     return None
 
@@ -215,9 +211,8 @@ def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
     ):
         return None
     return (
-        f"plan {plan} computes a batch in {plan.microbatches * plan.data_ranks} parts, but the model's own "
-        "loss compares all samples of a "
-        "batch with each other: "
+        f"plan {plan} computes a batch in {plan.microbatches * plan.data_ranks} parts, but the model's own loss "
+        "compares all samples of a batch with each other: "
         f"{' '.join(f'{key}=1' for key in ('microbatches', *DATA_AXES) if getattr(plan, key) > 1)}. Or compute the "
         "loss from the model's outputs by a function of your own that has whole_batch = True."
     )

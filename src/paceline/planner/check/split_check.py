@@ -137,9 +137,8 @@ def _norms_of_whole_layers(context: PlanContext) -> str | None:
     if name in _BY_NUMBER or not divided:
         return None
     return (
-        f"plan {plan} divides layers ({', '.join(divided)}), and {name} scales each layer's step by the norm "
-        "of the whole layer: "
-        f"{', '.join(_BY_NUMBER)} work, or {' '.join(f'{key}=1' for key in divided)}."
+        f"plan {plan} divides layers ({', '.join(divided)}), and {name} scales each layer's step by the norm of the "
+        f"whole layer: {', '.join(_BY_NUMBER)} work, or {' '.join(f'{key}=1' for key in divided)}."
     )
 
 
@@ -173,9 +172,8 @@ def _compiled_zero_bubble(context: PlanContext) -> str | None:
     if plan.pp == 1 or plan.schedule != "zero-bubble" or plan.compile == "off":
         return None
     return (
-        f"plan {plan} computes gradients of inputs and of weights apart (zero-bubble), which PyTorch cannot do "
-        "with compiled stages: "
-        "compile=off, or schedule=interleaved."
+        f"plan {plan} computes gradients of inputs and of weights apart (zero-bubble), which PyTorch cannot do with "
+        "compiled stages: compile=off, or schedule=interleaved."
     )
 
 

@@ -145,8 +145,7 @@ def _fewer_microbatches(context: PlanContext) -> list[str]:
     per_rank, equal = f"shares of {' and '.join(map(str, shares))} samples", plan.data_ranks * plan.microbatches
     return [
         f"plan {plan} has {per_rank}, which cannot be divided into {plan.microbatches} equal microbatches, so "
-        f"{fitting} will be used; "
-        f"a global batch of {-(-context.job.global_batch // equal) * equal} would divide."
+        f"{fitting} will be used; a global batch of {-(-context.job.global_batch // equal) * equal} would divide."
     ]
 
 
@@ -211,9 +210,8 @@ def _statistics_of_microbatches(context: PlanContext) -> list[str]:
         else f"one microbatch of each of {plan.data_ranks} data-parallel ranks"
     )
     return [
-        f"plan {plan}: {where} normalise by the statistics of {over}, not of the whole "
-        f"share, and move the running ones {count(plan.microbatches, 'time')} a step: losses differ from those "
-        "of microbatches=1."
+        f"plan {plan}: {where} normalise by the statistics of {over}, not of the whole share, and move the running "
+        f"ones {count(plan.microbatches, 'time')} a step: losses differ from those of microbatches=1."
     ]
 
 

@@ -103,8 +103,7 @@ class BatchAdvice:
             ]
         return [
             f"a global batch of {self.useful.global_batch:,} instead of {self.now.global_batch:,}: "
-            f"+{percent(self.gain)} samples a second, "
-            f"with learning rate {self.lr:.4g} ({self.rule} scaling)"
+            f"+{percent(self.gain)} samples a second, with learning rate {self.lr:.4g} ({self.rule} scaling)"
         ]
 
     def job(self, job: Job) -> Job:
@@ -256,18 +255,16 @@ class _StepCount:
 def _cautions(job: Job, factor: float) -> list[str]:
     """Facts that the user must know before accepting the advice."""
     cautions = [
-        "how large a batch still learns as much from each sample (the critical batch size) depends on the "
-        "noise of the gradients and "
-        "cannot be known from shapes (McCandlish et al., 2018, arXiv:1812.06162): compare the losses after "
-        "equal samples first"
+        "how large a batch still learns as much from each sample (the critical batch size) depends on the noise of the "
+        "gradients and cannot be known from shapes (McCandlish et al., 2018, arXiv:1812.06162): compare the losses "
+        "after equal samples first"
     ]
     if factor == 1:
         return cautions
     if job.optimizer.name not in _WITH_SQUARE_ROOT:
         return [
-            "linear scaling of the learning rate holds for SGD with warm-up and up to some batch only, 8,192 "
-            "images for ResNet-50 "
-            "(Goyal et al., 2017, arXiv:1706.02677)",
+            "linear scaling of the learning rate holds for SGD with warm-up and up to some batch only, 8,192 images "
+            "for ResNet-50 (Goyal et al., 2017, arXiv:1706.02677)",
             *cautions,
         ]
     beta = 1 - factor * (1 - job.optimizer.betas[1])
@@ -277,9 +274,8 @@ def _cautions(job: Job, factor: float) -> list[str]:
         else ", and the betas with it, which has no room here"
     )
     return [
-        "square-root scaling of the learning rate is for Adam and its like where noise rules the gradients "
-        "(Malladi et al., 2022, "
-        f"arXiv:2205.10287), whose rule also moves eps to {job.optimizer.eps / math.sqrt(factor):.2g}{moved}: "
-        "not changed here",
+        "square-root scaling of the learning rate is for Adam and its like where noise rules the gradients (Malladi et "
+        "al., 2022, arXiv:2205.10287), whose rule also moves eps to "
+        f"{job.optimizer.eps / math.sqrt(factor):.2g}{moved}: not changed here",
         *cautions,
     ]

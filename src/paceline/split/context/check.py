@@ -89,9 +89,8 @@ def tokens_of(batch: Batch) -> int | None:
 def _unfit_forward(model: nn.Module, parameters: list[str], example: Batch) -> str | None:
     if "position_ids" not in parameters:
         return (
-            f"{type(model).__name__}.forward takes no position_ids, so it would number each rank's tokens from "
-            "0. Give it an argument "
-            "position_ids (1, t), and have it use that for positions where it is not None; or take cp=1"
+            f"{type(model).__name__}.forward takes no position_ids, so it would number each rank's tokens from 0. Give "
+            "it an argument position_ids (1, t), and have it use that for positions where it is not None; or take cp=1"
         )
     if not isinstance(example, Mapping) and "attention_mask" in parameters[: len(example) - 1]:
         return (
@@ -114,9 +113,8 @@ def masked(batch: Batch) -> str | None:
     if mask is None or mask.is_meta or mask.all():
         return None
     return (
-        f"attention_mask leaves out {int((mask == 0).sum())} of {mask.numel()} tokens, and attention over "
-        "ranks has no mask. "
-        "Cut sequences to full length; a causal model needs no mask where padding stands on the right and has "
+        f"attention_mask leaves out {int((mask == 0).sum())} of {mask.numel()} tokens, and attention over ranks has no "
+        "mask. Cut sequences to full length; a causal model needs no mask where padding stands on the right and has "
         "the label -100"
     )
 

@@ -145,9 +145,8 @@ def _from_log(model: nn.Module, recorder: ConstructionRecorder) -> DeferredModel
     total = sum(p.nbytes for p in model.parameters())
     if recorder.constant_bytes > _MUCH * total:
         note = (
-            f"every rank holds {recorder.constant_bytes:,} bytes that the model's construction brings along "
-            "(weights that it loads or "
-            f"computes outside torch), of {total:,} bytes of parameters"
+            f"every rank holds {recorder.constant_bytes:,} bytes that the model's construction brings along (weights "
+            f"that it loads or computes outside torch), of {total:,} bytes of parameters"
         )
     return DeferredModel(model, note, replay)
 

@@ -96,17 +96,15 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
     except Exception as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise PlanError(
-            f"pp: torch.export cannot trace the model ({type(error).__name__}: {first}). Control flow that "
-            "depends on data (an `if` on a "
-            "tensor's value, .item()) cannot be traced; write it with torch.where, or train without pp (fsdp "
-            "divides any model)."
+            f"pp: torch.export cannot trace the model ({type(error).__name__}: {first}). Control flow that depends on "
+            "data (an `if` on a tensor's value, .item()) cannot be traced; write it with torch.where, or train without "
+            "pp (fsdp divides any model)."
         ) from error
     nodes = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
     if len(nodes) != len(cuts) + 1:
         raise PlanError(
-            f"pp: torch.export finds {len(nodes)} stages at the cuts {','.join(cuts)}, not {len(cuts) + 1}: "
-            "cut at modules that are called "
-            "once"
+            f"pp: torch.export finds {len(nodes)} stages at the cuts {','.join(cuts)}, not {len(cuts) + 1}: cut at "
+            "modules that are called once"
         )
     stage_graphs = _stage_graphs(pipe.split_gm, nodes, output, set(_named_tensors(model)))
     try:
@@ -154,9 +152,8 @@ class ExportedStage:
         tensors = _named_tensors(self.module)
         if missing := sorted(set(stage_graph.names.values()) - tensors.keys()):
             raise PlanError(
-                f"pp: for a batch of another shape this stage computes with {missing[0]}, which is another "
-                "stage's: give all batches the "
-                "same shape, or train without pp."
+                f"pp: for a batch of another shape this stage computes with {missing[0]}, which is another stage's: "
+                "give all batches the same shape, or train without pp."
             )
         known = stage_graph.run(batch, received, {name: tensors[own] for name, own in stage_graph.names.items()})
         if self._last:
@@ -281,9 +278,8 @@ def inline_no_grad(program: ExportedProgram) -> None:
         body: fx.GraphModule = getattr(program.graph_module, str(region.target))
         if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in body.graph.nodes):
             raise PlanError(
-                "pp: torch.export cannot divide a model that switches gradients on, or autocast, within "
-                "torch.no_grad: use "
-                ".detach() instead of torch.no_grad there, or train without pp (fsdp divides any model)."
+                "pp: torch.export cannot divide a model that switches gradients on, or autocast, within torch.no_grad: "
+                "use .detach() instead of torch.no_grad there, or train without pp (fsdp divides any model)."
             )
         results = _copied(graph, node, body.graph, operands, detach=not enabled)
         for user in list(node.users):

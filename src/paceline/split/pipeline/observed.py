@@ -156,9 +156,8 @@ def _restore(container: Any, saved: Any) -> None:
 
 
 IN_TRANSFORM = (
-    "pp: the model calls its modules within a transform of torch.func (vmap, grad), whose tensors cannot be "
-    "sent from stage to stage: "
-    "pp=1 (fsdp divides such a model)."
+    "pp: the model calls its modules within a transform of torch.func (vmap, grad), whose tensors cannot be sent from "
+    "stage to stage: pp=1 (fsdp divides such a model)."
 )
 
 
@@ -170,17 +169,15 @@ def refuse_unsupported_code(observed: Observed) -> None:
     """
     if observed.differentiates:
         raise PlanError(
-            "pp: the model's forward pass runs autograd itself (torch.autograd.grad or backward), which would "
-            "have to go back "
-            "through other stages: pp=1 (fsdp divides such a model)."
+            "pp: the model's forward pass runs autograd itself (torch.autograd.grad or backward), which would have to "
+            "go back through other stages: pp=1 (fsdp divides such a model)."
         )
     for name, operation in observed.written.items():
         # the backward pass reads no weight of an embedding
         if not operation.startswith("aten.embedding_renorm_"):
             raise PlanError(
-                f"pp: the model's forward pass changes its parameter {name} ({operation}), and other "
-                "microbatches in flight still need it "
-                "as it was: change it after the optimizer's step instead, or pp=1."
+                f"pp: the model's forward pass changes its parameter {name} ({operation}), and other microbatches in "
+                "flight still need it as it was: change it after the optimizer's step instead, or pp=1."
             )
 
 

@@ -382,10 +382,9 @@ def _then(forward: Callable[..., Any], keep: Callable[[Any], None], *args: Any, 
 def _returned(current: _Pass, source: tuple[str, int, int]) -> Tensor:
     if source not in current.returned:
         raise PlanError(
-            f"pp: {source[0]} was not called as when the pipeline was built, so what the next stage needs is "
-            "not there. A model that calls "
-            "other modules from batch to batch (layer drop, early exit) cannot be cut there; switch that off, "
-            "or train without pp."
+            f"pp: {source[0]} was not called as when the pipeline was built, so what the next stage needs is not "
+            "there. A model that calls other modules from batch to batch (layer drop, early exit) cannot be cut there; "
+            "switch that off, or train without pp."
         )
     return current.returned[source]
 

@@ -370,9 +370,8 @@ def convert_arguments(module: nn.Module, places: tuple[int | str, ...], convert:
         # going on would lose the sum of its gradients
         except (IndexError, KeyError):
             raise PlanError(
-                f"tp: {type(module).__name__} is called without the argument {places[0]!r} that it got when "
-                "the model was divided. "
-                "Give shard_tensors an example of the batches that are trained on"
+                f"tp: {type(module).__name__} is called without the argument {places[0]!r} that it got when the model "
+                "was divided. Give shard_tensors an example of the batches that are trained on"
             ) from None
         if given is None:
             return args, kwargs

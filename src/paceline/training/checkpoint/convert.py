@@ -164,9 +164,8 @@ def _hf_model(run: Path) -> Any:
         model = job.model.build()
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise RunError(
-            f"the model of {path} ({type(model).__name__}) is not one of transformers', so there is no Hugging "
-            "Face layout for it. "
-            "Export one safetensors file instead: paceline export RUN model.safetensors"
+            f"the model of {path} ({type(model).__name__}) is not one of transformers', so there is no Hugging Face "
+            "layout for it. Export one safetensors file instead: paceline export RUN model.safetensors"
         )
     return model
 

@@ -116,9 +116,8 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
             full = merged.setdefault(name, TensorEntry(dtype=entry.dtype, shape=entry.shape, pieces=[]))
             if (full.dtype, full.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
-                    f"{name} is {entry.dtype} {entry.shape} on rank {rank} and {full.dtype} {full.shape} on a "
-                    "rank before it. "
-                    "All ranks should train one model"
+                    f"{name} is {entry.dtype} {entry.shape} on rank {rank} and {full.dtype} {full.shape} on a rank "
+                    "before it. All ranks should train one model"
                 )
             full.pieces += [piece for piece in entry.pieces if not _written_whole(full, piece)]
     for name, entry in merged.items():

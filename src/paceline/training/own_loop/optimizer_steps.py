@@ -226,9 +226,8 @@ class Optimizers:
         for optimizer in self.optimizers:
             if shared := [p for p in optimizer.state if p in together]:
                 raise CheckpointError(
-                    f"a parameter of shape {tuple(shared[0].shape)} is stepped on by two optimizers, so its "
-                    "state has no single name; "
-                    "give each parameter to one optimizer"
+                    f"a parameter of shape {tuple(shared[0].shape)} is stepped on by two optimizers, so its state has "
+                    "no single name; give each parameter to one optimizer"
                 )
             together |= optimizer.state
         return together

@@ -145,9 +145,8 @@ def _divided(
     trained = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
     if outside := [name for name, tensor in extra.items() if id(tensor) in trained]:
         raise PlanError(
-            f"plan {plan} divides the model's parameters, and the optimizer holds others: "
-            f"{', '.join(outside[:3])}. Make them parameters "
-            f"of the model, or use dp={group.size}"
+            f"plan {plan} divides the model's parameters, and the optimizer holds others: {', '.join(outside[:3])}. "
+            f"Make them parameters of the model, or use dp={group.size}"
         )
     if dealt is None:
         raise DataError(
@@ -257,9 +256,8 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     own = set(model.parameters())
     if any(isinstance(o, torch.optim.SparseAdam) for o in optimizers):
         raise JobError(
-            "SparseAdam takes sparse gradients, and ranks sum dense ones: use Adagrad or SGD, whose steps "
-            "leave rows without a gradient "
-            "as they are, or Adam"
+            "SparseAdam takes sparse gradients, and ranks sum dense ones: use Adagrad or SGD, whose steps leave rows "
+            "without a gradient as they are, or Adam"
         )
     held = [dict.fromkeys(p for g in o.param_groups for p in g["params"]) for o in optimizers]
     if not any(p in own for parameters in held for p in parameters):
@@ -284,9 +282,8 @@ def _check_plain(model: nn.Module) -> None:
         if any(base.__name__ in _WRAPPERS and base.__module__.startswith("torch.") for base in kind.__mro__):
             where = f"the model's {name}" if name else "the model"
             raise JobError(
-                f"{where} is wrapped by {kind.__name__}, and paceline distributes the work itself: give setup "
-                "the plain model (and choose "
-                "fsdp=… in the plan)"
+                f"{where} is wrapped by {kind.__name__}, and paceline distributes the work itself: give setup the "
+                "plain model (and choose fsdp=… in the plan)"
             )
 
 

@@ -59,10 +59,9 @@ class LossShares:
         """
         if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
             raise DataError(
-                "setup was given a DataLoader, and this loss is of other data: nothing was read from "
-                "engine.loader yet. Write "
-                "`for batch in engine.loader`, which is this rank's part; or give setup no loader, where every "
-                "rank brings its own data"
+                "setup was given a DataLoader, and this loss is of other data: nothing was read from engine.loader "
+                "yet. Write `for batch in engine.loader`, which is this rank's part; or give setup no loader, where "
+                "every rank brings its own data"
             )
 
     def _share(self) -> float:
@@ -81,9 +80,8 @@ class LossShares:
         shares = {position.local / position.total for position, _ in seen.values()}
         if len(shares) > 1:
             raise DataError(
-                "the loaders' last batches are dealt in different proportions, so the weight of this loss is "
-                "not known: say what it is "
-                "the mean of, engine.backward(loss, items=len(x))"
+                "the loaders' last batches are dealt in different proportions, so the weight of this loss is not "
+                "known: say what it is the mean of, engine.backward(loss, items=len(x))"
             )
         self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
         share = shares.pop() if shares else 1.0 / self.data_group.size

@@ -152,9 +152,8 @@ def _check_folder(engine: OwnLoop, folder: Path) -> None:
     for rank, other in enumerate(everyones):
         if other != everyones[0]:
             raise CheckpointError(
-                f"the folder of checkpoints is {everyones[0]} on rank 0 and {other} on rank {rank}; all ranks "
-                "write into one: name it "
-                "alike on each (a temporary folder is made by every rank for itself)"
+                f"the folder of checkpoints is {everyones[0]} on rank 0 and {other} on rank {rank}; all ranks write "
+                "into one: name it alike on each (a temporary folder is made by every rank for itself)"
             )
 
 
@@ -213,9 +212,8 @@ def _shared_and_own(
             name for name in encoded if json.dumps(other.get(name)) != json.dumps(everyones[0][0].get(name))
         ]:
             raise CheckpointError(
-                f"{differs[0]} differs between rank 0 and rank {rank}: what is saved by name is to be the same "
-                "on every rank. Make it from "
-                "engine.mean(…) or from numbers that all have"
+                f"{differs[0]} differs between rank 0 and rank {rank}: what is saved by name is to be the same on "
+                "every rank. Make it from engine.mean(…) or from numbers that all have"
             )
     alike = {name for name in tensors if len({other.get(name) for _, other in everyones}) == 1}
     shared = {name: tensor for name, tensor in tensors.items() if name in alike}
@@ -280,9 +278,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         ]
         return {_KIND: kind, "entries": pairs}
     raise CheckpointError(
-        f"{name} is a {type(value).__module__}.{kind}, which a checkpoint cannot hold: give numbers, text, "
-        "lists, dicts and tensors, or an "
-        "object whose state_dict has only these"
+        f"{name} is a {type(value).__module__}.{kind}, which a checkpoint cannot hold: give numbers, text, lists, "
+        "dicts and tensors, or an object whose state_dict has only these"
     )
 
 

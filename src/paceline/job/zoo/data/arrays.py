@@ -101,9 +101,8 @@ def _parquet_column(file: Path, name: str, column: Any) -> Array:
         other = np.flatnonzero(lengths != length)
         if len(other):
             raise DataError(
-                f"{file.absolute()}: row {other[0]} of column {name!r} has {lengths[other[0]]} values and row "
-                f"0 has {length}; "
-                "all rows of a column need equally many"
+                f"{file.absolute()}: row {other[0]} of column {name!r} has {lengths[other[0]]} values and row 0 has "
+                f"{length}; all rows of a column need equally many"
             )
         column = compute.list_flatten(column)
         _check_no_gaps(file, name, column, compute, length)

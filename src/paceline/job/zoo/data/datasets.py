@@ -81,10 +81,9 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise DataError(
-            f"data {factory} is an IterableDataset ({kind}). Dealing each sample to one replica, once per "
-            "epoch, needs a length and "
-            "access by index: give it __len__ and __getitem__ (a torch.utils.data.Dataset), for example over "
-            "files listed before"
+            f"data {factory} is an IterableDataset ({kind}). Dealing each sample to one replica, once per epoch, needs "
+            "a length and access by index: give it __len__ and __getitem__ (a torch.utils.data.Dataset), for example "
+            "over files listed before"
         )
     lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if lacking:

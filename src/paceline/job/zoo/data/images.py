@@ -185,10 +185,9 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
     whole, rest = divmod(len(content), _CIFAR_RECORD_BYTES)
     if rest or not whole:
         raise DataError(
-            f"{file.absolute()}: record {whole}, which begins at byte offset {whole * _CIFAR_RECORD_BYTES}, "
-            f"has {rest} bytes; a record has "
-            f"{_CIFAR_RECORD_BYTES}. The file holds {len(content)} bytes and is cut off, empty, or no CIFAR-10 "
-            "binary file: fetch it again"
+            f"{file.absolute()}: record {whole}, which begins at byte offset {whole * _CIFAR_RECORD_BYTES}, has {rest} "
+            f"bytes; a record has {_CIFAR_RECORD_BYTES}. The file holds {len(content)} bytes and is cut off, empty, or "
+            "no CIFAR-10 binary file: fetch it again"
         )
     records = content.reshape(whole, _CIFAR_RECORD_BYTES)
     wrong = np.flatnonzero(records[:, 0] > 9)
@@ -196,8 +195,7 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
         record = int(wrong[0])
         raise DataError(
             f"{file.absolute()}: record {record}, at byte offset {record * _CIFAR_RECORD_BYTES}, has label "
-            f"{records[record, 0]}; "
-            "CIFAR-10's labels are 0..9. The file is damaged, or is of CIFAR-100: fetch it again"
+            f"{records[record, 0]}; CIFAR-10's labels are 0..9. The file is damaged, or is of CIFAR-100: fetch it again"
         )
     return records
 
