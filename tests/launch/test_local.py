@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from paceline.errors import LaunchError
+from paceline.launch import membership
 from paceline.launch.failure import state_of
 from paceline.launch.local import Launched, launch
 from paceline.launch.rank import _Launcher
@@ -326,6 +327,19 @@ def test_restarts_are_not_without_end(tmp_path: Path) -> None:
         "vanish_with_code_5", ranks=1, restarts=2, on_event=lambda kind, _: events.append(kind)
     )
     assert events == ["restart", "restart"]
+
+
+def test_restarts_of_more_than_an_hour_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def an_hour_passes_twice(kind: str, _: dict[str, Any]) -> None:
+        events.append(kind)
+        if len(events) == 3:
+            monkeypatch.undo()
+
+    monkeypatch.setattr(membership, "WITHIN_S", 0.0)
+    failure("vanish_with_code_5", ranks=1, restarts=1, on_event=an_hour_passes_twice)
+    assert events == ["restart"] * 3
 
 
 # Signals

@@ -42,7 +42,7 @@ def command(
         bool, typer.Option("--resume", help="Go on with --run, or else with the newest run of this job.")
     ] = False,
     restarts: Annotated[
-        int, typer.Option(min=0, help="How often to start again from the newest checkpoint after a failure.")
+        int, typer.Option(min=0, help="How often in an hour to start again from the newest checkpoint.")
     ] = 0,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port of the rendezvous.", show_default="a free one")

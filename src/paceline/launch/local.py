@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from paceline.launch.adopted import AdoptedAttempt
 from paceline.launch.attempt import Attempt, Setting
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.remote import RunFolder
+from paceline.launch.membership import noted
 from paceline.launch.place import RankPlace, on_this_machine
 from paceline.launch.signals import StopSignals
 
@@ -64,7 +66,7 @@ def launch(
         collect_s: after the first failure, for the other ranks to end by themselves before they are stopped.
         port: of the rendezvous between hosts, at rank 0's address; on one machine, of torch's own store, where
             accelerators need that. None takes a free one.
-        restarts: how often to start again after a failure that another attempt may survive.
+        restarts: how often in an hour to start again after failures that another attempt may survive.
         saves: whether ranks that are told to stop save a checkpoint first, for the message then.
         on_tick: called at least five times a second, in this thread.
         on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason}) and, where ranks recover,
@@ -105,6 +107,7 @@ def launch(
         follows_steps=follows_steps,
         replica_ranks=replica_ranks,
     )
+    failed_at_s: list[float] = []
     with StopSignals() as signals, _CursorShown():
         while True:
             made = AdoptedAttempt(setting, signals, on_tick, on_event, adopts) if adopts else None
@@ -112,7 +115,8 @@ def launch(
                 failure = attempt.watch()
             if failure is None:
                 return Launched(setting.number + 1, signals.first)
-            if failure.final or signals.first or adopts or setting.number >= restarts:
+            too_often = noted(failed_at_s, time.monotonic()) > restarts
+            if failure.final or signals.first or adopts or too_often:
                 raise failure.as_error()
             setting = replace(setting, number=setting.number + 1)
             if on_event:

@@ -13,7 +13,14 @@ from collections.abc import Mapping, Set
 
 from paceline.epoch import Epoch
 
-MOST_LOSSES, WITHIN_S = 3, 3600.0  # a process that is lost so often in an hour is left out
+WITHIN_S = 3600.0  # in which losses and restarts are counted
+MOST_LOSSES = 3  # a process that is lost so often in an hour is left out
+
+
+def noted(times_s: list[float], at_s: float) -> int:
+    """Note a time; returns how many of the last hour are noted, this one included."""
+    times_s[:] = [*(earlier for earlier in times_s if at_s - earlier < WITHIN_S), at_s]
+    return len(times_s)
 
 
 class Membership:
@@ -70,13 +77,11 @@ class Membership:
 
     def lost_together(self, processes: Set[int], at_s: float) -> set[int]:
         """Note ends of processes, in one epoch; returns which to start again."""
-        for process in processes:
-            losses = self._losses[process]
-            losses[:] = [*(earlier for earlier in losses if at_s - earlier < WITHIN_S), at_s]
+        losses = {process: noted(self._losses[process], at_s) for process in processes}
         members = {*self.current.members, *self.newest.members}
         if members & processes:
             self._begin(members.difference(*(self.replica_of(process) for process in processes)))
-        too_often = {process for process in processes if len(self._losses[process]) >= self._most_losses}
+        too_often = {process for process in processes if losses[process] >= self._most_losses}
         self.left_out |= too_often
         return set(processes) - too_often - self.released
 

@@ -16,6 +16,7 @@ import msgspec
 
 from paceline.errors import LaunchError
 from paceline.files import read_text, write_whole
+from paceline.training.recovery.possible import NEEDS
 
 if TYPE_CHECKING:
     from paceline.launch.recovery import Recovery
@@ -75,8 +76,8 @@ def answer_requests(run: Path, recovery: Recovery | None) -> None:
 def _done(request: Request, recovery: Recovery | None) -> str:
     if recovery is None:
         raise LaunchError(
-            "this run's plan does not recover in place (that needs dp of at least 2, CPUs, and a rule that agrees in "
-            "every step), so its ranks stay. End it (Ctrl-C saves), and go on with --resume and another --plan."
+            f"this run's plan does not recover in place (that needs {NEEDS}), so its ranks stay. End it (Ctrl-C "
+            "saves), and go on with --resume and another --plan."
         )
     if request.by not in (1, -1):
         raise LaunchError(f"a run grows by 1 or shrinks by 1 at a time, not by {request.by}")

@@ -80,7 +80,7 @@ def train(
             none.
         port: of the rendezvous between hosts, on the first one; on one machine, of torch's own store, where
             accelerators need that. None takes a free one.
-        restarts: how often a run that failed is started again from its newest checkpoint.
+        restarts: how often in an hour a run that failed is started again from its newest checkpoint.
         console: where progress is shown; None is stderr.
 
     Raises:

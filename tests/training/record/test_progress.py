@@ -76,6 +76,16 @@ def test_a_run_without_a_known_end_has_no_time_left() -> None:
     assert recent.sentence().startswith("epoch 3 · step 7 · loss 0.5000 · 5,120 samples/s · 70 % compute")
 
 
+@pytest.mark.parametrize(
+    ("steps", "left"),
+    [(1_500_000, " · 41:40:00 left · "), (2_592_000, " · 3 days left · "), (10_000_000_000, " samples/s · 70 % ")],
+)
+def test_time_left_is_counted_in_days_and_not_told_without_an_end_in_sight(steps: int, left: str) -> None:
+    recent = RecentSteps(total_steps=steps)
+    recent.add(record(0))
+    assert left in recent.sentence()
+
+
 def test_before_the_first_step_the_run_is_starting() -> None:
     assert RecentSteps(total_steps=5).sentence() == "starting"
 

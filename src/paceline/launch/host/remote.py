@@ -45,6 +45,7 @@ from paceline.launch.host.messages import (
 from paceline.launch.host.pulse import Pulses
 from paceline.launch.signals import StopSignals
 from paceline.rank_environment import RankEnvironment
+from paceline.training.recovery.possible import NEEDS
 
 if TYPE_CHECKING:
     from paceline.launch.host.hosts import Hosts
@@ -158,7 +159,7 @@ class RemoteRanks:
         if self.spared and not begin.recovers:
             raise LaunchError(
                 f"this run cannot begin without {', '.join(link.who for link in self.spared)}: only runs that "
-                "recover in place (dp of at least 2, on CPUs) take in others later. Start all hosts."
+                f"recover in place ({NEEDS}) take in others later. Start all hosts."
             )
         self._begin = self._whole(begin)
         token = self._show_token()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
 
 LINE_EVERY_S = 5.0  # where the output is not a terminal
+_COUNTED_IN_DAYS, _IN_SIGHT_DAYS = 2, 365  # time left: counted in days from the one on, not told beyond the other
 # events that are shown in colour
 LEFT_OUT = "After three losses within an hour"
 TROUBLE = (
@@ -87,7 +88,7 @@ class RecentSteps:
             step_s = statistics.median(s["step_s"] for s in timed)
             words.append(f"{newest['samples'] / step_s:,.0f} samples/s")
             if self.total_steps:
-                words.append(f"{clock(step_s * (self.total_steps - self.step))} left")
+                words += _time_left(step_s * (self.total_steps - self.step))
             words += [f"slow: {self.slow}"] if self.slow else []
             words.append(_where_time_goes(timed))  # the longest part comes last, where a narrow terminal cuts
         return " · ".join(words)
@@ -341,6 +342,14 @@ def _straggler(slow: dict[str, Any]) -> str:
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     host = f", host {slow['host']}" if slow["host"] else ""
     return f"replica {slow['replica']} ({ranks}{host})"
+
+
+def _time_left(seconds: float) -> list[str]:
+    """Time left, as part of the sentence; empty without an end in sight."""
+    days = seconds / 86_400
+    if days > _IN_SIGHT_DAYS:
+        return []
+    return [f"{days:.0f} days left" if days >= _COUNTED_IN_DAYS else f"{clock(seconds)} left"]
 
 
 def _where_time_goes(steps: list[dict[str, Any]]) -> str:

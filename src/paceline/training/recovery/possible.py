@@ -12,6 +12,8 @@ from paceline.plans.plan import Plan
 from paceline.plans.sync_info import RULES, SyncSpec
 
 RECOVERY = "PACELINE_RECOVERY"  # set to off: every loss of a rank stops all of them
+# for messages: which plans `recovers_in_place`
+NEEDS = "CPUs, dp of at least 2 or copies in memory, and no division under a rule with local steps"
 
 
 def recovery_is_on() -> bool:
