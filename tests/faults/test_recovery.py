@@ -156,7 +156,7 @@ def test_a_rank_that_is_killed_again_and_again_is_left_out_and_named(
             wait_for_events(run, "lost", count + 1, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
-    assert outcome.says("After three losses within an hour rank 1 is left out.")
+    assert outcome.says("It is left out: it was lost too often within an hour")
     assert [event["again"] for event in events(run, "lost")] == [True, True, False]
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
 

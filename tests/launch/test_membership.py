@@ -204,3 +204,28 @@ def test_a_rank_takes_a_step_by_itself_only_if_another_one_took_it_with_the_same
 )
 def test_the_newest_epoch_is_entered_next(current: int, wanted: int, own: int, to: int | None) -> None:
     assert next_number(current, wanted, own) == to
+
+
+def test_nobody_goes_on_while_too_few_hosts_are_there_and_all_do_when_enough_are() -> None:
+    membership = Membership(3)
+    membership.held = True
+    assert membership.lost_together({2}, 0.0) == {2}
+    assert membership.current == Epoch(1, ())
+    membership.note({0: 0, 1: 0}, {0, 1})
+    assert membership.current == Epoch(1, ()), "they wait"
+    membership.held = False
+    membership.note({0: 0, 1: 0, 2: -1}, {0})
+    assert membership.current == Epoch(1, ()), "process 1 may have the newest step"
+    membership.note({0: 0, 1: 0, 2: -1}, {0, 1})
+    assert membership.current == Epoch(2, (0, 1))
+    membership.note({0: 2, 1: 2, 2: -1}, {2})
+    assert membership.wanted == Epoch(3, (0, 1, 2))
+
+
+def test_a_host_that_is_lost_before_its_ranks_take_part_holds_the_others_too() -> None:
+    membership = Membership(3)
+    membership.lost(2, 0.0)
+    assert membership.current == Epoch(1, (0, 1))
+    membership.held = True
+    membership.lost(2, 1.0)
+    assert membership.current == Epoch(2, ())

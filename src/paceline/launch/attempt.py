@@ -130,9 +130,10 @@ class Attempt:
             if self.on_tick:  # before anything is decided: it ends an attempt whose run was taken over
                 self.on_tick()
             self._obey_signals()
-            if self.remote and (alone := self.remote.cut_off()):
+            alone = self.remote.cut_off() if self.remote else None
+            if reason := alone or (self.recovery.too_few if self.recovery else None):
                 self._stop_all()
-                return LaunchFailure(alone, 0, final=True)
+                return LaunchFailure(reason, 0, final=True)
             if self.setting.saves and self.setting.folder:
                 answer_requests(self.setting.folder.path, self.recovery)
             if self.recovery and self.recovery.turn():

@@ -70,7 +70,8 @@ def launch(
         saves: whether ranks that are told to stop save a checkpoint first, for the message then.
         on_tick: called at least five times a second, in this thread.
         on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason}) and, where ranks recover,
-            ("lost", {rank, waiting, reason, epoch, again}), ("host_lost", {host, number, ranks, reason, epoch, again}),
+            ("lost", {rank, waiting, reason, stack, epoch, again, waits}),
+            ("host_lost", {host, number, ranks, reason, epoch, again, waits_s, revived}),
             ("host_back", {host, number, ranks, epoch}), ("joins", {ranks, epoch}) and
             ("scaled", {by, ranks, host, epoch}).
         env: variables for the ranks, over those of this process.

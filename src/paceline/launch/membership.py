@@ -35,6 +35,7 @@ class Membership:
         left_out: processes that are not started again, or not before their host is back.
         released: those of them that leave after a step, or have left, as somebody has asked.
         away: those of them whose host may come back.
+        held: True while nobody goes on, as too few hosts are there: all wait, with what they hold.
     """
 
     def __init__(self, processes: int, most_losses: int = MOST_LOSSES, replica_size: int = 1) -> None:
@@ -46,6 +47,7 @@ class Membership:
         self.left_out: set[int] = set()
         self.released: set[int] = set()
         self.away: set[int] = set()
+        self.held = False
 
     @property
     def newest(self) -> Epoch:
@@ -79,7 +81,7 @@ class Membership:
         """Note ends of processes, in one epoch; returns which to start again."""
         losses = {process: noted(self._losses[process], at_s) for process in processes}
         members = {*self.current.members, *self.newest.members}
-        if members & processes:
+        if members & processes or (members and self.held):
             self._begin(members.difference(*(self.replica_of(process) for process in processes)))
         too_often = {process for process in processes if losses[process] >= self._most_losses}
         self.left_out |= too_often
@@ -107,9 +109,12 @@ class Membership:
         staying = members - self.released or members  # nobody leaves with what no other has
         if self.wanted is not None:
             self.current, self.wanted = self.wanted, None
-        elif joining or staying < members:
+        elif (joining or staying < members) and not self.held:
+            kept = {process for process, epoch in entered.items() if epoch >= 0}
             if members:
                 self.wanted = Epoch(self.current.number + 1, tuple(sorted(staying | joining)))
+            elif not kept <= waiting:
+                return  # the newest state may be with one that is on its way
             elif self._replica_size == 1 or joining == self._possible():
                 # All were lost. Whoever comes first goes on from what is saved; but parts of several replicas may have
                 # the whole model together.
@@ -120,4 +125,5 @@ class Membership:
         return self.whole(set(range(self._processes)) - self.left_out)
 
     def _begin(self, members: set[int]) -> None:
+        members = set() if self.held else members
         self.current, self.wanted = Epoch(self.newest.number + 1, tuple(sorted(members))), None

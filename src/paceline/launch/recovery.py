@@ -15,6 +15,7 @@ from paceline.engine.status import RankStatus
 from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.launch.failure import hang, killed, shortened
+from paceline.launch.host.hosts import WAIT, hosts_wait_s
 from paceline.launch.host.remote import RemoteRank
 from paceline.launch.membership import MOST_LOSSES, Membership
 from paceline.launch.scaling import Scaling
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from paceline.launch.attempt import Attempt
 
 LOSSES = "PACELINE_LOSSES_PER_HOUR"  # of one rank, which is left out then
-HOST_BACK_S = 300.0  # the longest wait for a lost host where no replica is whole without it
 STOPPED_S = 5.0  # a rank that SIGSTOP holds for so long is taken for lost
 
 
@@ -48,8 +48,10 @@ class Recovery:
         self._nobody_since = math.inf
         self.scaling = Scaling(self)
         self._leave_out_absent()
+        self._hold_if_too_few()
         if there is not None:
-            self.membership.current = Epoch(first, tuple(sorted(self.membership.whole(there))))
+            members = set() if self.membership.held else self.membership.whole(there)
+            self.membership.current = Epoch(first, tuple(sorted(members)))
         self._announce()
 
     def _leave_out_absent(self) -> None:
@@ -128,15 +130,35 @@ class Recovery:
     def _end_wait(self) -> None:
         """End a wait for hosts without which nobody goes on.
 
-        After a signal, or `HOST_BACK_S`.
+        After a signal, or when they have been waited for long enough.
         """
         now = time.monotonic()
         self._nobody_since = math.inf if self.members else min(self._nobody_since, now)
-        waited = self.attempt.signals.first is not None or now - self._nobody_since > HOST_BACK_S
+        waited = self.attempt.signals.first is not None or now - self._nobody_since > hosts_wait_s()
         if waited and not self.members and self.membership.away:
             self.membership.away.clear()
             if self.attempt.remote:
                 self.attempt.remote.spared.clear()
+
+    def _hold_if_too_few(self) -> None:
+        """Let nobody go on while fewer hosts are there than the least."""
+        hosts = self.attempt.remote.hosts if self.attempt.remote else None
+        self.membership.held = hosts is not None and hosts.there < hosts.least
+
+    @property
+    def too_few(self) -> str | None:
+        """Sentence that ends a run without enough hosts; None while some may come."""
+        waits = self.membership.away or math.isinf(self._nobody_since)
+        if not self.membership.held or waits or self.attempt.signals.first is not None:
+            return None
+        assert self.attempt.remote is not None
+        hosts = self.attempt.remote.hosts
+        lost = ", ".join(link.who for link in hosts.links if link.lost is not None)
+        return (
+            f"{hosts.there} of at least {hosts.least} hosts are left, and {lost} did not come back within "
+            f"{hosts_wait_s():g} s ({WAIT}), or was lost too often: the ranks were stopped. Go on with --resume, with "
+            f"{hosts.least} hosts or a smaller least (--hosts {hosts.there}..{len(hosts.links) + 1})."
+        )
 
     def _end_stopped(self) -> None:
         """Kill members that SIGSTOP holds for too long: the others would wait until their deadline."""
@@ -174,6 +196,7 @@ class Recovery:
         if not lost and not hosts:
             return
         coming = {number for link, _, _ in hosts for number in self._away.get(link.number, [])}  # not yet started
+        self._hold_if_too_few()
         again = self.membership.lost_together(lost | coming, time.monotonic())
         # before anything else: the others wait in vain until they are told
         self._announce()
@@ -185,7 +208,11 @@ class Recovery:
             assert attempt.remote is not None
             again_there = attempt.remote.expect(link.number, again=bool(away & again))
             self.membership.away |= away & again if again_there else set()
-            self.tell("host_lost", host=link.name, number=link.number, ranks=numbers, reason=why, again=again_there)
+            waits_s = None if self.members or not again_there else hosts_wait_s()
+            returns = attempt.remote.hosts.returns
+            told = {"ranks": numbers, "reason": why, "again": again_there, "waits_s": waits_s}
+            told["revived"] = again_there and returns is not None and returns.revives
+            self.tell("host_lost", host=link.name, number=link.number, **told)
         for number in sorted(lost - self._handled):
             if number in self.scaling.leaving:
                 self._handled.add(number)
@@ -199,6 +226,7 @@ class Recovery:
             self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             self.membership.left_out.difference_update(numbers)
             self.membership.away.difference_update(numbers)
+            self._hold_if_too_few()
             self.start(numbers)
 
     def start(self, numbers: Sequence[int]) -> None:
@@ -230,13 +258,14 @@ class Recovery:
         if again:
             try:
                 self.attempt.start_again(number)
-            except LaunchError:
-                again = False
+            except LaunchError as error:
+                again, why = False, f"{why}; {error}"
         if not again:
             self._handled.add(number)
             self.membership.left_out.add(number)
         waiting = [n for n in self.membership.replica_of(number) if self.attempt.ranks[n].code is None and n != number]
-        self.tell("lost", rank=number, waiting=waiting, reason=why, stack=shortened(end.stack), again=again)
+        told = {"reason": why, "stack": shortened(end.stack), "again": again, "waits": not self.members}
+        self.tell("lost", rank=number, waiting=waiting, **told)
 
     def tell(self, event: str, **details: Any) -> None:
         """Record an event, with the epoch."""

@@ -106,6 +106,9 @@ class Scaling:
         members = set(membership.newest.members)
         self._host = self._last_host(members)
         chosen = self._ranks_of(self._host) if self._host else membership.replica_of(max(members, default=0))
+        hosts = self.attempt.remote.hosts if self.attempt.remote else None
+        if self._host and hosts and hosts.there <= hosts.least:
+            raise LaunchError(f"{hosts.there} hosts are there, and this run goes on with {hosts.least} at least")
         if not members - chosen:
             raise LaunchError(
                 "one replica takes part, and a run cannot be smaller. Ctrl-C, or `paceline cancel`, saves and ends it."

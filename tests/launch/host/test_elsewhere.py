@@ -13,7 +13,8 @@ from paceline.channel.connection import connect
 from paceline.channel.key import RunKey
 from paceline.errors import ChannelError, LaunchError
 from paceline.launch.host.elsewhere import GoesOnElsewhere
-from paceline.launch.host.gather import WAIT, gathered
+from paceline.launch.host.gather import gathered
+from paceline.launch.host.hosts import WAIT
 from paceline.launch.host.messages import Begin, Elsewhere, ToHost
 from paceline.launch_engine import HostPlace
 

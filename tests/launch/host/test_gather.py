@@ -18,7 +18,7 @@ from paceline.channel.key import RunKey
 from paceline.errors import LaunchError
 from paceline.launch.host import gather
 from paceline.launch.host.gather import gathered, joined
-from paceline.launch.host.hosts import Hosts
+from paceline.launch.host.hosts import WAIT, Hosts
 from paceline.launch.host.messages import Dismiss, Echo, Interrupted, Probe, ToHost
 from paceline.launch_engine import HostPlace
 
@@ -27,7 +27,7 @@ KEY = RunKey.make()
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gather.WAIT, "20")
+    monkeypatch.setenv(WAIT, "20")
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_loopback_address_between_machines_is_refused(place: HostPlace) -> Non
 def test_a_host_of_another_run_is_sent_away_and_its_own_run_goes_on(
     place: HostPlace, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(gather.WAIT, "1")
+    monkeypatch.setenv(WAIT, "1")
     with coordinator(place) as error:
         assert "two runs use port" in refused(place, run_name="run 8")
         assert "host 1 of 2 has not come" in error()
@@ -175,7 +175,7 @@ def test_a_host_of_another_run_is_sent_away_and_its_own_run_goes_on(
 
 
 def test_a_host_that_never_comes_is_named_with_the_time(place: HostPlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gather.WAIT, "0.3")
+    monkeypatch.setenv(WAIT, "0.3")
     with pytest.raises(LaunchError, match=r"host 1 of 2 has not come to host 0 \(a\) at .* after 0 s"):
         gathered(place, KEY)
 
@@ -183,7 +183,7 @@ def test_a_host_that_never_comes_is_named_with_the_time(place: HostPlace, monkey
 def test_a_coordinator_that_never_comes_is_named_with_its_address(
     place: HostPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(gather.WAIT, "0.3")
+    monkeypatch.setenv(WAIT, "0.3")
     with pytest.raises(LaunchError, match=r"host b \(number 1\) does not reach host 0") as caught:
         joined(other(place), KEY)
     assert f"{place.coordinator}:{PORT}" in str(caught.value)
@@ -191,7 +191,7 @@ def test_a_coordinator_that_never_comes_is_named_with_its_address(
 
 
 def test_another_key_is_told_on_both_sides(place: HostPlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gather.WAIT, "2")
+    monkeypatch.setenv(WAIT, "2")
     key = RunKey.make()
     with coordinator(place) as error:
         with pytest.raises(LaunchError, match=rf"does not have this run's key \({key.fingerprint}\)"):

@@ -298,7 +298,7 @@ def test_a_host_on_which_the_command_is_started_again_is_back(tmp_path: Path) ->
             again.send_signal(signal.SIGTERM)
             zero, one = outcomes([hosts[0], again])
     assert (zero.code, one.code) == (143, 143), zero.err + one.err
-    assert zero.says("It may come back.", "(number 1) has come", "rank 1 is back at step")
+    assert zero.says("Start the same command there to have it back.", "(number 1) has come", "rank 1 is back at step")
 
 
 @pytest.mark.slow
@@ -315,6 +315,29 @@ def test_a_run_begins_with_the_hosts_that_are_there_and_takes_in_one_that_comes_
     assert (zero.code, one.code, two.code) == (143, 143, 143), zero.err + one.err + two.err
     assert zero.says("2 of at most 3 hosts are there", "(number 2) has come", "rank 2 is back at step")
     assert [event["replicas"] for event in events(run, "epoch")] == [3]
+
+
+@pytest.mark.slow
+def test_a_run_with_fewer_hosts_than_the_least_waits_and_ends_when_none_comes_back(tmp_path: Path) -> None:
+    job, run = write_job(tmp_path / "job.yaml", **LONG), tmp_path / "run"
+    arguments, where = ("train", job, "--plan", "dp=2", "--run", run), folders(tmp_path)
+    limits = {"PACELINE_HOSTS_WAIT_S": "40"}
+    with host_processes(*arguments, folders=where, environment=limits, later=1) as hosts:
+        wait_for_step(5, run, hosts[0])
+        assert "this run goes on with 2 at least" in paceline("scale", run, "-1", folder=tmp_path).error
+        environment = psutil.Process(hosts[1].pid).environ()
+        hosts[1].kill()
+        wait_for(lambda: events(run, "host_lost"), hosts[0])
+        with started("paceline", *arguments, folder=where[1], environment=environment) as again:
+            wait_for(lambda: events(run, "healed"), hosts[0])
+            again.kill()
+            wait_for(lambda: len(events(run, "host_lost")) == 2, hosts[0])
+            last = max(losses(run))
+            zero = ended(hosts[0])
+    assert zero.code == 1, zero.err
+    assert zero.says("the others wait for it, 40 s at most", "rank 1 is back", "1 of at least 2 hosts are left")
+    assert {event["waits_s"] for event in events(run, "host_lost")} == {40.0}
+    assert max(losses(run)) <= last + 1, "it went on with too few"
 
 
 @pytest.mark.slow

@@ -9,13 +9,17 @@ import pytest
 from pydantic import ValidationError
 
 from handmade_search import candidate, cluster, found, job
+from paceline.planner.cost.failures import failure_costs
 from paceline.planner.explain.explain import explain
 from paceline.planner.explain.failures import FailureOutlook, outlook
 from paceline.planner.search.result import Candidate
 
 
-def told(rate: float = 1.0, every_steps: int | None = None, best: Candidate | None = None) -> FailureOutlook:
-    checkpoint: dict[str, Any] = {"checkpoint": {"every_steps": every_steps}} if every_steps else {}
+def told(
+    rate: float = 1.0, every_steps: int | None = None, best: Candidate | None = None, **of_checkpoints: Any
+) -> FailureOutlook:
+    values = ({"every_steps": every_steps} if every_steps else {}) | of_checkpoints
+    checkpoint: dict[str, Any] = {"checkpoint": values} if values else {}
     on = cluster(failures_per_host_day=rate)
     plans = found(best=(best,)) if best else found()
     outlook = explain(job(**checkpoint), on, plans, what_would_help=False).failures
@@ -48,6 +52,22 @@ def test_a_plan_without_replicas_says_that_it_restarts() -> None:
     assert outlook.to_json()["goodput_in_place"] is None
     assert any("nothing recovers in place" in line for line in outlook.lines)
     assert any(line.startswith("assumed: 1.00 GB/s of storage for each host") for line in outlook.lines)
+
+
+def test_one_replica_with_copies_in_memory_goes_back_a_few_steps_and_not_to_the_disk() -> None:
+    copied = replace(SHARDED, prediction=replace(SHARDED.prediction, memory={"parameters": 8e9, "copies": 48e9}))
+    on_disk, in_memory = told(rate=50.0, best=SHARDED), told(rate=50.0, best=copied)
+    assert [name for name, _, _ in in_memory.rows][2:] == ["in place, from copies in memory"]
+    assert in_memory.goodput > on_disk.goodput
+    assert in_memory.to_json()["goodput_in_place"] == in_memory.goodput
+    assert not any("nothing recovers in place" in line for line in in_memory.lines)
+    often = told(rate=50.0, best=copied, memory_every_steps=1)
+    assert often.costs.copied_s == often.costs.step_s
+
+
+def test_copies_on_the_lost_host_itself_are_of_no_use() -> None:
+    one = candidate("tp=8", compute=1.0)
+    assert failure_costs(one.layout, 1.0, 0.01, [8, 0], copied=True).copied_s == 0.0
 
 
 def test_an_interval_far_from_the_best_is_told_with_the_best_one() -> None:

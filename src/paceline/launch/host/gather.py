@@ -26,7 +26,7 @@ from paceline.cluster.discover import discover
 from paceline.cluster.identity import host_identity
 from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
 from paceline.launch.host.elsewhere import GoesOnElsewhere, told_elsewhere
-from paceline.launch.host.hosts import Hosts
+from paceline.launch.host.hosts import WAIT, Hosts, hosts_wait_s
 from paceline.launch.host.link import AbsentLink, Link, keep_alive
 from paceline.launch.host.measure import measured_cluster
 from paceline.launch.host.messages import Dismiss, Elsewhere, FromHost, Held, Joining, Refused, ToHost, Welcome
@@ -35,8 +35,7 @@ from paceline.launch.signals import exit_code_of
 from paceline.launch_engine import HostPlace
 from paceline.printable import printable
 
-WAIT = "PACELINE_HOSTS_WAIT_S"  # for all hosts to come
-_WAIT_S, _TELL_S, _MESSAGE_S = 300.0, 10.0, 20.0
+_TELL_S, _MESSAGE_S = 10.0, 20.0
 _FEW_S = 10.0  # from the start, for more hosts to come than the least
 _PORT = "PACELINE_COORDINATOR=ADDRESS:PORT, on every host, names another address of host 0 or another port."
 _CLOCKS_S = 60.0  # may hosts' clocks be apart
@@ -64,7 +63,7 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
         )
     away = [AbsentLink(number, f"host-{number}", own) for number in absent]
     hosts = welcomed(own, address, sorted([*links, *away], key=lambda link: link.number), key)
-    hosts.late = came
+    hosts.late, hosts.least = came, place.least
     return hosts
 
 
@@ -142,7 +141,7 @@ def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordina
     with ExitStack() as unless_taken_in:
         standby = unless_taken_in.enter_context(_standby(place, connection)) if succeeds else None
         try:
-            coordinator = taken_in(place, connection, _wait_s() + _MESSAGE_S, standby)
+            coordinator = taken_in(place, connection, hosts_wait_s() + _MESSAGE_S, standby)
         except (OSError, ChannelError) as error:
             raise LaunchError(
                 f"{who} was sent away by host 0 at {place.coordinator}:{place.port}: {error}. Has it the same key? "
@@ -201,7 +200,7 @@ def _standby(place: HostPlace, connection: Connection) -> socket.socket:
 
 def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
     """The connection to host 0, which may be about to start."""
-    began, wait_s = time.monotonic(), _wait_s()
+    began, wait_s = time.monotonic(), hosts_wait_s()
     with told_elsewhere(place, key) as told:
         while not told:
             passed_s = time.monotonic() - began
@@ -229,7 +228,7 @@ def _await_all(
     check: Callable[[], None],
 ) -> None:
     began = told = time.monotonic()
-    wait_s = _wait_s()
+    wait_s = hosts_wait_s()
     while len(links) < place.count - 1:
         try:
             connection = came.get(timeout=0.2)
@@ -383,14 +382,6 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name
         return False
-
-
-def _wait_s() -> float:
-    text = os.environ.get(WAIT, "")
-    try:
-        return float(text) if text else _WAIT_S
-    except ValueError:
-        raise LaunchError(f"{WAIT}={text} is not a number of seconds") from None
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import select
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
     from paceline.launch.host.takeover import Takeover
 
 M = TypeVar("M", bound=Struct)
+WAIT = "PACELINE_HOSTS_WAIT_S"  # the longest wait for a host, at the start and when it is lost
+_WAIT_S = 300.0
+
+
+def hosts_wait_s() -> float:
+    """The longest wait for hosts to come, in seconds.
+
+    Raises:
+        LaunchError: `PACELINE_HOSTS_WAIT_S` is no number.
+    """
+    text = os.environ.get(WAIT, "")
+    try:
+        return float(text) if text else _WAIT_S
+    except ValueError:
+        raise LaunchError(f"{WAIT}={text} is not a number of seconds") from None
 
 
 class Hosts:
@@ -40,6 +56,7 @@ class Hosts:
         agreed: code and data that were found to be the same on all.
         takeover: the run to continue, where the coordinator before was lost.
         returns: where hosts come back that were lost; None where they cannot.
+        least: number of hosts that the run does not go on without; 0 for any.
         late: connections that came while the hosts met, and nobody has looked at.
 
     Args:
@@ -55,12 +72,18 @@ class Hosts:
         self.cluster, self.address, self.key, self._namespace = cluster, address, key, namespace
         self.links = sorted(links, key=lambda link: link.number)
         self.agreed: list[Look] = []
+        self.least = 0
         self.late: queue.Queue[Connection] = queue.Queue()
 
     @property
     def absent(self) -> list[Link]:
         """Hosts that have not come yet, and may during the run."""
         return [link for link in self.links if isinstance(link, AbsentLink)]
+
+    @property
+    def there(self) -> int:
+        """Number of hosts that take part, this one included."""
+        return 1 + sum(link.lost is None for link in self.links)
 
     def address_of(self, number: int) -> str:
         """Address at which the other hosts reach host `number`."""

@@ -136,6 +136,7 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
     _say(f"{by} coordinates now{_with(link.name for link in met)}, and continues the run in {succession.run}")
     hosts = welcomed(_host_of(there), there.address, met, key, measures=before.attempt is None)
     attempt = _kept(before.attempt, met)
+    hosts.least = place.least
     hosts.takeover = Takeover(succession.run, before.who, by, attempt)
     if attempt is not None:
         _add_lost(hosts, succession, before)

@@ -82,3 +82,7 @@ RESTART_S = 15.0
 RECOVERY_S = 1.0
 # of a rank's state, in memory, where a plan has one replica: two versions of its own and of another rank's
 STATE_COPIES = 4
+# of the time between two such copies, or two states that a run may go back to: the most that taking one may cost
+STATE_SHARE = 0.01
+# cost of a copy, as a multiple of the time that a rank waits for it: it also travels, and another comes
+COPY_TRAFFIC = 3

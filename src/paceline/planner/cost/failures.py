@@ -30,6 +30,7 @@ class FailureCosts:
         write_s: from the start of a checkpoint until a run can go back to it.
         restart_s: from a failure to the first step of the new attempt, the reading of the checkpoint included.
         in_place: True if after the loss of any host the other ones hold the whole state, so that replicas go on.
+        copied_s: seconds of steps between two copies of the only replica in other hosts' memory; 0 without copies.
     """
 
     between_s: float
@@ -38,13 +39,19 @@ class FailureCosts:
     write_s: float
     restart_s: float
     in_place: bool = False
+    copied_s: float = 0.0
 
     def goodput(self, interval_s: float) -> float:
         """Predicted goodput with a checkpoint after every so many seconds of steps.
 
         With recovery in place where the plan allows it, else with restarts.
         """
-        return self.recovering(interval_s) if self.in_place else self.restarting(interval_s)
+        return self.recovering(interval_s) if self.goes_on else self.restarting(interval_s)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the loss of any host leaves the whole state in memory."""
+        return self.in_place or self.copied_s > 0
 
     def restarting(self, interval_s: float) -> float:
         """Goodput where every failure is a restart from the newest whole checkpoint.
@@ -59,12 +66,21 @@ class FailureCosts:
         return interval_s / (self.between_s * lost * math.expm1(cycle_s / self.between_s))
 
     def recovering(self, interval_s: float) -> float:
-        """Goodput where replicas go on in place: a failure costs a step and the gap.
+        """Goodput where ranks go on in place: a failure costs a step and the gap.
 
-        Checkpoints are written all the same, for the loss of more than replicas cover.
+        With copies in memory it costs the wait for a host, and the steps since the newest copy. Checkpoints are written
+        all the same, for the loss of more than memory covers.
         """
         saving = interval_s / (interval_s + self._stall_s(interval_s))
-        return saving * self.between_s / (self.between_s + self.step_s + constants.RECOVERY_S)
+        if not self.in_place:
+            saving *= 1 - constants.STATE_SHARE
+        return saving * self.between_s / (self.between_s + self.failure_s)
+
+    @property
+    def failure_s(self) -> float:
+        """Seconds that one failure costs where ranks go on in place."""
+        waits_s = 0.0 if self.in_place else constants.RESTART_S + self.copied_s / 2
+        return self.step_s + constants.RECOVERY_S + waits_s
 
     @property
     def best_interval_s(self) -> float:
@@ -94,13 +110,19 @@ class FailureCosts:
 
 
 def failure_costs(
-    layout: Layout, step_s: float, failures_per_host_day: float, ranks_per_host: Sequence[int]
+    layout: Layout,
+    step_s: float,
+    failures_per_host_day: float,
+    ranks_per_host: Sequence[int],
+    *,
+    copied: bool = False,
 ) -> FailureCosts:
     """Costs of failures for a plan, from its state and the assumptions in `constants`.
 
     Args:
         failures_per_host_day: failures of one host in a day, above 0.
         ranks_per_host: of every host; a failure of one without ranks costs nothing.
+        copied: the plan keeps `copies` of ranks' states in other ranks' memory.
     """
     most, hosts = max(ranks_per_host), sum(ranks > 0 for ranks in ranks_per_host)
     state_bytes = layout.trace.parameters * (layout.parameter_bytes + layout.optimizer_bytes)
@@ -109,6 +131,9 @@ def failure_costs(
     rate = min(constants.CHECKPOINT_WRITE, constants.STORAGE / most)
     write_s = constants.CHECKPOINT_WRITE_S + written_bytes / rate
     copy_s = written_bytes / constants.CHECKPOINT_COPY
+    # a copy is as seldom as its share of the time says; on another host only where none has more than half of the ranks
+    apart_s = max(constants.COPY_TRAFFIC * copy_s / constants.STATE_SHARE, step_s)
+    copied_s = apart_s if copied and 2 * most <= layout.ranks else 0.0
     return FailureCosts(
         between_s=_DAY_S / (failures_per_host_day * hosts),
         step_s=step_s,
@@ -116,4 +141,5 @@ def failure_costs(
         write_s=write_s,
         restart_s=constants.RESTART_S + held_bytes * most / constants.STORAGE,
         in_place=not layout.zero_dp and (layout.dp - 1) * layout.stride["dp"] >= most,
+        copied_s=copied_s,
     )

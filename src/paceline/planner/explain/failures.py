@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.cluster.cluster import Cluster
@@ -68,9 +68,14 @@ class FailureOutlook:
             ),
         ]
         if costs.in_place:
-            gap_s = costs.step_s + constants.RECOVERY_S
-            about = f"other hosts hold the same state; a failure costs a step and the gap, {seconds(gap_s)}"
+            about = f"other hosts hold the same state; a failure costs a step and the gap, {seconds(costs.failure_s)}"
             rows.append(("in place, by the replicas", costs.recovering(self.interval_s), about))
+        elif costs.copied_s:
+            about = (
+                f"other hosts hold copies, {seconds(costs.copied_s)} apart; a failure costs the wait for a host and "
+                f"the steps since the newest, {seconds(costs.failure_s)}"
+            )
+            rows.append(("in place, from copies in memory", costs.recovering(self.interval_s), about))
         return rows
 
     @property
@@ -84,7 +89,7 @@ class FailureOutlook:
             )
         if self.better is not None:
             told.append(f"with these failures {self.better} trains more samples in the end, goodput counted in")
-        if not costs.in_place:
+        if not costs.goes_on:
             told.append("nothing recovers in place: the loss of one host takes a part of the state that no other has")
         told.append(
             f"assumed: {bandwidth(constants.STORAGE)} of storage for each host, {constants.RESTART_S:g} s to start "
@@ -106,7 +111,7 @@ class FailureOutlook:
             **asdict(self.costs),
             "goodput": self.goodput,
             "goodput_restarting": self.costs.restarting(self.interval_s),
-            "goodput_in_place": self.costs.recovering(self.interval_s) if self.costs.in_place else None,
+            "goodput_in_place": self.costs.recovering(self.interval_s) if self.costs.goes_on else None,
             "best_goodput": self.best_goodput,
             "best_every_steps": self.costs.best_every_steps,
             "best_interval_s": self.best_s,
@@ -123,7 +128,10 @@ def outlook(job: Job, cluster: Cluster, found: Sequence[Candidate]) -> FailureOu
 
     def costs_of(candidate: Candidate) -> FailureCosts:
         placed = cluster.ranks_per_host(candidate.plan.ranks)
-        return failure_costs(candidate.layout, candidate.prediction.step_time_s, rate, placed)
+        copied = "copies" in candidate.prediction.memory
+        costs = failure_costs(candidate.layout, candidate.prediction.step_time_s, rate, placed, copied=copied)
+        copied_s = (job.checkpoint.memory_every_steps or 0) * costs.step_s
+        return replace(costs, copied_s=copied_s) if costs.copied_s and copied_s else costs
 
     def effective(candidate: Candidate) -> float:
         costs = costs_of(candidate)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 5.0  # where the output is not a terminal
 _COUNTED_IN_DAYS, _IN_SIGHT_DAYS = 2, 365  # time left: counted in days from the one on, not told beyond the other
+LEFT_OUT = "It is left out: it was lost too often within an hour, or cannot be started."
 # events that are shown in colour
-LEFT_OUT = "After three losses within an hour"
 TROUBLE = (
     "balance",
     "coordinator",
@@ -277,12 +277,15 @@ def event_sentence(event: dict[str, Any]) -> str | None:
         case "strangers":
             return f"{event['connections']} connections to the ranks' ports did not show the run's key and were closed"
         case "lost":
-            then = "It is started again." if event["again"] else f"{LEFT_OUT} rank {event['rank']} is left out."
+            others = "the others wait for it" if event.get("waits") else "the others go on"
+            then = "It is started again." if event["again"] else LEFT_OUT
             stack = f"\n{event['stack']}" if event["stack"] else ""
-            return f"{event['reason']}; the others go on. {then}{stack}"
+            return f"{event['reason']}; {others}. {then}{stack}"
         case "host_lost":
-            then = "It may come back." if event["again"] else "It is left out."
-            return f"{event['reason']}; the others go on. {then}"
+            waits_s = event.get("waits_s")
+            others = "the others go on" if waits_s is None else f"the others wait for it, {waits_s:g} s at most"
+            back = "It is started again." if event.get("revived") else "Start the same command there to have it back."
+            return f"{event['reason']}; {others}. {back if event['again'] else LEFT_OUT}"
         case "host_back":
             return f"host {event['host']} (number {event['number']}) has come, and its ranks are started"
         case "scaled":

@@ -10,10 +10,10 @@ from typing import Any
 
 from paceline.comm import Group
 from paceline.engine.engine import Engine
+from paceline.planner.cost.constants import STATE_SHARE
 from paceline.training.record.callback import StepInfo
 from paceline.training.recovery.memory_state import MemoryState
 
-SHARE = 0.01  # of the time between two states: the most that taking one may cost
 FEWEST, MOST = 10, 1000  # steps between two states
 
 
@@ -24,7 +24,7 @@ class LastGood:
     slowest rank.
 
     Args:
-        every_steps: steps between two states; None: chosen so that they cost no more than `SHARE`.
+        every_steps: steps between two states; None: chosen so that they cost no more than `STATE_SHARE`.
     """
 
     def __init__(self, engine: Engine, group: Group, every_steps: int | None) -> None:
@@ -71,5 +71,5 @@ class LastGood:
     def _worth_it(self, copy_s: float) -> int:
         """Steps after which another state costs little, equal on all ranks."""
         step_s = statistics.median(self._step_s) if self._step_s else math.inf
-        steps: float = max(copy / max(step, 1e-6) for copy, step in self.group.gather_json([copy_s, step_s])) / SHARE
-        return min(max(math.ceil(steps), FEWEST), MOST)
+        cost: float = max(copy / max(step, 1e-6) for copy, step in self.group.gather_json([copy_s, step_s]))
+        return min(max(math.ceil(cost / STATE_SHARE), FEWEST), MOST)

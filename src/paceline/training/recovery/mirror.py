@@ -18,17 +18,16 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.comm.group import Pending
 from paceline.engine.meter import CHECKPOINT
-from paceline.planner.cost.constants import STATE_COPIES
+from paceline.planner.cost.constants import COPY_TRAFFIC, STATE_COPIES, STATE_SHARE
 from paceline.training.checkpoint.shard import DTYPES
 from paceline.training.recovery.free_memory import lack
 from paceline.training.recovery.handover import DTYPE_NAMES, Border, Start
-from paceline.training.recovery.last_good import FEWEST, MOST, SHARE
+from paceline.training.recovery.last_good import FEWEST, MOST
 from paceline.training.recovery.memory_state import MemoryState, state_bytes
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
-_TRAFFIC = 3  # times what a rank waits for: its copy is also sent, and another received, beside the training
 _ALIGNED = 16  # bytes
 
 Moment = tuple[int, int]  # optimizer steps taken, and how often pipelines were cut anew
@@ -96,7 +95,7 @@ class Mirror:
     free, no rank keeps copies.
 
     Args:
-        every_steps: steps between two copies; None: chosen so that they cost no more than `SHARE` of the time.
+        every_steps: steps between two copies; None: chosen so that they cost no more than `STATE_SHARE` of the time.
     """
 
     def __init__(self, every_steps: int | None) -> None:
@@ -184,7 +183,7 @@ class Mirror:
         if math.isinf(self._cost_s) and self._finds_no_room(self._group):
             return
         # no rank needs the older version any more, since all have the newer one
-        worth_it = self._group.gather_json(_TRAFFIC * self._cost_s / max(step_s, 1e-6) / SHARE)
+        worth_it = self._group.gather_json(COPY_TRAFFIC * self._cost_s / max(step_s, 1e-6) / STATE_SHARE)
         self._send(self._group, Copy.of(self.engine, border, self._own.pop(0) if len(self._own) > 1 else None))
         steps = max(worth_it)
         steps = FEWEST if math.isinf(steps) else min(max(math.ceil(steps), 1), MOST)
