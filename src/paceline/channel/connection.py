@@ -170,6 +170,9 @@ class Connection:
             yield
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
+        except ssl.SSLEOFError as error:  # closed without the word that TLS has for it, as by a process that was killed
+            self._end()
+            raise ChannelError(f"{self.peer} has closed the connection") from error
         except OSError as error:
             self._end()
             raise ChannelError(f"the connection to {self.peer} is lost: {error.strerror or error}") from error

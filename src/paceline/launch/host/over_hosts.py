@@ -110,7 +110,8 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
             code = serve(found, f"host {place.name} (number {place.number})")
         if found.lost is None or found.succession is None or code != 1:
             found.close()
-            how = "has ended" if code == 0 else f"has failed or was stopped, with exit code {code}"
+            failed = f"{'was stopped' if code in (130, 143) else 'has failed'} (exit code {code})"
+            how = "has ended" if code == 0 else failed
             if found.released:
                 how = "goes on without this host, as `paceline scale` has asked,"
             if found.lost is None or found.released:

@@ -55,7 +55,7 @@ class RecentSteps:
     def told(self, event: dict[str, Any]) -> None:
         """Take in an event."""
         if event["event"] in ("start", "resume"):
-            self.total_steps = event["total_steps"]
+            self.total_steps, self.slow = event["total_steps"], ""
         if event["event"] == "balance":
             self.slow = ", ".join(f"{_straggler(slow)} at {slow['speed']:.2f}" for slow in event["slow"])
 
@@ -151,7 +151,8 @@ class LiveProgress:
 
     def __enter__(self) -> LiveProgress:
         self.steps.skip()
-        self.events.skip()
+        for event in self.events:  # of an earlier attempt, or from before another host coordinated
+            self.recent.told(event)
         if self.console.is_terminal:
             self._live.start()
         return self
@@ -273,7 +274,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return str(event["problem"])
         case "rewind":
             kept = f", kept {'in memory' if event['kept'] == 'memory' else 'on disk'}" if event.get("kept") else ""
-            return f"went back from step {event['from_step']} to step {event['to_step']}{kept}"
+            return f"went back from step {event['from_step']} to step {event['to_step']}{kept}; that batch is left out"
         case "strangers":
             return f"{event['connections']} connections to the ranks' ports did not show the run's key and were closed"
         case "lost":
