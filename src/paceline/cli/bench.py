@@ -10,20 +10,14 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.where import Hosts, start_on
+from paceline.cli.where import EXIT_CODES, ClusterFile, Hosts, JobFile, start_on
 
 EXAMPLE = "Example: paceline bench examples/digits.yaml --devices 1,2 --repeat 3"
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def command(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")],
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
-        ),
-    ] = None,
+    job: JobFile,
+    cluster: ClusterFile = None,
     hosts: Hosts = None,
     devices: Annotated[
         str | None,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.where import Hosts, start_on
+from paceline.cli.where import ClusterFile, Hosts, JobFile, start_on
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,16 +21,11 @@ CANNOT_TELL = 3  # the exit code
 
 
 def command(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")],
+    job: JobFile,
     plan: Annotated[
         str | None, typer.Option(help='The plan to check, e.g. "dp=2 tp=2"; auto is what train would choose.')
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
-        ),
-    ] = None,
+    cluster: ClusterFile = None,
     hosts: Hosts = None,
     every: Annotated[
         int | None,
@@ -67,7 +62,7 @@ def command(
         raise typer.BadParameter('name a plan with --plan "…", or --all RANKS', param_hint="--plan")
     if dry and plan is None:
         raise typer.BadParameter("--dry runs one plan: name it with --plan", param_hint="--dry")
-    console, what = Console(soft_wrap=True), Job.load(job)
+    console, what = Console(soft_wrap=True, highlight=False), Job.load(job)
     where = to_run_on(cluster)
     if plan == "auto":
         plan = _chosen(what, where, console)
@@ -85,7 +80,7 @@ def _chosen(job: Job, cluster: Cluster | None, console: Console) -> str:
     from paceline.cluster.discover import to_run_on
     from paceline.tuning.auto import choose
 
-    return str(choose(job, to_run_on(cluster), lambda line: console.print(line, highlight=False, markup=False)).plan)
+    return str(choose(job, to_run_on(cluster), lambda line: console.print(line, markup=False)).plan)
 
 
 def _one(job: Job, cluster: Cluster | None, text: str, steps: int, console: Console) -> int:
@@ -108,7 +103,7 @@ def _show(parity: Parity, console: Console) -> None:
     from paceline.cli.dry import together
 
     for line in together(parity.report):
-        console.print(f"  {line}", highlight=False, markup=False, style="dim")
+        console.print(f"  {line}", markup=False, style="dim")
     limit = parity.tolerance
     has_buffers = any(step.buffer.name for step in parity.steps)
     columns = ["step", "loss", "one process", "loss differs", "gradients", "parameters", *["buffers"] * has_buffers]
@@ -124,38 +119,29 @@ def _show(parity: Parity, console: Console) -> None:
     console.print(table)
     for kind, worst in ((kind, _worst(parity, kind)) for kind in ("gradient", "parameter", "buffer")):
         if worst.name:
-            console.print(
-                f"the {kind} that differs most: {worst.difference:.1e}, {worst.name} on rank {worst.rank}",
-                highlight=False,
-            )
+            console.print(f"the {kind} that differs most: {worst.difference:.1e}, {worst.name} on rank {worst.rank}")
     exact = "float64" if parity.reference_precision == "fp64" else "float32, as the model does not run in float64"
     limits = f"{limit.loss:.1e} (loss), {limit.gradient:.1e} (gradients), {limit.parameter:.1e} (parameters)"
     limits += f", {limit.buffer:.1e} (buffers)" * has_buffers + f", relative to one process in {exact}"
     if parity.holds:
-        console.print(f"plan {parity.plan}: parity holds within {limits}", highlight=False, style="green")
+        console.print(f"plan {parity.plan}: parity holds within {limits}", style="green")
         return
     if parity.verdict == "cannot tell":
         console.print(
-            f"plan {parity.plan}: this check CANNOT TELL: {parity.why_undecided}",
-            highlight=False,
-            markup=False,
-            style="yellow",
+            f"plan {parity.plan}: this check CANNOT TELL: {parity.why_undecided}", markup=False, style="yellow"
         )
         return
-    console.print(f"plan {parity.plan}: parity FAILS, beyond {limits}", highlight=False, style="red")
+    console.print(f"plan {parity.plan}: parity FAILS, beyond {limits}", style="red")
     if parity.plan.inexact:
         console.print(
-            (
-                f"{parity.plan.inexact} is meant to differ from one process: hold this plan to the loss that it "
-                "reaches instead"
-            ),
-            highlight=False,
+            f"{parity.plan.inexact} is meant to differ from one process: hold this plan to the loss that it reaches "
+            "instead",
             markup=False,
         )
     if parity.first_module is not None:
-        console.print(f"the first module whose output differs: {parity.first_module}", highlight=False)
+        console.print(f"the first module whose output differs: {parity.first_module}")
     for name, difference in sorted(parity.parameters.items(), key=lambda entry: -entry[1])[:_NAMED]:
-        console.print(f"  gradient of {name}: {_difference(difference, limit.gradient)}", highlight=False)
+        console.print(f"  gradient of {name}: {_difference(difference, limit.gradient)}")
 
 
 def _worst(parity: Parity, kind: str) -> LargestDifference:
@@ -178,20 +164,17 @@ def _all(job: Job, cluster: Cluster | None, most_ranks: int, steps: int, console
         if isinstance(found, Exception):
             verdict = "refused" if isinstance(found, PlanError) else "failed"
             counts[verdict] += 1
-            console.print(f"{verdict}  {plan}: {str(found).splitlines()[0]}", highlight=False, markup=False)
+            console.print(f"{verdict}  {plan}: {str(found).splitlines()[0]}", markup=False)
             return
         counts[found.verdict] += 1
         largest, gradient = found.largest, max((s.gradient for s in found.steps), key=lambda w: w.difference)
         verdict = {"holds": "parity", "differs": "[red]DIFFERS[/red]", "cannot tell": "[yellow]cannot tell[/yellow]"}[
             found.verdict
         ]
-        console.print(
-            f"{verdict}  {plan}: loss {largest.loss:.1e}, gradients {largest.gradient:.1e} ({gradient.name})",
-            highlight=False,
-        )
+        console.print(f"{verdict}  {plan}: loss {largest.loss:.1e}, gradients {largest.gradient:.1e} ({gradient.name})")
 
     check_all(job, most_ranks, cluster, steps=steps, say=say)
     others = ("differs", "differ"), ("cannot tell", "cannot be told"), ("refused", "are refused"), ("failed", "failed")
     said = [f"{counts[verdict]} {words}" for verdict, words in others if counts[verdict]]
-    console.print(", ".join([f"{counts['holds']} plans compute what one process computes", *said]), highlight=False)
+    console.print(", ".join([f"{counts['holds']} plans compute what one process computes", *said]))
     return 1 if counts["differs"] or counts["failed"] else CANNOT_TELL if counts["cannot tell"] else 0

@@ -36,8 +36,8 @@ def show_dry_run(job: Job, text: str, console: Console) -> bool:
             found = run_dry(job, plan, say=status.update)
     except PlanError as error:
         for line in str(error).splitlines():
-            console.print(line, highlight=False, markup=False)
-        console.print(f"plan {plan} cannot run", highlight=False, style="red")
+            console.print(line, markup=False)
+        console.print(f"plan {plan} cannot run", style="red")
         return False
     _show(found, console)
     return True
@@ -45,24 +45,21 @@ def show_dry_run(job: Job, text: str, console: Console) -> bool:
 
 def _show(found: DryRun, console: Console) -> None:
     for line in together(line for stage in found.stages for line in stage.report):
-        console.print(f"  {line}", highlight=False, markup=False, style="dim")
+        console.print(f"  {line}", markup=False, style="dim")
     console.width = max(console.width, _WIDTH)
     console.print(_table(found))
-    console.print(_LEGEND, highlight=False, style="dim")
+    console.print(_LEGEND, style="dim")
     for note in dict.fromkeys((*found.notes, *_looks(found))):
-        console.print(f"note: {note}", highlight=False, markup=False)
+        console.print(f"note: {note}", markup=False)
     plan, state = found.plan, max(stage.state.total for stage in found.stages)
     if reasons := [stage.stopped_by for stage in found.stages if stage.stopped_by]:
         console.print(
-            f"plan {plan} divides the model; a dry run cannot take its step to the end: {reasons[0]}",
-            highlight=False,
-            markup=False,
+            f"plan {plan} divides the model; a dry run cannot take its step to the end: {reasons[0]}", markup=False
         )
         return
     console.print(
         f"plan {plan} can run: {count(plan.ranks, 'rank')}, {size(state)} of state per rank, "
         f"found by a dry run of {found.seconds:.0f} s with {size(found.memory_bytes)}",
-        highlight=False,
         markup=False,
     )
 

@@ -6,26 +6,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.where import Hosts, job_file, start_on
+from paceline.cli.where import EXIT_CODES, ClusterFile, Hosts, JobFile, job_file, start_on
 
 if TYPE_CHECKING:
     from paceline.training.record.run import Run
 
 EXAMPLE = 'Example: paceline train examples/digits.yaml --plan "dp=2"'
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def command(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")],
+    job: JobFile,
     plan: Annotated[
         str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto finds the fastest here.')
     ] = "auto",
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
-        ),
-    ] = None,
+    cluster: ClusterFile = None,
     hosts: Hosts = None,
     run: Annotated[
         str | None,

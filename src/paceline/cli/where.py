@@ -1,4 +1,4 @@
-"""Options --cluster and --hosts of commands that start ranks, and commands over hosts."""
+"""What commands that start ranks share: JOB, --cluster, --hosts, exit codes, and their run over hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
 
 P = ParamSpec("P")
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path has no two slashes in a row
+JobFile = Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")]
+ClusterFile = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
+    ),
+]
 Hosts = Annotated[
     str | None,
     typer.Option(

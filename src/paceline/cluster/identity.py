@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 
 def host_identity() -> str:
@@ -12,8 +13,18 @@ def host_identity() -> str:
     An emulated host has a namespace of its own.
     """
     namespace = "/proc/self/ns/net"
-    boot = _first_line("/proc/sys/kernel/random/boot_id")
-    return f"{os.stat(namespace).st_ino if os.path.exists(namespace) else 0}@{boot}@{socket.gethostname()}"
+    return f"{os.stat(namespace).st_ino if os.path.exists(namespace) else 0}@{boot_id()}@{socket.gethostname()}"
+
+
+def boot_id() -> str:
+    """Boot id of this kernel; the host's name where the kernel has none.
+
+    Names alone do not do: hosts may share one, and containers of one host have names of their own.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def interface_of(address: str) -> str | None:
@@ -28,11 +39,3 @@ def interface_of(address: str) -> str | None:
         ),
         None,
     )
-
-
-def _first_line(file: str) -> str:
-    try:
-        with open(file) as lines:
-            return lines.readline().strip()
-    except OSError:
-        return ""

@@ -21,8 +21,7 @@ from paceline.job.zoo.models.moe import Router
 from paceline.plans.limits import NO_ATTENTION, undivided_tokens
 from paceline.split.context.attention_calls import attends
 from paceline.split.context.check import NO_TOKENS, examine, masked, tokens_of
-from paceline.split.context.own_attention import OwnAttention
-from paceline.split.context.replace_forward import replace_forward
+from paceline.split.context.replace import replace_attention, replace_forward
 from paceline.split.context.ring import held, join_ring, ring_attention
 from paceline.split.context.rows import divide_rows
 from paceline.split.parts import Parts
@@ -51,9 +50,9 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
     if found.reasons:
         return _of_rows(model, parts, cp, example, call, found.reasons)
     context = Context(cp, found.own_loss)
-    attend, modules = _Attend(join_ring(cp)), dict(model.named_modules())
+    attend, modules = functools.partial(_attend, join_ring(cp)), dict(model.named_modules())
     for name in dict.fromkeys(found.attention):
-        context.undo.append(attend.install(modules[name]))
+        context.undo.append(replace_attention(modules[name], attend))
     for module in model.modules():
         if hasattr(module, "set_attn_implementation"):
             context.undo.append(_without_masks(module, cp.size))
@@ -151,33 +150,24 @@ class Context:
 _LOSS_KEYWORDS = ("shift_labels", "num_items_in_batch")
 
 
-class _Attend(OwnAttention):
-    """Function mode that replaces attention by ring attention over all ranks' tokens."""
-
-    def __init__(self, ring: str) -> None:
-        super().__init__()
-        self.ring = ring
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Ring attention with the signature of torch's function."""
-        if attn_mask is not None or dropout_p > 0:
-            raise PlanError(
-                f"attention over cp ranks has {'no mask' if attn_mask is not None else 'no dropout'}, and the "
-                "model asks for it"
-            )
-        # On shapes plain attention gives the same result, and other splits that trace the model recognise it.
-        if query.is_meta:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **kwargs)
-        return ring_attention(query, key, value, self.ring, causal=is_causal, scale=kwargs.get("scale"))
+def _attend(
+    ring: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Ring attention over all ranks' tokens, with the signature of torch's function."""
+    if attn_mask is not None or dropout_p > 0:
+        lacks = "no mask" if attn_mask is not None else "no dropout"
+        raise PlanError(f"attention over cp ranks has {lacks}, and the model asks for it")
+    # On shapes plain attention gives the same result, and other splits that trace the model recognise it.
+    if query.is_meta:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **kwargs)
+    return ring_attention(query, key, value, ring, causal=is_causal, scale=kwargs.get("scale"))
 
 
 def _without_masks(model: Any, ranks: int) -> Callable[[], None]:

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_map
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.split.context.attention_calls import attention_calls
-from paceline.split.context.own_attention import OwnAttention
-from paceline.split.context.replace_forward import replace_forward
+from paceline.split.context.replace import replace_attention, replace_forward
 from paceline.split.parts import Parts
 from paceline.trace.recording.graph import Entry, Graph, Ref
 from paceline.trace.recording.record import record_graph
@@ -67,7 +66,7 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
                 parts[parameter].summed.add("cp")
     calls = list(dict.fromkeys(call.module for call in attention_calls(graph)))
     for name in calls:
-        undo.append(_OwnQueries(group).install(modules[name]))
+        undo.append(replace_attention(modules[name], partial(_own_queries, group)))
     attention = f"attention ({len(calls)} modules) for its own queries" if calls else "attention for all tokens"
     line = (
         f"cp={group.size}: every rank has all tokens; it computes {len(names)} modules for its own, {attention}, "
@@ -221,44 +220,35 @@ def _own_tokens(group: Group, name: str, forward: Callable[..., Any], *args: Any
             "it was divided: cp=1"
         )
     own = _Own.apply(given, 1, group)
-    args, kwargs = (
-        tuple(own if x is given else x for x in args),
-        {k: own if x is given else x for k, x in kwargs.items()},
-    )
+    args = tuple(own if x is given else x for x in args)
+    kwargs = {k: own if x is given else x for k, x in kwargs.items()}
     return _Gathered.apply(forward(*args, **kwargs), 1, given.shape[1], group)
 
 
-class _OwnQueries(OwnAttention):
-    """Function mode that computes attention for this rank's queries and gathers the output."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__()
-        self.group = group
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Attention of this rank's queries, with the signature of torch's function."""
-        if query.is_meta:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-        tokens, keys, group = query.shape[-2], key.shape[-2], self.group
-        if is_causal:
-            attn_mask = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril()
-        if attn_mask is not None:
-            whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
-            attn_mask = _Summed.apply(attn_mask, group) if whole else _Own.apply(attn_mask, attn_mask.dim() - 2, group)
-        key, value = _Summed.apply(key, group), _Summed.apply(value, group)
-        own = _Own.apply(query, query.dim() - 2, group)
-        mixed = F.scaled_dot_product_attention(own, key, value, attn_mask, dropout_p, **kwargs)
-        whole_output: Tensor = _Gathered.apply(mixed, mixed.dim() - 2, tokens, group)
-        return whole_output
+def _own_queries(
+    group: Group,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention of this rank's queries, with all outputs gathered and the signature of torch's function."""
+    if query.is_meta:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+    tokens, keys = query.shape[-2], key.shape[-2]
+    if is_causal:
+        attn_mask = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
+        attn_mask = _Summed.apply(attn_mask, group) if whole else _Own.apply(attn_mask, attn_mask.dim() - 2, group)
+    key, value = _Summed.apply(key, group), _Summed.apply(value, group)
+    own = _Own.apply(query, query.dim() - 2, group)
+    mixed = F.scaled_dot_product_attention(own, key, value, attn_mask, dropout_p, **kwargs)
+    whole_output: Tensor = _Gathered.apply(mixed, mixed.dim() - 2, tokens, group)
+    return whole_output
 
 
 class _Own(torch.autograd.Function):

@@ -22,6 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
+from paceline.cluster.identity import boot_id
 from paceline.errors import RunError
 from paceline.files import PRIVATE_FILE
 
@@ -58,7 +61,7 @@ class Holder:
             socket.gethostname(),
             os.getpid(),
             _started(os.getpid()) or 0,
-            _boot(),
+            boot_id(),
             round(time.time(), 3),
             secrets.token_hex(8),
         )
@@ -70,11 +73,9 @@ class Holder:
         A crash or another program may have left something else there.
         """
         try:
-            holder = cls(**json.loads(content))
-        except (ValueError, TypeError, RecursionError):
+            return msgspec.json.decode(content, type=cls)
+        except (msgspec.MsgspecError, RecursionError):
             return None
-        right = all(isinstance(getattr(holder, name), kind) for name, kind in _TYPES.items())
-        return holder if right else None
 
     @property
     def runs_here(self) -> bool:
@@ -82,28 +83,18 @@ class Holder:
 
         Only as far as this process can see others.
         """
-        return self.machine == _boot() and _started(self.pid) == self.started
+        return self.machine == boot_id() and _started(self.pid) == self.started
 
     @property
     def is_gone(self) -> bool:
         """True if the holder was a process of this host, and has ended."""
-        return self.machine == _boot() and _started(self.pid) != self.started
+        return self.machine == boot_id() and _started(self.pid) != self.started
 
     def __str__(self) -> str:
         return (
             f"process {self.pid} on host {self.host}, since "
             f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
         )
-
-
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "host": str,
-    "pid": int,
-    "started": int,
-    "machine": str,
-    "since": (int, float),
-    "token": str,
-}
 
 
 class RunLock:
@@ -189,7 +180,7 @@ class RunLock:
         # Who succeeded a stopped holder has the kernel's lock a beat after that one's end.
         if not alone or (holder is not None and holder.runs_here):
             raise self._refused(holder)
-        if holder is not None and (holder.machine != _boot() or self._without_locks):
+        if holder is not None and (holder.machine != boot_id() or self._without_locks):
             holder = self._await_sign_of_life(holder)
         if holder is not None:
             self.say(f"the run was held by {holder}, which is no more: it is taken over")
@@ -239,7 +230,7 @@ class RunLock:
         stamp, told = self._stamp(), False
         while True:
             holder, alone, now = Holder.parse(self._content()), self._lock(), time.monotonic()
-            here = holder is not None and holder.machine == _boot()
+            here = holder is not None and holder.machine == boot_id()
             if alone and (holder is None or (here and not (self._without_locks and holder.runs_here))):
                 return
             if self._stamp() != stamp:
@@ -256,7 +247,7 @@ class RunLock:
 
     def _refused(self, holder: Holder | None) -> RunError:
         who = str(holder) if holder is not None else "a process that is just starting"
-        orphans = holder is not None and holder.machine == _boot() and not holder.runs_here
+        orphans = holder is not None and holder.machine == boot_id() and not holder.runs_here
         more = (
             " That process is dead, but ranks that it started still save and end: try again in half a minute."
             if orphans
@@ -326,14 +317,3 @@ def _started(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _boot() -> str:
-    """Boot id of this kernel.
-
-    Host names do not do: hosts may share one, and containers of one host have names of their own.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
