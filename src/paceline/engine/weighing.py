@@ -25,7 +25,7 @@ from paceline.errors import JobError, PlanError
 from paceline.job.batch import Batch, rows, target_of
 from paceline.job.loss import Loss
 from paceline.job.zoo.items import adds_up, is_known, items_of, reads_models_loss
-from paceline.job.zoo.losses import BinaryCrossEntropy, CrossEntropy, MeanAbsoluteError, MeanSquaredError, ModelsOwn
+from paceline.job.zoo.losses import CrossEntropy, Elementwise, ModelsOwn
 from paceline.job.zoo.metrics import LossMetric
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; by what the loss was computed in
 _LOW_PRECISION = 2e-2
 _IGNORED = (-100, -1, 0, 255)  # labels that losses commonly leave out, for the hint
-_OWN = (CrossEntropy, MeanSquaredError, MeanAbsoluteError, BinaryCrossEntropy)
+_OWN = (CrossEntropy, Elementwise)
 
 
 class Weighing:

@@ -117,31 +117,18 @@ class CrossEntropy:
             check_labels(target, logits.shape[2 if logits.dim() == 3 else 1], where, samples)
 
 
-class MeanSquaredError:
-    """The mean squared difference between the output and a target of the same shape."""
+class Elementwise:
+    """The mean of one of torch's losses between an output and a target of the same shape.
 
-    def __call__(self, output: Any, target: Tensor) -> Tensor:
-        """The loss as a 0-dimensional tensor. Raises DataError where the shapes differ."""
-        return F.mse_loss(*same_shape("mse", output, target))
-
-
-class MeanAbsoluteError:
-    """The mean absolute difference between the output and a target of the same shape."""
-
-    def __call__(self, output: Any, target: Tensor) -> Tensor:
-        """The loss as a 0-dimensional tensor. Raises DataError where the shapes differ."""
-        return F.l1_loss(*same_shape("mae", output, target))
-
-
-class BinaryCrossEntropy:
-    """Mean binary cross-entropy between logits and a target from 0 to 1.
-
-    Both have the same shape.
+    For `bce` the output are logits, and the target numbers from 0 to 1.
     """
 
+    def __init__(self, name: str, mean: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.name, self.mean = name, mean
+
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """The loss as a 0-dimensional tensor. Raises DataError where the shapes differ."""
-        return F.binary_cross_entropy_with_logits(*same_shape("bce", output, target))
+        return self.mean(*same_shape(self.name, output, target))
 
 
 class Contrastive:
@@ -227,9 +214,9 @@ class Term:
 
 _LOSSES: dict[str, Callable[..., Loss]] = {
     "cross_entropy": CrossEntropy,
-    "mse": MeanSquaredError,
-    "mae": MeanAbsoluteError,
-    "bce": BinaryCrossEntropy,
+    "mse": lambda: Elementwise("mse", F.mse_loss),
+    "mae": lambda: Elementwise("mae", F.l1_loss),
+    "bce": lambda: Elementwise("bce", F.binary_cross_entropy_with_logits),
     "contrastive": Contrastive,
     "model": ModelsOwn,
 }
@@ -238,7 +225,7 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
 def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int] | None = None) -> None:
     """Check that labels lie in 0..classes-1 or are -100.
 
-    `where` says which labels these are, e.g. `in batch 37`. `in batch 37`.
+    `where` says which labels these are, e.g. `in batch 37`.
 
     `samples` are the indices in the data set of the rows of `target`, to be named. Costs a pass over the labels: for a
     whole data set's labels once, or a batch on the host on its way to a GPU.

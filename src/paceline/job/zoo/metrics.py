@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,14 +112,9 @@ def _cross_entropy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
 
 
-def _squared_error(output: Any, target: Tensor) -> tuple[Tensor, int]:
-    values, target = same_shape("mse", output, target)
-    return F.mse_loss(values, target, reduction="sum"), target.numel()
-
-
-def _absolute_error(output: Any, target: Tensor) -> tuple[Tensor, int]:
-    values, target = same_shape("mae", output, target)
-    return F.l1_loss(values, target, reduction="sum"), target.numel()
+def _error(output: Any, target: Tensor, *, name: str, of: Callable[..., Tensor]) -> tuple[Tensor, int]:
+    values, target = same_shape(name, output, target)
+    return of(values, target, reduction="sum"), target.numel()
 
 
 def _partner_found(output: Any, target: Any) -> tuple[Tensor, int]:
@@ -130,10 +126,6 @@ def _partner_found(output: Any, target: Any) -> tuple[Tensor, int]:
     return (similarity.argmax(dim=1) == partner).sum(), len(partner)
 
 
-def _itself(mean: float) -> float:
-    return mean
-
-
 def _exponential(mean: float) -> float:
     return math.exp(mean) if mean < 700 else math.inf  # a float ends near e^709
 
@@ -143,13 +135,13 @@ def _bits(mean: float) -> float:
 
 
 _METRICS: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], Callable[[float], float]]] = {
-    "accuracy": (_accuracy, _itself),
-    "top5": (_top5, _itself),
+    "accuracy": (_accuracy, float),
+    "top5": (_top5, float),
     "perplexity": (_cross_entropy, _exponential),
     "bits_per_byte": (_cross_entropy, _bits),
-    "mse": (_squared_error, _itself),
-    "mae": (_absolute_error, _itself),
-    "contrastive_accuracy": (_partner_found, _itself),
+    "mse": (partial(_error, name="mse", of=F.mse_loss), float),
+    "mae": (partial(_error, name="mae", of=F.l1_loss), float),
+    "contrastive_accuracy": (_partner_found, float),
 }
 
 

@@ -145,8 +145,7 @@ class Collated(Dataset[Any]):
 def split(dataset: Dataset[Any], spec: SplitSpec, seed: int) -> DataSets:
     """Split the first `spec.limit` samples into a training and a validation set.
 
-    A share of `spec.held_out`, drawn by `seed`, becomes the validation set. Both sides stay in order. Both sides stay
-    in order.
+    A share of `spec.held_out`, drawn by `seed`, becomes the validation set. Both sides stay in order.
 
     Raises:
         DataError: too few samples for one on each side.
