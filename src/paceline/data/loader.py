@@ -16,10 +16,11 @@ from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from paceline.data.flow import Flow
 from paceline.data.loader_processes import Begin, Workers, failed, make_room_for_sockets
 from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest
 from paceline.data.stream import SamplerStream
-from paceline.data.whole import BatchPart, Flow
+from paceline.data.whole import BatchPart
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import on_device
 from paceline.job.partition import Partition

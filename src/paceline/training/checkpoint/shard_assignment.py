@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +20,7 @@ from paceline.split.layout import Box, ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.split.parts import Part
 from paceline.training.checkpoint.manifest import Receipt, TensorEntry, TensorPiece
+from paceline.training.checkpoint.shard import describe
 
 _MOST_CELLS = 10**8
 
@@ -57,6 +59,53 @@ class MeshCoordinate:
     def is_first_of_stage(self) -> bool:
         """True on the first rank of each pipeline stage."""
         return not any(place for axis, place in self.place.items() if axis != "pp")
+
+
+@dataclass
+class ShardContents:
+    """One rank's checkpoint pieces.
+
+    Attributes:
+        described: dtype and full shape of every shared tensor that the rank holds.
+        written: tensor name and block of every piece that it writes, by key in its file.
+    """
+
+    rank: int
+    described: dict[str, dict[str, Any]]
+    written: dict[str, tuple[str, Box]]
+
+    @classmethod
+    def of(
+        cls, shared: Mapping[str, Tensor], parts: Mapping[str, Part], coordinate: MeshCoordinate
+    ) -> tuple[ShardContents, dict[str, Tensor]]:
+        """The contents of a rank's shard, and the tensors of its pieces; arguments as in `to_write`."""
+        described = {name: describe(name, tensor) for name, tensor in shared.items()}
+        for name, part in parts.items():
+            described[name]["shape"] = list(part.layout.full)
+        written: dict[str, tuple[str, Box]] = {}
+        pieces: dict[str, Tensor] = {}
+        for name, boxes in to_write(shared, parts, coordinate).items():
+            own = shared[name]
+            for box in boxes:
+                key = key_of(name, box, described[name]["shape"])
+                if key in pieces:
+                    raise CheckpointError(
+                        f"{key}: both the name of a tensor and that of a piece of another. Rename the parameter"
+                    )
+                written[key] = name, box
+                pieces[key] = own if box.shape == own.shape else box.of(own.detach())
+        return cls(coordinate.rank, described, written), pieces
+
+    def entries(self) -> dict[str, TensorEntry]:
+        """Entries for the receipt.
+
+        Made in the background: for many tensors it takes as long as the remainder of `Checkpointer.save`.
+        """
+        entries = {name: TensorEntry(**described, pieces=[]) for name, described in self.described.items()}
+        for key, (name, box) in self.written.items():
+            piece = TensorPiece(shard=self.rank, key=key, offset=list(box.full), shape=list(box.shape))
+            entries[name].pieces.append(piece)
+        return entries
 
 
 def to_write(

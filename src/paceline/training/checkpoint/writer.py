@@ -21,7 +21,6 @@ from torch import Tensor
 
 from paceline.epoch import EpochOver, epoch_is_over
 from paceline.errors import CheckpointError
-from paceline.split.layout import Box
 from paceline.split.parts import Part
 from paceline.training.checkpoint.manifest import (
     PARTIAL,
@@ -30,8 +29,6 @@ from paceline.training.checkpoint.manifest import (
     OwnEntry,
     Receipt,
     ShardEntry,
-    TensorEntry,
-    TensorPiece,
     checkpoints,
     partial_name,
     plain,
@@ -43,7 +40,7 @@ from paceline.training.checkpoint.manifest import (
     write_durably,
 )
 from paceline.training.checkpoint.shard import Shard, describe
-from paceline.training.checkpoint.shard_assignment import MeshCoordinate, key_of, merge, to_write
+from paceline.training.checkpoint.shard_assignment import MeshCoordinate, ShardContents, merge
 
 Report = Callable[[str, dict[str, Any]], None]
 
@@ -132,7 +129,7 @@ class Checkpointer:
         self.poll()
         values, own_values = plain(snapshot.values, "values"), plain(snapshot.own_values, "own values")
         coordinate = snapshot.coordinate or MeshCoordinate.plain(self.rank, self.world)
-        contents, pieces = _ShardContents.of(snapshot, coordinate)
+        contents, pieces = ShardContents.of(snapshot.shared, snapshot.parts, coordinate)
         own = {name: OwnEntry(**describe(name, tensor)) for name, tensor in snapshot.own.items()}
         self._shard.begin(pieces, snapshot.own)
         self._copied.clear()
@@ -261,7 +258,7 @@ class Checkpointer:
             started = time.thread_time()
 
     def _pieces(
-        self, manifest: Manifest, entry: ShardEntry, contents: _ShardContents, aliases: dict[str, str]
+        self, manifest: Manifest, entry: ShardEntry, contents: ShardContents, aliases: dict[str, str]
     ) -> Iterator[None]:
         """Write one checkpoint piece by piece, after copying the state.
 
@@ -387,52 +384,6 @@ class Checkpointer:
         if isinstance(error, OSError):
             return f"{error.strerror or error} ({error.filename or self.folder})"
         return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-@dataclass
-class _ShardContents:
-    """One rank's checkpoint pieces.
-
-    Attributes:
-        described: dtype and full shape of every shared tensor that the rank holds.
-        written: tensor name and block of every piece that it writes, by key in its file.
-    """
-
-    rank: int
-    described: dict[str, dict[str, Any]]
-    written: dict[str, tuple[str, Box]]  # the tensor's name, and the block of it
-
-    @classmethod
-    def of(cls, snapshot: Snapshot, coordinate: MeshCoordinate) -> tuple[_ShardContents, dict[str, Tensor]]:
-        """The contents of a snapshot's shard, and the tensors of its pieces."""
-        described = {name: describe(name, tensor) for name, tensor in snapshot.shared.items()}
-        for name, part in snapshot.parts.items():
-            described[name]["shape"] = list(part.layout.full)
-        written: dict[str, tuple[str, Box]] = {}
-        pieces: dict[str, Tensor] = {}
-        for name, boxes in to_write(snapshot.shared, snapshot.parts, coordinate).items():
-            own = snapshot.shared[name]
-            for box in boxes:
-                key = key_of(name, box, described[name]["shape"])
-                if key in pieces:
-                    raise CheckpointError(
-                        f"{key}: both the name of a tensor and that of a piece of another. Rename the parameter"
-                    )
-                written[key] = name, box
-                pieces[key] = own if box.shape == own.shape else box.of(own.detach())
-        return cls(coordinate.rank, described, written), pieces
-
-    def entries(self) -> dict[str, TensorEntry]:
-        """Entries for the receipt.
-
-        Made in the background: for many tensors it takes as long as the remainder of `save`.
-        """
-        entries = {name: TensorEntry(**described, pieces=[]) for name, described in self.described.items()}
-        for key, (name, box) in self.written.items():
-            entries[name].pieces.append(
-                TensorPiece(shard=self.rank, key=key, offset=list(box.full), shape=list(box.shape))
-            )
-        return entries
 
 
 def _size(path: Path) -> int:
