@@ -128,11 +128,9 @@ def _finding(details: ErrorDetails, path: Path, owner: type[BaseModel] | None, a
         return _unknown_key(path, owner, about)
     if kind == "missing":
         last = path[-1]
-        return (
-            f"{about.dotted(path[:-1])} has too few entries"
-            if isinstance(last, int)
-            else f'{about.dotted(path[:-1])} needs the key "{last}"'
-        )
+        if isinstance(last, int):
+            return f"{about.dotted(path[:-1])} has too few entries"
+        return f'{about.dotted(path[:-1])} needs the key "{last}"'
     if kind == "union_tag_invalid":
         kinds = [k.strip("'") for k in context["expected_tags"].split(", ")]
         return f'{about.dotted(path)} has no kind "{context["tag"]}". {nearest(context["tag"], kinds)}'

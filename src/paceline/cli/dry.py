@@ -101,8 +101,6 @@ def _table(found: DryRun) -> Table:
 
 def _looks(found: DryRun) -> list[str]:
     asked = sorted({kind for stage in found.stages for kind in stage.asked})
-    return (
-        [f"the code of {', '.join(asked)} looks at values of tensors, and was told “no” or 1 in place of them"]
-        if asked
-        else []
-    )
+    if asked:
+        return [f"the code of {', '.join(asked)} looks at values of tensors, and was told “no” or 1 in place of them"]
+    return []

@@ -9,17 +9,11 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from paceline.data.samples import Collate, RequestedSamples
+from paceline.data.samples import RequestedSamples
 
 
 def held_out_batches(
-    dataset: Dataset[Any],
-    *,
-    batch: int,
-    replica: int,
-    replicas: int,
-    in_turn: bool = False,
-    collate_fn: Collate | None = None,
+    dataset: Dataset[Any], *, batch: int, replica: int, replicas: int, in_turn: bool = False
 ) -> Iterator[Any]:
     """A replica's part of a validation set in batches of `batch` samples.
 
@@ -32,7 +26,7 @@ def held_out_batches(
     Raises:
         DataError: a sample raised, or samples do not fit into one batch.
     """
-    samples = RequestedSamples(dataset, collate_fn, replica, seed=0)
+    samples = RequestedSamples(dataset, None, replica, seed=0)
     count = len(dataset)  # type: ignore[arg-type]
     if in_turn:
         first, end, stride = replica * batch, count, replicas * batch

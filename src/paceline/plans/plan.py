@@ -206,11 +206,9 @@ def _problem(key: str, value: Any) -> str | None:
         return problem_with_transport(value)
     if key == "cut":
         named = isinstance(value, str) and (not value or all(value.split(",")))
-        return (
-            None
-            if named
-            else f'cut is names of modules with commas between, e.g. cut={_EXAMPLES["cut"]}, not "{value}"'
-        )
+        if named:
+            return None
+        return f'cut is names of modules with commas between, e.g. cut={_EXAMPLES["cut"]}, not "{value}"'
     return None if isinstance(value, bool) else _not_one_of(key, value, tuple(_SWITCHES))
 
 

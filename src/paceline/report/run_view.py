@@ -139,11 +139,9 @@ class RunView:
 
     @property
     def _elapsed_s(self) -> float:
-        return (
-            float(self.end["elapsed_s"])
-            if self.end is not None and "elapsed_s" in self.end
-            else self.record.clock_s[-1]
-        )
+        if self.end is not None and "elapsed_s" in self.end:
+            return float(self.end["elapsed_s"])
+        return self.record.clock_s[-1]
 
     # Where the time goes
 

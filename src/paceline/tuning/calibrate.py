@@ -44,7 +44,6 @@ def calibrate(
     *,
     precisions: Sequence[str] = (),
     axes: Sequence[Axis] = AXES,
-    again: bool = False,
 ) -> Calibration:
     """Calibration of the job on this machine, new or cached.
 
@@ -55,14 +54,13 @@ def calibrate(
         precisions: besides the job's own.
         axes: axes along which plans may divide the work; fewer take less time. A calibration that lacks some is
             measured again.
-        again: measure even if a cached calibration is valid.
 
     Raises:
         ClusterError: the cluster is not this machine, or has GPUs.
         LaunchError: the ranks failed; with the reason.
     """
     wait_for_imports()
-    found = _on_this_machine(job, _this_host(cluster), say, precisions, axes, again)
+    found = _on_this_machine(job, _this_host(cluster), say, precisions, axes)
     if cluster is None or cluster.emulate is None or found.collective(BETWEEN_HOSTS, "all_reduce") is not None:
         return found
     extended = replace(found, collectives=(*found.collectives, *_between_hosts()))
@@ -71,22 +69,18 @@ def calibrate(
     return extended
 
 
-def _on_this_machine(
-    job: Job, host: Host, say: Say, precisions: Sequence[str], axes: Sequence[Axis], again: bool
-) -> Calibration:
+def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], axes: Sequence[Axis]) -> Calibration:
     wanted = tuple(dict.fromkeys((job.precision, *precisions)))
     key, reference_s = key_of(job, host), reference_time_s()
-    if not again:
-        found, why = kept(key, host, reference_s=reference_s)
-        if found is not None and _covers(found, wanted, axes):
-            say(f"calibration of {time.strftime('%Y-%m-%d %H:%M', time.localtime(found.created))}, as measured before")
-            return found
-        if why is not None:
-            say(f"{why}; measuring again")
-        # a calibration that lacks something is extended, not replaced
-        if found is not None:
-            wanted = tuple(dict.fromkeys((*wanted, *found.precisions)))
-            axes = [axis for axis in AXES if axis in axes or any(a.axis == axis for a in found.points)]
+    found, why = kept(key, host, reference_s=reference_s)
+    if found is not None and _covers(found, wanted, axes):
+        say(f"calibration of {time.strftime('%Y-%m-%d %H:%M', time.localtime(found.created))}, as measured before")
+        return found
+    if why is not None:
+        say(f"{why}; measuring again")
+    if found is not None:  # a calibration that lacks something is extended, not replaced
+        wanted = tuple(dict.fromkeys((*wanted, *found.precisions)))
+        axes = [axis for axis in AXES if axis in axes or any(a.axis == axis for a in found.points)]
     ranks = max(1, min(host.physical_cores, _MOST_RANKS))
     say(
         f"calibrating: the parts of the model, {'updates and messages' if ranks > 1 else 'and updates'}, once "

@@ -59,7 +59,9 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def of_another_host(run: Path, **changes: Any) -> Holder:
     """Write the lock as a process of another host would have."""
     other = replace(Holder.this_process(), host="elsewhere", machine="another boot", pid=77, **changes)
-    (run / LOCK).write_text(json.dumps(asdict(other)))
+    fd = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(fd, os.pwrite(fd, json.dumps(asdict(other)).encode(), 0))  # never empty, as a lock is written
+    os.close(fd)
     return other
 
 

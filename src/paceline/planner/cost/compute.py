@@ -145,11 +145,9 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
     elif gemm.divided == "k":
         k /= config.tp
     if gemm.batch:
-        return (
-            _both(config, rows, n, k, times)
-            if backward
-            else product_s(config.device, config.precision, rows, n, k, times)
-        )
+        if backward:
+            return _both(config, rows, n, k, times)
+        return product_s(config.device, config.precision, rows, n, k, times)
     many = times if gemm.experts else 1.0
     repeated = 1.0 if gemm.experts else times
     if backward:

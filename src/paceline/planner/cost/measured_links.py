@@ -93,11 +93,9 @@ class Links:
     def ep_s(self, layout: Layout) -> float:
         """Seconds of sending one microbatch's tokens to experts and back."""
         width = layout.samples * layout.number_bytes
-        return (
-            4 * sum(self.gather_s(block.routed * width, "ep") for block in layout.trace.blocks if block.routed)
-            if layout.ep > 1
-            else 0.0
-        )
+        if layout.ep > 1:
+            return 4 * sum(self.gather_s(block.routed * width, "ep") for block in layout.trace.blocks if block.routed)
+        return 0.0
 
     def fsdp_s(self, layout: Layout) -> float:
         """Seconds of gathering and scattering for all microbatches of a step."""

@@ -126,11 +126,9 @@ class Explanation:
         of_sample = of_step / self.job.global_batch
         if self.job.stop.steps is not None:
             return TrainingCost(of_step * self.job.stop.steps, f"the run of {self.job.stop.steps:,} steps")
-        return (
-            TrainingCost(of_sample / self.tokens * 1e9, "1 billion tokens")
-            if self.tokens > 1
-            else TrainingCost(of_sample * 1e6, "1 million samples")
-        )
+        if self.tokens > 1:
+            return TrainingCost(of_sample / self.tokens * 1e9, "1 billion tokens")
+        return TrainingCost(of_sample * 1e6, "1 million samples")
 
     @property
     def lines(self) -> list[str]:

@@ -345,11 +345,9 @@ def _random(t: Tensor, device: torch.device) -> Tensor:
     """A tensor of plausible values for a weight or an activation."""
     if t.is_floating_point():
         return torch.empty(t.shape, dtype=t.dtype, device=device).normal_(std=0.02)
-    return (
-        torch.zeros(t.shape, dtype=t.dtype, device=device)
-        if t.dtype != torch.bool
-        else torch.ones(t.shape, dtype=t.dtype, device=device)
-    )
+    if t.dtype != torch.bool:
+        return torch.zeros(t.shape, dtype=t.dtype, device=device)
+    return torch.ones(t.shape, dtype=t.dtype, device=device)
 
 
 def _tensors_of(output: Any) -> Iterator[Tensor]:

@@ -215,11 +215,10 @@ class Run:
         steps = self.steps()
         # on accelerators an attempt's last step has no times
         timed = [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
-        return (
-            statistics.median(s["samples"] for s in timed) / statistics.median(s["step_s"] for s in timed)
-            if timed
-            else 0.0
-        )
+        if not timed:
+            return 0.0
+        samples, step_s = (statistics.median(s[key] for s in timed) for key in ("samples", "step_s"))
+        return float(samples / step_s)
 
 
 class JsonLines:
@@ -336,11 +335,10 @@ def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
 
 def _name(job_file: Path) -> str | None:
     """The name in a run's job.yaml; None where there is no such file."""
-    return (
-        yaml.safe_load(job_file.read_text()).get("name", Job.model_fields["name"].default)
-        if job_file.is_file()
-        else None
-    )
+    if not job_file.is_file():
+        return None
+    name: str = yaml.safe_load(job_file.read_text()).get("name", Job.model_fields["name"].default)
+    return name
 
 
 def _has_aliases(text: str) -> bool:
