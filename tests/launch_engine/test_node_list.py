@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import LaunchError
-from paceline.launch_engine.node_list import expand
+from paceline.launch_engine.slurm import expand
 
 words = st.text("abz-_.09", min_size=1, max_size=4)
 numbers = st.integers(0, 120)

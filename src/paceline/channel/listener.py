@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,32 +238,23 @@ class Listener:
 
 
 def _listen(where: tuple[str, int] | Path) -> socket.socket:
-    if isinstance(where, Path):
-        return _listen_within_host(where)
-    family, kind, protocol, _, place = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ChannelError(f"{name_of(where)} cannot be listened on: {error.strerror}") from error
-    return listener
-
-
-def _listen_within_host(path: Path) -> socket.socket:
-    about = path.parent.stat()
-    if about.st_uid != os.geteuid() or about.st_mode & 0o077:
-        raise ChannelError(f"{path.parent} is open to other users, so no socket is made there")
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        with short_path(path) as reached:
-            listener.bind(reached)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ChannelError(f"{path} cannot be listened on: {error.strerror}") from error
+    with ExitStack() as held:
+        place: Any
+        if isinstance(where, Path):
+            about = where.parent.stat()
+            if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+                raise ChannelError(f"{where.parent} is open to other users, so no socket is made there")
+            listener, place = socket.socket(socket.AF_UNIX), held.enter_context(short_path(where))
+        else:
+            family, kind, protocol, _, place = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind, protocol)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(place)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise ChannelError(f"{name_of(where)} cannot be listened on: {error.strerror}") from error
     return listener
 
 
