@@ -79,24 +79,19 @@ def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Findin
     """Finding about who could read what ranks send each other, with these environment variables."""
     plain = "gloo and NCCL send tensors in plaintext and ask nobody who they are (tcp encrypts)"
     advice = "keep it on a network of the run's own: docs/network.md has WireGuard and a NetworkPolicy, complete"
-    interfaces = [
-        name.lstrip("=") for key in _INTERFACES for name in variables.get(key, "").split(",") if name and name != "lo"
-    ]
+    named = [name.lstrip("=") for key in _INTERFACES for name in variables.get(key, "").split(",")]
+    interfaces = list(dict.fromkeys(name for name in named if name and name != "lo"))
     inside = [name for name in interfaces if "DEVTYPE=wireguard" in _read(root / "sys/class/net" / name / "uevent")]
-    if interfaces and inside == interfaces:
-        return Finding(
-            "ok", "data plane", f"between hosts over {', '.join(dict.fromkeys(inside))}, which is WireGuard: encrypted"
-        )
     if interfaces:
-        return Finding(
-            "note", "data plane", f"between hosts over {', '.join(dict.fromkeys(interfaces))}: {plain}", advice
-        )
+        over = f"between hosts over {', '.join(interfaces)}"
+        if inside == interfaces:
+            return Finding("ok", "data plane", f"{over}, which is WireGuard: encrypted")
+        return Finding("note", "data plane", f"{over}: {plain}", advice)
     address = variables.get("MASTER_ADDR", "127.0.0.1")
     if address != "localhost" and not address.startswith("127.") and address != "::1":
         return Finding("note", "data plane", f"between hosts, at {address}: {plain}", advice)
-    return Finding(
-        "ok", "data plane", f"on one host ranks meet on loopback; between hosts {plain}: see docs/network.md"
-    )
+    text = f"on one host ranks meet on loopback; between hosts {plain}: see docs/network.md"
+    return Finding("ok", "data plane", text)
 
 
 def check_load(cores: int, seconds: float = 0.5) -> Finding:
@@ -107,16 +102,14 @@ def check_load(cores: int, seconds: float = 0.5) -> Finding:
     busy, steal, others = other_load(seconds)
     if steal > 0.05 * cores:
         advice = "measure again when the physical host is quiet, or on dedicated cores"
-        return Finding(
-            "note", "load", f"the physical host takes {steal:.1f} of the {cores} cores away (steal time)", advice
-        )
+        text = f"the physical host takes {steal:.1f} of the {cores} cores away (steal time)"
+        return Finding("note", "load", text, advice)
+    text = f"{busy:.1f} of {cores} cores are busy with other work"
     if busy > 0.1 * cores:
-        names = (
-            ", ".join(f"{name} {used:.1f}" for name, used in others[:3]) or "by processes that cannot be seen from here"
-        )
+        names = ", ".join(f"{name} {used:.1f}" for name, used in others[:3])
         advice = "end or wait for it before you measure; runs beside it are slower"
-        return Finding("note", "load", f"{busy:.1f} of {cores} cores are busy with other work: {names}", advice)
-    return Finding("ok", "load", f"{busy:.1f} of {cores} cores are busy with other work")
+        return Finding("note", "load", f"{text}: {names or 'by processes that cannot be seen from here'}", advice)
+    return Finding("ok", "load", text)
 
 
 def other_load(seconds: float) -> tuple[float, float, Sequence[tuple[str, float]]]:
@@ -155,9 +148,8 @@ def _processor(host: Host, root: Path) -> Finding:
 
 def _cores(host: Host, root: Path) -> Finding:
     there, usable, quota = os.cpu_count() or host.cores, sum(map(len, host.affinity)), cpu_quota(root)
-    text = f"{host.cores} logical, {host.physical_cores} physical" + (
-        f"; affinity leaves {usable} of {there}" if usable < there else ""
-    )
+    text = f"{host.cores} logical, {host.physical_cores} physical"
+    text += f"; affinity leaves {usable} of {there}" if usable < there else ""
     if quota is not None and quota < usable:
         advice = (
             "more ranks or threads than that are throttled together; raise the limit (docker --cpus, Kubernetes "
@@ -173,12 +165,8 @@ def _clock(root: Path) -> Finding:
     if not governor:
         return Finding("ok", "clock", "the frequency governor is not visible, as in most virtual machines")
     if governor == "powersave" and driver not in _OWN_CLOCK:
-        return Finding(
-            "note",
-            "clock",
-            f"governor powersave ({driver}) keeps the clock low",
-            "cpupower frequency-set -g performance",
-        )
+        text = f"governor powersave ({driver}) keeps the clock low"
+        return Finding("note", "clock", text, "cpupower frequency-set -g performance")
     return Finding("ok", "clock", f"governor {governor} ({driver})")
 
 
@@ -189,54 +177,37 @@ def _memory(host: Host) -> Finding:
     limit = f", of {size(memory.total)} in the machine (control group)" if host.memory_bytes < memory.total else ""
     text = f"{size(host.memory_bytes)}{limit}; {size(memory.available)} available now"
     if memory.available < 0.1 * memory.total:
-        return Finding(
-            "note",
-            "memory",
-            text,
-            "end what uses it, or train with a smaller batch: the kernel kills a process when it runs out",
-        )
+        advice = "end what uses it, or train with a smaller batch: the kernel kills a process when it runs out"
+        return Finding("note", "memory", text, advice)
     return Finding("ok", "memory", text)
 
 
 def _gpus(host: Host, driver: str | None, root: Path) -> Iterator[Finding]:
     for gpu in host.gpus:
-        links = [
-            link
-            for link in host.links
-            if link.name.startswith(f"{gpu.kind}:{gpu.index}-") or link.name.endswith(f"-{gpu.kind}:{gpu.index}")
-        ]
+        name = f"{gpu.kind}:{gpu.index}"
+        links = [link for link in host.links if link.name.startswith(f"{name}-") or link.name.endswith(f"-{name}")]
         ways = ", ".join(f"{link.kind} {_gbps(link.bandwidth_gbps)} ({link.name})" for link in links)
-        yield Finding(
-            "ok",
-            f"{gpu.kind}:{gpu.index}",
-            f"{gpu.name}, {size(gpu.memory_bytes)}{f', driver {driver}' if driver else ''}; {ways or 'links unknown'}",
-        )
+        about = f"{gpu.name}, {size(gpu.memory_bytes)}" + (f", driver {driver}" if driver else "")
+        yield Finding("ok", name, f"{about}; {ways or 'links unknown'}")
     if host.gpus:
         return
-    on_bus = [
-        d
-        for d in root.glob("sys/bus/pci/devices/*")
-        if _read(d / "vendor") == _NVIDIA and _read(d / "class").startswith("0x03")
-    ]
+    devices = [d for d in root.glob("sys/bus/pci/devices/*") if _read(d / "vendor") == _NVIDIA]
+    on_bus = [d for d in devices if _read(d / "class").startswith("0x03")]
     if on_bus and not any(name in os.environ for name in (DEVICE_VARIABLE, *VISIBLE)):
         advice = "install the NVIDIA driver (in a container: start it with --gpus all)"
         yield Finding("note", "GPU", f"{len(on_bus)} of NVIDIA on the bus, but none that the driver shows", advice)
     elif (root / "dev/kfd").exists():
         advice = "install torch for ROCm: https://pytorch.org/get-started/locally"
-        yield Finding(
-            "note", "GPU", "AMD's driver is there, but no GPU that this torch knows; ranks run on the cores", advice
-        )
+        text = "AMD's driver is there, but no GPU that this torch knows; ranks run on the cores"
+        yield Finding("note", "GPU", text, advice)
     else:
         yield Finding("ok", "GPU", "none; ranks run on the cores")
 
 
 def _network(host: Host) -> Finding:
     links = [link for link in host.links if link.kind in ("ethernet", "loopback")]
-    return Finding(
-        "ok",
-        "network",
-        ", ".join(f"{link.name} {_gbps(link.bandwidth_gbps)}".strip() for link in links) or "no interface is up",
-    )
+    up = ", ".join(f"{link.name} {_gbps(link.bandwidth_gbps)}".strip() for link in links)
+    return Finding("ok", "network", up or "no interface is up")
 
 
 def _energy(topic: str, energy: Energy) -> Finding:
@@ -283,20 +254,13 @@ def _dev_shm(root: Path) -> Finding:
     try:
         size_bytes = shutil.disk_usage(root / "dev/shm").total
     except OSError:
-        return Finding(
-            "note", "/dev/shm", "missing: a data loader with num_workers > 0 cannot pass batches", "mount a tmpfs there"
-        )
+        text = "missing: a data loader with num_workers > 0 cannot pass batches"
+        return Finding("note", "/dev/shm", text, "mount a tmpfs there")
     if size_bytes < 2**30:
-        advice = "docker run --shm-size=2g, or --ipc=host"
-        return Finding(
-            "note",
-            "/dev/shm",
-            f"{size(size_bytes)}: little for the batches of a data loader with num_workers > 0",
-            advice,
-        )
-    return Finding(
-        "ok", "/dev/shm", f"{size(size_bytes)}, for data loaders with num_workers > 0; the ranks need none of it"
-    )
+        text = f"{size(size_bytes)}: little for the batches of a data loader with num_workers > 0"
+        return Finding("note", "/dev/shm", text, "docker run --shm-size=2g, or --ipc=host")
+    text = f"{size(size_bytes)}, for data loaders with num_workers > 0; the ranks need none of it"
+    return Finding("ok", "/dev/shm", text)
 
 
 def _loopback() -> Finding:
@@ -316,15 +280,13 @@ def _loopback() -> Finding:
 def _limits(root: Path) -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < 1024:
-        yield Finding(
-            "note", "open files", f"at most {files} a process: few for data loader workers", "ulimit -n 65536"
-        )
+        text = f"at most {files} a process: few for data loader workers"
+        yield Finding("note", "open files", text, "ulimit -n 65536")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if any(root.glob("sys/class/infiniband/*")) and locked != resource.RLIM_INFINITY:
         advice = "ulimit -l unlimited (docker run --ulimit memlock=-1), for NCCL over InfiniBand"
-        yield Finding(
-            "note", "locked memory", f"at most {size(locked)}, and there is InfiniBand, which needs more", advice
-        )
+        text = f"at most {size(locked)}, and there is InfiniBand, which needs more"
+        yield Finding("note", "locked memory", text, advice)
 
 
 def _temporary_folder() -> Finding:
@@ -333,9 +295,8 @@ def _temporary_folder() -> Finding:
             file.write(b"hello")
         free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
     except OSError as error:
-        return Finding(
-            "problem", "temporary files", f"cannot be written: {error}", "set TMPDIR to a folder that can be written"
-        )
+        advice = "set TMPDIR to a folder that can be written"
+        return Finding("problem", "temporary files", f"cannot be written: {error}", advice)
     return Finding("ok", "temporary files", f"{tempfile.gettempdir()}, {size(free_bytes)} free")
 
 

@@ -54,26 +54,18 @@ def check_software(host: Host, torch: Mapping[str, Any] | str) -> Iterator[Findi
 
 def check_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Environment variables that would mislead a run."""
-    found = list(_misleading(environ))
+    found = [Finding("note", "variables", text, advice) for text, advice in _misleading(environ)]
     yield from found or [Finding("ok", "variables", "none that misleads a run")]
 
 
 def _torch(torch: Mapping[str, Any]) -> Iterator[Finding]:
     text = f"{torch['version']}, {torch['built_for']}, code for {torch['capability']}"
     if tuple(int(part) for part in torch["version"].split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
-        yield Finding(
-            "problem",
-            "torch",
-            f"{text}: paceline needs {'.'.join(map(str, _OLDEST_TORCH))} or newer",
-            "pip install -U torch",
-        )
+        text += f": paceline needs {'.'.join(map(str, _OLDEST_TORCH))} or newer"
+        yield Finding("problem", "torch", text, "pip install -U torch")
     elif not torch["gloo"]:
-        yield Finding(
-            "problem",
-            "torch",
-            f"{text}: built without gloo, over which ranks talk",
-            "install a build of torch that has it",
-        )
+        text += ": built without gloo, over which ranks talk"
+        yield Finding("problem", "torch", text, "install a build of torch that has it")
     else:
         yield Finding("ok", "torch", text)
 
@@ -108,11 +100,8 @@ def _compiler() -> Finding:
     """Finding about the compiler that torch.compile needs: CXX or g++, and Python.h."""
     compiler = os.environ.get("CXX") or "g++"
     headers = Path(sysconfig.get_path("include"), "Python.h")
-    missing = [
-        name
-        for name, there in ((f"{compiler} (C++ compiler)", shutil.which(compiler)), (str(headers), headers.exists()))
-        if not there
-    ]
+    needed = {f"{compiler} (C++ compiler)": shutil.which(compiler), str(headers): headers.exists()}
+    missing = [name for name, there in needed.items() if not there]
     if missing:
         advice = "apt install g++ python3-dev (Debian, Ubuntu), or leave compile out of the plan"
         return Finding("note", "torch.compile", f"missing: {' and '.join(missing)}", advice)
@@ -127,53 +116,32 @@ def _packages() -> Iterator[Finding]:
             yield Finding("note", f"extra {extra}", text, f"pip install 'paceline[{extra}]'")
     there = [extra for extra, packages in absent.items() if not packages]
     if there:
-        yield Finding(
-            "ok", "extras", f"{', '.join(there)} are installed" if len(there) > 1 else f"{there[0]} is installed"
-        )
+        yield Finding("ok", "extras", f"{', '.join(there)} {'are' if len(there) > 1 else 'is'} installed")
     if missing := [p for p in _REPORT if not _installed(p)]:
-        yield Finding(
-            "note", "reports", f"without {', '.join(missing)}: no report.html", f"pip install {' '.join(missing)}"
-        )
+        text = f"without {', '.join(missing)}: no report.html"
+        yield Finding("note", "reports", text, f"pip install {' '.join(missing)}")
 
 
-def _misleading(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _misleading(environ: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+    """What a variable does, and advice."""
     if "RANK" in environ:
         text = f"RANK={environ['RANK']}: `paceline train` takes itself for a rank of a torchrun"
-        yield Finding(
-            "note",
-            "variables",
-            text,
-            "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT, unless torchrun set them",
-        )
+        yield text, "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT, unless torchrun set them"
     for name in filter(environ.get, _THREADS):
         text = f"{name}={environ[name]}: paceline sets its own for the ranks it starts; loops of your own take this one"
-        yield Finding("note", "variables", text, f"unset {name}, or choose threads in the plan")
+        yield text, f"unset {name}, or choose threads in the plan"
     for name in filter(environ.get, _BINDING):
-        yield Finding(
-            "note",
-            "variables",
-            f"{name}={environ[name]} can bind all ranks to the same cores",
-            f"unset {name}; the plan has pin=on",
-        )
+        text = f"{name}={environ[name]} can bind all ranks to the same cores"
+        yield text, f"unset {name}; the plan has pin=on"
     if environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        yield Finding(
-            "note",
-            "variables",
-            "CUDA_LAUNCH_BLOCKING: every kernel is waited for, which is slow",
-            "unset CUDA_LAUNCH_BLOCKING",
-        )
+        yield "CUDA_LAUNCH_BLOCKING: every kernel is waited for, which is slow", "unset CUDA_LAUNCH_BLOCKING"
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         text = "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective, which is slow"
-        yield Finding("note", "variables", text, "unset TORCH_DISTRIBUTED_DEBUG")
+        yield text, "unset TORCH_DISTRIBUTED_DEBUG"
     for name in filter(environ.__contains__, VISIBLE):
-        yield Finding("note", "variables", f"{name}={environ[name]}: only these GPUs are used")
+        yield f"{name}={environ[name]}: only these GPUs are used", None
     if environ.get(DEVICE_VARIABLE) == CPU:
-        yield Finding(
-            "note",
-            "variables",
-            f"{DEVICE_VARIABLE}={CPU}: ranks run on the cores",
-            f"unset {DEVICE_VARIABLE} to use GPUs",
-        )
+        yield f"{DEVICE_VARIABLE}={CPU}: ranks run on the cores", f"unset {DEVICE_VARIABLE} to use GPUs"
 
 
 def _installed(package: str) -> bool:
