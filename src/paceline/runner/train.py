@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -242,7 +242,7 @@ def _launch_ranks(
     """Train a run from its newest checkpoint to its end, on local or emulated hosts."""
     job, cluster, plan = record.job, record.cluster, record.plan
     with (
-        _events(record) as events,
+        closing(JsonLines(record.path / "events.jsonl", lossy=True)) as events,
         _places(record, partial(_note_links, events)) as places,
         LiveProgress(record.path, console) as progress,
     ):
@@ -402,12 +402,3 @@ def _agreed_run(
 def _note_links(events: JsonLines, carried: dict[str, LinkBytes]) -> None:
     """The event of what the links of emulated hosts carried, headers included."""
     events.event("links", {"links": {host: asdict(count) for host, count in carried.items()}})
-
-
-@contextmanager
-def _events(run: Run) -> Iterator[JsonLines]:
-    lines = JsonLines(run.path / "events.jsonl", lossy=True)
-    try:
-        yield lines
-    finally:
-        lines.close()

@@ -15,9 +15,9 @@ from paceline.device import forked_random, synchronize
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, place
 from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
-from paceline.split.pipeline.observed import restored_afterwards
 from paceline.split.pipeline.record_forward import Call
 from paceline.split.pipeline.stages import Stage, StageBounds
+from paceline.trace.recording.model_state import restored
 
 
 def named_cuts(trace: ForwardTrace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:
@@ -99,7 +99,7 @@ def costs(
         bounds = StageBounds(trace, first, last)
         likeness = _likeness(model, bounds)
         if likeness not in measured:
-            with restored_afterwards(model):
+            with restored(model):
                 measured[likeness] = _measure(model, bounds, batch, call, device, runs)
         found.append(measured[likeness])
     return found

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 
 from paceline.errors import PlanError
-
-# (container, copy of its content)
-_Saved = tuple[Any, Any]
 
 
 @dataclass
@@ -117,42 +110,6 @@ def without_reentrant_checkpoints(note: Callable[[], None] = lambda: None) -> It
 def in_transform() -> bool:
     """True within a transform of `torch.func`."""
     return torch._C._functorch.maybe_current_level() is not None
-
-
-@contextmanager
-def restored_afterwards(model: nn.Module) -> Iterator[None]:
-    """Restore the modules' attributes, their lists and dictionaries, and random states afterwards.
-
-    Tensors that are changed in place stay changed.
-    """
-    states, rng = _states(model), (random.getstate(), np.random.get_state())
-    try:
-        yield
-    finally:
-        for container, saved in reversed(states):
-            _restore(container, saved)
-        random.setstate(rng[0])
-        np.random.set_state(rng[1])
-
-
-def _states(model: nn.Module) -> list[_Saved]:
-    found: list[_Saved] = []
-    for module in model.modules():
-        found.append((module.__dict__, dict(module.__dict__)))
-        found += [
-            (value, copy.copy(value))
-            for value in module.__dict__.values()
-            if isinstance(value, (list, dict, set, deque))
-        ]
-    return found
-
-
-def _restore(container: Any, saved: Any) -> None:
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(saved)
-    else:
-        container.update(saved)
 
 
 IN_TRANSFORM = (

@@ -28,7 +28,8 @@ from paceline.split.pipeline.forward_trace import (
     TracedOperation,
     strange_type,
 )
-from paceline.split.pipeline.observed import Observed, in_transform, restored_afterwards
+from paceline.split.pipeline.observed import Observed, in_transform
+from paceline.trace.recording.model_state import restored
 from paceline.trace.recording.operation_mode import OperationMode
 from paceline.trace.recording.trees import tensors_in
 
@@ -102,7 +103,7 @@ class _Recorder:
             batch if isinstance(batch, dict) else tuple(batch) if isinstance(batch, (tuple, list)) else dict(batch),
         )
         self._inputs = {self._storage(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
-        with restored_afterwards(self.model):
+        with restored(self.model):
             before = {name: dict(vars(module)) for name, module in self.model.named_modules()}
             self._without_memory()
             self._patch()
@@ -123,7 +124,7 @@ class _Recorder:
         self._kept.clear()
 
     def _without_memory(self) -> None:
-        """Replace parameters by fakes and buffers by copies, until `restored_afterwards` restores them."""
+        """Replace parameters by fakes and buffers by copies, until `restored` restores them."""
         made: dict[int, Tensor] = {}
         names, buffers = (
             {id(t): n for n, t in named} for named in (self.model.named_parameters(), self.model.named_buffers())
@@ -156,7 +157,7 @@ class _Recorder:
                     self.observed.changes_attributes = True
 
     def _patch(self) -> None:
-        """Let every module report its calls, until `restored_afterwards` restores it."""
+        """Let every module report its calls, until `restored` restores it."""
         for name, module in self.model.named_modules():
             module.__dict__["forward"] = partial(self._run_module, name, module, module.forward)
             module.__dict__["_call_impl"] = partial(self._called, module, module._call_impl)

@@ -5,12 +5,15 @@ Placeholders stand for its tensors.
 
 from __future__ import annotations
 
+import random
 import sys
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,33 +22,31 @@ from paceline.trace.recording.graph import Shapes
 from paceline.trace.recording.recorder import Recorder
 from paceline.trace.recording.trees import tensors_within
 
+_CONTAINERS = (dict, OrderedDict, list, set, deque)
 # attributes that torch itself keeps in a module
 _OF_MODULES = set(nn.Module().__dict__)
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore the modules' attributes afterwards, and clear caches that hold results without data."""
-    before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
+    """Restore the modules' attributes, containers among these, and random states; clear caches of results.
+
+    The caches may hold tensors without data. A tensor that is changed in place stays changed.
+    """
+    held: list[tuple[Any, Any]] = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    for _, attributes in list(held):
+        held += [(value, copy(value)) for value in attributes.values() if type(value) in _CONTAINERS]
+    states = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        for module, attributes, contents in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, held in contents.items():
-                _refill(attributes[name], held)
+        for container, content in reversed(held):
+            container.clear()
+            container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
         for clear in _caches(model):
             clear()
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    return {k: copy(v) for k, v in module.__dict__.items() if type(v) in (dict, list, set) and k not in _OF_MODULES}
-
-
-def _refill(container: Any, held: Any) -> None:
-    container.clear()
-    container.extend(held) if isinstance(container, list) else container.update(held)
 
 
 def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
@@ -67,49 +68,24 @@ def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
                 yield clear
 
 
-@contextmanager
-def training(model: nn.Module) -> Iterator[None]:
-    """Switch a model in evaluation mode to training; one that trains keeps its modules' modes."""
-    before = {module: module.training for module in model.modules()}
-    try:
-        if not model.training:
-            model.train()
-        yield
-    finally:
-        for module, mode in before.items():
-            module.training = mode
-
-
-@contextmanager
-def placeholders(model: nn.Module, recorder: Recorder, shapes: Shapes) -> Iterator[None]:
-    """Replace parameters by meta tensors, and buffers by copies."""
+def put_placeholders(model: nn.Module, recorder: Recorder, shapes: Shapes) -> None:
+    """Replace parameters by meta tensors, and buffers by copies, until `restored` restores them."""
     made: dict[int, Tensor] = {}
-    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     names = {id(p): name for name, p in model.named_parameters()}
-    try:
-        for module, parameters, buffers in before:
-            for name, p in parameters.items():
-                if p is not None:
-                    if id(p) not in made:
-                        shape = shapes.get(names[id(p)], p.shape)
-                        made[id(p)] = nn.Parameter(
-                            torch.empty(shape, dtype=p.dtype, device="meta"), requires_grad=False
-                        )
-                        number = recorder.see(made[id(p)], "parameter", names[id(p)])
-                        recorder.graph.values[number].requires_grad = p.requires_grad
-                        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-                            recorder.add("hook", (made[id(p)],), {}, None)
-                    module._parameters[name] = made[id(p)]  # type: ignore[assignment]
-            for name, b in buffers.items():
-                if b is not None:
-                    module._buffers[name] = b.clone()
-        yield
-    finally:
-        for module, parameters, buffers in before:
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            if id(p) not in made:
+                shape = shapes.get(names[id(p)], p.shape)
+                made[id(p)] = nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), requires_grad=False)
+                number = recorder.see(made[id(p)], "parameter", names[id(p)])
+                recorder.graph.values[number].requires_grad = p.requires_grad
+                if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                    recorder.add("hook", (made[id(p)],), {}, None)
+            module._parameters[name] = made[id(p)]  # type: ignore[assignment]
+        for name, b in module._buffers.items():
+            module._buffers[name] = None if b is None else b.clone()
 
 
 def placed(example: Batch, recorder: Recorder) -> Batch:

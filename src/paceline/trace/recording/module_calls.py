@@ -23,20 +23,10 @@ from paceline.trace.recording.recorder import Recorder, silence
 from paceline.trace.recording.trees import tensors_within
 
 
-@contextmanager
-def reported_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Let every module report its calls to the recorder."""
-    had = {module: module.__dict__.get("forward") for module in model.modules()}
-    try:
-        for name, module in model.named_modules():
-            module.__dict__["forward"] = _reporting(name, module, recorder)
-        yield
-    finally:
-        for module, forward in had.items():
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = forward
+def report_calls(model: nn.Module, recorder: Recorder) -> None:
+    """Let every module report its calls to the recorder, until `restored` restores it."""
+    for name, module in model.named_modules():
+        module.__dict__["forward"] = _reporting(name, module, recorder)
 
 
 def _reporting(path: str, module: nn.Module, recorder: Recorder) -> Callable[..., Any]:

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from paceline.device import is_device_type
 from paceline.job.batch import Batch
 from paceline.trace.recording.graph import Graph, PythonCall, Shapes, Site
-from paceline.trace.recording.model_state import kept_tensors, placed, placeholders, restored, training
-from paceline.trace.recording.module_calls import own_functions, reported_calls
+from paceline.trace.recording.model_state import kept_tensors, placed, put_placeholders, restored
+from paceline.trace.recording.module_calls import own_functions, report_calls
 from paceline.trace.recording.operation_mode import OperationMode
 from paceline.trace.recording.recorder import BeforeCall, Recorder, recording, silence
 from paceline.trace.recording.trees import map_tensors, tensors_in, tensors_within
@@ -60,9 +60,10 @@ def record_graph(
     with ExitStack() as stack:
         stack.enter_context(recording(recorder))
         stack.enter_context(restored(model))
-        stack.enter_context(training(model))
-        stack.enter_context(placeholders(model, recorder, shapes or {}))
-        stack.enter_context(reported_calls(model, recorder))
+        if not model.training:
+            model.train()
+        put_placeholders(model, recorder, shapes or {})
+        report_calls(model, recorder)
         batch = placed(example, recorder)
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
         stack.enter_context(own_functions(recorder))
