@@ -22,6 +22,7 @@ from paceline.errors import PlanError
 from paceline.job.zoo.models.moe import by_expert, combined, without_values
 from paceline.plans.limits import undivided_experts
 from paceline.split.parts import Parts, shard_parameter
+from paceline.trace.blocks import mixtures
 
 
 @dataclass(frozen=True)
@@ -109,26 +110,6 @@ def undivided(model: nn.Module, ep_size: int) -> str | None:
         f"{reason} A module ({', '.join(apart)}) has experts, but those that can be divided have the parameters of all "
         "in one tensor, and are called with tokens, expert indices and weights, as in transformers' Mixtral."
     )
-
-
-def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The experts modules that can be divided, with their names."""
-    return ((name, module) for name, module in model.named_modules() if _is_experts(module))
-
-
-def _is_experts(module: nn.Module) -> bool:
-    count = getattr(module, "num_experts", None)
-    own = list(module.parameters(recurse=False))
-    if (
-        not isinstance(count, int)
-        or count < 2
-        or not any(p.dim() == 3 for p in own)
-        or any(p.shape[:1] != (count,) for p in own)
-    ):
-        return False
-    wanted = inspect.signature(module.forward).parameters.values()
-    positional = [p for p in wanted if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) == 3
 
 
 def _looks_like_experts(name: str, module: nn.Module) -> bool:

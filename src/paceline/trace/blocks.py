@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -35,6 +37,25 @@ def find_blocks(model: nn.Module) -> list[str]:
         if 2 * _parameters(blocks) < sum(p.numel() for p in model.parameters()):
             return []
     return [name for name, _ in blocks]
+
+
+def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules that hold all experts of a mixture in one tensor each, with their names.
+
+    Such a module has `num_experts` of two or more, which every parameter of its own has as dim 0, one of three
+    dimensions, and is called with tokens, expert indices and weights.
+    """
+    return ((name, module) for name, module in model.named_modules() if _is_experts(module))
+
+
+def _is_experts(module: nn.Module) -> bool:
+    count, own = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    if not isinstance(count, int) or count < 2 or not any(p.dim() == 3 for p in own):
+        return False
+    if any(p.shape[:1] != (count,) for p in own):
+        return False
+    wanted = inspect.signature(module.forward).parameters.values()
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in wanted) == 3
 
 
 def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

@@ -5,7 +5,6 @@ Parts are the repeated blocks, and what lies before, between and after them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from paceline.errors import PacelineError
 from paceline.job.batch import Batch, target_of
 from paceline.job.job import Job
 from paceline.job.zoo.losses import call
-from paceline.trace.blocks import find_blocks
+from paceline.trace.blocks import find_blocks, mixtures
 from paceline.trace.operations import Watcher
 from paceline.trace.sample import tokens_of
 
@@ -128,16 +127,8 @@ def _route_evenly(forward: Pass) -> None:
     if hasattr(forward.model, "set_experts_implementation"):
         # the kernel of the faster implementation needs values
         forward.model.set_experts_implementation("eager")  # type: ignore[operator]
-    for module in forward.model.modules():
-        total, inputs = getattr(module, "num_experts", None), inspect.signature(module.forward).parameters
-        own = list(module.parameters(recurse=False))
-        if (
-            isinstance(total, int)
-            and total > 1
-            and len(inputs) == 3
-            and any(p.dim() == 3 and len(p) == total for p in own)
-        ):
-            module.forward = partial(_in_turn, forward, module.forward, total)
+    for _, module in mixtures(forward.model):
+        module.forward = partial(_in_turn, forward, module.forward, module.num_experts)
 
 
 def _in_turn(

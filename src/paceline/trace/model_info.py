@@ -131,7 +131,7 @@ def model_info_of(model: nn.Module) -> ModelInfo:
     """Model info of a given model; reads no weight, so meta tensors are fine."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from paceline.trace.blocks import find_blocks
+    from paceline.trace.blocks import find_blocks, mixtures
 
     blocks = tuple(find_blocks(model))
     names = defaultdict(list)
@@ -146,7 +146,7 @@ def model_info_of(model: nn.Module) -> ModelInfo:
         heads=heads,
         key_value_heads=tuple(n for n in key_value_heads if n not in heads),
         vocabulary=_distinct(_token_embeddings(model)),
-        experts=_distinct(_expert_counts(model)),
+        experts=_distinct(module.num_experts for _, module in mixtures(model)),
         batch_norms=tuple(n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats),
         takes_positions="position_ids" in inspect.signature(model.forward).parameters,
         compares_samples="return_loss" in inspect.signature(model.forward).parameters,
@@ -234,20 +234,6 @@ def _input_embeddings(module: nn.Module) -> object:
     except (NotImplementedError, AttributeError):
         return None
     return found
-
-
-def _expert_counts(model: nn.Module) -> Iterator[int]:
-    """Numbers of experts of modules that hold all their experts in one tensor. Lists of experts cannot be divided."""
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        count = getattr(module, "num_experts", None)
-        if (
-            isinstance(count, int)
-            and count > 1
-            and any(p.dim() == 3 for p in own)
-            and all(p.shape[:1] == (count,) for p in own)
-        ):
-            yield count
 
 
 def _distinct(values: Iterator[int] | list[int]) -> tuple[int, ...]:

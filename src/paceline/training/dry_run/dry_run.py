@@ -44,10 +44,10 @@ from paceline.plans.choices import STAGES_PER_RANK
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.deferred_init.initialise import DeferredModel, record
-from paceline.split.expert import mixtures, sent_to_experts
+from paceline.split.expert import sent_to_experts
 from paceline.split.memory import StateBytes, predicted_bytes
 from paceline.split.mesh import Mesh
-from paceline.trace.blocks import find_blocks
+from paceline.trace.blocks import find_blocks, mixtures
 from paceline.training.build import loader_of
 from paceline.training.dry_run.memory_watch import MemoryWatch
 
