@@ -1,4 +1,4 @@
-"""What commands that start ranks share: JOB, --cluster, --hosts, exit codes, and their run over hosts."""
+"""Options of commands that start ranks, their exit codes, and their run over hosts."""
 
 from __future__ import annotations
 

@@ -65,7 +65,9 @@ def _nodes() -> int:
 
 
 def expand(text: str) -> list[str]:
-    """The names in a list of nodes, in its order: `n[01-03,7],m1` is n01, n02, n03, n7, m1.
+    """The names in a list of nodes, in its order.
+
+    `n[01-03,7],m1` is n01, n02, n03, n7, m1.
 
     Raises:
         LaunchError: it is no such list, or names more than `MOST_HOSTS` nodes.

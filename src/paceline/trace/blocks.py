@@ -40,7 +40,7 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules that hold all experts of a mixture in one tensor each, with their names.
+    """The modules that hold all experts of a mixture in one tensor, with their names.
 
     Such a module has `num_experts` of two or more, which every parameter of its own has as dim 0, one of three
     dimensions, and is called with tokens, expert indices and weights.

@@ -50,7 +50,7 @@ def _network(gbps: float) -> LinkSpec:
 
 
 class _Host(NamedTuple):
-    """A device's usual host: the link inside, a device's Gbit/s of network, and where that is printed."""
+    """Usual host of a device: its inner link, its network in Gbit/s, and their source."""
 
     inside: LinkSpec
     network_gbps: float

@@ -123,7 +123,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _misleading(environ: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """What a variable does, and advice."""
+    """Effects of misleading variables, each with advice."""
     if "RANK" in environ:
         text = f"RANK={environ['RANK']}: `paceline train` takes itself for a rank of a torchrun"
         yield text, "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT, unless torchrun set them"

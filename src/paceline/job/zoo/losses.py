@@ -118,7 +118,7 @@ class CrossEntropy:
 
 
 class Elementwise:
-    """The mean of one of torch's losses between an output and a target of the same shape.
+    """Mean of a torch loss between an output and a target of the same shape.
 
     For `bce` the output are logits, and the target numbers from 0 to 1.
     """

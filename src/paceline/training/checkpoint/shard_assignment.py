@@ -78,7 +78,7 @@ class ShardContents:
     def of(
         cls, shared: Mapping[str, Tensor], parts: Mapping[str, Part], coordinate: MeshCoordinate
     ) -> tuple[ShardContents, dict[str, Tensor]]:
-        """The contents of a rank's shard, and the tensors of its pieces; arguments as in `to_write`."""
+        """The contents of a shard and the tensors of its pieces; arguments as in `to_write`."""
         described = {name: describe(name, tensor) for name, tensor in shared.items()}
         for name, part in parts.items():
             described[name]["shape"] = list(part.layout.full)
