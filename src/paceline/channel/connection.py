@@ -6,6 +6,7 @@ the limit ends the connection before any memory is taken, and memory grows only 
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -33,6 +34,7 @@ _PIECE = 2**14  # bytes of a TLS record
 _LENGTH = struct.Struct("!I")
 _PEER = struct.Struct("3i")  # process, user and group, of SO_PEERCRED
 _SEND_S = 60.0
+_REACH_S = 2.0  # for the kernel of the other machine, which answers however busy its processes are
 _PAUSES_S = (0.02, 0.5)  # between attempts to connect, the first and the longest
 
 
@@ -53,6 +55,7 @@ class Connection:
         self._link = link
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._incoming, self._outgoing = bytearray(), bytearray()
+        self._given_back: list[Any] = []
         self._lock = threading.Lock()  # TLS serves one thread at a time
         self._lost = False
 
@@ -61,10 +64,10 @@ class Connection:
         """True once it has failed or was closed: nothing comes or goes any more."""
         return self._lost
 
-    def is_unacknowledged(self, for_s: float) -> bool:
-        """True if the other end's kernel has left repeated retransmissions unanswered for so long."""
+    def is_unacknowledged(self, for_s: float, retransmissions: int) -> bool:
+        """True if the other end's kernel has left so many retransmissions unanswered, for so long."""
         with self._lock:
-            return not self._lost and is_unacknowledged(self._link, for_s)
+            return not self._lost and is_unacknowledged(self._link, for_s, retransmissions)
 
     def fileno(self) -> int:
         """The descriptor, to wait on; -1 once closed."""
@@ -118,6 +121,8 @@ class Connection:
 
     def take(self) -> Any:
         """The next message, or None if it is not here yet. Raises ChannelError as `receive`."""
+        if self._given_back:
+            return self._given_back.pop()
         with self._lock:
             while (frame := self._frame()) is None:
                 data = None
@@ -134,6 +139,10 @@ class Connection:
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             self.close()
             raise ChannelError(f"{self.peer} sent what is no message, so the connection was closed: {error}") from error
+
+    def give_back(self, message: msgspec.Struct) -> None:
+        """Have the next `take` or `receive` return a message once more, for somebody else."""
+        self._given_back.append(message)
 
     def close(self) -> None:
         """Close the connection. Who waits for a message gets an error."""
@@ -253,8 +262,12 @@ def _connect_within_host(path: Path, messages: Any, patience_s: float) -> Connec
 def _connect_between_hosts(where: tuple[str, int], key: RunKey | None, messages: Any, patience_s: float) -> Connection:
     if key is None:
         raise ChannelError(f"{name_of(where)}: without the run's key nothing is sent to other hosts")
-    link = socket.create_connection(where, timeout=patience_s)
     try:
+        link = socket.create_connection(where, timeout=min(patience_s, _REACH_S))
+    except TimeoutError as error:
+        raise OSError(errno.EHOSTUNREACH, str(error)) from error
+    try:
+        link.settimeout(patience_s)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = key.client_context().wrap_socket(link)
         if not has_key(link, key):

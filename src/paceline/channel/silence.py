@@ -9,11 +9,12 @@ _INFO_BYTES = 104  # of Linux's struct tcp_info, see tcp(7)
 _RETRANSMITS, _LAST_ACK_RECV = 2, 56  # offsets in it
 
 
-def is_unacknowledged(link: socket.socket, for_s: float) -> bool:
-    """True if repeated retransmissions got no acknowledgement, for that many seconds.
+def is_unacknowledged(link: socket.socket, for_s: float, retransmissions: int = 2) -> bool:
+    """True if so many retransmissions got no acknowledgement, for that many seconds.
 
-    TCP alone would try ever more rarely. The first retransmission comes after 0.2 s or more, as the round trip is.
+    TCP alone would try ever more rarely. The first retransmission comes after 0.2 s or more, as the round trip is, and
+    the second after twice that.
     """
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     heard_ms: int = struct.unpack_from("I", info, _LAST_ACK_RECV)[0]
-    return info[_RETRANSMITS] >= 2 and heard_ms > 1000 * for_s
+    return info[_RETRANSMITS] >= retransmissions and heard_ms > 1000 * for_s

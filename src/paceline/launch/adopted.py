@@ -7,24 +7,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
-from paceline.cluster.identity import interface_of
-from paceline.files import write_whole
 from paceline.launch.attempt import Attempt, Setting
 from paceline.launch.failure import oom_kills
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.remote import RemoteRanks, RunFolder
-from paceline.launch.host.served import ServedAttempt
-from paceline.launch.place import RankPlace
 from paceline.launch.recovery import Recovery
-from paceline.launch.rendezvous import rendezvous
 from paceline.launch.signals import StopSignals
-from paceline.training.recovery.member import store_file
 
 
 class AdoptedAttempt(Attempt):
     """The ranks that hosts have kept since the coordinator was lost.
 
-    They meet in a new epoch, at a store of this host's. Others have ended, and are replaced once their host is there.
+    They have begun an epoch (`NextEpoch`). Others have ended, and are replaced once their host is there.
     """
 
     def __init__(
@@ -37,8 +31,9 @@ class AdoptedAttempt(Attempt):
     ) -> None:
         assert hosts.takeover is not None
         assert hosts.takeover.attempt is not None
-        self.hosts, self.served = hosts, hosts.takeover.attempt
-        places = _places(hosts, self.served)
+        assert hosts.takeover.next_epoch is not None
+        self.hosts, self.served, self.next_epoch = hosts, hosts.takeover.attempt, hosts.takeover.next_epoch
+        places = self.next_epoch.places
         super().__init__(replace(setting, places=places, number=self.served.begin.attempt), signals, on_tick, on_event)
 
     def __enter__(self) -> Self:
@@ -51,18 +46,14 @@ class AdoptedAttempt(Attempt):
             remote = self.hosts.remote(numbers, self.board, self.folder, folder, self.signals, self.poll)
             self.remote = self._made.enter_context(remote)
             self._made.callback(self._close_ranks)
-            # it is at this host, and not within it: hosts that were lost may come back
-            meet_at = [_own_place(self.hosts), *setting.places]
-            self._rendezvous = self._made.enter_context(rendezvous(meet_at, self.folder, setting.port))
-            write_whole(store_file(self.folder), self._rendezvous.store)
-            self.remote.adopt(setting.begin(served.begin.places), self._rendezvous.store)
+            self._rendezvous = self.next_epoch.rendezvous
+            self.remote.adopt(setting.begin(served.begin.places))
             self._take(self.remote)
             self._made = self._made.pop_all()
         return self
 
     def _take(self, remote: RemoteRanks) -> None:
-        """Take the ranks over, and begin an epoch after all that any host knows."""
-        held = [self.served.held(), *(link.held for link in remote.links if link.held)]
+        """Take the ranks over."""
         here = {rank.number: rank for rank in self.served.ranks}
         self.served.ranks.clear()
         for number in range(self.setting.ranks):
@@ -70,29 +61,7 @@ class AdoptedAttempt(Attempt):
         for rank in here.values():
             if rank.code is None:
                 self.poll.register(rank.pidfd, select.POLLIN)
-        newest = max(host.newest for host in held)
-        self.recovery = Recovery(self, newest + 1, {number for host in held for number in host.entered})
+        self.recovery = Recovery(self, self.next_epoch.epoch)
         for link in remote.links:
             if link.held is None and link.lost is None:  # it had just come back
                 self.recovery.start_once_ready(link.number)
-
-
-def _places(hosts: Hosts, served: ServedAttempt) -> list[RankPlace]:
-    """Place of each rank."""
-    names, own = served.begin.places, _own_place(hosts)
-    numbers = {host.name: number for number, host in enumerate(hosts.cluster.hosts)}
-    return [
-        replace(
-            own,
-            local_rank=names[:rank].count(name),
-            local_size=names.count(name),
-            address=hosts.address_of(numbers[name]),
-            number=numbers[name],
-            host_name=name,
-        )
-        for rank, name in enumerate(names)
-    ]
-
-
-def _own_place(hosts: Hosts) -> RankPlace:
-    return RankPlace(0, 1, hosts.address, interface_of(hosts.address) or "lo")

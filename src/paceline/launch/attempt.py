@@ -68,7 +68,7 @@ class Setting:
     def begin(self, places: list[str]) -> Begin:
         """Message that begins the attempt on another host; `places` names each rank's host."""
         limits = self.start_deadline_s, self.recovers, self.replica_ranks
-        return Begin(self.number, list(self.module_args), dict(self.env), *limits, places)
+        return Begin(self.number, list(self.module_args), dict(self.env), *limits, places, port=self.port or 0)
 
 
 class Attempt:

@@ -87,6 +87,15 @@ class Membership:
         self.left_out |= too_often
         return set(processes) - too_often - self.released
 
+    def losses_before(self, at_s: float) -> dict[int, list[float]]:
+        """Losses of each process that was lost, in seconds before a time."""
+        return {process: [at_s - lost_s for lost_s in losses] for process, losses in self._losses.items()}
+
+    def remember(self, losses: Mapping[int, list[float]], at_s: float) -> None:
+        """Count losses that another has noted, in seconds before a time."""
+        for process, times in losses.items():
+            self._losses[process] = [at_s - before_s for before_s in times]
+
     def release(self, processes: Set[int]) -> None:
         """Have whole replicas leave after a step."""
         self.released |= processes

@@ -16,7 +16,8 @@ from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.launch.failure import hang, killed, shortened
 from paceline.launch.host.hosts import WAIT, hosts_wait_s
-from paceline.launch.host.remote import RemoteRank
+from paceline.launch.host.messages import Past
+from paceline.launch.host.remote import RemoteRank, RemoteRanks
 from paceline.launch.membership import MOST_LOSSES, Membership
 from paceline.launch.scaling import Scaling
 from paceline.training.recovery.member import announce
@@ -32,11 +33,10 @@ class Recovery:
     """Epochs of one attempt.
 
     Args:
-        first: number of the epoch to begin with.
-        there: the ranks that take part in it, if their replica is whole; None has all.
+        epoch: that has begun already; None begins with all ranks.
     """
 
-    def __init__(self, attempt: Attempt, first: int = 0, there: Set[int] | None = None) -> None:
+    def __init__(self, attempt: Attempt, epoch: Epoch | None = None) -> None:
         self.attempt = attempt
         self.membership = Membership(attempt.setting.ranks, _most_losses(), attempt.setting.replica_ranks)
         self.meets = True  # some ranks are on their way to the newest epoch
@@ -47,28 +47,54 @@ class Recovery:
         self._stopped_at: dict[int, float] = {}
         self._nobody_since = math.inf
         self.scaling = Scaling(self)
-        self._leave_out_absent()
+        if epoch is None:
+            self._begin_without_absent()
+        else:
+            self._go_on_in(epoch)
         self._hold_if_too_few()
-        if there is not None:
-            members = set() if self.membership.held else self.membership.whole(there)
-            self.membership.current = Epoch(first, tuple(sorted(members)))
         self._announce()
 
-    def _leave_out_absent(self) -> None:
+    def _begin_without_absent(self) -> None:
         """Begin without the ranks of hosts that have not come yet."""
-        remote, places = self.attempt.remote, self.attempt.setting.places
+        remote = self.attempt.remote
         if remote is None or not remote.spared:
             return
-        for link in remote.spared:
-            self._away[link.number] = [rank for rank, place in enumerate(places) if place.number == link.number]
-            self._handled.update(self._away[link.number])
-            remote.expect(link.number, again=True)
+        self._await_spared(remote)
         self.membership.begin_without(set(self._handled))
         if self.membership.hopeless:
             raise LaunchError(
                 f"this run cannot begin without {', '.join(link.who for link in remote.spared)}: no replica of its "
                 f"plan is whole, each has {self.attempt.setting.replica_ranks} ranks. Start more hosts."
             )
+
+    def _go_on_in(self, epoch: Epoch) -> None:
+        """Go on with what another coordinator has noted."""
+        remote, membership = self.attempt.remote, self.membership
+        assert remote is not None
+        past = remote.hosts.past
+        membership.current = epoch
+        membership.remember(past.losses, time.monotonic())
+        membership.release(set(past.released))
+        membership.left_out.update(past.left_out)
+        self._handled.update(past.left_out)
+        away = self._await_spared(remote)
+        membership.left_out |= away
+        membership.away |= away
+
+    def _await_spared(self, remote: RemoteRanks) -> set[int]:
+        """Await the hosts that are not there; returns ranks that are started when they come."""
+        away = set()
+        for link in remote.spared:
+            ranks = self.ranks_of(link.number)
+            self._handled |= ranks
+            self._away[link.number] = sorted(ranks - self.membership.left_out)
+            if remote.expect(link.number, again=bool(self._away[link.number])):
+                away.update(self._away[link.number])
+        return away
+
+    def ranks_of(self, host: int) -> set[int]:
+        """Ranks on a host, by number."""
+        return {rank for rank, place in enumerate(self.attempt.setting.places) if place.number == host}
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -86,12 +112,10 @@ class Recovery:
 
     def start_once_ready(self, number: int) -> None:
         """Start the ranks of a host once that is ready."""
-        ranks = [
-            rank.number for rank in self.attempt.ranks if self.attempt.setting.places[rank.number].number == number
-        ]
-        self._away[number] = ranks
-        self._handled.update(ranks)
-        self.membership.left_out.update(ranks)
+        ranks = self.ranks_of(number)
+        self._away[number] = sorted(ranks - self.membership.left_out)
+        self._handled |= ranks
+        self.membership.left_out |= ranks
 
     def turn(self) -> bool:
         """Act on what has happened since the last turn; True once all is done.
@@ -143,7 +167,7 @@ class Recovery:
     def _hold_if_too_few(self) -> None:
         """Let nobody go on while fewer hosts are there than the least."""
         hosts = self.attempt.remote.hosts if self.attempt.remote else None
-        self.membership.held = hosts is not None and hosts.there < hosts.least
+        self.membership.held = hosts is not None and hosts.too_few
 
     @property
     def too_few(self) -> str | None:
@@ -269,8 +293,16 @@ class Recovery:
 
     def tell(self, event: str, **details: Any) -> None:
         """Record an event, with the epoch."""
+        if self.attempt.remote:
+            self.attempt.remote.hosts.past = self._past()
         if self.attempt.on_event:
             self.attempt.on_event(event, {**details, "epoch": self.membership.current.number})
+
+    def _past(self) -> Past:
+        """What a later coordinator has to know."""
+        membership = self.membership
+        out = membership.left_out.difference(*self._away.values())
+        return Past(membership.losses_before(time.monotonic()), sorted(out), sorted(membership.released))
 
     def _note(self) -> None:
         """Take in what the board shows."""

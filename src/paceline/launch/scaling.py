@@ -105,7 +105,7 @@ class Scaling:
             raise LaunchError(f"{_ranks(self.leaving)} are still leaving. Ask again in a moment.")
         members = set(membership.newest.members)
         self._host = self._last_host(members)
-        chosen = self._ranks_of(self._host) if self._host else membership.replica_of(max(members, default=0))
+        chosen = self.recovery.ranks_of(self._host) if self._host else membership.replica_of(max(members, default=0))
         hosts = self.attempt.remote.hosts if self.attempt.remote else None
         if self._host and hosts and hosts.there <= hosts.least:
             raise LaunchError(f"{hosts.there} hosts are there, and this run goes on with {hosts.least} at least")
@@ -142,7 +142,7 @@ class Scaling:
         returns = attempt.remote.hosts.returns if attempt.remote else None
         if attempt.remote and returns and returns.left_out:
             number = min(returns.left_out)
-            chosen = self._ranks_of(number)
+            chosen = recovery.ranks_of(number)
             membership.take_back(chosen)
             recovery.await_host(number, chosen)
             recovery.tell("scaled", by=1, ranks=sorted(chosen), host=number)
@@ -172,9 +172,6 @@ class Scaling:
     def _last_host(self, members: set[int]) -> int | None:
         """Number of the last host with members; None where all are on this one."""
         return max((self.attempt.setting.places[rank].number for rank in members), default=0) or None
-
-    def _ranks_of(self, host: int) -> set[int]:
-        return {rank for rank, place in enumerate(self.attempt.setting.places) if place.number == host}
 
 
 def _ranks(numbers: set[int]) -> str:

@@ -25,7 +25,7 @@ from paceline.launch.host.hosts import Hosts, current_hosts
 from paceline.launch.host.over_hosts import over_hosts
 from paceline.launch.host.remote import RunFolder
 from paceline.launch.host.same_files import must_agree
-from paceline.launch.host.takeover import tell_successors
+from paceline.launch.host.takeover import Takeover, tell_successors
 from paceline.launch.local import launch
 from paceline.launch.place import RankPlace, cores_on, places_on, threads_on
 from paceline.launch.run_on_ranks import warm_up_for
@@ -166,7 +166,7 @@ def _train_here(
     with ExitStack() as held:
         # From here to the end the directory is this process's; of a new run, once it is known where.
         note = partial(_note, console)
-        lock = held.enter_context(RunLock(before.path, note, succeeds=takeover is not None)) if before else None
+        lock = held.enter_context(_lock_on(before, takeover, note)) if before else None
         if lock and before and _goes_on_in_place(hosts):
             _launch_ranks(before, lock, console, port, restarts, remote)
             return before
@@ -262,7 +262,7 @@ def _launch_ranks(
 
         def note(event: str, details: dict[str, Any]) -> None:
             events.event(event, details)
-            if event in ("host_lost", "host_back", "scaled") and hosts:
+            if event in ("lost", "host_lost", "host_back", "scaled") and hosts:
                 tell_successors(hosts, run)
 
         recovers = recovers_in_place(job, plan, cluster)
@@ -333,6 +333,13 @@ def _record(job: Job, cluster: Cluster, plan: Plan, path: Path, before: Run | No
         before.continue_with(job, cluster, plan)
         return before
     return Run.create(path, job, cluster, plan)
+
+
+def _lock_on(run: Run, takeover: Takeover | None, say: Say) -> RunLock:
+    """The lock on a run that goes on, which ranks that were kept have needed already."""
+    if takeover and takeover.next_epoch:
+        return takeover.next_epoch.lock
+    return RunLock(run.path, say, succeeds=takeover is not None)
 
 
 def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None = None) -> RunLock:

@@ -19,6 +19,7 @@ from paceline.cluster.cluster import Cluster, Host
 from paceline.launch.host import gather, returns
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import Link
+from paceline.launch.host.meeting import Meeting
 from paceline.launch.host.messages import FromHost, Look, Looked, Refused, ToHost, Welcome
 from paceline.launch.host.returns import Returns
 from paceline.launch.host.same_files import digests
@@ -46,7 +47,7 @@ def meeting(place: HostPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         lost.lose("it was killed")
         hosts = Hosts(cluster, place.coordinator, [lost], KEY)
         hosts.agreed.append(Look([], [str(tmp_path / "data.txt")], []))
-        with Returns(hosts, place, PORT) as meeting:
+        with Returns(hosts, place, Meeting(place.coordinator, PORT, KEY)) as meeting:
             yield meeting
 
 
@@ -128,12 +129,10 @@ def test_a_host_that_is_back_with_other_data_is_told_so_and_may_come_with_the_ri
 
 def test_a_host_that_came_when_the_others_had_just_met_is_taken_in(place: HostPlace, meeting: Returns) -> None:
     meeting.__exit__()
-    late = meeting._hosts.late
-    listener = meeting._hosts.listener(FromHost, PORT, late.put)
+    where = Meeting(place.coordinator, PORT, KEY)
     connection = coming(place)
-    late.put(late.get(timeout=DEADLINE_S))  # it is there
-    listener.close()
-    with Returns(meeting._hosts, place, PORT) as again:
+    where.came.put(where.came.get(timeout=DEADLINE_S))  # it is there
+    with Returns(meeting._hosts, place, where) as again:
         again.expect(1)
         assert connection.receive(DEADLINE_S) == Welcome(["a", "b"])
     connection.close()

@@ -8,7 +8,6 @@ emulated host, and it is outside, where files in object stores are reached.
 from __future__ import annotations
 
 import os
-import queue
 import select
 import signal
 import sys
@@ -16,9 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
-from paceline.channel.connection import Connection
 from paceline.channel.key import RunKey, key_descriptor, own_key
-from paceline.channel.listener import Listener
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate.hosts import EmulatedHost
 from paceline.cluster.emulate.namespace import inside
@@ -27,7 +24,8 @@ from paceline.files import scratch_folder
 from paceline.launch.failure import ErrorRecord
 from paceline.launch.host.gather import joined, links_of
 from paceline.launch.host.hosts import Hosts, coordinating
-from paceline.launch.host.messages import FromHost, Welcome
+from paceline.launch.host.meeting import Meeting
+from paceline.launch.host.messages import Welcome
 from paceline.launch.host.returns import Returns
 from paceline.launch.host.serve import serve
 from paceline.launch.seed import warm_up, why_not
@@ -56,18 +54,16 @@ def host_processes(cluster: Cluster, emulated: Sequence[EmulatedHost]) -> Iterat
         return
     warm_up(__name__)  # which the host processes share then
     first, key = emulated[0], RunKey.make()
-    came: queue.Queue[Connection] = queue.Queue()
-    listener = inside(first.namespace, lambda: Listener((first.address, 0), key, FromHost, came.put))
-    assert isinstance(listener.address, tuple)
-    place = HostPlace(0, len(emulated), *listener.address, first.name, _ENGINE)
-    with closing(listener), _started(place, emulated, key) as (processes, start):
-        links = links_of(place, key, listener, came, lambda: _check(processes))
+    meeting = inside(first.namespace, lambda: Meeting(first.address, 0, key))
+    place = HostPlace(0, len(emulated), *meeting.address, first.name, _ENGINE)
+    with closing(meeting), _started(place, emulated, key) as (processes, start):
+        links = links_of(place, key, meeting, lambda: _check(processes))
         for link in links:
             link.send(Welcome([host.name for host in emulated]))
         hosts = Hosts(cluster, first.address, links, key, first.namespace)
         code = 1
         try:
-            with Returns(hosts, place, listener.address[1], start), coordinating(hosts):
+            with Returns(hosts, place, meeting, start), coordinating(hosts):
                 yield
             code = 0
         finally:

@@ -13,14 +13,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
 from pydantic import ValidationError
 
 from paceline.channel.connection import Connection, connect
 from paceline.channel.key import RunKey
-from paceline.channel.listener import Listener
 from paceline.cluster.cluster import Host
 from paceline.cluster.discover import discover
 from paceline.cluster.identity import host_identity
@@ -29,7 +29,8 @@ from paceline.launch.host.elsewhere import GoesOnElsewhere, told_elsewhere
 from paceline.launch.host.hosts import WAIT, Hosts, hosts_wait_s
 from paceline.launch.host.link import AbsentLink, Link, keep_alive
 from paceline.launch.host.measure import measured_cluster
-from paceline.launch.host.messages import Dismiss, Elsewhere, FromHost, Held, Joining, Refused, ToHost, Welcome
+from paceline.launch.host.meeting import Meeting
+from paceline.launch.host.messages import Dismiss, Elsewhere, Held, Joining, Refused, ToHost, Welcome
 from paceline.launch.host.serve import Coordinator
 from paceline.launch.signals import exit_code_of
 from paceline.launch_engine import HostPlace
@@ -48,13 +49,20 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
         LaunchError: one does not come, or cannot take part.
     """
     own = discover().hosts[0].model_copy(update={"name": place.name})
-    came: queue.Queue[Connection] = queue.Queue()
     address = _resolved(place)
     try:
-        listener = Listener((address, place.port), key, FromHost, came.put)
+        meeting = Meeting(address, place.port, key)
     except ChannelError as error:
         raise LaunchError(f"host 0 ({place.name}) has to listen, but {error}. {_PORT}") from error
-    links = links_of(place, key, listener, came)
+    with ExitStack() as unless_met:
+        unless_met.callback(meeting.close)
+        hosts = _met(place, key, own, meeting)
+        unless_met.pop_all()
+    return hosts
+
+
+def _met(place: HostPlace, key: RunKey, own: Host, meeting: Meeting) -> Hosts:
+    links = links_of(place, key, meeting)
     absent = sorted(set(range(1, place.count)) - {link.number for link in links})
     if absent:
         _say(
@@ -62,15 +70,16 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
             f"{', '.join(map(str, absent))} when they come"
         )
     away = [AbsentLink(number, f"host-{number}", own) for number in absent]
-    hosts = welcomed(own, address, sorted([*links, *away], key=lambda link: link.number), key)
-    hosts.late, hosts.least = came, place.least
+    hosts = welcomed(own, meeting, sorted([*links, *away], key=lambda link: link.number), key)
+    hosts.least = place.least
     return hosts
 
 
-def welcomed(own: Host, address: str, links: Sequence[Link], key: RunKey, *, measures: bool = True) -> Hosts:
+def welcomed(own: Host, meeting: Meeting, links: Sequence[Link], key: RunKey, *, measures: bool = True) -> Hosts:
     """This host, which coordinates, and those that have come to it, with measured links.
 
     Args:
+        meeting: where they have come.
         measures: whether the links are measured.
 
     Raises:
@@ -87,22 +96,15 @@ def welcomed(own: Host, address: str, links: Sequence[Link], key: RunKey, *, mea
             link.send(Dismiss(exit_code_of(error)))
             link.connection.close()
         raise
-    return Hosts(cluster, address, links, key)
+    hosts = Hosts(cluster, meeting.address[0], links, key)
+    hosts.meeting = meeting
+    return hosts
 
 
-def links_of(
-    place: HostPlace,
-    key: RunKey,
-    listener: Listener,
-    came: queue.Queue[Connection],
-    check: Callable[[], None] = lambda: None,
-) -> list[Link]:
-    """Links to all other hosts, by number, once they have come to a listener.
-
-    It is closed then, and they wait for a `Welcome`.
+def links_of(place: HostPlace, key: RunKey, meeting: Meeting, check: Callable[[], None] = lambda: None) -> list[Link]:
+    """Links to all other hosts, by number, once they have come. They wait for a `Welcome`.
 
     Args:
-        came: where the listener puts them.
         check: called a few times a second; what it raises ends the waiting.
 
     Raises:
@@ -110,12 +112,10 @@ def links_of(
     """
     links: dict[int, Link] = {}
     try:
-        _await_all(place, key, listener, came, links, check)
+        _await_all(place, key, meeting, links, check)
     except BaseException as error:
         refuse(links.values(), error)
         raise
-    finally:
-        listener.close()
     return [links[number] for number in sorted(links)]
 
 
@@ -139,7 +139,7 @@ def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordina
     who = f"host {place.name} (number {place.number})"
     connection = _reached(place, key, who)
     with ExitStack() as unless_taken_in:
-        standby = unless_taken_in.enter_context(_standby(place, connection)) if succeeds else None
+        standby = unless_taken_in.enter_context(closing(_standby(place, key, connection))) if succeeds else None
         try:
             coordinator = taken_in(place, connection, hosts_wait_s() + _MESSAGE_S, standby)
         except (OSError, ChannelError) as error:
@@ -152,12 +152,19 @@ def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordina
 
 
 def taken_in(
-    place: HostPlace, connection: Connection, wait_s: float, standby: socket.socket | None, held: Held | None = None
+    place: HostPlace,
+    connection: Connection,
+    wait_s: float,
+    standby: Meeting | None,
+    *,
+    again: bool = False,
+    held: Held | None = None,
 ) -> Coordinator:
     """The coordinator at the other end, once it has taken this host in.
 
     Args:
-        held: ranks that this host has kept.
+        again: this host has lost another coordinator.
+        held: ranks that it has kept then.
 
     Raises:
         LaunchError: it refuses this host.
@@ -166,10 +173,10 @@ def taken_in(
     """
     keep_alive(connection)
     try:
-        connection.send(_joining(place, connection, standby, held))
+        connection.send(msgspec.structs.replace(_joining(place, connection, standby), again=again, held=held))
         answer = connection.receive(wait_s)
         if isinstance(answer, Welcome):
-            return Coordinator(connection, answer.names[0], standby)
+            return Coordinator(connection, answer.names[0], place.run_name, standby)
     except BaseException:
         connection.close()
         raise
@@ -182,20 +189,17 @@ def taken_in(
     raise refused
 
 
-def _standby(place: HostPlace, connection: Connection) -> socket.socket:
-    """A socket where this host would listen as the coordinator.
+def _standby(place: HostPlace, key: RunKey, connection: Connection) -> Meeting:
+    """The place where others come to this host should it coordinate.
 
-    It has host 0's port, if that is free here, and does not listen yet. Bound now, so that the others know the port,
-    and no one else takes it.
+    It has host 0's port, if that is free here. Open from now on, so that the others know the port and whether this
+    host's process lives.
     """
     address = _own_address(connection)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    standby = socket.socket(family, socket.SOCK_STREAM)
     try:
-        standby.bind((address, place.port))
-    except OSError:
-        standby.bind((address, 0))
-    return standby
+        return Meeting(address, place.port, key)
+    except ChannelError:
+        return Meeting(address, 0, key)
 
 
 def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
@@ -222,8 +226,7 @@ def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
 def _await_all(
     place: HostPlace,
     key: RunKey,
-    listener: Listener,
-    came: queue.Queue[Connection],
+    meeting: Meeting,
     links: dict[int, Link],
     check: Callable[[], None],
 ) -> None:
@@ -231,28 +234,29 @@ def _await_all(
     wait_s = hosts_wait_s()
     while len(links) < place.count - 1:
         try:
-            connection = came.get(timeout=0.2)
+            connection = meeting.came.get(timeout=0.2)
         except queue.Empty:
             check()
             now = time.monotonic()
             if now - began > _FEW_S and len(links) + 1 >= (place.least or place.count):
                 return
             if now - told >= _TELL_S or now - began > wait_s:
-                told, text = now, _missing(place, key, listener, links, now - began)
+                told, text = now, _missing(place, key, meeting, links, now - began)
                 if now - began > wait_s:
                     raise LaunchError(f"{text}. Start it, or name fewer hosts; {WAIT} is how long to wait.") from None
                 _say(text)
             continue
-        take(place, connection, links)
+        if connection is not None:
+            take(place, connection, links)
 
 
-def _missing(place: HostPlace, key: RunKey, listener: Listener, links: dict[int, Link], waited_s: float) -> str:
+def _missing(place: HostPlace, key: RunKey, meeting: Meeting, links: dict[int, Link], waited_s: float) -> str:
     absent = [str(number) for number in range(1, place.count) if number not in links]
     hosts = f"host{'s' * (len(absent) > 1)} {', '.join(absent)} of {place.count} {'have' if len(absent) > 1 else 'has'}"
     at = f"{place.coordinator}:{place.port}"
     strangers = (
-        f"; {listener.strangers} connections did not prove the run's key ({key.fingerprint})"
-        if listener.strangers
+        f"; {meeting.strangers} connections did not prove the run's key ({key.fingerprint})"
+        if meeting.strangers
         else ""
     )
     return f"{hosts} not come to host 0 ({place.name}) at {at} after {waited_s:.0f} s{strangers}"
@@ -289,7 +293,7 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
         raise LaunchError(reason)
     link = links[joining.number] = Link(connection, joining.number, joining.name, joining.address, host)
     link.clock_ahead_s, link.standby_port = joining.clock_s - time.time(), joining.port % 2**16
-    link.held = joining.held
+    link.meets_again, link.held = joining.again, joining.held
 
 
 def _of_another_run(place: HostPlace, joining: Joining) -> str | None:
@@ -334,9 +338,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _joining(
-    place: HostPlace, connection: Connection, standby: socket.socket | None = None, held: Held | None = None
-) -> Joining:
+def _joining(place: HostPlace, connection: Connection, standby: Meeting | None = None) -> Joining:
     return Joining(
         number=place.number,
         count=place.count,
@@ -348,8 +350,7 @@ def _joining(
         identity=host_identity(),
         address=_own_address(connection),
         host=discover().hosts[0].model_copy(update={"name": place.name}).model_dump_json(exclude_defaults=True),
-        port=standby.getsockname()[1] if standby else 0,
-        held=held,
+        port=standby.address[1] if standby else 0,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +19,12 @@ from paceline.cluster.emulate.namespace import inside
 from paceline.engine.status import StatusBoard
 from paceline.errors import LaunchError
 from paceline.launch.host.link import AbsentLink, Link
-from paceline.launch.host.messages import Dismiss, Look
+from paceline.launch.host.messages import Dismiss, Look, Past
 from paceline.launch.host.remote import RemoteRanks, RunFolder
 from paceline.launch.signals import StopSignals
 
 if TYPE_CHECKING:
+    from paceline.launch.host.meeting import Meeting
     from paceline.launch.host.returns import Returns
     from paceline.launch.host.takeover import Takeover
 
@@ -55,9 +55,10 @@ class Hosts:
         key: of the run.
         agreed: code and data that were found to be the same on all.
         takeover: the run to continue, where the coordinator before was lost.
+        past: losses until now, as of when they were last told.
         returns: where hosts come back that were lost; None where they cannot.
         least: number of hosts that the run does not go on without; 0 for any.
-        late: connections that came while the hosts met, and nobody has looked at.
+        meeting: where they have come to this one, and others may.
 
     Args:
         namespace: network namespace of that address, where this host is an emulated one.
@@ -73,7 +74,8 @@ class Hosts:
         self.links = sorted(links, key=lambda link: link.number)
         self.agreed: list[Look] = []
         self.least = 0
-        self.late: queue.Queue[Connection] = queue.Queue()
+        self.meeting: Meeting | None = None
+        self.past = Past()
 
     @property
     def absent(self) -> list[Link]:
@@ -84,6 +86,11 @@ class Hosts:
     def there(self) -> int:
         """Number of hosts that take part, this one included."""
         return 1 + sum(link.lost is None for link in self.links)
+
+    @property
+    def too_few(self) -> bool:
+        """True while nobody goes on."""
+        return self.there < self.least
 
     def address_of(self, number: int) -> str:
         """Address at which the other hosts reach host `number`."""
@@ -142,7 +149,9 @@ class Hosts:
         self.links[link.number - 1] = link
 
     def dismiss(self, code: int) -> None:
-        """Have all end with this exit code."""
+        """Have all end with this exit code. No more may come."""
+        if self.meeting is not None:
+            self.meeting.close()
         for link in self.links:
             link.send(Dismiss(code))
             if link.lost is None:

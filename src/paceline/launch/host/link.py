@@ -30,12 +30,16 @@ class Link:
     Attributes:
         address: where other hosts reach it.
         standby_port: where it would listen as the coordinator; 0 if it never does.
+        meets_again: it has lost a coordinator.
         held: the ranks that it has kept since a coordinator was lost.
         clock_ahead_s: its clock minus the coordinator's.
         lost: why nothing can be sent to it any more; None while it is there.
+        is_known_lost: that is in the run's record.
         heard_at: when its last message came, by the monotonic clock.
     """
 
+    is_known_lost = False
+    held: Held | None
     _silence = ""
     _watched: tuple[select.poll, int] | None = None
 
@@ -43,7 +47,7 @@ class Link:
         self.connection, self.number, self.name, self.address, self.host = connection, number, name, address, host
         self.clock_ahead_s = 0.0
         self.standby_port = 0
-        self.held: Held | None = None
+        self.meets_again, self.held = False, None
         self.lost: str | None = None
         self.heard_at = time.monotonic()
         keep_alive(connection)
@@ -133,10 +137,12 @@ class Link:
 class AbsentLink(Link):
     """Place of a host that has not come yet."""
 
+    is_known_lost = True
+
     def __init__(self, number: int, name: str, host: Host) -> None:
         self.number, self.name, self.address, self.host = number, name, "", host
         self.clock_ahead_s, self.standby_port, self.heard_at = 0.0, 0, time.monotonic()
-        self.held, self.lost = None, "it has not come yet"
+        self.meets_again, self.held, self.lost = False, None, "it has not come yet"
 
 
 def keep_alive(connection: Connection) -> None:

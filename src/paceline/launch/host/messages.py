@@ -50,7 +50,8 @@ class Joining(Struct, tag=True, frozen=True):
         address: of its end of this connection, where other hosts reach it.
         host: its devices, as JSON of `paceline.cluster.cluster.Host`.
         port: where it would listen as the coordinator, at that address; 0 if it never does.
-        held: its ranks, where it joins in place of a coordinator that is lost.
+        again: it has lost the coordinator, and meets the other hosts.
+        held: the ranks that it has kept then.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Joining(Struct, tag=True, frozen=True):
     address: str
     host: str
     port: int = 0
+    again: bool = False
     held: Held | None = None
 
 
@@ -212,6 +214,7 @@ class Begin(Struct, tag=True, frozen=True):
         token: name of a file that the coordinator has made there, of random name: who sees it shares the folder.
         folders: within it, which ranks expect to be there.
         host: number of the host.
+        port: for the ranks' store, as was asked for; 0 takes a free one.
         pulse_port: of the coordinator, for this host's `Pulse`; 0 where silence ends nothing.
         silence_s: after which either is lost to the other.
     """
@@ -227,6 +230,7 @@ class Begin(Struct, tag=True, frozen=True):
     token: str = ""
     folders: list[str] = []
     host: int = 0
+    port: int = 0
     pulse_port: int = 0
     silence_s: float = 0.0
 
@@ -246,21 +250,25 @@ class Start(Struct, tag=True, frozen=True):
 
 
 class Announce(Struct, tag=True, frozen=True):
-    """Epochs of the run with their members: the current one, and the newest."""
+    """Epochs of the run with their members: the current one, and the newest.
+
+    Attributes:
+        store: where ranks meet from now on; "" where that is as before.
+    """
 
     current: int
     members: list[int]
     newest: int
     newest_members: list[int]
+    store: str = ""
 
 
 class Adopt(Struct, tag=True, frozen=True):
-    """The ranks that a host has kept are another coordinator's now, whose store is elsewhere.
+    """The ranks that a host has kept are another coordinator's now.
 
     Its attributes are those of `Begin`.
     """
 
-    store: str
     host: int
     pulse_port: int
     silence_s: float
@@ -305,6 +313,20 @@ class Successor(Struct, array_like=True, frozen=True):
     lost: bool
 
 
+class Past(Struct, array_like=True, frozen=True):
+    """Losses of a run so far, which decide who is left out.
+
+    Attributes:
+        losses: of ranks that were lost, how many seconds ago each time.
+        left_out: ranks that are not started again.
+        released: those of them that have left as somebody asked.
+    """
+
+    losses: dict[int, list[float]] = {}
+    left_out: list[int] = []
+    released: list[int] = []
+
+
 class Succession(Struct, tag=True, frozen=True):
     """The hosts of a run that is to go on when the coordinator is lost.
 
@@ -312,11 +334,13 @@ class Succession(Struct, tag=True, frozen=True):
         run: its directory, or its URL.
         first_event: first line of its events, by which a host sees that it has that directory; "" of a URL.
         hosts: by number, the coordinator first.
+        past: when this was sent.
     """
 
     run: str
     first_event: str
     hosts: list[Successor]
+    past: Past = Past()
 
 
 class Elsewhere(Struct, tag=True, frozen=True):

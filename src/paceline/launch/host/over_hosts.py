@@ -71,8 +71,8 @@ def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
         code = exit_code_of(error)
         raise
     finally:
-        if hosts.takeover is not None and hosts.takeover.attempt is not None:
-            hosts.takeover.attempt.end()  # where its ranks were not adopted
+        if hosts.takeover is not None:
+            hosts.takeover.close()
         hosts.dismiss(code)
 
 
@@ -92,10 +92,11 @@ def _returns(hosts: Hosts, place: HostPlace) -> Returns:
 
     Those that were started with another coordinator's address have to be told of this one's.
     """
+    assert hosts.meeting is not None
     if hosts.takeover is None:
-        return Returns(hosts, place, place.port)
+        return Returns(hosts, place, hosts.meeting)
     own = replace(place, number=0, count=len(hosts.cluster.hosts), name=hosts.cluster.hosts[0].name)
-    return Returns(hosts, own, 0, calls=True)
+    return Returns(hosts, own, hosts.meeting, calls=True)
 
 
 def _served(place: HostPlace, key: RunKey) -> Hosts:

@@ -3,7 +3,8 @@
 A cut network ends no connection. The pulse has a connection and a thread of its own at either end, so that a host that
 sends large files, or waits for its disk, is not taken for one that is gone. Both count rounds in which nothing came
 instead of reading a clock: a process that was stopped for a while has no silence of others to complain of. Where not
-even the other's kernel acknowledges what was sent, as it does for a busy process, a shorter silence is enough.
+even the other's kernel acknowledges what was sent, as it does for a busy process, a shorter silence is enough: several
+beats and a retransmission were lost then.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from paceline.errors import LaunchError, PacelineError
 SILENCE = "PACELINE_SILENCE_S"  # of a host, until it is taken for lost
 _SILENCE_S = 2.0
 _ROUNDS = 16  # within that time
-_UNACKNOWLEDGED = 0.4  # of that time, where the other's kernel acknowledges nothing
+_UNACKNOWLEDGED = 0.2  # of that time, where the other's kernel acknowledges nothing
+_UNHEARD_ROUNDS = 3  # before that counts: this machine may itself have been stopped for a while
 
 
 class Beat(Struct, tag=True, frozen=True):
@@ -91,17 +93,21 @@ class Pulses:
                 self._beaten.clear()
                 silent = {host: rounds for host, rounds in self._silent_rounds.items() if rounds}
             for host, rounds in silent.items():
-                if rounds >= _ROUNDS or self._is_unreachable(host):
+                if self._is_unreachable(host, rounds) or rounds >= _ROUNDS:
                     self.forget(host)
                     self._on_silence(host, rounds * round_s)
 
-    def _is_unreachable(self, host: int) -> bool:
-        """True if the host's kernel acknowledges nothing; sends it another beat."""
+    def _is_unreachable(self, host: int, rounds: int) -> bool:
+        """True if the host's kernel acknowledges nothing; sends it another beat.
+
+        Args:
+            rounds: in which nothing came from it.
+        """
         if (connection := self._connections.get(host)) is None:
             return False
         with suppress(PacelineError):
             connection.post(Beat(0))
-        return connection.is_unacknowledged(_UNACKNOWLEDGED * self.limit_s)
+        return rounds >= _UNHEARD_ROUNDS and connection.is_unacknowledged(_UNACKNOWLEDGED * self.limit_s, 1)
 
 
 class Pulse:
@@ -137,7 +143,7 @@ class Pulse:
 
     def _run(self) -> None:
         heard, silent_s, round_s = False, 0.0, self.limit_s / _ROUNDS
-        while not self._closing.is_set() and silent_s < self.limit_s and not (silent_s and self._is_unreachable()):
+        while not self._closing.is_set() and silent_s < self.limit_s and not self._is_unreachable(silent_s):
             began, most_s = time.monotonic(), round_s if self._connection else self.limit_s
             answered = self._is_answered(round_s)
             took_s = time.monotonic() - began
@@ -150,9 +156,10 @@ class Pulse:
         if not self._closing.is_set():
             self._on_silence(silent_s)
 
-    def _is_unreachable(self) -> bool:
-        connection = self._connection
-        return connection is not None and connection.is_unacknowledged(_UNACKNOWLEDGED * self.limit_s)
+    def _is_unreachable(self, silent_s: float) -> bool:
+        if self._connection is None or silent_s < _UNHEARD_ROUNDS * self.limit_s / _ROUNDS:
+            return False
+        return self._connection.is_unacknowledged(_UNACKNOWLEDGED * self.limit_s, 1)
 
     def _is_answered(self, round_s: float) -> bool:
         """Send a beat; True if the coordinator has sent anything within this round."""

@@ -128,7 +128,7 @@ class RemoteRanks:
         self._pulses: Pulses | None = None
         self.ranks: dict[int, RemoteRank] = {}
         # hosts that the run goes on without: lost, or not there yet
-        self.spared: list[Link] = [link for link in links if isinstance(link, AbsentLink)]
+        self.spared: list[Link] = [link for link in links if link.is_known_lost]
         self._silent: list[Link] = []
         self._released: list[Link] = []
 
@@ -239,8 +239,8 @@ class RemoteRanks:
         ready, self._ready = self._ready, []
         return ready
 
-    def adopt(self, begin: Begin, store: str) -> None:
-        """Take over the ranks that the hosts have kept, which meet at another store now.
+    def adopt(self, begin: Begin) -> None:
+        """Take over the ranks that the hosts have kept.
 
         All others of theirs have ended.
         """
@@ -259,7 +259,7 @@ class RemoteRanks:
             for number, pid, epoch in link.held.ranks:
                 self.ranks[number].pid, self.ranks[number].code = pid, None
                 self.board.put(number, pid, "sync", 0, time.monotonic_ns(), epoch)
-            link.send(Adopt(store, link.number, self._begin.pulse_port, self._begin.silence_s))
+            link.send(Adopt(link.number, self._begin.pulse_port, self._begin.silence_s))
 
     def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
         """Start a rank on host number `host`."""

@@ -15,7 +15,8 @@ from paceline.errors import ChannelError, LaunchError, PacelineError
 from paceline.launch.host.gather import take
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import AbsentLink, Link
-from paceline.launch.host.messages import Elsewhere, FromHost, Looked, Refused, ToHost, Welcome
+from paceline.launch.host.meeting import Meeting
+from paceline.launch.host.messages import Elsewhere, Looked, Refused, ToHost, Welcome
 from paceline.launch.host.same_files import differences
 from paceline.launch_engine import HostPlace
 from paceline.printable import printable
@@ -33,6 +34,7 @@ class Returns:
 
     Args:
         place: of this host, which coordinates.
+        meeting: where they come; it is closed at the end.
         revive: starts the host process of a host again; None where somebody else does.
         calls: whether hosts that are started again have to be told that this one coordinates.
     """
@@ -41,25 +43,21 @@ class Returns:
         self,
         hosts: Hosts,
         place: HostPlace,
-        port: int,
+        meeting: Meeting,
         revive: Callable[[int], None] | None = None,
         *,
         calls: bool = False,
     ) -> None:
-        self._hosts, self._place, self._port, self._revive = hosts, place, port, revive
+        self._hosts, self._place, self._meeting, self._revive = hosts, place, meeting, revive
         self._call_s = _CALL_S if calls else None
         self._expected: set[int] = set()
         self.left_out: dict[int, str] = {}  # hosts that may not come, and why
-        self._came: queue.Queue[Connection | None] = queue.Queue()
         self._back: queue.Queue[Link] = queue.Queue()
         self._closing = threading.Event()
         self._at_work: Connection | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-returns", daemon=True)
 
     def __enter__(self) -> Self:
-        while not self._hosts.late.empty():
-            self._came.put(self._hosts.late.get())
-        self._listener = self._hosts.listener(FromHost, self._port, self._came.put)
         self._thread.start()
         self._hosts.returns = self
         return self
@@ -67,11 +65,11 @@ class Returns:
     def __exit__(self, *_: object) -> None:
         self._hosts.returns = None
         self._closing.set()
-        self._listener.close()
-        self._came.put(None)
+        self._meeting.came.put(None)
         if (connection := self._at_work) is not None:
             connection.end()
         self._thread.join()
+        self._meeting.close()
         for link in self.back():  # too late: they are dismissed with the others
             self._hosts.replace(link)
 
@@ -122,7 +120,7 @@ class Returns:
         """
         while True:
             try:
-                return self._came.get(timeout=self._call_s)
+                return self._meeting.came.get(timeout=self._call_s)
             except queue.Empty:
                 for number in sorted(self._expected.copy()):
                     if (link := self._hosts.links[number - 1]).address:
@@ -130,14 +128,15 @@ class Returns:
 
     def _call(self, link: Link) -> None:
         """Tell a lost host, should it have been started again, where the run goes on."""
-        address = self._listener.address
-        assert isinstance(address, tuple)
-        names = [host.name for host in self._hosts.cluster.hosts]
         with suppress(OSError, PacelineError):  # it is not there
             where = link.address, self._place.port
             with closing(connect(where, self._hosts.key, ToHost, deadline_s=_CALL_S)) as connection:
-                connection.send(Elsewhere(self._place.run_name, *address, names))
+                connection.send(self._elsewhere())
                 connection.receive(_CALL_S)  # it hangs up
+
+    def _elsewhere(self) -> Elsewhere:
+        names = [host.name for host in self._hosts.cluster.hosts]
+        return Elsewhere(self._place.run_name, *self._meeting.address, names)
 
     def _take(self, connection: Connection) -> None:
         """Take a host in, or send it away.
@@ -148,6 +147,10 @@ class Returns:
         found: dict[int, Link] = {}
         take(self._place, connection, found)
         for link in found.values():
+            if link.meets_again:  # too late: it comes again, without the ranks that it has kept
+                link.send(self._elsewhere())
+                link.connection.close()
+                return
             if reason := self._unexpected(link) or self._other(link):
                 _refuse(link, reason)
             link.send(Welcome([host.name for host in self._hosts.cluster.hosts]))

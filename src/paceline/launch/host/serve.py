@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import select
 import signal
-import socket
 import sys
+import time
 from typing import Any
 
 from msgspec import Struct
@@ -13,10 +13,12 @@ from msgspec import Struct
 from paceline.channel.connection import Connection
 from paceline.errors import LaunchError, PacelineError
 from paceline.launch.host.measure import Measuring
+from paceline.launch.host.meeting import Meeting
 from paceline.launch.host.messages import (
     Begin,
     Dismiss,
     Echo,
+    Elsewhere,
     Interrupted,
     Listen,
     Look,
@@ -39,18 +41,21 @@ class Coordinator:
 
     Attributes:
         name: of the host.
+        run_name: of the run, as its engine names it.
         lost: why it can no longer be reached; None while it can.
-        standby: bound where this host would listen in its place.
+        standby: where the others would come to this host in its place.
         succession: hosts of a run that goes on without it; None where none does.
+        told_at: when it said so, by the monotonic clock.
         released: the run goes on without this host, as its user asked.
         attempt: the ranks here, once it is lost, where they may go on.
     """
 
-    def __init__(self, connection: Connection, name: str, standby: socket.socket | None = None) -> None:
-        self.connection, self.name, self.standby = connection, name, standby
+    def __init__(self, connection: Connection, name: str, run_name: str, standby: Meeting | None = None) -> None:
+        self.connection, self.name, self.run_name, self.standby = connection, name, run_name, standby
         self.lost: str | None = None
         self._silence = ""
         self.succession: Succession | None = None
+        self.told_at = 0.0
         self.released = False
         self.attempt: ServedAttempt | None = None
 
@@ -73,6 +78,12 @@ class Coordinator:
         """Find host 0 lost, since nothing came from it for too long; for any thread."""
         self._silence = f"nothing has come from it for {silent_s:.2g} s"
         self.connection.end()
+
+    def direct_others(self) -> None:
+        """Tell hosts that were started again where host 0 is, should they take this one for it."""
+        if self.standby is not None and self.succession is not None:
+            first, names = self.succession.hosts[0], [host.name for host in self.succession.hosts]
+            self.standby.direct(Elsewhere(self.run_name, first.address, first.port, names))
 
     def close(self) -> None:
         """Leave it, and end the ranks that it has here."""
@@ -122,7 +133,7 @@ def serve(coordinator: Coordinator, who: str) -> int:
                         case Look():
                             coordinator.send(Looked(digests(message)))
                         case Succession():
-                            coordinator.succession = message
+                            coordinator.succession, coordinator.told_at = message, time.monotonic()
                         case Begin():
                             attempt = ServedAttempt(message, coordinator)
                         case _ if attempt is not None and attempt.obey(message):
@@ -135,6 +146,7 @@ def serve(coordinator: Coordinator, who: str) -> int:
                     return _alone(coordinator, who, signals, goes_on=_may_go_on(coordinator, attempt, signals))
                 if attempt is not None:
                     attempt.turn()
+                coordinator.direct_others()
         finally:
             measuring.close()
             coordinator.attempt = attempt if _may_go_on(coordinator, attempt, signals) else None

@@ -116,7 +116,7 @@ class ServedAttempt:
     def keep(self) -> None:
         """Have the ranks break off their step, and wait for another coordinator's epoch."""
         number = max(self.board.current_epoch, self.board.wanted_epoch) + 1
-        self._announce(Announce(number, [], number, []))
+        self.announce(Announce(number, [], number, []))
 
     def descriptors(self) -> list[int]:
         """Descriptors that become readable when a rank ends."""
@@ -131,9 +131,8 @@ class ServedAttempt:
             case Start():
                 self._start(message)
             case Announce():
-                self._announce(message)
+                self.announce(message)
             case Adopt():
-                write_whole(store_file(self.scratch), message.store)
                 self._beat(message)
             case Signal() | Kill():
                 for rank in self.ranks:
@@ -251,8 +250,10 @@ class ServedAttempt:
                 self._told.pop(path, None)
             self.board.put(number, 0, "starting", 0, time.monotonic_ns(), epoch=-1)
 
-    def _announce(self, message: Announce) -> None:
+    def announce(self, message: Announce) -> None:
         """Show the run's epochs to the ranks here."""
+        if message.store:
+            write_whole(store_file(self.scratch), message.store)
         current = Epoch(message.current, tuple(message.members))
         announce(self.board, self.scratch, current, Epoch(message.newest, tuple(message.newest_members)))
         self._newest = message.newest

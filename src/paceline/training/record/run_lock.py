@@ -109,6 +109,7 @@ class RunLock:
             life; the text says by whom. None: `check` tells.
         succeeds: the holder is lost to the run's hosts, which continue the run: wait for its end, or until it shows
             no sign of life.
+        has_ended: asked where such a holder was a process of another host: true if it is known to have ended.
 
     Raises:
         RunError: somebody else trains in it; names who.
@@ -121,8 +122,9 @@ class RunLock:
         on_lost: Callable[[RunError], object] | None = None,
         *,
         succeeds: bool = False,
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._succeeds = succeeds
+        self._succeeds, self._has_ended = succeeds, has_ended
         self._beat_at = time.monotonic()
         self.run, self.path, self.say, self.on_lost = run, run / LOCK, say, on_lost
         self.own = Holder.this_process()
@@ -226,13 +228,17 @@ class RunLock:
         Raises:
             RunError: it lives.
         """
-        began = since = time.monotonic()
+        began = since = ask_at = time.monotonic()
         stamp, told = self._stamp(), False
         while True:
             holder, alone, now = Holder.parse(self._content()), self._lock(), time.monotonic()
             here = holder is not None and holder.machine == boot_id()
             if alone and (holder is None or (here and not (self._without_locks and holder.runs_here))):
                 return
+            if alone and not here and now >= ask_at:
+                if self._has_ended():
+                    return
+                ask_at = now + 1.0
             if self._stamp() != stamp:
                 stamp, since = self._stamp(), now
             orphans = not alone and holder is not None and here and not holder.runs_here
