@@ -137,6 +137,17 @@ def test_a_process_that_dies_while_it_is_leaving_is_not_started_again() -> None:
     assert membership.current == Epoch(1, (0,))
 
 
+def test_losses_that_another_has_noted_count() -> None:
+    noted, membership = Membership(2), Membership(2)
+    for lost_at in range(MOST_LOSSES - 1):
+        noted.lost(1, lost_at)
+    membership.remember(noted.losses_before(at_s=10.0), at_s=5000.0)
+    assert membership.lost(0, 5000.0), "the first loss"
+    assert not membership.lost(1, 5000.0)
+    membership.remember(noted.losses_before(at_s=WITHIN_S + 10.0), at_s=5000.0)
+    assert membership.lost(1, 5000.0), "those of long ago"
+
+
 def test_losses_of_long_ago_do_not_count() -> None:
     membership = Membership(2)
     assert all(membership.lost(1, day * 86_400.0) for day in range(20))

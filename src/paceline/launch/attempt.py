@@ -32,7 +32,7 @@ from paceline.launch.started import StartedRank, Starter
 from paceline.launch.watchdog import LOOK_S, Watchdog
 from paceline.rank_environment import RankEnvironment
 
-_TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their way to an epoch
+_TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while others wait for ranks
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
 _ANSWER_S = 1.0  # for a hung rank to write its stack
 
@@ -126,7 +126,7 @@ class Attempt:
             SystemExit: 130, when a second SIGINT came and all were killed.
         """
         while any(rank.code is None for rank in self.ranks):
-            self._note_ends(_MEETING_S if self.recovery and self.recovery.meets else _TICK_S)
+            self._note_ends(_MEETING_S if self.recovery and self.recovery.hurries else _TICK_S)
             if self.on_tick:  # before anything is decided: it ends an attempt whose run was taken over
                 self.on_tick()
             self._obey_signals()

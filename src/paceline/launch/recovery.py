@@ -44,7 +44,8 @@ class Recovery:
         self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
         self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
         self._why: dict[int, str] = {}  # a rank that was killed here had been hung
-        self._stopped_at: dict[int, float] = {}
+        self.stopped: set[int] = set()  # members that SIGSTOP holds
+        self._ran_at: dict[int, float] = {}  # when each member was last seen not to be
         self._nobody_since = math.inf
         self.scaling = Scaling(self)
         if epoch is None:
@@ -95,6 +96,11 @@ class Recovery:
     def ranks_of(self, host: int) -> set[int]:
         """Ranks on a host, by number."""
         return {rank for rank, place in enumerate(self.attempt.setting.places) if place.number == host}
+
+    @property
+    def hurries(self) -> bool:
+        """True while others wait for ranks that are on their way to an epoch, or stopped."""
+        return self.meets or bool(self.stopped)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -187,10 +193,10 @@ class Recovery:
     def _end_stopped(self) -> None:
         """Kill members that SIGSTOP holds for too long: the others would wait until their deadline."""
         now, limit_s = time.monotonic(), min(STOPPED_S, self.attempt.setting.deadline_s / 2)
-        stopped = {number for number in self.members if self.attempt.ranks[number].stopped}
-        self._stopped_at = {number: self._stopped_at.get(number, now) for number in stopped}
-        for number, since in self._stopped_at.items():
-            if now - since > limit_s and len(stopped) < len(self.members):
+        members, self.stopped = self.members, {n for n in self.members if self.attempt.ranks[n].stopped}
+        self._ran_at = {n: self._ran_at.get(n, now) if n in self.stopped else now for n in members}
+        for number in self.stopped:
+            if now - self._ran_at[number] > limit_s and len(self.stopped) < len(members):
                 self._kill(number)
 
     def _kill(self, number: int) -> None:

@@ -109,20 +109,46 @@ def test_another_host_comes_back_to_the_new_coordinator_where_the_first_one_stay
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lost", [1, 2])
 def test_when_the_coordinator_is_killed_the_next_host_continues_the_run_without_the_loss_of_a_step(
-    tmp_path: Path, undisturbed: dict[int, float]
+    tmp_path: Path, undisturbed: dict[int, float], lost: int
 ) -> None:
     job, run = slow_job(tmp_path), tmp_path / "run"
-    arguments = ("train", job, "--plan", "dp=3", "--run", run)
-    with host_processes(*arguments, folders=folders(tmp_path, 3)) as hosts:
+    arguments = ("train", job, "--plan", f"dp={lost + 2}", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, lost + 2)) as hosts:
         wait_for_step(50, run, hosts[0])
-        hosts[0].kill()
-        one, two = outcomes(hosts)[1:]
-    assert (one.code, two.code) == (0, 0), one.err + two.err
-    assert one.says("(number 0) is lost", "(number 1) coordinates now with", "which had rank 0, is lost")
-    assert two.says("(number 1) coordinates now", "the run has ended on")
-    assert_whole(run, undisturbed, one)
+        for host in hosts[:lost]:
+            host.kill()
+        new, other = outcomes(hosts)[lost:]
+    assert (new.code, other.code) == (0, 0), new.err + other.err
+    assert new.says("(number 0) is lost", f"(number {lost}) coordinates now with", "which had rank 0, is lost")
+    assert other.says(f"(number {lost}) coordinates now", "the run has ended on")
+    assert_whole(run, undisturbed, new)
     assert not events(run, "resume"), "nothing was read from the disk"
+
+
+@pytest.mark.slow
+def test_a_new_coordinator_knows_who_was_lost_before_and_how_often(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    job, run = slow_job(tmp_path, sleep_s=0.1), tmp_path / "run"
+    arguments = ("train", job, "--plan", "dp=4 balance=off", "--run", run)
+    environment = {"PACELINE_LOSSES_PER_HOUR": "2"}
+    with host_processes(*arguments, folders=folders(tmp_path, 4), environment=environment) as hosts:
+        wait_for_step(5, run, hosts[0])
+        kill_rank(3, hosts[3])
+        wait_for(lambda: events(run, "healed"), hosts[0])
+        for number, lost in enumerate((2, 0), 1):
+            kill_host(hosts[lost])
+            wait_for(lambda: len(events(run, "host_lost")) >= number, hosts[1])  # noqa: B023
+        kill_rank(3, hosts[3])
+        wait_for(lambda: len(events(run, "lost")) > 1, hosts[1])
+        (tmp_path / "fast").touch()
+        one, three = outcomes([hosts[1], hosts[3]])
+    assert (one.code, three.code) == (0, 0), one.err + three.err
+    assert [event["ranks"] for event in events(run, "host_lost")] == [[2], [0]], "each once"
+    assert [(event["rank"], event["again"]) for event in events(run, "lost")] == [(3, True), (3, False)]
+    assert_whole(run, undisturbed, one)
 
 
 @pytest.mark.slow

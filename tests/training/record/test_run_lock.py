@@ -103,6 +103,16 @@ def test_a_holder_on_another_host_is_dead_when_its_heart_no_longer_beats(tmp_pat
         assert Holder.parse((tmp_path / LOCK).read_bytes()) == lock.own
 
 
+def test_a_lost_holder_on_another_host_is_not_waited_for_once_its_kernel_says_that_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "FENCE_S", 1e6)
+    monkeypatch.setattr(run_lock, "_GIVE_UP_S", 1e6)
+    of_another_host(tmp_path)
+    with RunLock(tmp_path, succeeds=True, has_ended=lambda: True) as lock:
+        assert Holder.parse((tmp_path / LOCK).read_bytes()) == lock.own
+
+
 @pytest.mark.usefixtures("fast")
 def test_a_holder_on_another_host_whose_heart_beats_is_refused(tmp_path: Path) -> None:
     of_another_host(tmp_path)
