@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from paceline.channel.connection import HANDSHAKE_S, Connection, connect
@@ -32,6 +33,7 @@ from paceline.launch.host.next_epoch import NextEpoch, whole_replicas
 from paceline.launch.host.pulse import silence_limit_s
 from paceline.launch.host.serve import Coordinator
 from paceline.launch.host.served import ServedAttempt
+from paceline.launch.signals import exit_code_of
 from paceline.launch_engine import HostPlace
 from paceline.printable import printable
 from paceline.storage.url import is_url
@@ -171,7 +173,12 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
     if attempt is not None:
         hosts.past = _older(succession.past, time.monotonic() - before.told_at)
         _add_lost(hosts, succession, before)
-        next_epoch = NextEpoch(hosts, Path(succession.run), attempt, _say, lambda: _is_known_to_have_ended(before, key))
+        has_ended = partial(_is_known_to_have_ended, before, key)
+        try:
+            next_epoch = NextEpoch(hosts, Path(succession.run), attempt, _say, has_ended)
+        except BaseException as error:  # another trains in that directory
+            hosts.dismiss(exit_code_of(error))
+            raise
     hosts.takeover = Takeover(succession.run, before.who, by, attempt, next_epoch)
     tell_successors(hosts, succession.run)
     return hosts
