@@ -122,7 +122,7 @@ def test_a_host_whose_process_was_killed_is_back_with_its_ranks(tmp_path: Path) 
         process.send_signal(signal.SIGTERM)
         outcome = ended(process)
     assert outcome.code == 143, outcome.err
-    assert outcome.says("It may come back.", "host host-1 (number 1) has come, and its ranks are started")
+    assert outcome.says("It is started again.", "host host-1 (number 1) has come, and its ranks are started")
     [back] = events(run, "host_back")
     assert (back["host"], back["ranks"]) == ("host-1", [2, 3])
 
@@ -144,7 +144,7 @@ def test_a_host_that_is_lost_too_often_is_left_out_and_named(tmp_path: Path, und
         host.kill()
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
-    assert outcome.says("host host-1 (number 1), which had rank 1, is lost", "It is left out.")
+    assert outcome.says("host host-1 (number 1), which had rank 1, is lost", "It is left out: it was lost too often")
     assert not events(run, "host_back")
     assert losses(run) == pytest.approx(undisturbed, rel=1e-3)
 
