@@ -99,7 +99,7 @@ class Recovery:
 
     @property
     def hurries(self) -> bool:
-        """True while others wait for ranks that are on their way to an epoch, or stopped."""
+        """True while others wait for ranks on their way to an epoch, or stopped."""
         return self.meets or bool(self.stopped)
 
     @property
@@ -305,7 +305,7 @@ class Recovery:
             self.attempt.on_event(event, {**details, "epoch": self.membership.current.number})
 
     def _past(self) -> Past:
-        """What a later coordinator has to know."""
+        """Losses that a later coordinator has to know of."""
         membership = self.membership
         out = membership.left_out.difference(*self._away.values())
         return Past(membership.losses_before(time.monotonic()), sorted(out), sorted(membership.released))

@@ -36,7 +36,10 @@ class Meeting:
         return self._listener.strangers
 
     def direct(self, elsewhere: Elsewhere) -> None:
-        """Tell hosts where the run goes on, but for those that have lost its coordinator: they may meet here."""
+        """Tell hosts that come where the run goes on.
+
+        Not those that have lost its coordinator: they may meet here.
+        """
         for _ in range(self.came.qsize()):
             if (connection := self.came.get()) is None:
                 continue

@@ -23,7 +23,7 @@ from paceline.training.record.run_lock import RunLock
 
 
 class NextEpoch:
-    """Next epoch of a run whose coordinator was lost, begun by the ranks that hosts have kept.
+    """Epoch that ranks which hosts have kept begin without the lost coordinator.
 
     Attributes:
         lock: of the run directory.

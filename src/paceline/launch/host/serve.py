@@ -80,7 +80,7 @@ class Coordinator:
         self.connection.end()
 
     def direct_others(self) -> None:
-        """Tell hosts that were started again where host 0 is, should they take this one for it."""
+        """Tell hosts that take this one for host 0 where that is."""
         if self.standby is not None and self.succession is not None:
             first, names = self.succession.hosts[0], [host.name for host in self.succession.hosts]
             self.standby.direct(Elsewhere(self.run_name, first.address, first.port, names))

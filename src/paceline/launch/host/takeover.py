@@ -130,7 +130,7 @@ def _at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | Non
 
 
 def _is_known_to_have_ended(before: Coordinator, key: RunKey) -> bool:
-    """True if the process that coordinated has ended, and is not behind a network that is cut."""
+    """True if the coordinating process has ended, and is not behind a cut network."""
     assert before.succession is not None
     first = before.succession.hosts[0]
     return not before.silent and first.port != 0 and _absence(first, key) == "ended"
@@ -236,13 +236,16 @@ def _told(answer: Future[str] | None) -> str:
 
 
 def _are_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, hosts: list[Successor]) -> bool:
-    """True if the run can go on with these hosts, and with the ranks that were kept."""
+    """True if the run can go on with these hosts, and the ranks kept."""
     has_replica = before.attempt is None or bool(whole_replicas(before.attempt, [*links.values()]))
     return has_replica and 2 * len({place.number, *links}) >= sum(not host.lost for host in hosts)
 
 
 def _absence(host: Successor, key: RunKey) -> str:
-    """Why a host is not there: "ended" as its kernel says of its process, or "silent"; "" where it is, or may be."""
+    """Reason why a host is not there; "" where it is, or may be.
+
+    "ended", as its kernel says of the process, or "silent".
+    """
     try:
         connect((host.address, host.port), key, ToHost, deadline_s=HANDSHAKE_S, stopped=lambda: True).close()
     except DeadlineError as error:
