@@ -19,6 +19,7 @@ import psutil
 import pytest
 import yaml
 
+from forked import Forked, can_be_forked, share_seed
 from paceline.cli import main
 
 BIN = Path(sys.executable).parent
@@ -65,6 +66,7 @@ def paceline(*arguments: object, folder: Path, columns: int | None = None) -> Ou
         patch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
         if columns is not None:
             patch.setenv("COLUMNS", str(columns))
+        share_seed()
         with _streams_to(out, err):
             code = _exit_code_of_main()
         return Outcome(code, *(os.pread(file.fileno(), 2**24, 0).decode() for file in (out, err)))
@@ -104,25 +106,40 @@ def in_a_process(*arguments: object, folder: Path, **environment: str) -> Outcom
 
 @contextmanager
 def started(
-    program: str, *arguments: object, folder: Path, screen: int = subprocess.PIPE, environment: Mapping[str, str] = {}
+    program: str,
+    *arguments: object,
+    folder: Path,
+    screen: int = subprocess.PIPE,
+    environment: Mapping[str, str] = {},
+    network: str | None = None,
+    hidden: Path | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
     """A program of this Python's environment, under way.
 
-    Killed with all that it started where the test leaves it running.
+    Killed with all that it started where the test leaves it running. The command `paceline` is forked from a process
+    that has imported it, unless it is to have an environment that imports read.
 
-    `screen` is what it writes to, instead of pipes that `ended` reads.
+    Args:
+        screen: what it writes to, instead of pipes that `ended` reads.
+        network: path of a network namespace, for the program to be in. Needs root, as the next.
+        hidden: a folder that it finds empty.
     """
     # What a killed process leaves in the temporary folder is not the test's.
     place = {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    process = subprocess.Popen(
-        [BIN / program, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, **place, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=screen,
-        stderr=screen,
-        text=True,
-    )
+    variables = {**os.environ, **place, **environment}
+    words = [str(BIN / program), *map(str, arguments)]
+    settings: dict[str, Any] = {
+        "cwd": folder,
+        "env": variables,
+        "stdin": subprocess.DEVNULL,
+        "stdout": screen,
+        "stderr": screen,
+        "text": True,
+    }
+    if program == "paceline" and can_be_forked(variables):
+        process: subprocess.Popen[str] = Forked(words, network, hidden, **settings)
+    else:
+        process = subprocess.Popen([*_way_into(network, hidden), *words], **settings)
     with process:
         try:
             yield process
@@ -131,6 +148,15 @@ def started(
                 for child in psutil.Process(process.pid).children(recursive=True):
                     child.kill()
                 process.kill()
+
+
+def _way_into(network: str | None, hidden: Path | None) -> list[str]:
+    """Words before a command's that put it there."""
+    words = ["/usr/bin/nsenter", f"--net={network}"] if network else []
+    if hidden:
+        hide = f'mount -t tmpfs none {hidden} && exec "$@"'
+        words += ["/usr/bin/unshare", "-m", "sh", "-c", hide, "sh"]
+    return words
 
 
 def ended(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Outcome:

@@ -19,6 +19,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from forked import keep_environment
 from hosts import Hosts, emulating
 from leaks import Snapshot, adopt_orphans
 from ranks import Ranks, run_on_ranks, start_seed
@@ -132,6 +133,7 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # not the user's
+        keep_environment()
         yield
     shutil.rmtree(folder, ignore_errors=True)
 

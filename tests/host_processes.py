@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from commands import BIN, Outcome, ended, started
+from commands import Outcome, ended, started
 from hosts import EmulatedHosts
 from paceline.channel.key import RunKey, write_key
 
@@ -69,15 +69,10 @@ def host_processes(
             own = {**variables(number, len(folders), address, file), **environment}
             if later:
                 own["PACELINE_HOSTS"] = f"{len(folders)}..{len(folders) + later}"
-            command: list[object] = [BIN / "paceline", *arguments]
-            if apart and number:
-                hide = f'mount -t tmpfs none {folders[0]} && exec "$@"'
-                command = ["/usr/bin/unshare", "-m", "sh", "-c", hide, "sh", *command]
-            if emulated:
-                network = emulated.emulation.hosts[number].namespace
-                command = ["/usr/bin/nsenter", f"--net={network}", *command]
-            program, *rest = command
-            return stack.enter_context(started(str(program), *rest, folder=folder, environment=own))
+            network = emulated.emulation.hosts[number].namespace if emulated else None
+            hidden = folders[0] if apart and number else None
+            command = started("paceline", *arguments, folder=folder, environment=own, network=network, hidden=hidden)
+            return stack.enter_context(command)
 
         yield HostProcesses(start, len(folders))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from forked import template_pids
 from paceline.cluster.emulate.cgroup import PREFIX, place_of_group, processes_of
 from paceline.errors import ClusterError
 from paceline.launch.seed import shared_pids
@@ -122,13 +123,13 @@ def _children() -> set[str]:
 def _descendants() -> list[psutil.Process]:
     """Living processes that this one started, or adopted.
 
-    Python's resource tracker and the seeds belong to the whole session, and stay.
+    Python's resource tracker, the seeds and what commands are forked from belong to the whole session, and stay.
     """
     living = []
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # known before it has its command line
     for child in _children_of(os.getpid(), recursive=True):
         with suppress(psutil.NoSuchProcess):
-            stays = child.pid in (*shared_pids(), tracker) or any(
+            stays = child.pid in (*shared_pids(), *template_pids(), tracker) or any(
                 "resource_tracker" in word for word in child.cmdline()
             )
             if child.status() != psutil.STATUS_ZOMBIE and not stays:

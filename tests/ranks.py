@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import simulated
+from forked import share_seed
 from leaks import before_the_transport, of_the_transport
 from paceline.deferred_compiler import COMPILER
 from paceline.errors import LaunchError
@@ -33,7 +34,7 @@ from paceline.rank_environment import RankEnvironment
 
 Backend = Literal["gloo", "shm", "tcp", "simccl"]
 _GRACE_S = 10.0  # for the other ranks to end after one has failed
-_IMPORTS = (
+IMPORTS = (
     "numpy.random",
     "pytest",
     "hypothesis",
@@ -247,4 +248,5 @@ def _in(environment: Mapping[str, str]) -> Iterator[None]:
 def start_seed() -> None:
     """Start the process that ranks are forked from, with what tests import already there."""
     _environment.update(os.environ)
-    warm_up(*_IMPORTS)  # a seed that other launches have displaced is started again
+    share_seed()
+    warm_up(*IMPORTS)  # a seed that other launches have displaced is started again

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from ranks import Ranks
+from simulated.environment import Simulated
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PARTS = 12  # of the whole table, each a test
 
@@ -31,10 +34,24 @@ def not_right(sets: Any, cases: Any) -> list[str]:
     return [f"{r.case.name} is {r.verdict}: {r.why}" for r in results if r.verdict != "right"]
 
 
-@pytest.mark.needs_compiler
+def trained(cases: list[Any], folder: Path) -> list[Any]:
+    """What ranks make of the cases, by number."""
+    from simulated_ranks import Request, run_cases
+
+    return run_cases(Request(cases, folder), lambda _: None)
+
+
 @pytest.mark.timeout(300)
-def test_the_telling_cases_are_right(sets: Any) -> None:
-    assert not not_right(sets, importlib.import_module("simulated_cases").quick_table())
+def test_the_telling_cases_are_right(sets: Any, ranks: Ranks, simulated: Simulated, tmp_path: Path) -> None:
+    cases = importlib.import_module("simulated_cases").quick_table()
+    references = list(dict.fromkeys(case.reference for case in cases))
+    assert len(cases) == 7
+    assert {case.ranks for case in cases} == {2}
+    assert not any(case.draws for case in cases), "the reference is the CPU"
+    expected = dict(zip(references, ranks(2, trained, references, tmp_path / "cpu", backend="shm")[0], strict=True))
+    found = simulated.ranks(2, trained, cases, tmp_path / "simulated")[0]
+    results = [sets.judged(case, outcome, expected[case.reference]) for case, outcome in zip(cases, found, strict=True)]
+    assert [f"{r.case.name}: {r.why}" for r in results if r.verdict != "right"] == []
 
 
 @pytest.mark.slow

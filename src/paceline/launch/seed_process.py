@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,11 +68,7 @@ def main() -> None:
         return
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)
-    if os.getppid() == launcher:
-        send(channel, {"unfit": _imported()})
-        order = _fork_on_order(channel, watch)
-        if order is not None:
-            _become(order, watch)
+    _serve(channel, launcher, watch, _imported)
 
 
 def split_off() -> None:
@@ -86,21 +83,21 @@ def split_off() -> None:
 def _copy(ours: socket.socket, channel: socket.socket) -> _Child:
     """Fork a seed that obeys what comes on `channel`."""
     launcher = os.getpid()
-    watch = os.pidfd_open(launcher)
-    if pid := os.fork():
-        os.close(watch)
-        return _Child(pid)
-    try:
+    if (pid := os.fork()) == 0:
         ours.close()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.setsid()
+        be_a_copy(channel, launcher)
+    return _Child(pid)
+
+
+def be_a_copy(channel: socket.socket, launcher: int) -> NoReturn:
+    """Be a seed that obeys what its parent, the launcher, sends on `channel`; in a fork of a seed."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        watch = os.pidfd_open(launcher)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _call_the_process("paceline seed")
-        if os.getppid() == launcher:
-            send(channel, {"unfit": _unfit()})
-            order = _fork_on_order(channel, watch)
-            if order is not None:
-                _become(order, watch)
+        _serve(channel, launcher, watch, _unfit)
     except BaseException:  # noqa: BLE001 - nothing of it is for the code that was forked
         traceback.print_exc()
     finally:
@@ -176,6 +173,18 @@ def _unfit() -> str | None:
     if device.is_started():
         return "something that is imported has started an accelerator, which no fork survives"
     return None
+
+
+def _serve(channel: socket.socket, launcher: int, watch: int, ready: Callable[[], str | None]) -> None:
+    """Tell the launcher whether ranks can be forked here, and fork on its orders.
+
+    Returns when the launcher is gone; and in ranks, when they have done their work.
+    """
+    if os.getppid() == launcher:
+        send(channel, {"unfit": ready()})
+        order = _fork_on_order(channel, watch)
+        if order is not None:
+            _become(order, watch)
 
 
 def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:

@@ -1,0 +1,243 @@
+"""Commands and seeds in real processes that need not import torch: forks of one that has, the template.
+
+An interpreter for the command `paceline` and one for the seed of its ranks take seconds to import what a fork has at
+once. What the template forks is a child of this process and leads a session. A command has the environment, the
+folder and the descriptors that it is given, as after an exec.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paceline.cluster.emulate.namespace import call_libc, enter
+from paceline.launch import seed as seeds
+from paceline.launch.seed import receive, send
+from paceline.rank_environment import RankEnvironment
+
+SEED = "seed"
+_IMPORTS = (
+    "ranks",
+    "paceline.cli",
+    "paceline.launch.host.emulated",
+    "paceline.launch.host.over_hosts",
+    "paceline.runner.train",
+    "paceline.report.run_view",
+)
+# What a command may have otherwise than the template: no import reads it.
+_AFTER_FORK = (
+    *("TMPDIR", "XDG_CACHE_HOME", "OMP_NUM_THREADS", "COLUMNS"),
+    *("AWS_", "OMPI_", "PACELINE_", "SLURM_"),
+    *RankEnvironment.names(),
+    *seeds._AFTER_FORK,
+)
+_CLONE_NEWNS = 0x00020000
+_SIMULATED = "PACELINE_SIMULATED"
+
+
+class Forked(subprocess.Popen[str]):
+    """A `Popen` of the command `paceline` whose process is forked from the template, instead of an interpreter.
+
+    The first argument may be `SEED` instead of the command; then its standard input is the socket of a seed.
+
+    Args:
+        network: path of the network namespace that it is in.
+        hidden: a folder that it finds empty.
+    """
+
+    def __init__(
+        self, args: Sequence[str], network: str | None = None, hidden: Path | None = None, **settings: Any
+    ) -> None:
+        self._places = {"network": network, "hidden": hidden and str(hidden)}
+        super().__init__(args, **settings)
+
+    def _execute_child(  # the one method of a Popen that makes the process
+        self, args: list[str], executable: Any, preexec: Any, close: Any, keep: Any, cwd: Any, env: Any, *more: Any
+    ) -> None:
+        pipes = more[3:9]  # for standard input, output and error: the ends to read and to write
+        theirs = [pipe if pipe >= 0 else own for own, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
+        order = {"arguments": args, "folder": str(cwd), "environment": dict(env), "parent": os.getpid()}
+        self.pid = _template().fork(order | self._places, theirs)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def can_be_forked(environment: Mapping[str, str]) -> bool:
+    """Whether a command with this environment is one that the template could have become by itself."""
+    ours = _template().environment
+    other = {name for name, _ in ours.items() ^ environment.items()}
+    return not any(name.startswith(_SIMULATED) or not name.startswith(_AFTER_FORK) for name in other)
+
+
+def share_seed() -> None:
+    """Have later ranks of this process forked from a seed that the template has forked, where it could have become it.
+
+    It is there at once, for the environment of now; a seed that was displaced by others comes back so.
+    """
+    variables = {**seeds.DEFAULTS, **os.environ}
+    wanted = seeds.made_for(variables)
+    there = any(seed.made_for == wanted and not seed.lost for seed in seeds._shared)
+    if not there and seeds.why_not() is None and can_be_forked(os.environ):
+        seeds.share(seeds.Seed(variables, _start_seed))
+
+
+def _start_seed(_: socket.socket, theirs: socket.socket) -> Forked:
+    return Forked([SEED], stdin=theirs, cwd="/", env=os.environ)
+
+
+def template_pids() -> list[int]:
+    """Process id of the template, once there is one. It stays as long as this process."""
+    return [_template().process.pid] if _template.cache_info().currsize else []
+
+
+class _Template:
+    """Handle on the template; it ends with this process."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(theirs.fileno())],
+                cwd="/",
+                env={**environment, **seeds._ONE_THREAD},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        atexit.register(self.process.kill)
+
+    def fork(self, order: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        """Process id of a new child of this process that carries out the order."""
+        send(self._channel, order, descriptors)
+        answer, _ = receive(self._channel)
+        assert answer is not None, "the template has ended"
+        return int(answer["pid"])
+
+
+_environment: dict[str, str] = {}
+
+
+def keep_environment() -> None:
+    """Have the template, which the first fork starts, get the environment of now."""
+    _environment.update(os.environ)
+
+
+@functools.cache
+def _template() -> _Template:
+    return _Template(_environment)
+
+
+# In the template
+
+
+def _serve(channel: socket.socket) -> None:
+    """Import, then fork on order, as long as the tests run. Returns in forks only, with nothing done."""
+    from paceline.launch import seed_process
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal, for the tests
+    unfit = seed_process._imported() or seed_process._import_more(_modules())
+    assert unfit is None, unfit
+    while True:
+        order, descriptors = receive(channel)
+        if order is None:
+            os._exit(0)
+        reader, writer = os.pipe()
+        if (parent := os.fork()) == 0:
+            # Its parent ends at once, so that the process which adopts orphans, that of the tests, becomes its parent.
+            if pid := os.fork():
+                os.write(writer, str(pid).encode())
+                os._exit(0)
+            for descriptor in (reader, writer, channel.detach()):
+                os.close(descriptor)
+            _be(**order, descriptors=descriptors)
+        os.waitpid(parent, 0)
+        send(channel, {"pid": int(os.read(reader, 20))})
+        for descriptor in (reader, writer, *descriptors):
+            os.close(descriptor)
+
+
+def _modules() -> list[str]:
+    from ranks import IMPORTS
+
+    return [*_IMPORTS, *IMPORTS]
+
+
+def _be(
+    arguments: list[str],
+    folder: str,
+    environment: dict[str, str],
+    parent: int,
+    network: str | None,
+    hidden: str | None,
+    descriptors: list[int],
+) -> NoReturn:
+    """Be the command, or the seed of a parent process, to the end of this process."""
+    from paceline.launch import seed_process
+
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if arguments == [SEED]:
+            channel, *others = descriptors
+            for descriptor in others:
+                os.close(descriptor)
+            seed_process.be_a_copy(socket.socket(fileno=channel), parent)
+        _enter(network, hidden)
+        for standard, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, standard)
+            os.close(descriptor)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process
+        sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        tempfile.tempdir = None
+        importlib.invalidate_caches()
+        sys.argv[:] = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        if seeds.why_not() is None:
+            seed_process.split_off()  # before anything here starts a thread
+        seed_process._call_the_process("paceline command")
+        from paceline.cli import main
+
+        main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001 - as an interpreter shows it
+        sys.excepthook(*sys.exc_info())
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _enter(network: str | None, hidden: str | None) -> None:
+    """Move this process into a network, and put an empty folder in the place of one for it alone."""
+    if network:
+        enter(network)
+    if hidden:
+        call_libc("unshare", _CLONE_NEWNS)
+        for words in (("--make-rprivate", "/"), ("-t", "tmpfs", "none", hidden)):
+            subprocess.run(["mount", *words], check=True)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
