@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -157,9 +158,12 @@ def _serve(channel: socket.socket) -> None:
         reader, writer = os.pipe()
         if (parent := os.fork()) == 0:
             # Its parent ends at once, so that the process which adopts orphans, that of the tests, becomes its parent.
+            between = os.getpid()
             if pid := os.fork():
                 os.write(writer, str(pid).encode())
                 os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.001)
             for descriptor in (reader, writer, channel.detach()):
                 os.close(descriptor)
             _be(**order, descriptors=descriptors)
