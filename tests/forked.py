@@ -95,7 +95,7 @@ def share_seed() -> None:
 
 
 def _start_seed(_: socket.socket, theirs: socket.socket) -> Forked:
-    return Forked([SEED], stdin=theirs, cwd="/", env=os.environ)
+    return Forked([SEED], stdin=theirs, cwd=os.getcwd(), env=os.environ)
 
 
 def template_pids() -> list[int]:
@@ -195,6 +195,8 @@ def _be(
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.chdir(folder)
+        sys.path.insert(0, folder)  # as in a seed that is an interpreter
         if arguments == [SEED]:
             channel, *others = descriptors
             for descriptor in others:
@@ -206,16 +208,15 @@ def _be(
             os.close(descriptor)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process
         sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-        os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
         tempfile.tempdir = None
         importlib.invalidate_caches()
         sys.argv[:] = arguments
-        sys.path.insert(0, str(Path(arguments[0]).parent))
         if seeds.why_not() is None:
             seed_process.split_off()  # before anything here starts a thread
         seed_process._call_the_process("paceline command")
+        sys.path[0] = str(Path(arguments[0]).parent)
         from paceline.cli import main
 
         main()
