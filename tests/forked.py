@@ -51,7 +51,7 @@ _SIMULATED = "PACELINE_SIMULATED"
 class Forked(subprocess.Popen[str]):
     """A `Popen` of the command `paceline` whose process is forked from the template, instead of an interpreter.
 
-    The first argument may be `SEED` instead of the command; then its standard input is the socket of a seed.
+    Its arguments may be `-c` and code instead, as of an interpreter, or `SEED`: then the standard input is its socket.
 
     Args:
         network: path of the network namespace that it is in.
@@ -69,10 +69,22 @@ class Forked(subprocess.Popen[str]):
     ) -> None:
         pipes = more[3:9]  # for standard input, output and error: the ends to read and to write
         theirs = [pipe if pipe >= 0 else own for own, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
-        order = {"arguments": args, "folder": str(cwd), "environment": dict(env), "parent": os.getpid()}
+        order = {"arguments": args, "folder": str(cwd or os.getcwd()), "environment": dict(env), "parent": os.getpid()}
         self.pid = _template().fork(order | self._places, theirs)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def python(code: str, environment: Mapping[str, str] = {}, **settings: Any) -> subprocess.Popen[str]:
+    """A process that runs this code with these variables besides those of now; forked from the template, if it can be.
+
+    Args:
+        settings: of a `Popen`.
+    """
+    settings |= {"env": {**os.environ, "OMP_NUM_THREADS": "1", **environment}, "text": True}
+    if can_be_forked(settings["env"]):
+        return Forked(["-c", code], **settings)
+    return subprocess.Popen([sys.executable, "-c", code], **settings)
 
 
 def can_be_forked(environment: Mapping[str, str]) -> bool:
@@ -216,10 +228,14 @@ def _be(
         if seeds.why_not() is None:
             seed_process.split_off()  # before anything here starts a thread
         seed_process._call_the_process("paceline command")
-        sys.path[0] = str(Path(arguments[0]).parent)
-        from paceline.cli import main
+        if arguments[0] == "-c":
+            sys.path[0] = ""
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.path[0] = str(Path(arguments[0]).parent)
+            from paceline.cli import main
 
-        main()
+            main()
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from commands import ended, events, in_a_process, losses, paceline, started, write_job
-from small_jobs import small_job, train_here
+from commands import events, in_a_process, losses, paceline, write_job
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "extend"
@@ -62,16 +61,60 @@ TRAINED = (
     "dp=2 compress=topk:0.5+exponent",
     "fsdp=2 transport=loopback",
 )
+TRAIN = f"import paceline\nfor plan in {TRAINED}: paceline.train('job.yaml', plan=plan, run=plan)"
+# Pieces of code, each of which a process with the examples runs, whatever its exit.
+ALL_IN_ONE = """
+import contextlib, io, json, sys
+import paceline.training.loop  # before the first piece forks
+for name, code in json.load(open("pieces.json")).items():
+    print(name, "begins", file=sys.stderr)
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        exec(code, {"__name__": name})
+    print(json.dumps([name, said.getvalue().splitlines()]))
+"""
 
 
 @pytest.fixture(scope="module")
-def runs(installed: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of every plan, named by it; all are trained by one process that sees the examples."""
-    folder = tmp_path_factory.mktemp("runs")
-    job = write_job(folder / "job.yaml", global_batch=18)  # the last batch of an epoch is smaller, so shares differ
-    train = f"import paceline\nfor plan in {TRAINED}: paceline.train({str(job)!r}, plan=plan, run=plan)"
-    loaded(train, installed, folder)
-    return folder
+def seen(installed: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+    """A folder in which one process that sees the examples has done everything, and what it printed by piece.
+
+    Runs are named by their plans; `by_engine` is that of two processes of an engine.
+    """
+    folder = tmp_path_factory.mktemp("seen")
+    write_job(folder / "job.yaml", global_batch=18)  # the last batch of an epoch is smaller, so shares differ
+    # a description of sizes: its plan needs no torch
+    sizes = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
+    write_job(folder / "sizes.yaml", model={"transformer": sizes})
+    pieces = {
+        "engine": ENGINE.format(port=free_port()),
+        "train": TRAIN,
+        "refused": REFUSED,
+        "device": COMMAND.format(arguments=["plan", "sizes.yaml", "--cluster", "2x8xH20"]),
+        "tracker": LOOP,
+        "panel": COMMAND.format(arguments=["report", "dp=2"]),
+    }
+    (folder / "pieces.json").write_text(json.dumps(pieces))
+    return folder, dict(json.loads(line) for line in loaded(ALL_IN_ONE, installed, folder))
+
+
+@pytest.fixture
+def runs(seen: tuple[Path, dict[str, list[str]]]) -> Path:
+    """The folder with its runs."""
+    return seen[0]
+
+
+@pytest.fixture
+def said(seen: tuple[Path, dict[str, list[str]]]) -> dict[str, list[str]]:
+    """What each piece printed."""
+    return seen[1]
+
+
+COMMAND = """
+import sys
+from paceline.cli import main
+sys.argv = ["paceline", *{arguments}]
+main()
+"""
 
 
 def free_port() -> int:
@@ -114,10 +157,9 @@ def test_without_its_package_a_rule_is_unknown_and_the_known_ones_are_named(tmp_
 
 
 def test_an_argument_that_the_rule_does_not_take_is_an_error_that_says_what_it_takes(
-    installed: str, tmp_path: Path
+    said: dict[str, list[str]],
 ) -> None:
-    write_job(tmp_path / "job.yaml")
-    argument, codec, transport = loaded(REFUSED, installed, tmp_path)
+    argument, codec, transport = said["refused"]
     assert 'sync=majority:3: majority is the size of every step, above 0 and at most 1, not "3"' in argument
     assert "compresses what is sent, but sync=majority sends by itself" in codec
     assert 'transport is auto or shm or gloo or tcp or loopback, not "loop"' in transport
@@ -216,34 +258,39 @@ def test_a_transport_from_a_package_is_measured_and_planned_with(installed: str,
 # A launch engine
 
 
-def test_processes_of_an_engine_from_a_package_train_as_its_ranks(installed: str, tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.yaml", global_batch=18)
-    arguments = ("paceline", "train", job, "--run", "run")
-    port = str(free_port())
-    with ExitStack() as stack:
-        ranks = []
-        for rank in ("0", "1"):
-            names = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
-            mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
-            environment = {**mpi, "MASTER_PORT": port, "PYTHONPATH": installed}
-            ranks.append(stack.enter_context(started(*arguments, folder=tmp_path, environment=environment)))
-        for outcome in [ended(rank) for rank in ranks]:
-            assert outcome.code == 0, outcome.err
-    assert events(tmp_path / "run", "start")[0]["plan"] == "dp=2"
-    assert len(losses(tmp_path / "run")) == 6
+ENGINE = """
+import os, sys
+children = []
+for rank in "01":
+    if (child := os.fork()) == 0:
+        own = {{"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}}
+        os.environ.update({{f"OMPI_COMM_WORLD_{{name}}": value for name, value in own.items()}}, MASTER_PORT="{port}")
+        sys.argv = ["paceline", "train", "job.yaml", "--run", "by_engine"]
+        from paceline.cli import main
+        try:
+            main()
+        except BaseException as ended:
+            print(repr(ended), file=sys.stderr)
+        finally:
+            os._exit(0)
+    children.append(child)
+for child in children:
+    os.waitpid(child, 0)
+"""
+
+
+def test_processes_of_an_engine_from_a_package_train_as_its_ranks(runs: Path) -> None:
+    assert events(runs / "by_engine", "start")[0]["plan"] == "dp=2"
+    assert losses(runs / "by_engine") == pytest.approx(losses(runs / "dp=2"), rel=1e-5)
+    assert len(events(runs / "by_engine", "end")) == 1
 
 
 # A device
 
 
-def test_a_plan_is_made_for_a_device_from_a_package(installed: str, tmp_path: Path) -> None:
-    # a description of sizes: its plan needs no torch
-    sizes = {"layers": 2, "hidden": 64, "heads": 2, "seq": 64, "vocab": 256}
-    job = write_job(tmp_path / "job.yaml", model={"transformer": sizes})
-    shown = in_a_process("plan", job, "--cluster", "2x8xH20", folder=tmp_path, PYTHONPATH=installed)
-    assert shown.code == 0, shown.err
-    assert shown.says("H20")
-    unknown = paceline("plan", job, "--cluster", "2x8xH20", folder=tmp_path)
+def test_a_plan_is_made_for_a_device_from_a_package(runs: Path, said: dict[str, list[str]]) -> None:
+    assert "H20" in "".join(said["device"])
+    unknown = paceline("plan", "sizes.yaml", "--cluster", "2x8xH20", folder=runs)
     assert '"H20" is not in the catalogue of hardware. The nearest there: H200' in unknown.error
 
 
@@ -267,14 +314,11 @@ for name, settings in (("csv", {"path": "x"}), ("cvs", {})):
 """  # noqa: E501
 
 
-def test_a_tracker_from_a_package_logs_every_step(
-    installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    wrong, unknown = loaded(LOOP, installed)
+def test_a_tracker_from_a_package_logs_every_step(runs: Path, said: dict[str, list[str]]) -> None:
+    wrong, unknown = said["tracker"]
     assert wrong.startswith('tracker "csv" cannot be made:')
     assert unknown == 'unknown tracker "cvs". Did you mean "csv"?'
-    header, *lines = Path("steps.csv").read_text().splitlines()
+    header, *lines = (runs / "steps.csv").read_text().splitlines()
     assert header == "step,loss,grad_norm"
     assert [line.split(",")[0] for line in lines] == ["1", "2", "3"]
 
@@ -282,11 +326,8 @@ def test_a_tracker_from_a_package_logs_every_step(
 # A report panel
 
 
-def test_a_panel_from_a_package_is_on_the_page_of_a_run(installed: str, tmp_path: Path) -> None:
-    train_here(tmp_path / "run", small_job())
-    shown = in_a_process("report", "run", folder=tmp_path, PYTHONPATH=installed)
-    assert shown.code == 0, shown.err
-    assert "<h2>Gradient norm</h2>" in (tmp_path / "run" / "report.html").read_text()
+def test_a_panel_from_a_package_is_on_the_page_of_a_run(runs: Path) -> None:
+    assert "<h2>Gradient norm</h2>" in (runs / "dp=2" / "report.html").read_text()
 
 
 # Any

@@ -24,6 +24,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forked import python
 from paceline.errors import CheckpointError
 from paceline.training.checkpoint.reader import load, load_latest
 from paceline.training.checkpoint.shard_assignment import MeshCoordinate
@@ -67,10 +68,11 @@ def loaded_value(folder: Path, reports: list[str] | None = None) -> float:
 
 def script(*arguments: object) -> subprocess.CompletedProcess[str]:
     """This file in a process of its own; what it does is named by the first argument."""
-    command = [sys.executable, __file__, *map(str, arguments)]
-    modules = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    words = [__file__, *map(str, arguments)]
+    code = f"import runpy, sys; sys.argv = {words!r}; runpy.run_path({__file__!r}, run_name='__main__')"
+    with python(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        out, err = process.communicate(timeout=100)
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 # A crash while writing

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from forked import python
 from paceline.errors import LaunchError
 from paceline.launch import membership
 from paceline.launch.failure import state_of
@@ -59,8 +60,8 @@ def launcher(
     """A process that launches two ranks of the function, once both have said that they are ready."""
     call = f"launch([{f'{WHAT}:{what}'!r}, {str(folder)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60)"
     code = LAUNCHER.format(call=call)
-    environment = {**os.environ, "TMPDIR": str(folder), "PACELINE_FORK": str(int(fork))}
-    with subprocess.Popen([sys.executable, "-c", code], stderr=stderr, text=True, env=environment) as process:
+    environment = {"TMPDIR": str(folder), "PACELINE_FORK": str(int(fork))}
+    with python(code, environment, stderr=stderr) as process:
         try:
             wait_until(lambda: all((folder / f"ready-{rank}").exists() for rank in range(2)))
             yield process

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ import psutil
 import pytest
 
 from commands import checkpoints, ended, events, losses, paceline, processes_of, started, wait_for_step, write_job
+from forked import python
 from paceline.cluster.cluster import Cluster, Emulate
 from paceline.cluster.emulate.hosts import LinkBytes
 from paceline.errors import LaunchError
@@ -76,6 +75,7 @@ def test_ranks_whose_launcher_is_killed_save_while_their_network_is_still_there(
     keeper: str, cpu: float | None, tmp_path: Path
 ) -> None:
     code = f"""
+from forked import python
 from paceline.cluster.cluster import Cluster, Emulate
 from paceline.launch.local import launch
 from paceline.launch.place import places_on
@@ -83,8 +83,7 @@ with places_on(Cluster(emulate=Emulate(hosts=2, cpu={cpu})), 2) as places:
     launch([{f"{WHAT}:meet_after_sigterm"!r}, {str(tmp_path)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60, places=places)
 """  # noqa: E501
     until = time.monotonic() + 60
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, text=True) as process:
+    with python(code, {"TMPDIR": str(tmp_path)}) as process:
         try:
             while len(list(tmp_path.glob("ready-*"))) < 2:
                 assert time.monotonic() < until, "waited in vain"
