@@ -86,14 +86,14 @@ def are_gone(folder: Path) -> bool:
 
 
 def test_every_rank_finds_its_place_its_threads_and_the_rendezvous_in_its_environment(tmp_path: Path) -> None:
-    assert run("tell", tmp_path, ranks=3, threads=5, env={"EXTRA": "yes"}) == Launched(attempts=1, stopped_by=None)
+    assert run("tell", tmp_path, ranks=3, threads=5, env={"PACELINE_DEVICE": "cpu"}) == Launched(attempts=1, stopped_by=None)
     told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(3)]
     for rank, environment in enumerate(t["environment"] for t in told):
         assert (environment["RANK"], environment["LOCAL_RANK"]) == (str(rank), str(rank))
         assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("3", "3")
         assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("5", "5")
         assert environment["MASTER_ADDR"] == "127.0.0.1"
-        assert environment["EXTRA"] == "yes"
+        assert environment["PACELINE_DEVICE"] == "cpu"
         assert environment["MASTER_PORT"] == "0", "no port is opened"
     assert len({t["environment"]["PACELINE_STORE"] for t in told}) == 1
 
