@@ -86,7 +86,9 @@ def are_gone(folder: Path) -> bool:
 
 
 def test_every_rank_finds_its_place_its_threads_and_the_rendezvous_in_its_environment(tmp_path: Path) -> None:
-    assert run("tell", tmp_path, ranks=3, threads=5, env={"PACELINE_DEVICE": "cpu"}) == Launched(attempts=1, stopped_by=None)
+    assert run("tell", tmp_path, ranks=3, threads=5, env={"PACELINE_DEVICE": "cpu"}) == Launched(
+        attempts=1, stopped_by=None
+    )
     told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(3)]
     for rank, environment in enumerate(t["environment"] for t in told):
         assert (environment["RANK"], environment["LOCAL_RANK"]) == (str(rank), str(rank))

@@ -91,7 +91,7 @@ def _copy(ours: socket.socket, channel: socket.socket) -> _Child:
 
 
 def be_a_copy(channel: socket.socket, launcher: int) -> NoReturn:
-    """Be a seed that obeys what its parent, the launcher, sends on `channel`; in a fork of a seed."""
+    """Be a seed that obeys its parent, the launcher; in a fork of a seed."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         watch = os.pidfd_open(launcher)
