@@ -43,7 +43,10 @@ def test_a_lost_host_is_waited_for_and_its_parts_come_back_from_the_memory_of_th
         host_process(process).kill()
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
-    assert outcome.says("host host-1 (number 1), which had ranks 2, 3, is lost", "It may come back.")
+    assert outcome.says(
+        "host host-1 (number 1), which had ranks 2, 3, is lost",
+        "the others wait for it, 300 s at most. It is started again.",
+    )
     assert outcome.says("going on from step ", "kept in memory", "rank 3 is back")
     assert not events(run, "resume"), "nothing was read from the disk"
     assert not events(run, "restart"), "the other ranks kept their processes"
@@ -59,7 +62,9 @@ def test_a_host_that_may_not_come_back_ends_the_run_and_is_named(tmp_path: Path)
         host_process(process).kill()
         outcome = ended(process)
     assert outcome.code == 1
-    assert outcome.says("It is left out.", "host host-1 (number 1), which had ranks 2, 3, is lost")
+    assert outcome.says(
+        "the run cannot go on without it. It is left out: ", "host host-1 (number 1), which had ranks 2, 3, is lost"
+    )
     assert max(losses(run)) < STEPS
 
 

@@ -281,7 +281,8 @@ class Attempt:
             if late.status.rank in members
         ]
         if self.remote and (lost := self.remote.lost):
-            return LaunchFailure(f"{lost}; the ranks were stopped.", 0)
+            then = " --resume goes on from what was saved." if self.setting.saves else ""
+            return LaunchFailure(f"{lost}; the ranks were stopped.{then}", 0)
         kills = oom_kills()
         failure = root_cause(ends, None if kills is None or self._oom_kills is None else kills - self._oom_kills)
         if self.remote and (silent := self.remote.silent):

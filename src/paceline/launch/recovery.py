@@ -16,11 +16,13 @@ from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.launch.failure import hang, killed, shortened
 from paceline.launch.host.hosts import WAIT, hosts_wait_s
+from paceline.launch.host.link import AbsentLink
 from paceline.launch.host.messages import Past
 from paceline.launch.host.remote import RemoteRank, RemoteRanks
 from paceline.launch.membership import MOST_LOSSES, Membership
 from paceline.launch.scaling import Scaling
 from paceline.training.recovery.member import announce
+from paceline.units import count
 
 if TYPE_CHECKING:
     from paceline.launch.attempt import Attempt
@@ -183,11 +185,12 @@ class Recovery:
             return None
         assert self.attempt.remote is not None
         hosts = self.attempt.remote.hosts
-        lost = ", ".join(link.who for link in hosts.links if link.lost is not None)
+        came = [link for link in hosts.links if not isinstance(link, AbsentLink)]
+        lost = ", ".join(link.who for link in came if link.lost is not None)
         return (
-            f"{hosts.there} of at least {hosts.least} hosts are left, and {lost} did not come back within "
-            f"{hosts_wait_s():g} s ({WAIT}), or was lost too often: the ranks were stopped. Go on with --resume, with "
-            f"{hosts.least} hosts or a smaller least (--hosts {hosts.there}..{len(hosts.links) + 1})."
+            f"{count(hosts.there, 'host')} left, and this run goes on with {hosts.least} at least: {lost} did not come "
+            f"back within {hosts_wait_s():g} s ({WAIT}), or was lost too often; the ranks were stopped. Go on with "
+            f"--resume and {hosts.least} hosts, or a smaller least (--hosts {hosts.there}..{len(hosts.links) + 1})."
         )
 
     def _end_stopped(self) -> None:
@@ -238,7 +241,8 @@ class Recovery:
             assert attempt.remote is not None
             again_there = attempt.remote.expect(link.number, again=bool(away & again))
             self.membership.away |= away & again if again_there else set()
-            waits_s = None if self.members or not again_there else hosts_wait_s()
+            goes_on = self.members or not (again_there or self.membership.hopeless)
+            waits_s = None if goes_on else hosts_wait_s() if again_there else 0.0
             returns = attempt.remote.hosts.returns
             told = {"ranks": numbers, "reason": why, "again": again_there, "waits_s": waits_s}
             told["revived"] = again_there and returns is not None and returns.revives

@@ -191,6 +191,25 @@ def test_an_earlier_attempt_is_not_shown_again(tmp_path: Path) -> None:
     assert "validation" not in watched.screen.getvalue()
 
 
+def test_while_no_step_is_taken_no_line_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "LINE_EVERY_S", 0.0)
+    watched = Watched(tmp_path, terminal=False)
+    with watched.progress as live:
+        watched.write(record(1))
+        live.tick()
+        live.tick()
+    watched.close()
+    assert watched.screen.getvalue().count("step 1") == 1
+
+
+def test_lines_that_a_full_disk_did_not_take_are_told_once_by_their_rank(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, terminal=False)
+    with watched.progress:
+        watched.events.event("lines_lost", {"file": "steps/rank-0.jsonl", "lines": 2})
+    watched.close()
+    assert watched.screen.getvalue() == ""
+
+
 def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     tail = NewLines(path)

@@ -35,7 +35,8 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], 
 def replace_attention(module: nn.Module, attend: Callable[..., Tensor]) -> Callable[[], None]:
     """Make `attend` a module's attention; returns a function that undoes this.
 
-    It holds in recomputation and compiled code, too. It is called as `F.scaled_dot_product_attention`; its keywords beyond those are `scale` and `enable_gqa`.
+    It holds in recomputation and compiled code, too. It is called as `F.scaled_dot_product_attention`; its keywords
+    beyond those are `scale` and `enable_gqa`.
     """
     mode = _OwnAttention(attend)
 

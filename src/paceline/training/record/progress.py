@@ -34,7 +34,6 @@ TROUBLE = (
     "checkpoint_damaged",
     "checkpoint_failed",
     "corruption",
-    "lines_lost",
     "nonfinite",
     "recut",
     "restart",
@@ -123,7 +122,7 @@ class PlainProgress:
     def event(self, event: dict[str, Any]) -> None:
         """Print an event that matters to a person."""
         self.recent.told(event)
-        if sentence := event_sentence(event):
+        if sentence := _shown(event):
             print(printable(sentence), file=sys.stderr, flush=True)
 
 
@@ -139,7 +138,7 @@ class LiveProgress:
         self.steps = NewLines(run / "steps" / "rank-0.jsonl")
         self.events = NewLines(run / "events.jsonl")
         self.recent = RecentSteps(None)
-        self._printed_at = time.monotonic()
+        self._printed_at, self._printed_step = time.monotonic(), 0
         self._live = Progress(
             BarColumn(bar_width=10),
             TextColumn("{task.description}", markup=False),
@@ -176,19 +175,24 @@ class LiveProgress:
                 total=self.recent.total_steps,
             )
             self._live.refresh()
-        elif self.recent.steps and time.monotonic() - self._printed_at >= LINE_EVERY_S:
-            self._printed_at = time.monotonic()
+        elif self.recent.step != self._printed_step and time.monotonic() - self._printed_at >= LINE_EVERY_S:
+            self._printed_at, self._printed_step = time.monotonic(), self.recent.step
             self.console.print(self.recent.sentence(), highlight=False)
 
     def _event(self, event: dict[str, Any]) -> None:
         self.recent.told(event)
-        if sentence := event_sentence(event):
+        if sentence := _shown(event):
             self.console.print(
                 printable(sentence),
                 style="yellow" if event["event"] in TROUBLE else None,
                 highlight=False,
                 markup=False,
             )
+
+
+def _shown(event: dict[str, Any]) -> str | None:
+    """Text of an event on screen, where nothing else says it."""
+    return None if event["event"] == "lines_lost" else event_sentence(event)  # the file's rank says so itself
 
 
 class NewLines:
@@ -218,7 +222,7 @@ class NewLines:
 
 
 def event_sentence(event: dict[str, Any]) -> str | None:
-    """The text shown for an event; None for events that are not shown.
+    """Text for an event; None for events without one.
 
     Example: `step 120: validation loss 0.1021, accuracy 0.9722`.
     """
@@ -284,7 +288,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return f"{event['reason']}; {others}. {then}{stack}"
         case "host_lost":
             waits_s = event.get("waits_s")
-            others = "the others go on" if waits_s is None else f"the others wait for it, {waits_s:g} s at most"
+            waits = f"the others wait for it, {waits_s:g} s at most" if waits_s else "the run cannot go on without it"
+            others = "the others go on" if waits_s is None else waits
             back = "It is started again." if event.get("revived") else "Start the same command there to have it back."
             return f"{event['reason']}; {others}. {back if event['again'] else LEFT_OUT}"
         case "host_back":
