@@ -221,6 +221,14 @@ def read_text(path: Path, limit: int = TEXT_LIMIT) -> str:
     return content.decode()
 
 
+def kernel_text(path: Path) -> str:
+    """Stripped text of a file of the kernel; empty where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 def whole_lines(path: Path, limit: int = LINES_LIMIT) -> Iterator[bytes]:
     """The lines of a regular file, cut at `LINE_LIMIT`.
 

@@ -18,6 +18,7 @@ from paceline.cluster.emulate.cgroup import cpu_quota, memory_limit_bytes
 from paceline.cluster.gpus import Gpus, find_gpus
 from paceline.device import DEVICE_VARIABLE, VISIBLE
 from paceline.errors import ClusterError
+from paceline.files import kernel_text
 from paceline.launch_engine.variables import HOST_DEVICES
 
 _PACKAGES = ("paceline", "torch", "numpy")
@@ -89,9 +90,9 @@ def cores_by_physical(cores: Iterable[int], root: Path = Path("/")) -> tuple[tup
     while usable:
         first = min(usable)
         topology = root / f"sys/devices/system/cpu/cpu{first}/topology"
-        siblings = (_core_list(_read(topology / "thread_siblings_list")) | {first}) & usable
+        siblings = (_core_list(kernel_text(topology / "thread_siblings_list")) | {first}) & usable
         usable -= siblings
-        socket_id = _read(topology / "physical_package_id")
+        socket_id = kernel_text(topology / "physical_package_id")
         groups.append((int(socket_id) if socket_id.isdecimal() else 0, tuple(sorted(siblings))))
     return tuple(group for _, group in sorted(groups))
 
@@ -132,7 +133,7 @@ def _with_devices(host: Host, number: str | None) -> Host:
 def _cpu() -> tuple[str, bool | None]:
     """The processor's name and bf16 support, from the first core's paragraph of /proc/cpuinfo."""
     facts = {}
-    for line in _read(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines():
+    for line in kernel_text(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines():
         key, _, value = line.partition(":")
         facts[key.strip()] = value.strip()
     flags = facts.get("flags", facts.get("Features", "")).split()
@@ -184,13 +185,6 @@ def _git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
 
 
 def hosts_of(emulate: Emulate) -> tuple[Host, ...]:

@@ -20,6 +20,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
 from paceline.comm.agree import greatest
 from paceline.comm.measure.collectives import measure_collectives
+from paceline.comm.measure.speed import repeats_within
 from paceline.engine.calls import prepared
 from paceline.engine.engine import Engine
 from paceline.engine.meter import BUBBLE, COMPUTE, DATA, OPTIMIZER
@@ -155,7 +156,7 @@ class RankCalibration:
         held = self._memory()
         with passes.under(precision, remat):
             first_s = passes.take(samples) if takes_part else 0.0
-            count = _count(self._greatest(passes.take(samples) if takes_part else first_s), _PASS_S, _PASSES)
+            count = repeats_within(self._greatest(passes.take(samples) if takes_part else first_s), _PASS_S, _PASSES)
             passes.timer.clear()
             for _ in range(count if takes_part else 0):
                 passes.take(samples)
@@ -267,7 +268,7 @@ class RankCalibration:
         engine.meter.restart()
         for _ in range(2):
             step_s = sum(next(steps_of))
-        count = _count(greatest(group, step_s), _STEP_S, _STEPS)
+        count = repeats_within(greatest(group, step_s), _STEP_S, _STEPS)
         steps = [next(steps_of) for _ in range(count)]
         steps_of.close()
         of_all = [statistics.median(values) for values in zip(*steps, strict=True)]
@@ -383,10 +384,6 @@ def _quiet(job: Job, global_batch: int) -> Job:
         "checkpoint": CheckpointSpec(every_seconds=1e9),
     }
     return job.model_copy(update={**ends, "global_batch": global_batch})
-
-
-def _count(one_s: float, budget_s: float, limits: tuple[int, int]) -> int:
-    return min(max(limits[0], int(budget_s / max(one_s, 1e-6))), limits[1])
 
 
 def _mean(group: Group, values: list[float]) -> list[float]:

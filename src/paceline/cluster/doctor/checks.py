@@ -23,6 +23,7 @@ from paceline.cluster.doctor.energy import Energy, cpu_energy, gpu_energy
 from paceline.cluster.doctor.probe import cache_bytes
 from paceline.cluster.emulate.cgroup import cpu_quota
 from paceline.device import DEVICE_VARIABLE, VISIBLE
+from paceline.files import kernel_text
 from paceline.units import size
 
 _ROOT = Path("/")
@@ -81,7 +82,8 @@ def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Findin
     advice = "keep it on a network of the run's own: docs/network.md has WireGuard and a NetworkPolicy, complete"
     named = [name.lstrip("=") for key in _INTERFACES for name in variables.get(key, "").split(",")]
     interfaces = list(dict.fromkeys(name for name in named if name and name != "lo"))
-    inside = [name for name in interfaces if "DEVTYPE=wireguard" in _read(root / "sys/class/net" / name / "uevent")]
+    devices = root / "sys/class/net"
+    inside = [name for name in interfaces if "DEVTYPE=wireguard" in kernel_text(devices / name / "uevent")]
     if interfaces:
         over = f"between hosts over {', '.join(interfaces)}"
         if inside == interfaces:
@@ -161,7 +163,7 @@ def _cores(host: Host, root: Path) -> Finding:
 
 def _clock(root: Path) -> Finding:
     folder = root / "sys/devices/system/cpu/cpu0/cpufreq"
-    governor, driver = _read(folder / "scaling_governor"), _read(folder / "scaling_driver")
+    governor, driver = kernel_text(folder / "scaling_governor"), kernel_text(folder / "scaling_driver")
     if not governor:
         return Finding("ok", "clock", "the frequency governor is not visible, as in most virtual machines")
     if governor == "powersave" and driver not in _OWN_CLOCK:
@@ -191,8 +193,8 @@ def _gpus(host: Host, driver: str | None, root: Path) -> Iterator[Finding]:
         yield Finding("ok", name, f"{about}; {ways or 'links unknown'}")
     if host.gpus:
         return
-    devices = [d for d in root.glob("sys/bus/pci/devices/*") if _read(d / "vendor") == _NVIDIA]
-    on_bus = [d for d in devices if _read(d / "class").startswith("0x03")]
+    devices = [d for d in root.glob("sys/bus/pci/devices/*") if kernel_text(d / "vendor") == _NVIDIA]
+    on_bus = [d for d in devices if kernel_text(d / "class").startswith("0x03")]
     if on_bus and not any(name in os.environ for name in (DEVICE_VARIABLE, *VISIBLE)):
         advice = "install the NVIDIA driver (in a container: start it with --gpus all)"
         yield Finding("note", "GPU", f"{len(on_bus)} of NVIDIA on the bus, but none that the driver shows", advice)
@@ -313,7 +315,7 @@ def _processes() -> dict[int, tuple[str, float]]:
 
 
 def _cpu_flags(root: Path) -> set[str]:
-    for line in _read(root / "proc/cpuinfo").splitlines():
+    for line in kernel_text(root / "proc/cpuinfo").splitlines():
         if line.startswith(("flags", "Features")):
             return set(line.partition(":")[2].split())
     return set()
@@ -321,10 +323,3 @@ def _cpu_flags(root: Path) -> set[str]:
 
 def _gbps(bandwidth: float | None) -> str:
     return f"{bandwidth:g} Gbit/s" if bandwidth else ""
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.errors import ClusterError
+from paceline.files import kernel_text
 
 # short beside a step, so that a share of a core is a slower core rather than one that stops now and then
 _PERIOD_US = 20_000
@@ -34,10 +35,8 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
     Version 1 states a number beyond any machine's where there is none.
     """
     names = ("memory.max", "memory.limit_in_bytes")
-    limits = [
-        int(text) for folder in _folders(root, "memory") for name in names if (text := _read(folder / name)).isdecimal()
-    ]
-    return min(limits, default=None)
+    texts = [kernel_text(folder / name) for folder in _folders(root, "memory") for name in names]
+    return min((int(text) for text in texts if text.isdecimal()), default=None)
 
 
 def place_of_group(name: str, root: Path = Path("/")) -> Path:
@@ -128,7 +127,7 @@ def make_group(folder: Path, cores: float) -> Path:
 
 def processes_of(folder: Path) -> set[int]:
     """The numbers of the processes in a control group."""
-    return set(map(int, _read(folder / "cgroup.procs").split()))
+    return set(map(int, kernel_text(folder / "cgroup.procs").split()))
 
 
 def enter_group(folder: Path) -> None:
@@ -148,7 +147,7 @@ def _limits_children(folder: Path) -> bool:
 
     Always in version 1; in version 2 if the group delegates the controller.
     """
-    return (folder / "cpu.cfs_quota_us").exists() or "cpu" in _read(folder / "cgroup.subtree_control").split()
+    return (folder / "cpu.cfs_quota_us").exists() or "cpu" in kernel_text(folder / "cgroup.subtree_control").split()
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
@@ -156,7 +155,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
 
     A group that the container cannot see is skipped; its mount point is then the group.
     """
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in kernel_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             mounts = ["", "unified"]  # version 2, alone or beside version 1
@@ -171,17 +170,10 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _quota_v2(folder: Path) -> float | None:
-    quota, _, period = _read(folder / "cpu.max").partition(" ")
+    quota, _, period = kernel_text(folder / "cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdecimal() else None
 
 
 def _quota_v1(folder: Path) -> float | None:
-    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    quota, period = kernel_text(folder / "cpu.cfs_quota_us"), kernel_text(folder / "cpu.cfs_period_us")
     return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # a quota of -1 is none
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
