@@ -33,11 +33,13 @@ def variables(number: int, count: int, address: str, key: Path) -> dict[str, str
 
 
 class HostProcesses(list[subprocess.Popen[str]]):
-    """Host processes by number."""
+    """Host processes by number, and the variables that each was started with."""
 
-    def __init__(self, start: Callable[[int], subprocess.Popen[str]], count: int) -> None:
+    def __init__(
+        self, start: Callable[[int], subprocess.Popen[str]], count: int, environments: dict[int, dict[str, str]]
+    ) -> None:
         super().__init__(map(start, range(count)))
-        self._start = start
+        self._start, self.environments = start, environments
 
     def start_again(self, number: int) -> None:
         """Start one with the same command, in the place of the one before."""
@@ -61,6 +63,7 @@ def host_processes(
         later: so many more may come.
     """
     address, key = emulated.emulation.hosts[0].address if emulated else own_address(), RunKey.make()
+    environments: dict[int, dict[str, str]] = {}
     with ExitStack() as stack:
 
         def start(number: int) -> subprocess.Popen[str]:
@@ -69,12 +72,13 @@ def host_processes(
             own = {**variables(number, len(folders), address, file), **environment}
             if later:
                 own["PACELINE_HOSTS"] = f"{len(folders)}..{len(folders) + later}"
+            environments[number] = own
             network = emulated.emulation.hosts[number].namespace if emulated else None
             hidden = folders[0] if apart and number else None
             command = started("paceline", *arguments, folder=folder, environment=own, network=network, hidden=hidden)
             return stack.enter_context(command)
 
-        yield HostProcesses(start, len(folders))
+        yield HostProcesses(start, len(folders), environments)
 
 
 def outcomes(processes: Sequence[subprocess.Popen[str]]) -> list[Outcome]:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -290,7 +289,7 @@ def test_a_host_on_which_the_command_is_started_again_is_back(tmp_path: Path) ->
     arguments = ("train", job, "--plan", "dp=2", "--run", run)
     with host_processes(*arguments, folders=folders(tmp_path)) as hosts:
         wait_for_step(5, run, hosts[0])
-        environment = psutil.Process(hosts[1].pid).environ()
+        environment = hosts.environments[1]
         hosts[1].kill()
         wait_for(lambda: events(run, "host_lost"), hosts[0])
         with started("paceline", *arguments, folder=tmp_path / "host-1", environment=environment) as again:
@@ -307,7 +306,7 @@ def test_a_run_begins_with_the_hosts_that_are_there_and_takes_in_one_that_comes_
     arguments, where = ("train", job, "--plan", "dp=3", "--run", run), folders(tmp_path, 3)
     with host_processes(*arguments, folders=where[:2], later=1) as hosts:
         wait_for_step(5, run, hosts[0])
-        environment = {**psutil.Process(hosts[1].pid).environ(), "PACELINE_HOST_NUMBER": "2"}
+        environment = {**hosts.environments[1], "PACELINE_HOST_NUMBER": "2"}
         with started("paceline", *arguments, folder=where[2], environment=environment) as third:
             wait_for(lambda: events(run, "healed"), hosts[0])
             third.send_signal(signal.SIGTERM)
@@ -325,7 +324,7 @@ def test_a_run_with_fewer_hosts_than_the_least_waits_and_ends_when_none_comes_ba
     with host_processes(*arguments, folders=where, environment=limits, later=1) as hosts:
         wait_for_step(5, run, hosts[0])
         assert "this run goes on with 2 at least" in paceline("scale", run, "-1", folder=tmp_path).error
-        environment = psutil.Process(hosts[1].pid).environ()
+        environment = hosts.environments[1]
         hosts[1].kill()
         wait_for(lambda: events(run, "host_lost"), hosts[0])
         with started("paceline", *arguments, folder=where[1], environment=environment) as again:
@@ -357,7 +356,7 @@ def test_a_host_is_released_from_a_run_that_goes_on_and_is_taken_in_again(tmp_pa
     arguments, where = ("train", job, "--plan", "dp=2", "--run", run), folders(tmp_path)
     with host_processes(*arguments, folders=where) as hosts:
         wait_for_step(5, run, hosts[0])
-        environment = psutil.Process(hosts[1].pid).environ()
+        environment = hosts.environments[1]
         assert paceline("scale", run, "-1", folder=tmp_path).says("host number 1 with its rank 1 leaves after a step")
         released = ended(hosts[1])
         assert released.code == 0, released.err
