@@ -54,7 +54,7 @@ class RecentSteps:
     def told(self, event: dict[str, Any]) -> None:
         """Take in an event."""
         if event["event"] in ("start", "resume"):
-            self.total_steps, self.slow = event["total_steps"], ""
+            self.total_steps, self.slow = event.get("total_steps", self.total_steps), ""
         if event["event"] == "balance":
             self.slow = ", ".join(f"{_straggler(slow)} at {slow['speed']:.2f}" for slow in event["slow"])
 
