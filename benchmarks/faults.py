@@ -12,7 +12,7 @@ again and again, a while after the one before is back. Figures, of each transpor
 - `steps_lost`: steps that were taken twice, or are missing from the record.
 - `short_steps`: steps that were taken with fewer samples than undisturbed ones; of peers, without a replica.
 - `inexact`: steps whose loss differs from that of an undisturbed run by more than 1e-6 of it.
-- `hangs`: faults after which no step came within a minute.
+- `hangs`: faults after which no step came within a minute, and runs that did not end within one when asked to.
 Other kinds of faults, in runs of their own, have theirs with the kind before (`hosts_cut_gap_s`, `hosts_cut_healed_s`):
 - `stop`: SIGSTOP for a rank.
 - `host-process`: SIGKILL for the host process of a host but the first; `host`: for all its processes at once.
@@ -21,7 +21,8 @@ Other kinds of faults, in runs of their own, have theirs with the kind before (`
   (`faults_hosts.py`); its command is started there again once another coordinates, which `healed_s` contains.
 And once:
 - `goodput_15s`, `goodput_60s`: share of the time that the same steps take undisturbed, on shared memory with a kill
-  every 15 and 60 s, without the start of the run.
+  every 15 and 60 s, without the start of the run. A step takes the mean of those of that run which no kill disturbs,
+  checkpoints among them.
 - `steady_cost`: median step time with recovery / with PACELINE_RECOVERY=off, runs in turn, where nothing fails.
 - `mirror_cost`: the same of the mean step time under fsdp=2, whose ranks copy their states to each other.
 
@@ -66,6 +67,7 @@ TOLERANCE = 1e-6
 KINDS = {"shm": ("kill", "stop"), "hosts": ("kill", "stop", "host-process", "host", "cut", "coordinator")}
 WARM_UP, STEADY_STEPS = 20, 200
 GOODPUT = {15: 12, 60: 5}  # seconds from kill to kill, and how many
+AFTER_S = 2.0  # after a rank is back, steps may still be slower
 JOB = {
     "name": "faults",
     # in float64: sums over fewer replicas differ in the last digits, which a long training in float32 amplifies
@@ -95,6 +97,8 @@ def main() -> None:
     for name in PEERS:
         parser.add_argument(f"--{name}", metavar="PYTHON", help="an interpreter that has it, to measure it as well")
     asked = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; it ends the runs here
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     figures: dict[str, float] = {}
     table = [HEAD]
     with tempfile.TemporaryDirectory(prefix="paceline-faults-") as folder:
@@ -103,6 +107,7 @@ def main() -> None:
                 print(f"{name}: {asked.faults} faults ({kind})", file=sys.stderr, flush=True)
                 ours = measured(Path(folder) / f"{name}-{kind}", name, kind, asked.faults)
                 table.append(f"{f'{name}, {kind}':24}{ours.row()}")
+                print(table[-1], file=sys.stderr, flush=True)
                 figures |= ours.figures(name, kind)
         for peer_name, peer in PEERS.items():
             if python := getattr(asked, peer_name):
@@ -147,7 +152,11 @@ def measured(folder: Path, transport: str, kind: str, faults: int) -> Faults:
                 break
         time.sleep(REST_S)
         process.send_signal(signal.SIGINT)
-        process.wait(HANG_S)
+        try:
+            process.wait(HANG_S)
+        except subprocess.TimeoutExpired as error:
+            print(f"{folder.name}: {error}", file=sys.stderr, flush=True)
+            found.hangs += 1
     lines = read(run / "steps" / "rank-0.jsonl")
     told = sorted(event["time"] for kind in ("lost", "host_lost") for event in events(run, kind))
     found.note(kills, [line["time"] for line in lines], [event["time"] for event in events(run, "healed")], told)
@@ -167,17 +176,21 @@ def goodput(folder: Path, every_s: float, faults: int) -> float:
     """Share of the time that undisturbed steps take, with a kill in the midst of each stretch."""
     folder.mkdir()
     random.seed(SEED)
+    kills: list[float] = []
     with training(folder, "shm", "goodput", steps=10**7) as (process, run):
         wait_for(lambda: len(losses(run)) > WARM_UP, process)
         for _ in range(faults):
             time.sleep(every_s / 2)
-            kill(random.randrange(REPLICAS), run, process)
+            kills.append(kill(random.randrange(REPLICAS), run, process))
             time.sleep(every_s / 2)
         process.send_signal(signal.SIGINT)
         process.wait(HANG_S)
     times = [line["time"] for line in read(run / "steps" / "rank-0.jsonl")][WARM_UP:]
-    between: list[float] = [b - a for a, b in itertools.pairwise(times)]
-    return len(between) * statistics.median(between) / sum(between)
+    between = list(itertools.pairwise(times))
+    disturbed = list(zip(kills, [event["time"] + AFTER_S for event in events(run, "healed")], strict=True))
+    undisturbed: list[float] = [b - a for a, b in between if all(b < begin or a > end for begin, end in disturbed)]
+    whole_s: float = times[-1] - times[0]
+    return len(between) * statistics.fmean(undisturbed) / whole_s
 
 
 def steady_cost(folder: Path, rounds: int) -> float:

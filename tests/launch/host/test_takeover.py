@@ -86,6 +86,29 @@ def test_a_coordinator_that_was_lost_comes_back_as_another_host_and_its_rank_is_
 
 
 @pytest.mark.slow
+def test_a_rank_whose_host_came_back_is_replaced_again_under_a_later_coordinator(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    job, run = slow_job(tmp_path, sleep_s=0.1), tmp_path / "run"
+    arguments = ("train", job, "--plan", "dp=3 balance=off", "--run", run)
+    with host_processes(*arguments, folders=folders(tmp_path, 3)) as hosts:
+        wait_for_step(5, run, hosts[0])
+        kill_host(hosts[2])
+        wait_for(lambda: events(run, "host_lost"), hosts[0])
+        hosts.start_again(2)
+        wait_for(lambda: events(run, "healed"), hosts[0])
+        kill_host(hosts[0])
+        wait_for(lambda: events(run, "coordinator"), hosts[1])
+        kill_rank(2, hosts[2])
+        wait_for(lambda: len(events(run, "healed")) > 1, hosts[1])
+        (tmp_path / "fast").touch()
+        _, one, two = outcomes(hosts)
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert [(event["rank"], event["again"]) for event in events(run, "lost")] == [(2, True)]
+    assert_whole(run, undisturbed, one)
+
+
+@pytest.mark.slow
 @pytest.mark.needs_root
 @pytest.mark.needs_iproute2
 def test_another_host_comes_back_to_the_new_coordinator_where_the_first_one_stays_away(

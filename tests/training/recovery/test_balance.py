@@ -121,6 +121,38 @@ def test_few_steps_name_a_slow_replica_and_few_make_the_shares_even_again() -> N
     assert shares[-1] == (16, 16, 16, 16)
 
 
+@settings(max_examples=60)
+@given(
+    st.integers(2, 5),
+    st.floats(0.3, 0.8),
+    st.floats(0, 0.3),
+    st.floats(0, 0.025),
+    st.integers(WARM_UP + 1, 60),
+    st.integers(60, 90),
+    st.integers(0, 10**6),
+)
+def test_within_twenty_steps_shares_follow_a_replica_that_becomes_slow_and_one_that_recovers(
+    replicas: int, speed: float, fixed_part: float, noise: float, slow_at: int, lasts: int, seed: int
+) -> None:
+    even, slow = 48, (*[1.0] * (replicas - 1), speed)
+    over, fixed = slow_at + lasts, fixed_part * even
+    _, shares = simulated(
+        lambda step: slow if slow_at <= step < over else [1.0] * replicas,
+        over + 60,
+        even * replicas,
+        fixed=fixed,
+        noise=noise,
+        seed=seed,
+    )
+    assert all(dealt == (even,) * replicas for dealt in shares[: slow_at - 1]), "equal replicas are left alone"
+    best = fastest([1 / one for one in slow], [(1, MOST * even)] * replicas, even * replicas, fixed)
+    least_s = slowest_s(best, slow, fixed=fixed)
+    taken_s = [slowest_s(dealt, slow, fixed=fixed) / least_s for dealt in shares]
+    assert taken_s[slow_at + 20] <= 1.5, "before the fixed cost is known"
+    assert taken_s[slow_at + 44] <= 1.12 + 2 * noise, "after a correction"
+    assert all(dealt == (even,) * replicas for dealt in shares[over + 20 :]), "even within 20 steps, and for good"
+
+
 def test_only_the_difference_between_replicas_counts_and_not_that_between_their_own_ranks() -> None:
     moves, shares = simulated(lambda step: (1, 0.5), 60, 60, ranks=2)
     assert moves

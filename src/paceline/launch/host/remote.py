@@ -173,8 +173,9 @@ class RemoteRanks:
 
     @property
     def spares_this_host(self) -> bool:
-        """True if the others go on when this host is lost."""
-        return self._begin is not None and self._begin.spares(self.hosts.cluster.hosts[0].name)
+        """True if the others go on when this host is lost. None of emulated ones would coordinate in its place."""
+        succeeds = any(link.standby_port for link in self.hosts.links)
+        return succeeds and self._begin is not None and self._begin.spares(self.hosts.cluster.hosts[0].name)
 
     def _whole(self, begin: Begin) -> Begin:
         """With what hosts have to know of this one. It listens for their pulses from now on."""

@@ -122,7 +122,8 @@ class Returns:
             try:
                 return self._meeting.came.get(timeout=self._call_s)
             except queue.Empty:
-                for number in sorted(self._expected.copy()):
+                # those that may not come are told so here
+                for number in sorted({*self._expected.copy(), *self.left_out.copy()}):
                     if (link := self._hosts.links[number - 1]).address:
                         self._call(link)
 

@@ -169,7 +169,8 @@ def _may_save(coordinator: Coordinator, attempt: ServedAttempt) -> bool:
     Those that may wait for another coordinator cannot: they take no step without the ranks of host 0, which end with
     it. Neither can those behind a cut network. SIGTERM would only have them wait for the others.
     """
-    return not attempt.recovers_alone and not coordinator.silent
+    waits = attempt.recovers_alone and coordinator.succession is not None
+    return not waits and not coordinator.silent
 
 
 def _wait(coordinator: Coordinator, attempt: ServedAttempt | None) -> None:

@@ -14,17 +14,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.training.recovery.busy_blocks import WARM_UP, BusyBlocks, Floats, error_of_slowest, medians
+from paceline.training.recovery.busy_blocks import (
+    BLOCKS,
+    WARM_UP,
+    BusyBlocks,
+    Floats,
+    error_of_slowest,
+    errors,
+    medians,
+)
+from paceline.training.recovery.fixed_cost import FixedCost, Times
 
 Shares = tuple[int, ...]
 
 SETTLE = 2  # steps left out after each change
 LEAST_GAIN, LEAST_GAIN_S = 0.04, 0.002  # of a step's time: less is noise
-BACK = 0.25  # of that is enough to go back to the shares of equal speeds
-EVEN = 1.05  # times the least time: shares of equal speeds are as good
+FURTHER = 0.25  # of that is enough once shares have moved, and to go back to those of equal speeds
+BACK_BLOCKS = 2  # are enough to go back
+EVEN = 0.04  # of the least time: shares of equal speeds that take no more than this longer are as good
 MOST = 2  # times the share of equal speeds: memory was planned for that one
-TELLING = 0.1  # of a share: smaller changes tell nothing about the fixed cost
 SLOW = 0.9  # of the usual speed
+POSSIBLE = 9  # fixed costs that are tried
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,8 @@ class Balance:
     """Decides on the shares of the data-parallel ranks.
 
     A rank with n samples is busy for cost × (fixed + n) seconds; the cost is its replica's, and `fixed`, what a step
-    costs apart from samples, is the same for all, and learned from what a change of shares did.
+    costs apart from samples, is the same for all, and learned from what changes of shares did. Where a fixed cost that
+    is possible by what was learned explains all differences, the replicas are equally fast.
 
     Args:
         base: shares of each data-parallel rank while all are equally fast; those of a replica are neighbours.
@@ -60,15 +71,15 @@ class Balance:
         self.base, self.replicas = base, replicas
         self._ranks = len(base) // replicas  # of each replica
         self._bounds = [(min(least, n), max(MOST * n, least)) for n in base]
-        self._fixed = 0.0
+        self._fixed = FixedCost(sum(base) / len(base))
         self._slow: dict[int, int] = {}
-        self._before: tuple[Floats, Floats] | None = None  # samples and times before a change
+        self._before: Times | None = None  # a change
         self._shares = base
         self.forget()
 
     def forget(self) -> None:
         """Measure anew, as after a pause or where other replicas take part."""
-        self._blocks = BusyBlocks()
+        self._blocks, self._before = BusyBlocks(enough=BACK_BLOCKS), None
 
     def step(self, step: int, shares: Shares, busy_s: Sequence[float]) -> Move | None:
         """Take in a step with a full batch; returns a change that is worth it.
@@ -79,53 +90,85 @@ class Balance:
         """
         if shares != self._shares:
             self._changed(shares)
-        return self._decide() if self._blocks.add(step, busy_s) else None
+        if not self._blocks.add(step, busy_s):
+            return None
+        if self._before is not None:
+            self._fixed.learn(self._before, self._times())
+            self._before = None
+        return self._back() or (self._further() if self._blocks.full else None)
 
     def _changed(self, shares: Shares) -> None:
-        before = (self._samples(self._shares), medians(self._blocks.rows)) if self._blocks.full else None
-        self._blocks = BusyBlocks(left_out=SETTLE if before else WARM_UP)
-        self._shares, self._before = shares, before
+        known = self._blocks.count >= BACK_BLOCKS
+        self._before = self._times() if known else None
+        self._blocks = BusyBlocks(SETTLE if known else WARM_UP, BACK_BLOCKS)
+        self._shares = shares
+
+    def _times(self) -> Times:
+        """The newest times."""
+        rows = self._blocks.newest(BACK_BLOCKS)
+        times = medians(rows)
+        return Times(self._samples(self._shares), times, errors(rows, times))
 
     def _samples(self, shares: Shares) -> Floats:
         """Samples of each replica's rank with the most, for which the others wait."""
         most: Floats = np.asarray(shares, np.float64).reshape(-1, self._ranks).max(axis=1)
         return most
 
-    def _decide(self) -> Move | None:
-        samples, rows = self._samples(self._shares), self._blocks.rows
+    def _back(self) -> Move | None:
+        """To the shares of equal speeds, where the newest blocks say so."""
+        if self._shares == self.base:
+            return None
+        rows = self._blocks.newest(BACK_BLOCKS)
         times = medians(rows)
-        if self._before is not None and (abs(samples - self._before[0]) > TELLING * self._before[0]).any():
-            self._fixed = _fixed_cost(*self._before, samples, times, most=sum(self.base) / len(self.base))
-        self._before = None
-        costs, slowest_s = self._costs(times), times.max()
+        uneven = {
+            fixed: self._busy_s(times, self.base, fixed) / self._ideal_s(times, fixed)
+            for fixed in self._fixed.possible(POSSIBLE)
+        }
+        fixed = min(uneven, key=uneven.__getitem__)
+        if uneven[fixed] > 1 + max(EVEN, 2 * error_of_slowest(rows, times)):
+            return None
+        return self._move(self.base, times, BACK_BLOCKS, (FURTHER * LEAST_GAIN, FURTHER * LEAST_GAIN_S), fixed)
+
+    def _further(self) -> Move | None:
+        """To shares that are faster by more than noise."""
+        rows, fixed, moved = self._blocks.rows, self._fixed.best, self._shares != self.base
+        times = medians(rows)
+        part = FURTHER if moved else 1.0
+        needed = max(part * LEAST_GAIN, 2 * error_of_slowest(rows, times)), part * LEAST_GAIN_S
         # if samples could be divided: most often there is nothing to gain
-        ideal_s = (sum(self.base) / self._ranks + self.replicas * self._fixed) / math.fsum(1 / costs)
-        needed = max(LEAST_GAIN, 2 * error_of_slowest(rows, times))
-        if self._shares == self.base and 1 - ideal_s / slowest_s < needed:
+        if 1 - self._ideal_s(times, fixed) / times.max() < needed[0]:
             return None
-        shares = fastest(costs.repeat(self._ranks).tolist(), self._bounds, sum(self.base), self._fixed)
-        needed_s = LEAST_GAIN_S
-        if self._busy_s(costs, self.base) <= EVEN * self._busy_s(costs, shares):
-            shares, needed, needed_s = self.base, BACK * LEAST_GAIN, BACK * LEAST_GAIN_S
-        if shares == self._shares:
-            return None
-        gains = [self._gain(times_of_block, shares) for times_of_block in self._blocks.medians()]
-        if any(gain < needed or gain_s < needed_s for gain, gain_s in gains):
-            return None
-        return Move(shares, *self._named(costs), self._gain(times, shares)[0])
+        costs = self._costs(times, fixed).repeat(self._ranks).tolist()
+        shares = fastest(costs, self._bounds, sum(self.base), fixed)
+        return self._move(shares, times, BLOCKS, needed, fixed)
 
-    def _costs(self, times: Floats) -> Floats:
+    def _move(
+        self, shares: Shares, times: Floats, blocks: int, needed: tuple[float, float], fixed: float
+    ) -> Move | None:
+        """A change of shares that each of the newest blocks finds worth it."""
+        newest = self._blocks.medians()[-blocks:]
+        gains = [self._gain(times_of_block, shares, fixed) for times_of_block in newest]
+        if any(gain < needed[0] or gain_s < needed[1] for gain, gain_s in gains):
+            return None
+        return Move(shares, *self._named(self._costs(times, fixed)), self._gain(times, shares, fixed)[0])
+
+    def _costs(self, times: Floats, fixed: float) -> Floats:
         """Seconds that each replica takes for a sample."""
-        return times / (self._fixed + self._samples(self._shares))
+        return times / (fixed + self._samples(self._shares))
 
-    def _busy_s(self, costs: Floats, shares: Shares) -> float:
-        """Expected busy time of the slowest replica."""
-        return float((costs * (self._fixed + self._samples(shares))).max())
+    def _ideal_s(self, times: Floats, fixed: float) -> float:
+        """Expected busy time if samples could be divided."""
+        each = sum(self.base) / self._ranks + self.replicas * fixed
+        return each / math.fsum(1 / self._costs(times, fixed))
 
-    def _gain(self, times: Floats, shares: Shares) -> tuple[float, float]:
+    def _busy_s(self, times: Floats, shares: Shares, fixed: float) -> float:
+        """Expected busy time of the slowest replica with other shares."""
+        return float((self._costs(times, fixed) * (fixed + self._samples(shares))).max())
+
+    def _gain(self, times: Floats, shares: Shares, fixed: float) -> tuple[float, float]:
         """Part of the slowest replica's time, and seconds, that other shares would save."""
         slowest_s = float(times.max())
-        saved_s = slowest_s - self._busy_s(self._costs(times), shares)
+        saved_s = slowest_s - self._busy_s(times, shares, fixed)
         return saved_s / slowest_s, saved_s
 
     def _named(self, costs: Floats) -> tuple[tuple[float, ...], dict[int, int]]:
@@ -170,15 +213,3 @@ def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: in
         if shares[i] < bounds[i][1]:
             heapq.heappush(ready, (costs[i] * (fixed + shares[i] + 1), i))
     return tuple(shares)
-
-
-def _fixed_cost(before: Floats, before_s: Floats, after: Floats, after_s: Floats, *, most: float) -> float:
-    """Cost of a step apart from samples, in samples, from times around a change.
-
-    With t = cost × (fixed + n) and t' = cost × (fixed + n'), fixed × (t' − t) = t × n' − t' × n: by least squares over
-    the replicas, each relative to its time. Between 0 and `most`, as a replica may have changed its speed meanwhile.
-    """
-    slopes = (after_s - before_s) / before_s
-    weight = math.fsum(slopes * slopes)
-    found = math.fsum(slopes * (after - after_s / before_s * before))
-    return min(max(found / weight, 0.0), most) if weight > 0 else 0.0

@@ -6,7 +6,6 @@ On a shared machine ranks are slow in turn for a moment, so what is true of one 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Sequence
 
@@ -26,9 +25,11 @@ class BusyBlocks:
 
     Args:
         left_out: steps before the first one that counts.
+        enough: blocks that a decision needs at least.
     """
 
-    def __init__(self, left_out: int = WARM_UP) -> None:
+    def __init__(self, left_out: int = WARM_UP, enough: int = BLOCKS) -> None:
+        self._enough = enough
         self._blocks: deque[tuple[int, list[Floats]]] = deque(maxlen=BLOCKS)
         self._rows: list[Floats] = []
         self._first, self._worked_s, self._apart_s, self._left_out = 0, 0.0, 0.0, left_out
@@ -48,11 +49,16 @@ class BusyBlocks:
             return False
         self._blocks.append((self._first, self._rows))
         self._rows, self._worked_s = [], 0.0
-        return self.full
+        return len(self._blocks) >= self._enough
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return len(self._blocks)
 
     @property
     def full(self) -> bool:
-        """True if there are as many blocks as decisions need."""
+        """True if there are as many blocks as any decision needs."""
         return len(self._blocks) == BLOCKS
 
     @property
@@ -63,7 +69,11 @@ class BusyBlocks:
     @property
     def rows(self) -> list[Floats]:
         """The times of all steps in the blocks."""
-        return [row for _, rows in self._blocks for row in rows]
+        return self.newest(BLOCKS)
+
+    def newest(self, blocks: int) -> list[Floats]:
+        """The times of all steps in so many of the blocks."""
+        return [row for _, rows in list(self._blocks)[-blocks:] for row in rows]
 
     def medians(self) -> list[Floats]:
         """The median times of each block."""
@@ -76,9 +86,13 @@ def medians(rows: Sequence[Floats]) -> Floats:
     return found
 
 
+def errors(rows: Sequence[Floats], times: Floats) -> Floats:
+    """Standard errors of the medians, relative to them; `times` are the medians."""
+    # 1.4826: of a standard deviation from a median one; 1.2533: of a median from a mean
+    found: Floats = 1.4826 * 1.2533 * medians([abs(row - times) for row in rows]) / times / math.sqrt(len(rows))
+    return found
+
+
 def error_of_slowest(rows: Sequence[Floats], times: Floats) -> float:
     """Standard error of the slowest one's median, relative to it; `times` are the medians."""
-    slowest = int(times.argmax())
-    deviation = statistics.median(abs(row[slowest] - times[slowest]) for row in rows)
-    # 1.4826: of a standard deviation from a median one; 1.2533: of a median from a mean
-    return float(1.4826 * 1.2533 * deviation / times[slowest] / math.sqrt(len(rows)))
+    return float(errors(rows, times)[int(times.argmax())])
