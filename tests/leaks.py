@@ -142,13 +142,23 @@ def _children_of(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
     if not _KERNEL_LISTS_CHILDREN:
         return psutil.Process(pid).children(recursive)
     found = []
-    with suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError, psutil.NoSuchProcess), open(f"/proc/{pid}/task/{task}/children") as children:
-                for child in map(int, children.read().split()):
-                    found.append(psutil.Process(child))
-                    found += _children_of(child, recursive=True) if recursive else []
+    for child in _listed_children(pid):
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(child))
+            found += _children_of(child, recursive=True) if recursive else []
     return found
+
+
+def _listed_children(pid: int) -> list[int]:
+    """Children by the kernel's lists, which may leave one out while another one of them ends: until two agree."""
+    before, now = None, list[int]()
+    while now != before:
+        before, now = now, []
+        with suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with suppress(OSError):
+                    now += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return now
 
 
 def _threads() -> set[str]:

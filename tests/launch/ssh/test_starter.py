@@ -77,8 +77,10 @@ def signals(folder: Path, number: int) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def wait_until_all_run(folder: Path, number: int, process: subprocess.Popen[str]) -> None:
-    wait_until(lambda: all((folder / f"host-{i}").exists() for i in range(number)), process)
+def wait_until_all_run(number: int, process: subprocess.Popen[str]) -> None:
+    """Wait for a line of each host: then the starter knows, too, that all have begun."""
+    assert process.stdout is not None
+    assert {process.stdout.readline() for _ in range(number)} == {f"out {i}\n" for i in range(number)}
 
 
 def test_every_host_gets_its_place_and_the_key_that_nobody_else_sees(ssh: str, tmp_path: Path) -> None:
@@ -91,7 +93,8 @@ def test_every_host_gets_its_place_and_the_key_that_nobody_else_sees(ssh: str, t
     assert len({host["key"] for host in found}) == 1
     assert not any(host["secret_in_sight"] for host in found)
     assert sorted(out.split("\n")) == ["", "out 0", "out 1", "out 2"]
-    assert sorted(err.split("\n")) == ["", "err 0", "err 1", "err 2"]
+    # the login shells of this machine may have something to say
+    assert sorted(line for line in err.split("\n") if line.startswith("err")) == ["err 0", "err 1", "err 2"]
 
 
 def test_the_first_host_may_be_another_one(ssh: str, tmp_path: Path) -> None:
@@ -106,7 +109,7 @@ def test_the_first_host_may_be_another_one(ssh: str, tmp_path: Path) -> None:
 
 def test_ctrl_c_at_the_starter_reaches_host_0_once(ssh: str, tmp_path: Path) -> None:
     with starter(ssh, "b,localhost", "wait", tmp_path) as process:
-        wait_until_all_run(tmp_path, 2, process)
+        wait_until_all_run(2, process)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7
@@ -127,7 +130,7 @@ def test_sigterm_while_ssh_connects_ends_all_at_once(tmp_path: Path) -> None:
 
 def test_hosts_end_when_their_starter_is_killed(ssh: str, tmp_path: Path) -> None:
     with starter(ssh, "localhost,b", "wait", tmp_path) as process:
-        wait_until_all_run(tmp_path, 2, process)
+        wait_until_all_run(2, process)
         process.kill()
         pids = [told(tmp_path, number)["pid"] for number in range(2)]
         wait_until(lambda: not any(map(_runs, pids)), process)
@@ -136,7 +139,7 @@ def test_hosts_end_when_their_starter_is_killed(ssh: str, tmp_path: Path) -> Non
 
 def test_a_host_whose_connection_is_lost_ends_and_is_named(ssh: str, tmp_path: Path) -> None:
     with starter(ssh, "localhost,b", "wait", tmp_path) as process:
-        wait_until_all_run(tmp_path, 2, process)
+        wait_until_all_run(2, process)
         [client] = [child for child in psutil.Process(process.pid).children() if child.name() == "ssh"]
         client.kill()
         wait_until(lambda: signals(tmp_path, 1), process)
