@@ -109,5 +109,35 @@ class DeadlineError(ChannelError):
     """A peer did not answer in time. The message names it, or what it was to do."""
 
 
+class RemoteError(PacelineError):
+    """A remote function raised, cannot be called, or was given or returned unsendable values.
+
+    Attributes:
+        function: its name there.
+        kind: name of the class of what it raised; empty where it was not called.
+        remote_traceback: as text, made safe to show.
+    """
+
+    def __init__(self, text: str, *, function: str = "", kind: str = "", remote_traceback: str = "") -> None:
+        super().__init__(text)
+        self.function, self.kind, self.remote_traceback = function, kind, remote_traceback
+
+
 class SyncError(PacelineError):
     """Ranks failed to agree in time. The message names the ranks that are missing."""
+
+
+class ServerRefused(PacelineError):
+    """A parameter server refused what it was asked. Nothing was changed; the message says what to do."""
+
+
+class ServerLost(ChannelError):
+    """No process of a parameter server answers, neither the primary nor its backup."""
+
+
+class FederateError(PacelineError):
+    """A server and its clients do not go together."""
+
+
+class SecureSumError(PacelineError):
+    """A round of secure aggregation cannot be made, or would not protect its clients."""

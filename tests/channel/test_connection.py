@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from channel_ends import DEADLINE_S, Blob, Messages, Note, pair
-from paceline.channel.connection import LIMIT_BYTES, Connection, connect
+from paceline.channel.connection import Connection, connect
+from paceline.channel.frames import LIMIT_BYTES
 from paceline.channel.key import RunKey
 from paceline.errors import ChannelError, DeadlineError
 

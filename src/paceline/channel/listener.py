@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.channel.connection import GREETING, HANDSHAKE_S, Connection, has_key, name_of, short_path, user_of_peer
+from paceline.channel.connection import GREETING, HANDSHAKE_S, Connection
+from paceline.channel.ends import has_key, name_of, short_path, user_of_peer
+from paceline.channel.frames import FrameLimits
 from paceline.channel.key import RunKey
 from paceline.errors import ChannelError
 
@@ -27,6 +29,7 @@ MOST_UNPROVEN = 64  # connections; beyond, the oldest is dropped
 _MOST_A_TURN = 8  # new connections that are taken before the known ones come again
 _BACKLOG = 256
 _PAUSE_S = 0.05  # where no descriptor is left
+_LIMITS = FrameLimits()
 _EDGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 Where = tuple[str, int] | Path | socket.socket
@@ -53,6 +56,7 @@ class Listener:
         on_message: where given, connections stay with the listener, which calls this for each message. It answers by
             `Connection.post`, which never waits.
         on_close: called when such a connection has ended.
+        limits: of what may come.
 
     Attributes:
         strangers: number of connections that were turned away.
@@ -67,8 +71,9 @@ class Listener:
         *,
         on_message: Callable[[Connection, Any], None] | None = None,
         on_close: Callable[[Connection], None] = lambda _: None,
+        limits: FrameLimits = _LIMITS,
     ) -> None:
-        self._key, self._messages = key, messages
+        self._key, self._messages, self._limits = key, messages, limits
         self._on_connection, self._on_message, self._on_close = on_connection, on_message, on_close
         self._context = key.server_context() if key else None
         self._own_path = where if isinstance(where, Path) else None
@@ -187,7 +192,7 @@ class Listener:
         except OSError:  # it has gone again
             link.close()
             return
-        connection = Connection(link, self._messages, peer)
+        connection = Connection(link, self._messages, peer, self._limits)
         self._on_connection(connection)
         if self._on_message is not None:
             fd = connection.fileno()

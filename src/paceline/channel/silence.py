@@ -6,7 +6,21 @@ import socket
 import struct
 
 _INFO_BYTES = 104  # of Linux's struct tcp_info, see tcp(7)
+_PROBES = 3
 _RETRANSMITS, _LAST_ACK_RECV = 2, 56  # offsets in it
+
+
+def end_when_silent(link: socket.socket, silent_s: int) -> None:
+    """Have the kernel end a TCP connection whose peer is silent for so long.
+
+    It asks when nothing else is under way; what is under way it repeats no longer than that.
+    """
+    between_s = max(1, silent_s // (1 + _PROBES))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, between_s)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between_s)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silent_s)
 
 
 def is_unacknowledged(link: socket.socket, for_s: float, retransmissions: int = 2) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from paceline.channel.connection import LIMIT_BYTES, Connection, connect
+from paceline.channel.connection import Connection, connect
+from paceline.channel.frames import LIMIT_BYTES
 from paceline.channel.key import RunKey
 from paceline.channel.listener import Listener, Where
 from paceline.errors import ChannelError, DeadlineError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.channel.connection import name_of
+from paceline.channel.ends import name_of
 from paceline.channel.key import RunKey, own_key
 from paceline.channel.store import StoreClient, StoreServer
 from paceline.comm.address import own_address

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.channel.connection import name_of
+from paceline.channel.ends import name_of
 from paceline.channel.key import RunKey, key_descriptor, own_key
 from paceline.channel.store import StoreServer
 from paceline.launch.host.hosts import current_hosts
