@@ -1,0 +1,311 @@
+"""Values that go to another process and back: numbers, text, containers, tensors and registered classes.
+
+`pack` makes of a value what msgpack can hold, and a list of memory that goes beside it: the bytes of large tensors,
+never copied here. `unpack` is strict: what no `pack` makes is refused. Nothing is imported or called that this process
+has not registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import RemoteError
+
+T = TypeVar("T")
+INLINE_BYTES = 2**14  # of a tensor or of bytes; longer ones go beside the message
+_MOST_INLINE = 2**20  # bytes of all that is inline
+_ALIGNMENT = 64  # bytes, of a tensor beside a message
+_TUPLE, _OBJECT, _TENSOR, _LARGE_TENSOR, _LARGE_BYTES = range(1, 6)  # extension types of msgpack
+_PADDING = memoryview(bytes(_ALIGNMENT))
+_LENGTH = struct.Struct("<Q")
+_HEADER_BYTES = 8  # of a tensor's header, and as many for each dimension
+_MOST_DEPTH = 100
+# Their order is what a peer reads: add at the end only, with a new VERSION.
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+_OF_NUMPY = {torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64, torch.bool}
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+class Kind(NamedTuple):
+    """A class whose values may be sent.
+
+    Attributes:
+        name: what stands for it in messages.
+        pack: makes plain values of one, with the peer that it goes to (a client's `Client`, a service's `Caller`).
+        unpack: makes one of these again, with the peer that it came from. It checks them: a peer wrote them.
+    """
+
+    name: str
+    pack: Callable[[Any, Any], Any]
+    unpack: Callable[[Any, Any], Any]
+
+
+_kinds: dict[type, Kind] = {}
+_unpackers: dict[str, Kind] = {}
+
+
+def register(kind: type[T], pack: Callable[[T, Any], Any], unpack: Callable[[Any, Any], T]) -> None:
+    """Let values of a class be sent and received by this process. See `Kind`."""
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    _kinds[kind] = _unpackers[name] = Kind(name, pack, unpack)
+
+
+def sendable(kind: type[T]) -> type[T]:
+    """Let instances of a dataclass be sent and received by this process. A decorator; both ends need it."""
+    if not dataclasses.is_dataclass(kind):
+        raise TypeError(f"{kind.__qualname__} is no dataclass; `register` takes any class")
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
+
+    def pack(value: Any, _: Any) -> Any:
+        return [getattr(value, name) for name in names]
+
+    def unpack(plain: Any, _: Any) -> Any:
+        if not isinstance(plain, list) or len(plain) != len(names):
+            raise RemoteError(f"a {kind.__qualname__} has the fields {', '.join(names)}; the peer's differ")
+        return kind(**dict(zip(names, plain, strict=True)))
+
+    register(kind, pack, unpack)
+    return kind
+
+
+class Packed(NamedTuple):
+    """A value as it is sent.
+
+    Attributes:
+        tree: for msgpack.
+        parts: memory beside it, of `nbytes` in all.
+    """
+
+    tree: Any
+    parts: list[memoryview]
+    nbytes: int
+
+
+def pack(value: Any, peer: Any = None) -> Packed:
+    """Make of a value what can be sent. Its large tensors must not change until it is.
+
+    Raises:
+        RemoteError: it holds something that cannot be sent; says what may.
+    """
+    packer = _Packer(peer)
+    tree = packer.pack(value, 0)
+    return Packed(tree, packer.parts, packer.nbytes)
+
+
+def unpack(tree: Any, block: memoryview | None, peer: Any = None) -> Any:
+    """Make a value of what came. Tensors of the block lie in it, and keep it alive.
+
+    Raises:
+        RemoteError: no `pack` makes this, or this process does not know a class in it.
+    """
+    unpacker = _Unpacker(block, peer)
+    value = unpacker.unpack(tree, 0)
+    if block is not None and unpacker.used < len(block):
+        raise RemoteError(f"{len(block) - unpacker.used:,} bytes beside a message belong to none of its tensors")
+    return value
+
+
+class _Packer:
+    def __init__(self, peer: Any) -> None:
+        self.parts: list[memoryview] = []
+        self.nbytes = self._inline = 0
+        self._peer = peer
+
+    def pack(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind is float or kind is bool or kind is str:
+            return value
+        if kind is int:
+            if not -(2**63) <= value < 2**64:
+                raise RemoteError(f"an int of {value.bit_length()} bits cannot be sent; at most 64 can, or a str")
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if depth > _MOST_DEPTH:
+            raise RemoteError(f"a value nested more than {_MOST_DEPTH} deep cannot be sent")
+        if kind is list:
+            return [self.pack(item, depth + 1) for item in value]
+        if kind is tuple:
+            return [_MARK_TUPLE, *(self.pack(item, depth + 1) for item in value)]
+        if kind is dict:
+            return dict(self._items(value, depth))
+        if kind is bytes:
+            return self._bytes(value)
+        return self._object(value, depth)
+
+    def _items(self, value: dict[Any, Any], depth: int) -> Iterator[tuple[str | int, Any]]:
+        for key, item in value.items():
+            if type(key) is not str and not (type(key) is int and -(2**63) <= key < 2**64):
+                raise RemoteError(f"a dict with the key {key!r:.80} cannot be sent; keys are str or int of 64 bits")
+            yield key, self.pack(item, depth + 1)
+
+    def _object(self, value: Any, depth: int) -> Any:
+        kind = _kinds.get(type(value))
+        if kind is None:
+            hint = "`.item()` makes a number of it" if hasattr(value, "item") else "`sendable` lets dataclasses be sent"
+            raise RemoteError(
+                f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent; tensors, "
+                f"numbers, str, bytes, None, list, tuple and dict can ({hint})"
+            )
+        return [msgspec.msgpack.Ext(_OBJECT, kind.name.encode()), self.pack(kind.pack(value, self._peer), depth + 1)]
+
+    def _bytes(self, value: bytes) -> Any:
+        if self._fits_inline(len(value)):
+            return value
+        self._attach(memoryview(value))
+        return msgspec.msgpack.Ext(_LARGE_BYTES, _LENGTH.pack(len(value)))
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        data = _bytes_of(tensor)
+        header = _header_of(tensor.dtype, tensor.shape)
+        if self._fits_inline(len(data)):
+            return msgspec.msgpack.Ext(_TENSOR, header + data)
+        self._attach(data)
+        return msgspec.msgpack.Ext(_LARGE_TENSOR, header)
+
+    def _fits_inline(self, nbytes: int) -> bool:
+        fits = nbytes <= INLINE_BYTES and self._inline + nbytes <= _MOST_INLINE
+        self._inline += nbytes if fits else 0
+        return fits
+
+    def _attach(self, data: memoryview) -> None:
+        self.parts.append(data)
+        if padding := -len(data) % _ALIGNMENT:
+            self.parts.append(_PADDING[:padding])
+        self.nbytes += len(data) + padding
+
+
+_MARK_TUPLE = msgspec.msgpack.Ext(_TUPLE, b"")
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Bytes of a tensor in host memory. They are copied where they do not lie there in a row."""
+    if type(tensor) is not Tensor and type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer):
+        raise RemoteError(f"a {type(tensor).__qualname__} cannot be sent; a plain tensor of its values can")
+    if tensor.dtype in _OF_NUMPY and tensor.is_cpu and not tensor.requires_grad:
+        try:
+            array = tensor.numpy()
+        except (RuntimeError, TypeError):  # not dense, or a view that is conjugated
+            return _bytes_of_any(tensor)
+        return (array if array.flags.c_contiguous else array.copy("C")).reshape(-1).view(np.uint8).data
+    return _bytes_of_any(tensor)
+
+
+def _bytes_of_any(tensor: Tensor) -> memoryview:
+    known = tensor.dtype in _DTYPE_NUMBERS
+    if not known or tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise RemoteError(
+            f"a tensor of dtype {tensor.dtype}, layout {tensor.layout} on {tensor.device.type} cannot be sent; "
+            "dense ones with values can"
+        )
+    values = tensor.detach()
+    if values.is_conj() or values.is_neg():
+        values = values.resolve_conj().resolve_neg()
+    data: memoryview = values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return data
+
+
+@functools.lru_cache(maxsize=4096)
+def _header_of(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """Dtype and shape of a tensor; a multiple of 8 bytes."""
+    return struct.pack(f"<BB6x{len(shape)}Q", len(shape), _DTYPE_NUMBERS[dtype], *shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_header(header: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """Dtype, shape, and number of values."""
+    dimensions, number = header[:2]
+    shape = struct.unpack_from(f"<{dimensions}Q", header, _HEADER_BYTES)
+    count = math.prod(shape)
+    if number >= len(_DTYPES) or any(header[2:_HEADER_BYTES]) or max(count, *shape, 0) >= 2**48:
+        raise RemoteError("the peer sent a tensor of an impossible dtype or shape")
+    return _DTYPES[number], shape, count
+
+
+class _Unpacker:
+    def __init__(self, block: memoryview | None, peer: Any) -> None:
+        self._block = block
+        self._nbytes = 0 if block is None else len(block)
+        self._peer = peer
+        self.used = 0
+
+    def unpack(self, tree: Any, depth: int) -> Any:
+        kind = type(tree)
+        if tree is None or kind is float or kind is bool or kind is str or kind is int or kind is bytes:
+            return tree
+        if depth > 2 * _MOST_DEPTH:
+            raise RemoteError(f"the peer sent a value nested more than {_MOST_DEPTH} deep")
+        if kind is msgspec.msgpack.Ext:
+            return self._extension(tree.code, bytes(tree.data))
+        if kind is list:
+            if tree and type(tree[0]) is msgspec.msgpack.Ext:
+                if tree[0].code == _TUPLE:
+                    return tuple([self.unpack(item, depth + 1) for item in tree[1:]])
+                if tree[0].code == _OBJECT:
+                    return self._object(tree, depth)
+            return [self.unpack(item, depth + 1) for item in tree]
+        if kind is dict:
+            return {_key(key): self.unpack(item, depth + 1) for key, item in tree.items()}
+        raise RemoteError(f"the peer sent a {kind.__name__}, which no peer sends")
+
+    def _object(self, tree: list[Any], depth: int) -> Any:
+        name = bytes(tree[0].data).decode("utf-8", "backslashreplace")
+        if name not in _unpackers or len(tree) != 2:
+            raise RemoteError(f"the peer sent a {name[:200]!r}, which this process has not registered (`sendable`)")
+        return _unpackers[name].unpack(self.unpack(tree[1], depth + 1), self._peer)
+
+    def _extension(self, code: int, data: bytes) -> Any:
+        if code == _LARGE_BYTES and len(data) == _LENGTH.size:
+            begin, end = self._part(_LENGTH.unpack(data)[0])
+            assert self._block is not None
+            return bytes(self._block[begin:end])
+        if code not in (_TENSOR, _LARGE_TENSOR):
+            raise RemoteError(f"the peer sent an extension {code}, which no peer sends here")
+        begin = _HEADER_BYTES * (1 + data[0]) if data else _HEADER_BYTES
+        if len(data) < begin:
+            raise RemoteError("the peer sent a tensor without a header")
+        dtype, shape, count = _read_header(data[:begin])
+        nbytes = count * dtype.itemsize
+        if code == _TENSOR:
+            if len(data) - begin != nbytes:
+                raise RemoteError(f"the peer sent {len(data) - begin:,} bytes for a tensor of {nbytes:,}")
+            return _tensor_of(bytearray(data), dtype, shape, count, begin)
+        if len(data) != begin:
+            raise RemoteError("the peer sent bytes behind the header of a tensor")
+        return _tensor_of(self._block, dtype, shape, count, self._part(nbytes)[0])
+
+    def _part(self, nbytes: int) -> tuple[int, int]:
+        """The next bytes of the block. They come in the order of the values, so no peer says where."""
+        begin = self.used
+        if not 0 < nbytes <= self._nbytes - begin:
+            raise RemoteError(f"the peer announced {nbytes:,} of the {self._nbytes - begin:,} bytes beside its message")
+        self.used = begin + nbytes + -nbytes % _ALIGNMENT
+        return begin, begin + nbytes
+
+
+def _tensor_of(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], count: int, offset: int) -> Tensor:
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    return tensor if len(shape) == 1 else tensor.view(shape)
+
+
+def _key(key: Any) -> str | int:
+    if type(key) is not str and type(key) is not int:
+        raise RemoteError(f"the peer sent a dict with a key of type {type(key).__name__}")
+    return key

@@ -1,0 +1,153 @@
+"""A service in a process of its own, for tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forked import python
+from paceline.channel.key import RunKey, read_key, write_key
+from paceline.remote.service import Caller, Service, in_order, quick
+from paceline.remote.values import sendable
+
+DEADLINE_S = 30.0
+LOOPBACK = ("127.0.0.1", 0)
+
+
+@sendable
+@dataclass
+class Point:
+    """A dataclass that both ends know."""
+
+    x: float
+    at: Tensor
+
+
+@quick
+def echo(caller: Caller, value: Any) -> Any:
+    """The argument."""
+    return value
+
+
+def doubled(caller: Caller, value: Tensor) -> Tensor:
+    """Twice the argument, which is changed."""
+    return value.mul_(2)
+
+
+def fail(caller: Caller, text: str) -> None:
+    """Raises ValueError."""
+    raise ValueError(text)
+
+
+def unsendable(caller: Caller) -> object:
+    """What no message can hold."""
+    return object()
+
+
+def count(caller: Caller, until: int) -> Iterator[Tensor]:
+    """Numbers, one by one; the last is not reached where `until` is negative."""
+    number = 0
+    while number != until:
+        yield torch.tensor(number)
+        number += 1
+
+
+def end(caller: Caller) -> None:
+    """End this process at once."""
+    os._exit(1)
+
+
+class State:
+    """What calls of a client leave behind."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.left: list[str] = []
+        self.open = threading.Event()
+        self.changed = threading.Condition()
+
+    @in_order
+    def note(self, caller: Caller, number: int) -> None:
+        """Remember a number."""
+        self.numbers.append(number)
+
+    @quick
+    def noted(self, caller: Caller) -> list[int]:
+        """The numbers so far."""
+        return self.numbers
+
+    def wait(self, caller: Caller) -> str:
+        """Return once `release` was called."""
+        assert self.open.wait(DEADLINE_S)
+        return "released"
+
+    @quick
+    def release(self, caller: Caller) -> None:
+        """Let those who wait return."""
+        self.open.set()
+
+    def leave(self, caller: Caller) -> None:
+        """Remember who has gone."""
+        with self.changed:
+            self.left.append(caller.name)
+            self.changed.notify_all()
+
+    def who_left(self, caller: Caller, number: int) -> list[str]:
+        """Names of those who have gone, once there are so many."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.left) >= number, DEADLINE_S)
+        return self.left
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """All that is served."""
+        alone = {f.__name__: f for f in (echo, doubled, fail, unsendable, count, end)}
+        own = {f.__name__: f for f in (self.note, self.noted, self.wait, self.release, self.who_left)}
+        return {**alone, **own}
+
+
+@contextmanager
+def service(where: Any, key: RunKey | None, state: State | None = None, **settings: Any) -> Iterator[Service]:
+    """A service in this process."""
+    state = state or State()
+    with Service(where, key, state.functions(), on_leave=state.leave, **settings) as serving:
+        yield serving
+
+
+@contextmanager
+def service_process(folder: Path, key: RunKey | None) -> Iterator[tuple[tuple[str, int] | Path, subprocess.Popen[str]]]:
+    """Address and process of a service: over TLS with a key, over a Unix socket without."""
+    folder.chmod(0o700)
+    if key is not None:
+        write_key(key, folder / "key")
+    process = python(f"import remote_services\nremote_services.serve({str(folder)!r})", stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        yield ("127.0.0.1", port) if key else folder / "socket", process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def serve(folder: str) -> None:
+    """Serve until this process is killed; says the port."""
+    file = Path(folder) / "key"
+    key = read_key(file) if file.exists() else None
+    with service(LOOPBACK if key else Path(folder) / "socket", key) as serving:
+        print(serving.address[1] if isinstance(serving.address, tuple) else 0, flush=True)
+        threading.Event().wait()
+
+
+def ends(kind: str, folder: Path) -> tuple[Any, RunKey | None]:
+    """Place and key of a service: "TLS", or "Unix socket"."""
+    folder.chmod(0o700)
+    return (LOOPBACK, RunKey.make()) if kind == "TLS" else (folder / "socket", None)
