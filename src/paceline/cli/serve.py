@@ -1,0 +1,54 @@
+"""`paceline serve IMPORT_PATH… --at ADDRESS:PORT|PATH`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLE = "Example: paceline serve ranking.py:Tower --at 10.0.0.2:7000 --key run.key"
+
+
+def command(
+    what: Annotated[
+        list[str], typer.Argument(metavar="IMPORT_PATH…", help="What clients may use: pkg.mod:name or file.py:name.")
+    ],
+    at: Annotated[
+        str, typer.Option("--at", metavar="WHERE", help="ADDRESS:PORT, or the path of a Unix socket to make.")
+    ],
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            "--key", metavar="FILE", help="Key of the run.", show_default="PACELINE_KEY_FILE, ~/.paceline/key"
+        ),
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=2, help="Calls that may run at a time.")] = 32,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", metavar="S", min=0.0, help="Seconds that a client which is lost has to come back."),
+    ] = 30.0,
+) -> None:
+    """Serve modules, objects and functions to other processes (`paceline.remote`), until Ctrl-C or SIGTERM.
+
+    They can name what is listed here and nothing else. Between hosts both ends prove the run's key; a Unix socket is
+    this user's alone.
+    """
+    import threading
+
+    from paceline.channel.ends import name_of
+    from paceline.channel.key import default_key_file, own_key, read_key
+    from paceline.remote.modules.host import place_of
+    from paceline.remote.modules.serve import serve
+    from paceline.training.stop_signals import stop_signals
+
+    place = place_of(at)
+    run_key = None
+    if not isinstance(place, Path):
+        run_key = read_key(key) if key else own_key() or read_key(default_key_file())
+    stop = threading.Event()
+    with stop_signals(lambda _: stop.set()), serve(what, place, run_key, threads=threads, grace_s=grace) as serving:
+        typer.echo(f"serving {', '.join(what)} at {name_of(serving.address)}")
+        stop.wait()
+    if serving.strangers:
+        typer.echo(f"closed connections that did not show the run's key: {serving.strangers}")
