@@ -1,0 +1,209 @@
+"""Settings of a parameter server: tensors, their optimizers, and how late a push may be.
+
+Plain data, the same for all servers and clients of a run, which compare its digest when they meet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from pydantic import ValidationError
+
+from paceline.errors import ServerRefused
+from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
+from paceline.partition import contiguous
+
+_Kind = TypeVar("_Kind", OptimizerSpec, ScheduleSpec)
+Combine = Literal["sum", "mean", "trimmed_mean", "median"]
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor under its name.
+
+    Attributes:
+        sparse: its rows (along dimension 0) are pulled and pushed alone, and only rows that a push names are stepped.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    sparse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ServerRefused(f"{self.name} is {self.dtype}; a server steps {', '.join(_DTYPES)}")
+        if not self.name or any(size < 0 for size in self.shape) or (self.sparse and not self.shape):
+            raise ServerRefused(f"a tensor needs a name and a shape, and rows where it is sparse; got {self}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def rows(self) -> int:
+        """Length of dimension 0; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    def bytes(self) -> int:
+        """Memory of the whole tensor."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """Tensors that one optimizer steps.
+
+    Attributes:
+        optimizer, schedule: keys of the job's `optimizer` and `schedule`. For deltas it is the outer optimizer:
+            `{"name": "sgd", "lr": 1.0}` adds them as they are.
+        total_steps: the length of a schedule that decays to the end.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    optimizer: Mapping[str, Any]
+    schedule: Mapping[str, Any] | None = None
+    total_steps: int | None = None
+
+    def optimizer_spec(self) -> OptimizerSpec:
+        """The optimizer's settings, checked. Raises ServerRefused."""
+        return _read(OptimizerSpec, self.optimizer)
+
+    def schedule_spec(self) -> ScheduleSpec:
+        """The schedule's settings, checked. Raises ServerRefused."""
+        return _read(ScheduleSpec, self.schedule or {})
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Everything that clients and servers of one model agree on.
+
+    Attributes:
+        fingerprint: of the model; who comes with another one is refused.
+        staleness: by how many global batches a ticket may run ahead of what is applied, or, without tickets, by how
+            many pushes a member may run ahead of the slowest. 0: synchronous; inf: nobody waits.
+        staleness_aware: the learning rate of a push that is tau steps old is divided by max(1, tau); with tickets
+            by max(1, tau / pieces), for as many steps are what a global batch is made of.
+        oldest_version: steps by which a push may be late at most; one that is later is refused.
+        pushes_per_step: gradients that are summed before a step.
+        rounds: a step is taken when every member has pushed; `combine` says what of.
+        trim: share of the values that a trimmed mean leaves out at each end.
+        norm_bound: a push whose L2 norm is larger is scaled down to it, and counted.
+        pieces: tickets of one global batch; None: the server deals none.
+        tickets_at_once: tickets that one client may hold.
+        most_members: clients that may have joined at one time.
+    """
+
+    groups: tuple[GroupSettings, ...]
+    fingerprint: str
+    staleness: float = math.inf
+    staleness_aware: bool = True
+    oldest_version: int | None = None
+    pushes_per_step: int = 1
+    rounds: bool = False
+    combine: Combine = "sum"
+    trim: float = 0.1
+    norm_bound: float | None = None
+    pieces: int | None = None
+    tickets_at_once: int = 4
+    most_members: int = 4096
+
+    def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise ServerRefused(f"settings of the parameter server: {problem}")
+        for group in self.groups:
+            group.optimizer_spec(), group.schedule_spec()
+
+    def _problems(self) -> Iterator[str]:
+        names = [spec.name for spec in self.tensors()]
+        if not names or len(set(names)) < len(names):
+            yield "name at least one tensor, and each in one group only"
+        if not self.staleness >= 0 or self.staleness % 1 > 0:
+            yield f"staleness is 0, a number of global batches, or inf, not {self.staleness}"
+        if self.pushes_per_step < 1 or (self.pieces is not None and self.pieces < 1):
+            yield "pushes_per_step and pieces are at least 1"
+        if self.rounds and (self.pieces or self.pushes_per_step > 1):
+            yield "rounds step when every member has pushed: leave out pieces and pushes_per_step"
+        if self.pieces and self.pieces % self.pushes_per_step:
+            yield (
+                f"a step of {self.pushes_per_step} pushes does not divide the {self.pieces} pieces of a global batch, "
+                f"so that a border would leave gradients unapplied; take a divisor of {self.pieces}"
+            )
+        if not self.rounds and self.combine in ("trimmed_mean", "median"):
+            yield f"combine={self.combine} is of all pushes of a round: set rounds=True"
+        if not 0 <= self.trim < 0.5 or (self.norm_bound is not None and not self.norm_bound > 0):
+            yield "trim is at least 0 and less than 0.5, and norm_bound is positive"
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """All tensors, group by group."""
+        return (spec for group in self.groups for spec in group.tensors)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of everything here, to be compared by both ends."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=dict).encode()).hexdigest()
+
+
+class Slice(NamedTuple):
+    """Rows of a tensor that one server owns."""
+
+    name: str
+    first: int
+    stop: int
+
+
+def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
+    """Slices that each server owns: contiguous rows, of about equally many bytes.
+
+    A tensor is cut along dimension 0 at a server's border. Optimizers that scale by the norm of a whole tensor (LARS,
+    LAMB) get whole tensors.
+
+    Raises:
+        ServerRefused: there are more servers than rows to own.
+    """
+    whole = {s.name for g in settings.groups if g.optimizer_spec().name in ("lars", "lamb") for s in g.tensors}
+    units = [
+        (spec.name, first, stop, spec.bytes() * (stop - first) / max(1, spec.rows))
+        for spec in settings.tensors()
+        for first, stop in _units(spec, servers, spec.name in whole)
+    ]
+    if servers < 1 or servers > len(units):
+        raise ServerRefused(f"{servers} servers cannot share {len(units)} rows of tensors; use fewer")
+    owned, at = [], 0
+    for count in contiguous([cost for *_, cost in units], servers):
+        owned.append(_joined([Slice(*unit[:3]) for unit in units[at : at + count]]))
+        at += count
+    return owned
+
+
+def _units(spec: TensorSpec, servers: int, whole: bool) -> Iterator[tuple[int, int]]:
+    """Runs of rows that stay together: 64 for each server are fine enough."""
+    step = spec.rows if whole or servers == 1 else max(1, spec.rows // (64 * servers))
+    return ((first, min(first + step, spec.rows)) for first in range(0, max(1, spec.rows), max(1, step)))
+
+
+def _joined(slices: list[Slice]) -> list[Slice]:
+    """Neighbouring slices of one tensor as one."""
+    joined: list[Slice] = []
+    for piece in slices:
+        if joined and joined[-1].name == piece.name:
+            joined[-1] = joined[-1]._replace(stop=piece.stop)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _read(kind: type[_Kind], keys: Mapping[str, Any]) -> _Kind:
+    try:
+        return kind.model_validate(dict(keys))
+    except ValidationError as error:
+        raise ServerRefused(f"settings of the parameter server: {error}") from None
