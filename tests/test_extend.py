@@ -153,7 +153,7 @@ def test_a_rule_from_a_package_trains_and_is_known_to_be_inexact(installed: str,
 def test_without_its_package_a_rule_is_unknown_and_the_known_ones_are_named(tmp_path: Path) -> None:
     shown = paceline("train", write_job(tmp_path / "job.yaml"), "--plan", "dp=2 sync=majority", folder=tmp_path)
     assert shown.code == 1
-    assert shown.error.count('unknown rule "majority". Known: averaging, allreduce, local, diloco.') == 1
+    assert shown.error.count('unknown rule "majority". Known: averaging, allreduce, local, diloco, server.') == 1
 
 
 def test_an_argument_that_the_rule_does_not_take_is_an_error_that_says_what_it_takes(

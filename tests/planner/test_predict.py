@@ -72,6 +72,15 @@ def test_local_rules_send_once_a_period() -> None:
     )
 
 
+def test_more_servers_share_what_replicas_push_and_a_staleness_waits_for_less() -> None:
+    def dp_s(sync: str) -> float:
+        return modelled(JOB, CLUSTER, Plan.parse(f"dp=4 sync={sync}")).breakdown["dp"]
+
+    assert dp_s("server:servers=4") < dp_s("server:servers=2") < dp_s("server")
+    assert dp_s("server:period=8") < dp_s("server")
+    assert dp_s("server:staleness=4,servers=4") <= dp_s("server:staleness=4") < dp_s("server")
+
+
 def test_what_was_measured_before_corrects_the_next_prediction_once() -> None:
     plan = Plan(dp=2)
     before = predict(JOB, CLUSTER, plan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from paceline.errors import PlanError
@@ -9,6 +11,8 @@ from paceline.plans import sync_info as sync
 from paceline.plans.codec_info import CompressSpec
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec, sync_info
+
+SERVER = {"staleness": 0.0, "period": 1, "servers": 1, "lr": 0.7, "momentum": 0.9, "backup": "on"}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,9 @@ from paceline.plans.sync_info import SyncSpec, sync_info
             "diloco",
             {"": 30, "fragments": 4, "overlap": 5, "lr": 1.0, "momentum": 0.9},
         ),
+        ("server", "server", SERVER),
+        ("server:staleness=4,servers=2", "server", SERVER | {"staleness": 4.0, "servers": 2}),
+        ("server:staleness=inf", "server", SERVER | {"staleness": math.inf}),
     ],
 )
 def test_a_rule_is_read_with_its_settings_and_their_defaults(
@@ -48,6 +55,11 @@ def test_a_rule_is_read_with_its_settings_and_their_defaults(
         ("diloco:8,lr=0", 'lr is the outer learning rate, above 0, not "0"'),
         ("diloco:8,lr=fast", 'lr is the outer learning rate, above 0, not "fast"'),
         ("diloco:8,lr=1,lr=2", "each key once"),
+        ("server:4", "server takes no '4'; it takes staleness=, period=, servers="),
+        ("server:staleness=-1", "staleness is by how many global batches a worker may be ahead"),
+        ("server:staleness=2,period=3", "staleness=0 with a period, or period=1"),
+        ("server:lr=0.1", "only a period of 2 or more has"),
+        ("server:staleness=1,staleness=2", "each key once"),
     ],
 )
 def test_a_rule_that_is_none_is_refused_with_what_would_be_one(text: str, message: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from browser import Browser
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
-from paceline.report.run_charts import shares
+from paceline.report.run_charts import shares, staleness
 from paceline.report.run_record import RunRecord
 from paceline.report.run_view import RunView, write_run_page
 from paceline.training.record.run import WARM_UP_STEPS, Run
@@ -375,3 +375,16 @@ def test_a_run_that_reached_its_target_says_the_time_to_it(tmp_path: Path) -> No
     text = write_run_page(run).read_text()
     assert "Reached its target (" in text
     assert 'data-figure="time_to_target"' in text
+
+
+def test_the_staleness_of_each_worker_is_shown_and_what_is_damaged_is_left_out(run: Run) -> None:
+    assert not list(staleness(RunRecord.read(run)))
+    whole = {"pushes": 4, "bytes": 2**20, "late": 1, "staleness": {"0": 3, "2": 1}}
+    damaged = [None, {"pushes": 3}, whole | {"staleness": {"x": 1}}, whole | {"bytes": "many"}]
+    workers = {"rank 0": whole, **{f"rank {n}": counts for n, counts in enumerate(damaged, 1)}}
+    with open(run.path / "events.jsonl", "a") as file:
+        file.write(json.dumps({"event": "served", "time": 1.0, "step": 2, "workers": workers}) + "\n")
+    [chart] = staleness(RunRecord.read(run))
+    assert chart.note == "rank 0: 4 pieces, 1 MiB pushed, 1 too late."
+    [line] = chart.figure.data
+    assert (list(line.x), list(line.y)) == ([0, 2], [75.0, 25.0])

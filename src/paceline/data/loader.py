@@ -146,6 +146,16 @@ class Loader:
             count, self.partition.first(count) if isinstance(self.partition, SamplerStream) else []
         )
 
+    def read(self, indices: list[int], position: Position) -> Any:
+        """The batch of these samples, read now by this process.
+
+        They may come from anywhere in an epoch. The next iteration begins where it would have.
+        """
+        self._samples.begin_epoch(position.epoch)
+        batch = self._samples.read(indices)
+        self.position, self.indices = position, indices
+        return on_device(batch, self.device)
+
     def smallest_share(self) -> int:
         """Fewest samples of a replica in the first batch; 1 if not yet known."""
         if isinstance(self.partition, SamplerStream):

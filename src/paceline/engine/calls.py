@@ -12,6 +12,7 @@ from paceline.device import CPU, DEVICE_VARIABLE, widest_float
 from paceline.errors import JobError, PlanError
 from paceline.plans.limits import whole_batch_in_parts
 from paceline.plans.plan import Plan
+from paceline.plans.sync_info import sync_info
 from paceline.sync.batchnorm import has_batch_norm, synchronise
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def made_ready(engine: Engine, model: nn.Module, plan: Plan) -> nn.Module:
     if plan.threads:
         torch.set_num_threads(plan.threads)
     if engine.split is None:
-        model = prepared(model, settings.batch_norm, engine.precision, engine.group)
+        rows = sync_info(plan.sync).served
+        model = prepared(model, settings.batch_norm, engine.precision, engine.group, rows=rows)
         model.to(engine.device)
     for outside in engine.extra.values():
         wide = torch.float64 if engine.precision == "fp64" and outside.is_floating_point() else None
@@ -40,10 +42,13 @@ def made_ready(engine: Engine, model: nn.Module, plan: Plan) -> nn.Module:
     return model
 
 
-def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Group) -> nn.Module:
+def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Group, *, rows: bool = False) -> nn.Module:
     """The model in its precision, with synchronised batch norms where the job asks for them.
 
     Called before the model is split.
+
+    Args:
+        rows: sparse gradients stay sparse, as servers take their rows.
     """
     if precision == "fp64":
         if widest_float(data_group.device) != torch.float64:
@@ -55,7 +60,8 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Grou
         choose = getattr(model, "set_experts_implementation", None)
         if choose is not None:
             choose("eager")  # the grouped matrix product of transformers' mixtures takes no float64
-    _prepare_embeddings(model, data_group)
+    if not rows:
+        _prepare_embeddings(model, data_group)
     synchronised = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
     if batch_norm == "sync" or data_group.size == 1:
         return synchronise(model, data_group)

@@ -40,6 +40,7 @@ from paceline.plans.sync_info import sync_info
 from paceline.split.parts import Part
 from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule
 from paceline.sync.batchnorm import unsynchronise
+from paceline.sync.served import Served
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
@@ -398,13 +399,14 @@ class Engine:
         self.compute.replica = self.replica
         self._parameters = list(dict.fromkeys([*self.model.parameters(), *self._held_by_optimizer()]))
         self._trained = self._signature()
-        self.local_steps = info.local_steps
-        acts = not info.local_steps and acts_after_step(self.rule)
+        # a worker of servers is alone in its group, and agrees with nobody
+        self.local_steps = info.local_steps and not info.served
+        acts = not self.local_steps and acts_after_step(self.rule)
         self._after_update = self.rule.after_step if acts else None
         kind: type[SynchronousAgreement]
         kind = LocalAgreement if self.local_steps else AgreementAhead if self.runs_ahead else SynchronousAgreement
         self.agreement = kind(self.rule, self.replica, self.signals, self.meter, world, split)
-        if self.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
+        if info.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
                 f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or batch_norm: "
                 "sync, joins them in every step. Use sync=allreduce."
@@ -491,7 +493,10 @@ class Engine:
             torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
 
     def _step_optimizer(self, step: int) -> None:
-        self.optimizer.step()
+        if isinstance(self.rule, Served):
+            self.rule.update()
+        else:
+            self.optimizer.step()
         if self._after_update is not None:
             self._after_update(step)
         if self.compute.loss_scale is not None:

@@ -23,6 +23,7 @@ from paceline.launch.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, h
 from paceline.launch.host.hosts import current_hosts
 from paceline.launch.host.messages import Begin
 from paceline.launch.host.remote import RemoteRank, RemoteRanks, RunFolder
+from paceline.launch.independent import Independent
 from paceline.launch.place import RankPlace
 from paceline.launch.recovery import Recovery
 from paceline.launch.rendezvous import on_one_host, rendezvous
@@ -59,6 +60,7 @@ class Setting:
     recovers: bool = False
     follows_steps: bool = False
     replica_ranks: int = 1
+    workers: int | None = None
     number: int = 0
 
     @property
@@ -89,7 +91,7 @@ class Attempt:
         self.poll = select.poll()
         self.starter = Starter(setting.module_args, setting.env)
         self.remote: RemoteRanks | None = None
-        self.recovery: Recovery | None = None
+        self.recovery: Recovery | Independent | None = None
         self.watchdog = Watchdog(
             setting.deadline_s, setting.start_deadline_s, follows_steps=setting.recovers and setting.follows_steps
         )
@@ -104,7 +106,7 @@ class Attempt:
             self.board = StatusBoard.create(folder / "status", self.setting.ranks, self.setting.number)
             self._made.callback(self.board.close)
             self._begin_on_others(folder)
-            self.recovery = Recovery(self) if self.setting.recovers else None
+            self.recovery = self._recovery()
             self._made.callback(self._close_ranks)
             self._prepare()
             self._rendezvous = self._made.enter_context(rendezvous(self.setting.places, folder, self.setting.port))
@@ -135,7 +137,9 @@ class Attempt:
                 self._stop_all()
                 return LaunchFailure(reason, 0, final=True)
             if self.setting.saves and self.setting.folder:
-                answer_requests(self.setting.folder.path, self.recovery)
+                answer_requests(
+                    self.setting.folder.path, self.recovery if isinstance(self.recovery, Recovery) else None
+                )
             if self.recovery and self.recovery.turn():
                 return None
             if (seed := self.starter.seed) and seed.lost:
@@ -150,6 +154,12 @@ class Attempt:
             if (hung := self._hung()) and not (self.recovery and self.recovery.end(hung)):
                 return self._hang(hung)
         return None
+
+    def _recovery(self) -> Recovery | Independent | None:
+        """Recovery from lost ranks; None stops all."""
+        if self.setting.workers is not None:
+            return Independent(self, self.setting.workers)
+        return Recovery(self) if self.setting.recovers else None
 
     def _listener(self) -> AbstractContextManager[socket.socket | None]:
         """A socket for torch's own store, if a port was asked for."""

@@ -49,6 +49,7 @@ def launch(
     recovers: bool = False,
     follows_steps: bool = False,
     replica_ranks: int = 1,
+    workers: int | None = None,
     adopts: Hosts | None = None,
 ) -> Launched:
     """Call a function on every rank, in its place, and wait until all have ended.
@@ -82,6 +83,8 @@ def launch(
         follows_steps: where ranks recover, the limit of one that computes, and that others wait for, follows from the
             steps that the run has taken (`watchdog.py`); `deadline_s` stays the longest.
         replica_ranks: ranks of a replica, which go on together or not at all.
+        workers: where no group joins the ranks, how many of the first ones end by themselves; the others serve them.
+            Each that is killed or hangs is started again, while the others go on.
         adopts: hosts whose ranks go on, instead of a start.
 
     Raises:
@@ -107,6 +110,7 @@ def launch(
         recovers=recovers,
         follows_steps=follows_steps,
         replica_ranks=replica_ranks,
+        workers=workers,
     )
     failed_at_s: list[float] = []
     with StopSignals() as signals, _CursorShown():

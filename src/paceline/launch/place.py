@@ -16,6 +16,7 @@ from paceline.errors import LaunchError
 from paceline.launch.host.emulated import host_processes
 from paceline.launch.host.hosts import Hosts, current_hosts
 from paceline.plans.plan import Plan, cores_of
+from paceline.plans.sync_info import ServerProcesses
 from paceline.rank_environment import RankEnvironment
 
 ADDRESS = "127.0.0.1"
@@ -109,6 +110,18 @@ def cores_on(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
         return [cores_of(rank, plan.ranks, cluster.hosts[0]) for rank in range(plan.ranks)]
     counts = zip(cluster.hosts, cluster.ranks_per_host(plan.ranks), strict=True)
     return [cores_of(rank, count, host) for host, count in counts for rank in range(count)]
+
+
+def with_servers(places: list[RankPlace], plan: Plan) -> list[RankPlace]:
+    """Places of a plan's workers, and behind them those of its servers.
+
+    Servers are on the workers' hosts, in turn. A server and its backup are on different hosts, where there are several.
+    """
+    servers = ServerProcesses.of(plan.sync)
+    hosts = list({(place.number, place.address): place for place in places}.values())
+    count = servers.processes
+    beside = [hosts[sum(divmod(number, servers.each)) % len(hosts)] for number in range(count)]
+    return [*places, *beside]
 
 
 def on_this_machine(ranks: int) -> list[RankPlace]:

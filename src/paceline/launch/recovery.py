@@ -40,7 +40,7 @@ class Recovery:
 
     def __init__(self, attempt: Attempt, epoch: Epoch | None = None) -> None:
         self.attempt = attempt
-        self.membership = Membership(attempt.setting.ranks, _most_losses(), attempt.setting.replica_ranks)
+        self.membership = Membership(attempt.setting.ranks, most_losses(), attempt.setting.replica_ranks)
         self.meets = True  # some ranks are on their way to the newest epoch
         self._announced = -1, -1
         self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
@@ -257,9 +257,10 @@ class Recovery:
         """Start the ranks of hosts that have come back."""
         for link in self.attempt.remote.returned() if self.attempt.remote else ():
             numbers = self._away.pop(link.number, [])
-            self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             self.membership.left_out.difference_update(numbers)
             self.membership.away.difference_update(numbers)
+            # a later coordinator is told with the event
+            self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             self._hold_if_too_few()
             self.start(numbers)
 
@@ -336,7 +337,8 @@ class Recovery:
             self.attempt.remote.announce(current, newest)
 
 
-def _most_losses() -> int:
+def most_losses() -> int:
+    """Losses of one rank in an hour after which it is left out."""
     wanted = os.environ.get(LOSSES, str(MOST_LOSSES))
     if not wanted.isdecimal() or int(wanted) < 1:
         raise LaunchError(f"{LOSSES}={wanted} is no number of losses after which a rank is left out: at least 1")

@@ -34,6 +34,7 @@ from paceline.launch.local import COLLECT_S, launch
 from paceline.launch.place import RankPlace, places_on, threads_on
 from paceline.launch.seed import warm_up
 from paceline.plans.plan import Plan
+from paceline.plans.sync_info import sync_info
 from paceline.rank_environment import own_rank
 
 Q = TypeVar("Q")
@@ -143,6 +144,8 @@ def warm_up_for(job: Job, plan: Plan) -> None:
         modules.append(COMPILER)  # it brings all that the splits need of torch, too
     if plan.splits:
         modules.append("paceline.engine.split_model")
+    if sync_info(plan.sync).served:
+        modules.append("paceline.training.served.run")
     if job.model.hf:
         modules.append("transformers.modeling_utils")
     warm_up(*modules)

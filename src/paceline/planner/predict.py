@@ -82,7 +82,7 @@ class Layouts:
         if stages > max(blocks, 1):
             apart = f"no more than {count(blocks, 'block')} of the model can be predicted apart"
             raise PlanError(f"plan {plan} makes {stages} stages, and {apart}")
-        precision = plan.precision_for(self.job)
+        precision, sync = plan.precision_for(self.job), SyncSpec.parse(plan.sync)
         # bf16 is autocast's: parameters, gradients and moments stay fp32
         number = float(BYTES["fp64" if precision == "fp64" else "fp32"])
         return Layout(
@@ -103,7 +103,9 @@ class Layouts:
             offload=plan.offload,
             cut=_cut(plan, self.trace, self._places),
             sync_bytes=_sent_bytes(plan, self.trace, number),
-            sync_every=SyncSpec.parse(plan.sync).period,
+            sync_every=sync.period,
+            servers=int(sync.arguments["servers"]) if sync.name == "server" else 0,
+            served=sync.info.served,
             framework=_FRAMEWORK,
             threads=threads,
             transport=plan.transport,

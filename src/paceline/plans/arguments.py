@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,11 @@ def between(least: float, most: float, *, open_below: bool = False) -> Callable[
     return convert
 
 
+def whole_or_inf(text: str) -> float:
+    """A whole number of at least 0, or infinity for `inf`."""
+    return math.inf if text == "inf" else float(whole(0)(text))
+
+
 def one_of(choices: Iterable[str]) -> Callable[[str], str]:
     """Converter to one of some words."""
 
@@ -60,14 +66,20 @@ def one_of(choices: Iterable[str]) -> Callable[[str], str]:
 
 
 def pieces(key: str, text: str) -> tuple[str, dict[str, str]]:
-    """Split the text into its name and arguments; the value after the colon is under "".
+    """Split the text into its name and arguments.
+
+    The value after the colon is under "", unless it has a key.
 
     Raises:
         PlanError: it has another form.
     """
     head, *options = text.split(",")
     name, colon, value = head.partition(":")
-    given = {"": value} if colon else {}
+    given: dict[str, str] = {}
+    if colon and "=" in value:
+        options = [value, *options]
+    elif colon:
+        given[""] = value
     for option in options:
         word, equals, setting = option.partition("=")
         if not equals or not word or word in given:
@@ -92,7 +104,8 @@ def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mappi
                     f'{where}: "{word}" is not one of its settings. {nearest(word, [w for w in takes if w])}'
                 )
             unknown = word or f"'{given[word]}'"
-            raise PlanError(f"{where}: {name} takes no {unknown}")
+            keys = ", ".join(f"{key}=" for key in takes if key)
+            raise PlanError(f"{where}: {name} takes no {unknown}" + (f"; it takes {keys}" if keys else ""))
     values: dict[str, Any] = {}
     for word, argument in takes.items():
         if word not in given:

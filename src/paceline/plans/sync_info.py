@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from paceline.errors import PlanError
 from paceline.extensions import ExtensionPoint
-from paceline.plans.arguments import Argument, between, converted, one_of, pieces, whole
+from paceline.plans.arguments import Argument, between, converted, one_of, pieces, whole, whole_or_inf
 from paceline.plans.codec_info import CompressSpec
 
 _ALGORITHMS = "paceline.comm.allreduce"
@@ -39,6 +39,9 @@ class SyncInfo:
         compresses: True if it codes what it sends by the plan's `compress=`, which is then an argument.
         several_optimizers: True if it heeds `replica.backward.only`, for models that several optimizers train.
         needs_inner: True if it uses `replica.inner`, the ranks of its own replica, which costs a process group.
+        served: True if servers own the parameters: workers take pieces of the global batches as they can, and no
+            collective joins them between borders (`training/served/`).
+        varies: what of this description is otherwise for some arguments, by field; asked with all of them.
     """
 
     rule: str
@@ -51,6 +54,8 @@ class SyncInfo:
     compresses: bool = False
     several_optimizers: bool = False
     needs_inner: bool = True
+    served: bool = False
+    varies: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda arguments: {}
 
     @property
     def local_steps(self) -> bool:
@@ -73,6 +78,44 @@ def _check_diloco(arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _check_server(arguments: Mapping[str, Any]) -> str | None:
+    """Check the staleness against the period: replicas that are joined in each period have none."""
+    if arguments["staleness"] and arguments["period"] > 1:
+        return "deltas are pushed by all replicas together: staleness=0 with a period, or period=1"
+    if arguments["period"] == 1 and (arguments["lr"], arguments["momentum"]) != (
+        _OUTER_LR.default,
+        _OUTER_MOMENTUM.default,
+    ):
+        return "lr and momentum are the outer optimizer's, which only a period of 2 or more has"
+    if not arguments["staleness"] and arguments["backup"] == "off":
+        return "servers keep nothing, and have no backup, but with a staleness of 1 or more"
+    return None
+
+
+def _variants_of_server(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Description of the server rule that pushes deltas, or waits for nobody."""
+    if arguments["period"] > 1:
+        return {
+            "rule": "paceline.sync.server:ServerDeltas",
+            "exact": False,
+            "every_step": False,
+            "sends": "deltas",
+            "period": "period",
+            "needs_inner": True,
+        }
+    if arguments["staleness"]:
+        return {
+            "rule": "paceline.sync.served:Served",
+            "exact": False,
+            "every_step": False,
+            "served": True,
+            "several_optimizers": False,
+        }
+    return {}
+
+
+_OUTER_LR = Argument(between(0, 10, open_below=True), 0.7, "the outer learning rate, above 0")
+_OUTER_MOMENTUM = Argument(between(0, 0.9999), 0.9, "the outer Nesterov momentum, from 0 to below 1")
 _PERIOD = Argument(whole(1), None, "the number of steps between agreements, at least 1")
 RULES = ExtensionPoint(
     "rule",
@@ -121,13 +164,33 @@ RULES = ExtensionPoint(
                 "overlap": Argument(
                     whole(0), 0, "for how many steps training goes on while a fragment travels, at least 0"
                 ),
-                "lr": Argument(between(0, 10, open_below=True), 0.7, "the outer learning rate, above 0"),
-                "momentum": Argument(between(0, 0.9999), 0.9, "the outer Nesterov momentum, from 0 to below 1"),
+                "lr": _OUTER_LR,
+                "momentum": _OUTER_MOMENTUM,
             },
             check=_check_diloco,
             period="",
             compresses=True,
             several_optimizers=True,
+        ),
+        "server": SyncInfo(
+            "paceline.sync.server:ServerSums",
+            exact=True,
+            every_step=True,
+            sends="gradients",
+            arguments={
+                "staleness": Argument(
+                    whole_or_inf, 0.0, "by how many global batches a worker may be ahead, a whole number or inf"
+                ),
+                "period": Argument(whole(1), 1, "the number of steps between agreements, at least 1"),
+                "servers": Argument(whole(1), 1, "the number of servers that share the parameters, at least 1"),
+                "lr": _OUTER_LR,
+                "momentum": _OUTER_MOMENTUM,
+                "backup": Argument(one_of(("on", "off")), "on", "on or off: a second process for each server"),
+            },
+            check=_check_server,
+            several_optimizers=True,
+            needs_inner=False,
+            varies=_variants_of_server,
         ),
     },
     PlanError,
@@ -166,13 +229,39 @@ class SyncSpec:
 
     @property
     def info(self) -> SyncInfo:
-        """Description of the rule."""
-        return RULES[self.name]
+        """Description of the rule with these arguments."""
+        info = RULES[self.name]
+        changes = info.varies(self.arguments)
+        return replace(info, **changes) if changes else info
 
     @property
     def period(self) -> int:
         """Steps from one agreement to the next; 1 where replicas agree in every step."""
-        return 1 if self.info.period is None else int(self.arguments[self.info.period])
+        period = self.info.period
+        return 1 if period is None else int(self.arguments[period])
+
+
+class ServerProcesses(NamedTuple):
+    """Server processes of a run whose servers own the parameters.
+
+    Attributes:
+        parts: how many share the parameters.
+        each: how many processes have the same part: one, or a server and its backup.
+    """
+
+    parts: int
+    each: int
+
+    @classmethod
+    def of(cls, sync: str) -> ServerProcesses:
+        """Processes that a plan's `sync=` asks for."""
+        arguments = SyncSpec.parse(sync).arguments
+        return cls(int(arguments["servers"]), 2 if arguments["backup"] == "on" else 1)
+
+    @property
+    def processes(self) -> int:
+        """All of them."""
+        return self.parts * self.each
 
 
 def sync_info(text: str) -> SyncInfo:

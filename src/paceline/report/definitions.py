@@ -120,6 +120,10 @@ _FIGURES = {
         "resident memory",
         "Memory of the rank’s process that is in use at that moment, as the system counts it.",
     ),
+    "staleness": (
+        "staleness",
+        "Updates that servers made between a worker’s reading of the parameters and the update by its gradient.",
+    ),
     "share": (
         "share of the batch",
         "Part of a global batch that a rank computes; it follows the measured speeds of the replicas (balance=auto).",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.errors import RunError
 from paceline.extensions import ExtensionPoint
@@ -13,7 +14,7 @@ from paceline.report import charts
 from paceline.report.definitions import PARTS
 from paceline.report.page import Chart
 from paceline.report.run_record import RunRecord, timed
-from paceline.units import digits
+from paceline.units import digits, size
 
 _MARKED = {  # events that a curve shows; after a restart there is a resume
     "nonfinite": "not finite",
@@ -44,12 +45,13 @@ class PanelInfo:
     panel: str
 
 
-_BUILT_IN = ("losses", "metrics", "speeds", "shares", "memory")
+_BUILT_IN = ("losses", "metrics", "speeds", "shares", "staleness", "memory")
 PANELS = ExtensionPoint(
     "panel",
     "paceline.panels",
     PanelInfo,
-    {name: PanelInfo(f"paceline.report.run_charts:{name}") for name in _BUILT_IN},
+    {name: PanelInfo(f"paceline.report.run_charts:{name}") for name in _BUILT_IN}
+    | {"federation": PanelInfo("paceline.report.federated_charts:panel")},
     RunError,
 )
 
@@ -165,6 +167,38 @@ def shares(record: RunRecord) -> Iterator[Chart]:
         series.append(charts.Line(f"rank {rank}", [s["step"] for s in full], percent, colour))
     title = "Share of the batch of each rank"
     yield Chart("shares", charts.lines(series, "steps", "percent"), f"{title}, in percent.", title, ["share"])
+
+
+def staleness(record: RunRecord) -> Iterator[Chart]:
+    """Gradients of each worker by their staleness, where servers owned the parameters."""
+    told = [event for event in record.events if event["event"] == "served"]
+    series, sentences = [], []
+    for number, (name, counts) in enumerate(_workers(told[-1]) if told else ()):
+        by_steps = sorted((int(steps), int(times)) for steps, times in counts["staleness"].items())
+        pushes = max(1, int(counts["pushes"]))
+        percent = [100 * times / pushes for _, times in by_steps]
+        colour = charts.SERIES[number % len(charts.SERIES)]
+        series.append(charts.Line(name, [steps for steps, _ in by_steps], percent, colour, marked=True))
+        sentences.append(f"{name}: {pushes:,} pieces, {size(int(counts['bytes']))} pushed, {counts['late']} too late")
+    if series:
+        title = "Staleness of the gradients of each worker"
+        figure = charts.lines(series, "updates since the parameters were read", "percent of its gradients")
+        yield Chart("staleness", figure, f"{title}, in percent.", title, ["staleness"], f"{'; '.join(sentences)}.")
+
+
+def _workers(event: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Counts of each worker by name; of a damaged record those that are whole."""
+    workers = event.get("workers")
+    found = workers.items() if isinstance(workers, dict) else ()
+    return sorted((name, counts) for name, counts in found if _is_whole(counts))
+
+
+def _is_whole(counts: Any) -> bool:
+    if not isinstance(counts, dict) or not isinstance(counts.get("staleness"), dict):
+        return False
+    steps = counts["staleness"]
+    numbers = [counts.get(key) for key in ("pushes", "bytes", "late")]
+    return all(isinstance(n, int) for n in (*numbers, *steps.values())) and all(map(str.isdecimal, steps))
 
 
 def memory(record: RunRecord) -> Iterator[Chart]:

@@ -27,7 +27,7 @@ from paceline.launch.host.remote import RunFolder
 from paceline.launch.host.same_files import must_agree
 from paceline.launch.host.takeover import Takeover, tell_successors
 from paceline.launch.local import launch
-from paceline.launch.place import RankPlace, cores_on, places_on, threads_on
+from paceline.launch.place import RankPlace, cores_on, places_on, threads_on, with_servers
 from paceline.launch.run_on_ranks import warm_up_for
 from paceline.launch.seed import warm_up
 from paceline.launch_engine import is_rank
@@ -35,6 +35,7 @@ from paceline.launch_engine.variables import HOST_DEVICES
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.warnings import warnings_about
 from paceline.plans.plan import Plan
+from paceline.plans.sync_info import ServerProcesses, sync_info
 from paceline.rank_environment import is_our_rank
 from paceline.runner.preflight import refuse_what_cannot_divide
 from paceline.runner.torchrun import fail
@@ -179,7 +180,7 @@ def _train_here(
         warm_up_for(job, choice.plan)
         refuse_what_cannot_divide(job, choice.plan, cluster)
         if lock is None:
-            lock = held.enter_context(_new_run(Path(run) if run is not None else _new_directory(job), note))
+            lock = held.enter_context(_new_run(Path(run) if run is not None else new_directory(job), note))
         record = _record(job, cluster, choice.plan, lock.run, before)
         say(f"plan {choice.plan} · run {record.path}")
         for text in [
@@ -265,13 +266,16 @@ def _launch_ranks(
             if event in ("lost", "host_lost", "host_back", "scaled") and hosts:
                 tell_successors(hosts, run)
 
-        recovers = recovers_in_place(job, plan, cluster)
+        served = sync_info(plan.sync).served
+        recovers = not served and recovers_in_place(job, plan, cluster)
         function = "paceline.training.recovery.run:run_rank" if recovers else "paceline.training.loop:run_rank"
+        if served:
+            function = "paceline.training.served.run:run_rank"
         launch(
             [function, str(record.path.resolve())],
-            ranks=plan.ranks,
+            ranks=len(places) or plan.ranks,
             threads=threads_on(cluster, plan),
-            pin_cores=cores_on(cluster, plan),
+            pin_cores=None if served else cores_on(cluster, plan),
             deadline_s=job.deadline_s,
             places=places,
             port=port,
@@ -284,6 +288,7 @@ def _launch_ranks(
             recovers=recovers,
             follows_steps=plan.compile == "off",
             replica_ranks=plan.ranks // plan.dp,
+            workers=plan.dp if served else None,
             adopts=hosts if _goes_on_in_place(hosts) else None,
         )
 
@@ -294,8 +299,11 @@ def _places(record: Run, on_end: Callable[[dict[str, LinkBytes]], None]) -> Iter
     if _goes_on_in_place(current_hosts()):
         yield []
         return
-    with places_on(record.cluster, record.plan.ranks, on_end) as places:
-        yield places
+    plan, cluster = record.plan, record.cluster
+    beside = ServerProcesses.of(plan.sync).processes if sync_info(plan.sync).served else 0
+    apart = plan.ranks + beside <= cluster.devices
+    with places_on(cluster, plan.ranks + beside if apart else plan.ranks, on_end) as places:
+        yield with_servers(places, plan) if beside and not apart else places
 
 
 def _goes_on_in_place(hosts: Hosts | None) -> bool:
@@ -354,7 +362,12 @@ def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None 
     return RunLock(path, say, on_lost)
 
 
-def _new_directory(job: Job) -> Path:
+def new_directory(job: Job) -> Path:
+    """A new directory's path under `runs`, named by the job and the time.
+
+    Raises:
+        RunError: a hundred runs of this second are there.
+    """
     name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{i}" for i in range(2, 100))):
         if not (RUNS / f"{name}{suffix}").exists():
@@ -392,7 +405,7 @@ def _agreed_run(
             remote = _remote(run, say, held, resume=resume)
             run = remote.path if remote else run
             before = _to_resume(job, run) if resume else None
-            path = before.path if before else Path(run) if run is not None else _new_directory(job)
+            path = before.path if before else Path(run) if run is not None else new_directory(job)
             held.enter_context(RunLock(path, say, on_lost=fail) if before else _new_run(path, say, on_lost=fail))
             record = _record(job, cluster, chosen, path, before)
             answer = (str(record.path.resolve()), None)

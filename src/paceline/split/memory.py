@@ -42,7 +42,7 @@ def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -
         optimizer: over them, or over their local tensors.
     """
     own = list(parameters)
-    gradients = [p.grad for p in own if p.grad is not None]
+    gradients = [part for p in own if p.grad is not None for part in _parts(p.grad)]
     state = [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, Tensor)]
     return StateBytes(_bytes(own), _bytes(gradients), _bytes(state))
 
@@ -78,6 +78,11 @@ def _state_of(optimizer: OptimizerSpec) -> tuple[int, int]:
             return 1, 0
         case "adam" | "adamw" | "lamb":
             return 2, _STEP_BYTES
+
+
+def _parts(gradient: Tensor) -> tuple[Tensor, ...]:
+    """The tensors behind a gradient: of a sparse one its rows and their numbers."""
+    return (gradient._values(), gradient._indices()) if gradient.is_sparse else (gradient,)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

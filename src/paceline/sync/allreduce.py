@@ -62,25 +62,14 @@ class AllReduce(SyncRule):
         if dp.is_fake:
             self._prepare_dry_run()
         accelerated, whole = is_accelerator(dp.device), replica.parameters is None
-        # Two ranks of one host share their cores: sending while computing only slows the computing there.
-        self.overlap = whole and (dp.spans_hosts or (accelerated and self.compress == "none"))
-        if self.overlap and not accelerated:
-            first = BucketStream(dp.copy(), self.algorithm_name, own_thread=True)
-            dp.links = first.group.links  # measured once
-            self.streams = [first, BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1)]
-        else:
-            first = BucketStream(dp, self.algorithm_name, own_thread=False, traffic=replica.traffic)
-            self.streams = [first]
+        self.overlap = whole and self.overlap_pays(dp)
+        self.streams = self.streams_over(dp)
+        first = self.streams[0]
         limit = (BUCKET_BYTES if accelerated else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
         self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
         self.scalars = _scalars(self.buckets[-1], replica.scalar_count)
-        if not dp.is_fake and (dp.spans_hosts or self.algorithm_name != "auto"):
-            why = first.algorithm.why
-            if self.overlap and accelerated:
-                why = f"{dp.transport.name} sums while the backward pass computes"
-                if self.algorithm_name != "auto":
-                    why += f"; {self.algorithm_name} is for a divided model or a codec"
-            replica.log(f"sync=allreduce: {why}")
+        if not dp.is_fake:
+            self.tell(first.algorithm.why)
         if self.compress == "auto":
             from paceline.sync.compress import CodecChooser
 
@@ -159,6 +148,32 @@ class AllReduce(SyncRule):
             stream.close()
 
     # What is sent
+
+    def overlap_pays(self, dp: Group) -> bool:
+        """True if sums run beside the backward pass.
+
+        Two ranks of one host share their cores: sending while computing only slows the computing there.
+        """
+        return dp.spans_hosts or (is_accelerator(dp.device) and self.compress == "none")
+
+    def tell(self, why: str) -> None:
+        """Note in the record how sums are made, where that is not plain."""
+        dp = self.replica.dp
+        if not dp.spans_hosts and self.algorithm_name == "auto":
+            return
+        if self.overlap and is_accelerator(dp.device):
+            why = f"{dp.transport.name} sums while the backward pass computes"
+            if self.algorithm_name != "auto":
+                why += f"; {self.algorithm_name} is for a divided model or a codec"
+        self.replica.log(f"sync=allreduce: {why}")
+
+    def streams_over(self, dp: Group) -> list[BucketStream]:
+        """The streams that sum the buckets; `overlap` is known."""
+        if not self.overlap or is_accelerator(dp.device):
+            return [BucketStream(dp, self.algorithm_name, own_thread=False, traffic=self.replica.traffic)]
+        first = BucketStream(dp.copy(), self.algorithm_name, own_thread=True)
+        dp.links = first.group.links  # measured once
+        return [first, BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1)]
 
     def _prepare_dry_run(self) -> None:
         """Use a plain sum in a dry run.
@@ -296,9 +311,13 @@ class BucketStream:
         traffic: Traffic | None = None,
     ) -> None:
         self.group, self.number, self.traffic = group, number, traffic or Traffic()
-        self.algorithm: Algorithm = algorithm_for(group, name)
+        self.algorithm: Algorithm = self.algorithm_over(group, name)
         self.compressor: Compressor | None = None
         self._thread = CommThread(f"paceline-sync-{number}") if own_thread else None
+
+    def algorithm_over(self, group: Group, name: str) -> Algorithm:
+        """The all-reduce algorithm of that name over the group."""
+        return algorithm_for(group, name)
 
     def compress_by(self, codec: str) -> None:
         """Use this codec from now on; "none" sends buckets as they are."""

@@ -28,11 +28,15 @@ class LocalRule(SyncRule):
         broadcast_state(replica)
         self.replica, self.parameters = replica, replica.trainable
         self.group = self.connections(replica.dp)
-        self.algorithm: Algorithm | Group = algorithm_for(self.group, "auto") if self.group.size > 1 else self.group
+        self.algorithm: Algorithm | Group = self.algorithm_over(self.group) if self.group.size > 1 else self.group
 
     def connections(self, dp: Group) -> Group:
         """The group that the parameters are sent over."""
         return dp
+
+    def algorithm_over(self, group: Group) -> Algorithm:
+        """The all-reduce that sums over the replicas."""
+        return algorithm_for(group, "auto")
 
     def agrees_in(self, step: int) -> bool:
         """True if replicas share losses and votes in a step; at least once per period."""

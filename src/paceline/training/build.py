@@ -95,9 +95,20 @@ def build_engine(
         return Engine(split.model, optimizer, loss, loader, plan, group, settings, split, identical=goes_on)
     assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
     if source is not None:
-        load_weights({**dict(model.named_parameters()), **_kept(dict(model.named_buffers()), source)}, None, source)
+        _load_whole(model, source)
     optimizer = optimizer or job.optimizer.build(model.parameters(), fused=plan.fused)
     return Engine(model, optimizer, loss, loader, plan, group, settings, identical=goes_on)
+
+
+def load_published(job: Job, model: nn.Module) -> None:
+    """Load the pretrained weights that the job names, if any, into a whole model."""
+    source = _published(job, model)
+    if source is not None:
+        _load_whole(model, source)
+
+
+def _load_whole(model: nn.Module, source: WeightSource) -> None:
+    load_weights({**dict(model.named_parameters()), **_kept(dict(model.named_buffers()), source)}, None, source)
 
 
 def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None:

@@ -25,6 +25,8 @@ job = partial(job_on_digits, model="mlp")
         "dp=2 compress=topk:0.01+bf16",
         "dp=2 compress=auto",
         "dp=2 sync=local:4",
+        "dp=2 fsdp=2 sync=server:servers=2",
+        "dp=2 sync=server:staleness=inf",
         "dp=2 sync=diloco:8,fragments=2,overlap=1 compress=int4",
         "dp=2 fsdp=2 sync=allreduce:hierarchical compress=powersgd:2",
     ],
@@ -57,6 +59,10 @@ def test_a_rule_that_can_work_has_no_reason_against_it(plan: str) -> None:
         ("dp=2 sync=local:4", {"nonfinite": "rewind"}, "nonfinite: skip in the job, or sync=allreduce", "dp=2"),
         ("dp=2 sync=local:4", {"spike": "skip"}, "spike: off in the job, or sync=allreduce", "dp=2"),
         ("dp=2 sync=diloco:4", {"batch_norm": "sync"}, "batch_norm: local, or sync=allreduce", "dp=2"),
+        ("dp=2 sync=server:servers=3", {}, "servers=2 at most, or a staleness", None),
+        ("dp=2 fsdp=2 sync=server:staleness=2", {}, "dp=4 and no other degree, or sync=server", None),
+        ("dp=3 sync=server:staleness=inf", {"global_batch": 64}, "the global batch is 64: dp=2, for example", None),
+        ("dp=2 sync=server:staleness=inf", {"nonfinite": "rewind"}, "nonfinite: skip in the job", None),
     ],
 )
 def test_a_rule_that_cannot_work_is_refused_with_what_would(

@@ -84,7 +84,40 @@ def _batch_over_all_replicas(context: PlanContext) -> str | None:
     return None
 
 
+def _more_servers_than_replicas(context: PlanContext) -> str | None:
+    spec = SyncSpec.parse(context.plan.sync)
+    servers = spec.arguments.get("servers", 1)
+    if spec.name != "server" or spec.info.served or servers <= max(context.plan.dp, 1):
+        return None
+    return (
+        f"plan {context.plan} has {servers} servers in {count(context.plan.dp, 'replica')}, of which each holds one: "
+        f"servers={context.plan.dp} at most, or a staleness, under which servers are processes of their own."
+    )
+
+
+def _not_by_servers(context: PlanContext) -> str | None:
+    """Reason why workers cannot take pieces of the batches from servers, or None."""
+    plan, job = context.plan, context.job
+    if not sync_info(plan.sync).served:
+        return None
+    start = f"plan {plan} has servers deal pieces of the batches to workers"
+    if context.world is not None:
+        return f"{start}, which only paceline train starts: without torchrun, or sync=server."
+    if plan.splits or plan.remat != "none":
+        return f"{start} that hold the whole model: dp={plan.ranks} and no other degree, or sync=server."
+    if job.partition.kind == "hierarchical" or job.partition.weights is not None:
+        return f"{start}, who read any of the samples: partition: uniform in the job, or sync=server."
+    if job.global_batch % plan.dp:
+        fits = max(n for n in range(1, plan.dp + 1) if job.global_batch % n == 0)
+        return f"{start} in {plan.dp} equal pieces, and the global batch is {job.global_batch}: dp={fits}, for example."
+    if job.data.num_workers:
+        return f"{start}, who read them when they are dealt, without loader processes: num_workers: 0 in the job."
+    return None
+
+
 SYNC_CHECKS: tuple[Check, ...] = (
+    Check(_more_servers_than_replicas, ("sync", "dp")),
+    Check(_not_by_servers, ("sync", "dp")),
     Check(_nothing_to_compress, ("compress", "sync")),
     Check(_nothing_to_try, ("compress", "sync")),
     Check(_too_wide_to_compress, ("compress", "precision")),

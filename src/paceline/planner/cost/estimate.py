@@ -11,8 +11,9 @@ from paceline.planner.cost.measured_links import here
 from paceline.planner.cost.memory import capacity_bytes, memory
 from paceline.planner.cost.pipeline import hop_s, pipeline_s, simulated
 from paceline.planner.cost.prediction import PARTS, Prediction, Span
+from paceline.planner.cost.servers import served_s
 from paceline.planner.cost.stages import StageCost, StepInputs, exposed_s, stage_times
-from paceline.planner.cost.traffic import all_reduce_s, gather_s, link_path
+from paceline.planner.cost.traffic import all_reduce_s, gather_s, link_path, send_s
 
 
 def estimate(layout: Layout) -> Prediction:
@@ -112,6 +113,9 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
     if layout.dp == 1:
         return 0.0
     shared = slow.parameters / layout.fsdp
+    if layout.servers:
+        one_way_s = send_s(shared * layout.sync_bytes, layout, "dp")
+        return served_s(layout, one_way_s, slow.forward + slow.backward, _optimizer_s(layout, slow))
     seconds = all_reduce_s(shared * layout.sync_bytes, link_path(layout, "dp")) / layout.sync_every
     if not layout.framework.overlaps_gradients:
         return seconds

@@ -100,6 +100,8 @@ class Layout:
         parameter_bytes, gradient_bytes, optimizer_bytes: bytes per parameter; a master copy counts to the optimizer.
         cut: number of blocks of each virtual stage, in order; (): as even as the blocks' times allow.
         sync_bytes: bytes per gradient sent between replicas, once in `sync_every` steps.
+        servers: parameter servers that sum gradients, or, where `served`, own the parameters; 0: replicas sum by
+            themselves.
         order: axes, beginning with those whose ranks are nearest.
     """
 
@@ -127,6 +129,8 @@ class Layout:
     cut: tuple[int, ...] = ()
     sync_bytes: float = 4.0
     sync_every: int = 1
+    servers: int = 0
+    served: bool = False
     framework: FrameworkProfile = field(default_factory=FrameworkProfile)
     order: tuple[str, ...] = AXES[::-1]
     # of a rank on CPUs

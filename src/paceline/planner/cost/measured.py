@@ -23,6 +23,7 @@ from paceline.planner.calibrate import Calibration, CalibrationPoint, interpolat
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured_links import Links, between_hosts_s, here, links_of
 from paceline.planner.cost.pipeline import simulated
+from paceline.planner.cost.servers import served_s
 from paceline.planner.cost.stages import StageCost, StageTimes, StepInputs, times_of
 from paceline.plans.axes import DEGREES
 from paceline.trace.graph import ModelTrace
@@ -297,6 +298,11 @@ def _dp_s(layout: Layout, found: Calibration, times: Passes, links: Links) -> fl
     if layout.dp == 1:
         return links.step_s(layout)
     held = found.parameters / layout.fsdp / layout.tp / layout.pp
+    if layout.servers:
+        one_way_s = links.message_s(held * layout.sync_bytes, "dp")
+        return served_s(layout, one_way_s, layout.microbatches * times.seconds, 0.0) - links.shared_all_reduce_s(
+            held * 4.0
+        )
     if not links.dp_between:
         sums = links.all_reduce_s(held * layout.sync_bytes, "dp") - links.shared_all_reduce_s(held * 4.0)
         return sums / layout.sync_every

@@ -38,6 +38,7 @@ _INEXACT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"compress": "int8"}, "gradients are rounded to 8 bits on their way between replicas: other losses"),
     ({"compress": "powersgd:4"}, "replicas agree on an approximation of their gradients: other losses"),
     ({"sync": "local:8"}, "replicas train independently and average every 8 steps: other losses"),
+    ({"sync": "server:staleness=4"}, "servers step on gradients up to 4 batches old, nobody waits: other losses"),
     ({"sync": "diloco:30"}, "replicas train independently and agree every 30 steps: other losses"),
 )
 

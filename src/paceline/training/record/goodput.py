@@ -196,7 +196,7 @@ class _Clock:
                 self._failed(time, "restart", "restart")
             case "restart":
                 self._failed(time, "restart", "restart")
-            case "lost":
+            case "lost" if not event.get("alone"):
                 self._failed(time, "recovery", f"rank {event.get('rank')} lost")
             case "host_lost":
                 self._failed(time, "recovery", f"host {event.get('host')} lost")

@@ -79,6 +79,11 @@ class StepRecorder(Callback):
             self.on_step(info)
             self._write(Timing(info.result.step))  # now: a later look takes the newest line for the newest step
 
+    @property
+    def last_step(self) -> int:
+        """The newest step in the file; -1 where there is none."""
+        return _last_step(self.lines.path)
+
     def close(self) -> None:
         """Write what still waits for its times, and end the files."""
         for step in sorted(self._waiting):

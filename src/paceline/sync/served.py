@@ -1,0 +1,51 @@
+"""Asynchronous parameter server: servers own parameters and optimizer, and step on every push.
+
+With a bound on the staleness after Ho et al., 2013 (SSP). The rule is a worker's side of it; `training/served/` has the
+workers' loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from paceline.errors import PlanError
+from paceline.sync.rule import Agreement, Replica, SyncRule
+
+
+class Served(SyncRule):
+    """Hand this worker's gradient to `update` in the place of an optimizer step.
+
+    A worker is alone in its group: no collective joins it with others.
+
+    Attributes:
+        update: pushes the gradients of the parameters; set by the workers' loop.
+    """
+
+    def __init__(self, **_: object) -> None:
+        self.update: Callable[[], object] = _nobody
+
+    def attach(self, replica: Replica) -> None:
+        if replica.world.size > 1:
+            raise PlanError(
+                "under sync=server with a staleness, servers own the parameters and workers take pieces of the batches "
+                "as they can, which only paceline train does: sync=server, whose replicas take every step together"
+            )
+        self.parameters = replica.trainable
+
+    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
+        return Agreement([_numbers(p) for p in self.parameters if p.grad is not None], scalars)
+
+
+def _numbers(parameter: nn.Parameter) -> Tensor:
+    """The numbers of a gradient, each once: of a sparse one those of its rows."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad._values()
+
+
+def _nobody() -> None:
+    raise PlanError("sync=server with a staleness trains with servers, which only paceline train starts")

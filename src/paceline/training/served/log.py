@@ -1,0 +1,112 @@
+"""Losses of pieces on their way to the first worker, which records them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from paceline.channel.store import StoreClient
+from paceline.training.served.worker import Piece
+
+_EVERY_S = 0.25  # a message to the store
+_MOST = 2000  # pieces of a message, some hundred kilobytes
+
+
+@dataclass(frozen=True)
+class LoggedPiece:
+    """Record of a piece; loss and norm are None where nothing was computed."""
+
+    batch: int
+    piece: int
+    samples: int
+    loss: float | None
+    norm: float | None
+    staleness: int
+    problem: str | None
+
+    @classmethod
+    def of(cls, done: Piece) -> LoggedPiece:
+        """The record of a computed piece."""
+        result, ticket = done.result, done.ticket
+        return cls(
+            ticket.batch,
+            ticket.piece,
+            done.position.local,
+            None if result is None else result.loss,
+            None if result is None else result.grad_norm,
+            done.pushed.staleness,
+            None if result is None else result.problem,
+        )
+
+
+class PieceLog:
+    """Sends a worker's pieces to the first worker, some together.
+
+    Args:
+        store: of the run.
+        worker: number of the worker.
+    """
+
+    def __init__(self, store: StoreClient, worker: int) -> None:
+        self.store, self.worker = store, worker
+        self._waiting: list[LoggedPiece] = []
+        self._sent_at = time.monotonic()
+
+    def add(self, done: Piece) -> None:
+        """Note a piece whose push was accepted."""
+        if done.pushed.accepted:
+            self._waiting.append(LoggedPiece.of(done))
+        if len(self._waiting) >= _MOST or time.monotonic() - self._sent_at > _EVERY_S:
+            self.send()
+
+    def send(self) -> None:
+        """Send what waits."""
+        if self._waiting:
+            number = self.store.add(f"served/logged/{self.worker}", 1)
+            self.store.set(_key(self.worker, number), json.dumps([asdict(piece) for piece in self._waiting]).encode())
+            self._waiting = []
+        self._sent_at = time.monotonic()
+
+
+class LoggedBatches:
+    """Puts the pieces of all workers together.
+
+    Args:
+        first: the batch to begin with.
+    """
+
+    def __init__(self, store: StoreClient, workers: int, pieces: int, first: int) -> None:
+        self.store, self.workers, self.pieces, self.next = store, workers, pieces, first
+        self._known: defaultdict[int, dict[int, LoggedPiece]] = defaultdict(dict)
+        self._read = dict.fromkeys(range(workers), 0)
+
+    def add(self, piece: LoggedPiece) -> None:
+        """Take in a piece."""
+        if piece.batch >= self.next:
+            self._known[piece.batch][piece.piece] = piece
+
+    def read(self) -> None:
+        """Take in what the other workers have sent."""
+        for worker in range(1, self.workers):
+            while self.store.check([_key(worker, self._read[worker] + 1)]):
+                self._read[worker] += 1
+                for told in json.loads(self.store.get(_key(worker, self._read[worker]))):
+                    self.add(LoggedPiece(**told))
+                self.store.delete(_key(worker, self._read[worker]))
+
+    def whole(self, until: int | None = None) -> Iterator[tuple[int, list[LoggedPiece]]]:
+        """Batches in order whose pieces are all known.
+
+        With `until` also the others before it, as far as they are known: a worker that was killed may have pushed a
+        piece of which it told nothing.
+        """
+        while len(self._known[self.next]) == self.pieces or (until is not None and self.next < until):
+            self.next += 1
+            yield self.next - 1, list(self._known.pop(self.next - 1).values())
+
+
+def _key(worker: int, number: int) -> str:
+    return f"served/log/{worker}/{number}"

@@ -1,0 +1,191 @@
+"""The first worker: computes pieces as all do, and measures, saves and records.
+
+At a border everything before it is applied, and nothing after it: there a run is as any other. It lies where the job
+evaluates or saves by steps, where it saves by the clock or is stopped, and where the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+from paceline.channel.store import StoreClient
+from paceline.comm import Group
+from paceline.engine.engine import StepResult
+from paceline.engine.meter import COMPUTE, Timing
+from paceline.job.data import DataSets
+from paceline.plans.sync_info import ServerProcesses
+from paceline.training.loop import Loop
+from paceline.training.record.callback import StepInfo
+from paceline.training.record.run import Run
+from paceline.training.served.log import LoggedBatches, LoggedPiece
+from paceline.training.served.worker import Worker
+
+_PROGRESS = "served/progress"  # key of the run's store: what the first worker needs when it is started again
+_AHEAD_S = 2.0  # of training that may be dealt at once: after that long a signal is heeded
+_FIRST_AHEAD = 16  # batches, before their time is known
+
+
+class FirstWorker(Loop):
+    """Trains from border to border."""
+
+    def __init__(self, run: Run, worker: Worker, data: DataSets, group: Group, store: StoreClient) -> None:
+        super().__init__(run, worker.engine, data, group)
+        self.worker, self.client, self.store, self.workers = worker, worker.client, store, run.plan.dp
+        self._opened = 0  # batches that are dealt
+        self._votes: dict[str, int] = {}
+        self._last_written = time.monotonic()
+        self._batch_s: float | None = None
+
+    def _begin(self) -> str | None:
+        """Begin or resume the run, or go on with it where this worker was lost."""
+        if self.store.check([_PROGRESS]):
+            return self._return(json.loads(self.store.get(_PROGRESS)))
+        reason = super()._begin()
+        self.worker.hand_over(self.engine.step_count, ServerProcesses.of(self.run_directory.plan.sync).parts)
+        self._opened = self.engine.step_count
+        self.log = LoggedBatches(self.store, self.workers, self.workers, self._opened)
+        self._note_progress()
+        return reason
+
+    def _return(self, progress: dict[str, Any]) -> str | None:
+        """Go on behind the newest border."""
+        self.engine.step_count = self._opened = progress["step"]
+        self.stop.load_state_dict(progress["stop"])
+        self.evaluations.at = progress["evaluated_at"]
+        self.checkpoints.continued()
+        self.worker.pull()
+        written = max(progress["step"], self.recorder.last_step)
+        self.log = LoggedBatches(self.store, self.workers, self.workers, written)
+        self.engine.meter.restart()
+        return self.stop.ended(progress["step"])
+
+    def _steps(self) -> str | None:
+        """Train to the next border, and do what is due there."""
+        border = self._next_border()
+        self._last_written = time.monotonic()
+        while not self._reached(border):
+            self._compute(border)
+        step = self._opened
+        self._take_over(step)
+        info = self._write(step) or self._told(step, [], 0.0)
+        info.result.votes, self._votes = self._votes, {}
+        reason = self.after_step(info)
+        if reason is None and step % self.epoch_steps == 0:
+            reason = self.evaluations.after_epoch()
+        self._acted = step
+        # parameters change from here on
+        self.checkpoints.saving.release()
+        self._tell_servers(step)
+        self._note_progress()
+        return reason
+
+    def _compute(self, border: int) -> None:
+        """Compute a piece, if there is one."""
+        self._open(border)
+        self._ask()
+        done = self.worker.advance()
+        if done is None:
+            self._border_reached = True
+            return
+        if done.result is not None:
+            self._votes |= done.result.votes
+            if done.result.problem is not None:
+                self._rewound(done.result)
+        if done.pushed.accepted:
+            self.log.add(LoggedPiece.of(done))
+        self._write()
+
+    def _open(self, border: int) -> None:
+        """Have more batches dealt, unless something is to be done first."""
+        self._border_reached = False
+        if self._votes or self._opened >= border:
+            return
+        ahead = _FIRST_AHEAD if self._batch_s is None else max(_FIRST_AHEAD, math.ceil(_AHEAD_S / self._batch_s))
+        wanted = min(border, max(self.log.next, self.engine.step_count) + ahead)
+        if wanted > self._opened:
+            self._opened = wanted
+            self.client.open(wanted)
+
+    def _reached(self, border: int) -> bool:
+        """True if all that was dealt is applied, and no more is to be."""
+        return self._border_reached and (bool(self._votes) or self._opened >= border)
+
+    def _next_border(self) -> int:
+        """The step after which something is due."""
+        step, evaluate, self._border_reached = self.engine.step_count, self.job.evaluate, False
+        measured = evaluate.every_steps or evaluate.every_epochs * self.epoch_steps
+        every = [n for n in (measured, self.job.checkpoint.every_steps) if n is not None]
+        due = [(step // n + 1) * n for n in every]
+        return min([*due, self.total_steps] if self.total_steps is not None else due)
+
+    def _take_over(self, step: int) -> None:
+        """Have the state of the servers in this engine."""
+        self.worker.take_over()
+        self.engine.step_count = step
+        self.engine.loader.load_state_dict(self._position(step))
+
+    # Record
+
+    def _write(self, until: int | None = None) -> StepInfo | None:
+        """Write the lines of whole batches, of all before `until`; returns the last."""
+        now = time.monotonic()
+        if until is None and now - self._last_written < _WRITE_S:
+            return None
+        found = self._whole(until)
+        if not found:
+            return None
+        passed_s, self._last_written = now - self._last_written, now
+        self._batch_s, info = passed_s / len(found), None
+        for batch, pieces in found:
+            info = self._told(batch + 1, pieces, self._batch_s)
+            for on_step in self._on_step:
+                on_step(info)
+            if info.result.step != until and (reason := self.stop.after_step(info.result.step, info.result.loss)):
+                self._votes["stop"] = 1
+                self._why = reason
+        return info
+
+    def _whole(self, until: int | None) -> list[tuple[int, list[LoggedPiece]]]:
+        """Whole batches; with `until` all before it, after a short wait for the workers."""
+        self.log.read()
+        found = list(self.log.whole())
+        give_up = time.monotonic() + _TOLD_S
+        while until is not None and self.log.next < until and time.monotonic() < give_up:
+            time.sleep(0.005)
+            self.log.read()
+            found += self.log.whole()
+        return found + list(self.log.whole(until)) if until is not None else found
+
+    def _told(self, step: int, pieces: list[LoggedPiece], step_s: float) -> StepInfo:
+        """A batch as callbacks see it: the mean of its pieces' losses."""
+        computed = [piece for piece in pieces if piece.loss is not None]
+        samples = sum(piece.samples for piece in computed)
+        loss = sum((piece.loss or 0.0) * piece.samples for piece in computed) / samples if samples else math.nan
+        norm = max((piece.norm or 0.0 for piece in computed), default=0.0)
+        timing = Timing(step)
+        timing.parts_s[COMPUTE] = step_s
+        result = StepResult(step, loss, samples, norm, None, {}, timing)
+        factor = self.job.schedule.factor_at(step - 1, self.total_steps)
+        return StepInfo(result, (step - 1) // self.epoch_steps, samples, self.job.optimizer.lr * factor)
+
+    def _tell_servers(self, step: int) -> None:
+        """Record what the servers count of every worker."""
+        servers = self.client.statistics()
+        workers = servers[0]["clients"]
+        for name, counts in workers.items():
+            for key in ("bytes", "sent_bytes"):
+                counts[key] = sum(server["clients"].get(name, {}).get(key, 0) for server in servers)
+        told = {key: servers[0][key] for key in ("version", "backup")}
+        self.events("served", {"step": step, **told, "workers": workers})
+
+    def _note_progress(self) -> None:
+        """Tell the store what this worker needs when it is started again."""
+        progress = {"step": self._opened, "stop": self.stop.state_dict(), "evaluated_at": self.evaluations.at}
+        self.store.set(_PROGRESS, json.dumps(progress).encode())
+
+
+_TOLD_S = 1.0  # for workers to tell of their last pieces before a border
+_WRITE_S = 0.2  # from one look at the other workers' losses to the next

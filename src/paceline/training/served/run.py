@@ -1,0 +1,140 @@
+"""Processes of a run with servers: workers first, then servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.channel.key import RunKey, own_key
+from paceline.channel.store import StoreClient
+from paceline.comm import Group
+from paceline.comm.address import own_address
+from paceline.device import use
+from paceline.engine.status import StatusBoard
+from paceline.errors import LaunchError
+from paceline.job.partition import Partition
+from paceline.plans.plan import Plan
+from paceline.plans.sync_info import ServerProcesses
+from paceline.rank_environment import RankEnvironment
+from paceline.remote.server.client import ServerClient
+from paceline.remote.server.process import ParameterServer
+from paceline.remote.server.views import StoreViews, as_address, as_text
+from paceline.training.build import build_engine, check_device, seed_all
+from paceline.training.record.run import Run
+from paceline.training.served.log import PieceLog
+from paceline.training.served.loop import FirstWorker
+from paceline.training.served.pieces import Pieces
+from paceline.training.served.settings import read, settings_of, written
+from paceline.training.served.worker import Worker
+from paceline.training.stop_signals import stop_signals
+
+SETTINGS, ENDED, ADDRESS = "served/settings", "served/ended", "served/address"  # keys of the run's store
+_LOOK_S = 0.02  # from one look at whether a border is over to the next
+_ALIVE_S = 1.0  # between two marks of a server that it lives
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Be a worker or a server of the run in the directory `arguments[0]`."""
+    run, environment = Run(arguments[0]), RankEnvironment.from_env()
+    # every attempt of the run has a store of its own
+    assert environment.store is not None
+    with closing(StoreClient(as_address(environment.store), own_key(), run.job.deadline_s)) as store:
+        if environment.rank >= run.plan.dp:
+            _serve(run, store, environment)
+        else:
+            _work(run, store, environment)
+
+
+def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
+    """Serve a part until the launcher ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    board, servers = StatusBoard.of_this_rank(), ServerProcesses.of(run.plan.sync)
+    number = environment.rank - run.plan.dp
+    part = number // servers.each
+    settings = read(store.get(SETTINGS))
+    if servers.each == 1 and store.check([f"{ADDRESS}/{number}"]):
+        raise LaunchError(
+            f"server {part} was lost, and has no backup: --resume goes on from the newest checkpoint; backup=on in the "
+            "plan's sync keeps a second process for each server"
+        )
+    with ExitStack() as held:
+        key, where = _key_and_place(environment)
+        views = StoreViews(store, f"served/view/{part}") if servers.each > 1 else None
+        server = held.enter_context(
+            ParameterServer(where, key, settings, part=part, servers=servers.parts, views=views)
+        )
+        store.set(f"{ADDRESS}/{number}", as_text(server.address).encode())
+        while not server.ended.wait(_ALIVE_S):
+            # "done" has no limit of its own but the deadline, and no signal is for it
+            board.mark("done", 0)
+
+
+def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
+    """Compute pieces until the run ends; the first worker also measures, saves and records."""
+    job, number = run.job, environment.rank
+    group = Group(device=use(environment.local_rank), deadline_s=job.deadline_s)
+    check_device(run, group)
+    seed_all(job.seed)
+    model = job.model.build()
+    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+    engine = build_engine(job, _alone(run.plan), model, data, group)
+    seed_all(job.seed * 1_000_003 + 1 + number)
+    partition = engine.loader.partition
+    assert isinstance(partition, Partition)
+    if number == 0:
+        total = job.stop.total_steps(partition.steps_per_epoch)
+        store.set(SETTINGS, written(settings_of(job, run.plan, model, total)))
+    with ExitStack() as held:
+        held.callback(engine.close)
+        client = held.enter_context(_client(run, store, f"rank {number}"))
+        worker = Worker(engine, client, Pieces(job, partition, run.plan.dp))
+        client.join()
+        if number == 0:
+            FirstWorker(run, worker, data, group, store).run()
+            store.set(ENDED, b"1")
+        else:
+            _work_until(worker, PieceLog(store, number), lambda: store.check([ENDED]))
+        client.leave()
+        engine.on_phase("done", engine.step_count)
+
+
+def _work_until(worker: Worker, log: PieceLog, ended: Callable[[], bool]) -> None:
+    """Compute pieces; at a border wait for the first worker."""
+    with stop_signals(lambda name: None):  # the first worker ends the run, for all
+        while True:
+            if (done := worker.advance()) is not None:
+                log.add(done)
+                continue
+            log.send()
+            if ended():
+                return
+            time.sleep(_LOOK_S)
+
+
+def _alone(plan: Plan) -> Plan:
+    """The plan of one worker, which is alone in its group."""
+    return replace(plan, dp=1)
+
+
+def _client(run: Run, store: StoreClient, name: str) -> ServerClient:
+    servers = ServerProcesses.of(run.plan.sync)
+    settings = read(store.get(SETTINGS))
+    keys = [f"{ADDRESS}/{number}" for number in range(servers.processes)]
+    places = [as_address(told.decode()) for told in store.get_all(keys)]
+    parts = [places[i : i + servers.each] for i in range(0, len(places), servers.each)]
+    key = own_key() if any(isinstance(place, tuple) for place in places) else None
+    return ServerClient(parts, key, name=name, settings=settings, deadline_s=run.job.deadline_s)
+
+
+def _key_and_place(environment: RankEnvironment) -> tuple[RunKey | None, tuple[str, int] | Path]:
+    """Key and place to serve at: TLS between hosts, else a Unix socket."""
+    if environment.store is None or not environment.store.startswith("/"):
+        return own_key(), (own_address(), 0)
+    assert environment.error_file is not None
+    # in the launcher's folder, which goes with the attempt
+    return None, environment.error_file.with_name(f"server-{os.getpid()}")

@@ -1,0 +1,78 @@
+"""Settings of a run's servers, which the first worker makes of job and model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from paceline.job.job import Job
+from paceline.plans.plan import Plan
+from paceline.plans.sync_info import SyncSpec
+from paceline.remote.server.settings import GroupSettings, ServerSettings, TensorSpec
+
+# of a schedule, in global batches; servers count pushes
+_COUNTED = ("warmup_steps", "decay_steps")
+
+
+def settings_of(job: Job, plan: Plan, model: nn.Module, total_steps: int | None) -> ServerSettings:
+    """Settings of the servers of a run.
+
+    A push is the mean gradient of a piece, which counts for its share of the global batch: its learning rate is the
+    job's divided by the pieces.
+
+    Raises:
+        ServerRefused: a parameter is of a kind that servers do not hold.
+    """
+    pieces, staleness = plan.dp, float(SyncSpec.parse(plan.sync).arguments["staleness"])
+    optimizer = job.optimizer.model_dump(exclude_defaults=True) | {"lr": job.optimizer.lr / pieces}
+    schedule = job.schedule.model_dump(exclude_defaults=True)
+    schedule |= {key: schedule[key] * pieces for key in _COUNTED if schedule.get(key)}
+    if "milestones" in schedule:
+        schedule["milestones"] = [milestone * pieces for milestone in schedule["milestones"]]
+    sparse = _sparse(model)
+    tensors = tuple(
+        TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), sparse=name in sparse)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    )
+    steps = None if total_steps is None else total_steps * pieces
+    group = GroupSettings(optimizer=optimizer, schedule=schedule, total_steps=steps, tensors=tensors)
+    return ServerSettings(groups=(group,), fingerprint=_fingerprint(tensors, group), staleness=staleness, pieces=pieces)
+
+
+def written(settings: ServerSettings) -> bytes:
+    """Settings as JSON."""
+    return json.dumps(asdict(settings)).encode()
+
+
+def read(text: bytes) -> ServerSettings:
+    """Settings that `written` told."""
+    told: dict[str, Any] = json.loads(text)
+    groups = tuple(
+        GroupSettings(**group | {"tensors": tuple(TensorSpec(**_whole(t)) for t in group["tensors"])})
+        for group in told["groups"]
+    )
+    return ServerSettings(**told | {"groups": groups})
+
+
+def _whole(tensor: dict[str, Any]) -> dict[str, Any]:
+    return tensor | {"shape": tuple(tensor["shape"])}
+
+
+def _sparse(model: nn.Module) -> set[str]:
+    """Names of the tables whose gradients are sparse."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    return {
+        f"{name}.weight".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, tables) and module.sparse
+    }
+
+
+def _fingerprint(tensors: tuple[TensorSpec, ...], group: GroupSettings) -> str:
+    told = json.dumps([[asdict(tensor) for tensor in tensors], group.optimizer])
+    return hashlib.sha256(told.encode()).hexdigest()

@@ -1,0 +1,62 @@
+"""Servers sum what all replicas push: every replica gets what one process computes, and the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from model_families import family_job
+from paceline.errors import PlanError
+from ranks import Ranks
+
+
+def trained(replicas: int, sync: str) -> tuple[list[float], list[Tensor], int]:
+    """Losses, weights and bytes sent of 9 steps of SGD in float64."""
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5))
+    inputs = torch.randn(60, 12, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(inputs, torch.arange(60) % 5), batch_size=20, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    engine = paceline.setup(model, optimizer, F.cross_entropy, loader, plan=f"dp={replicas} precision=fp64 sync={sync}")
+    losses = [engine.step(batch).loss for _ in range(3) for batch in engine.loader]
+    engine.close()
+    return losses, [p.detach().clone() for p in model.parameters()], engine.replica.traffic.sent_bytes
+
+
+@pytest.mark.parametrize(("replicas", "sync"), [(2, "server"), (3, "server:servers=2")])
+def test_sums_of_servers_are_those_of_one_process_to_rounding(ranks: Ranks, replicas: int, sync: str) -> None:
+    losses, weights, _ = trained(1, "allreduce")
+    first, *others = ranks(replicas, trained, replicas, sync)
+    assert first[0] == pytest.approx(losses, rel=1e-12)
+    for one, other in zip(first[1], weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    for found_losses, found_weights, sent_bytes in others:
+        assert found_losses == first[0]
+        assert all(map(torch.equal, found_weights, first[1]))
+        assert sent_bytes >= 9 * sum(weight.nbytes for weight in weights), "each replica pushes all of its gradients"
+
+
+def test_deltas_that_servers_sum_are_those_of_diloco(ranks: Ranks) -> None:
+    by_server = ranks(2, trained, 2, "server:period=3,lr=0.5,momentum=0.4")
+    by_ranks = ranks(2, trained, 2, "diloco:3,lr=0.5,momentum=0.4")
+    for (losses, weights, _), (other_losses, other_weights, _) in zip(by_server, by_ranks, strict=True):
+        assert losses == pytest.approx(other_losses, rel=1e-12)
+        for one, other in zip(weights, other_weights, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp=2 tp=2", "dp=2 fsdp=2", "dp=2 pp=2 microbatches=2"])
+def test_servers_sum_the_parts_of_a_divided_model(plan: str, tmp_path: Path) -> None:
+    assert paceline.check(family_job("gpt", tmp_path), f"{plan} sync=server:servers=2", steps=2).holds
+
+
+def test_a_staleness_in_a_loop_of_ones_own_is_refused_with_what_works() -> None:
+    with pytest.raises(PlanError, match=r"only paceline train"):
+        trained(1, "server:staleness=inf")

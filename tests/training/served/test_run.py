@@ -1,0 +1,141 @@
+"""Workers take pieces of the batches from servers: the run ends where its job says, whoever is slow or dies."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+
+from commands import ended, events, kill_rank, losses, paceline, training, wait_for_step, write_job
+
+WHAT = Path(__file__).parents[2] / "faults" / "what_goes_wrong.py"
+STEPS = 60
+
+
+def job_in(folder: Path, **changes: object) -> Path:
+    """60 steps of two pieces of 8 samples, 6 steps in an epoch, with an evaluation after each epoch."""
+    args = {"samples": 112, "sleep_s": changes.pop("sleep_s", 0.0)}
+    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0.15, "args": args}
+    values = {
+        "model": {"factory": f"{WHAT}:net", "args": {"width": 16}},
+        "data": data,
+        "optimizer": {"name": "sgd", "lr": 0.2, "momentum": 0.5},
+        "stop": {"steps": STEPS},
+        "checkpoint": {"every_steps": 20},
+        "deadline_s": 60,
+    }
+    return write_job(folder / "job.yaml", **values | changes)
+
+
+def newest(run: Path) -> float:
+    """Mean loss of the newest 20 steps."""
+    found = losses(run)
+    return statistics.mean(found[step] for step in sorted(found)[-20:])
+
+
+@pytest.mark.parametrize("sync", ["server:staleness=inf,backup=off", "server:staleness=1,servers=2,backup=off"])
+def test_an_asynchronous_run_records_evaluates_and_saves_as_any_run(sync: str, tmp_path: Path) -> None:
+    job = job_in(tmp_path)
+    found = paceline("train", job, "--plan", f"dp=2 sync={sync}", "--run", "served", folder=tmp_path)
+    assert found.code == 0, found.err
+    run = tmp_path / "served"
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert [event["step"] for event in events(run, "evaluation")] == list(range(6, STEPS + 1, 6))
+    assert events(run, "end")[-1]["reason"] == f"steps: {STEPS} done"
+    told = events(run, "served")[-1]["workers"]
+    assert sum(worker["pushes"] for worker in told.values()) == 2 * STEPS, "every piece once"
+    alone = paceline("train", job, "--plan", "dp=2", "--run", "together", folder=tmp_path)
+    assert alone.code == 0, alone.err
+    assert newest(run) == pytest.approx(newest(tmp_path / "together"), abs=0.1)
+
+
+def test_a_stopped_run_goes_on_behind_its_newest_border(tmp_path: Path) -> None:
+    plan = "dp=2 sync=server:staleness=2,backup=off"
+    first = paceline("train", job_in(tmp_path, stop={"steps": 21}), "--plan", plan, "--run", "r", folder=tmp_path)
+    assert first.code == 0, first.err
+    job = job_in(tmp_path, stop={"steps": 40})
+    again = paceline("train", job, "--plan", plan, "--run", "r", "--resume", folder=tmp_path)
+    assert again.code == 0, again.err
+    run = tmp_path / "r"
+    assert [event["step"] for event in events(run, "resume")] == [21]
+    assert sorted(losses(run)) == list(range(1, 41))
+    assert all(math.isfinite(loss) for loss in losses(run).values())
+
+
+SPARSE = '''
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Visits(Dataset):
+    """Which of 5000 items were seen; the class is the parity of the first."""
+
+    def __init__(self):
+        self.items = torch.randint(0, 400, (112, 3), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index], self.items[index, 0] % 2
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.top = nn.Embedding(5000, 8, sparse=True), nn.Linear(24, 2)
+
+    def forward(self, items):
+        return self.top(self.table(items).flatten(1))
+'''
+
+
+def test_of_a_sparse_table_only_rows_that_were_looked_up_are_pushed(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SPARSE)
+    data = {"kind": "dataset", "factory": f"{tmp_path}/own.py:Visits"}
+    model = {"factory": f"{tmp_path}/own.py:Net"}
+    job = job_in(tmp_path, model=model, data=data, optimizer={"name": "adam", "lr": 0.02}, clip_norm=1.0)
+    plan = "dp=2 sync=server:staleness=inf,servers=2,backup=off"
+    found = paceline("train", job, "--plan", plan, "--run", "r", folder=tmp_path)
+    assert found.code == 0, found.err
+    run = tmp_path / "r"
+    assert newest(run) < 0.5 * losses(run)[1], "it learns"
+    told = events(run, "served")[-1]["workers"].values()
+    pushed = sum(worker["bytes"] for worker in told) / sum(worker["pushes"] for worker in told)
+    assert pushed < 24 * (8 * 4 + 8) + 4 * (24 * 2 + 2) + 100, (
+        "24 rows of 8 numbers and their places, and the top layer"
+    )
+
+
+@pytest.mark.slow
+def test_workers_and_servers_that_are_killed_cost_no_piece(tmp_path: Path) -> None:
+    plan = "dp=3 sync=server:staleness=inf"
+    with training(job_in(tmp_path, sleep_s=0.01, global_batch=12), tmp_path, plan) as (process, run):
+        for number, step in [(2, 5), (0, 15), (3, 25), (4, 35)]:  # two workers, the server, then the one that took over
+            wait_for_step(step, run, process)
+            kill_rank(number, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert outcome.says("the others go on")
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert {event["rank"] for event in events(run, "lost")} == {0, 2, 3, 4}
+    assert not events(run, "resume")
+
+
+@pytest.mark.slow
+def test_a_rank_that_serves_sums_is_killed_and_the_others_repeat_the_step(tmp_path: Path) -> None:
+    job = job_in(tmp_path, sleep_s=0.01)
+    alone = paceline("train", job, "--plan", "dp=3", "--run", "undisturbed", folder=tmp_path)
+    assert alone.code == 0, alone.err
+    with training(job, tmp_path, "dp=3 sync=server:servers=2") as (process, run):
+        for number, step in [(0, 10), (2, 30)]:
+            wait_for_step(step, run, process)
+            kill_rank(number, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert not events(run, "resume")
+    undisturbed = losses(tmp_path / "undisturbed")
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
