@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -129,23 +130,37 @@ COMMANDS = (
     "runs",
     "scale",
     "cancel",
+    "serve",
+    "federate simulate",
+    "federate serve",
+    "federate join",
+    "federate edge",
 )
 
 
 def test_every_command_is_tested_for_its_example() -> None:
-    assert set(COMMANDS) == set(vars(typer.main.get_command(app))["commands"])
+    assert set(COMMANDS) == set(commands_of(typer.main.get_command(app)))
+
+
+def commands_of(group: Any, before: str = "") -> dict[str, Any]:
+    """Commands by name, those of a group behind its own."""
+    found: dict[str, Any] = {}
+    for name, command in vars(group)["commands"].items():
+        inside = "commands" in vars(command)
+        found |= commands_of(command, f"{before}{name} ") if inside else {f"{before}{name}": command}
+    return found
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_ends_with_an_example_that_the_command_takes(name: str, tmp_path: Path) -> None:
-    shown = paceline(name, "--help", folder=tmp_path, columns=200).out
-    example = shown.partition("Example: ")[2].strip()
-    program, command, *arguments = shlex.split(example)
-    assert (program, command) == ("paceline", name)
-    values = vars(typer.main.get_command(app))["commands"][name].make_context(name, arguments).params
+    words = name.split()
+    shown = paceline(*words, "--help", folder=tmp_path, columns=200).out
+    program, *arguments = shlex.split(shown.partition("Example: ")[2].strip())
+    assert (program, *arguments[: len(words)]) == ("paceline", *words)
+    values = commands_of(typer.main.get_command(app))[name].make_context(name, arguments[len(words) :]).params
     if values.get("plan"):
         Plan.parse(values["plan"])
-    assert [path for path in re.findall(r"examples/[\w/.]+", example) if not (ROOT / path).is_file()] == []
+    assert [path for path in re.findall(r"examples/[\w/.]+", shown) if not (ROOT / path).is_file()] == []
 
 
 def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:

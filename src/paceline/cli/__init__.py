@@ -15,12 +15,14 @@ from paceline.cli import (
     check,
     doctor,
     export,
+    federate_real,
     key,
     links,
     plan,
     report,
     runs,
     scale,
+    serve,
     submit,
     train,
 )
@@ -29,10 +31,12 @@ from paceline.errors import PacelineError
 from paceline.printable import printable
 
 app = typer.Typer(name="paceline", no_args_is_help=True, pretty_exceptions_enable=False)
-for _module in (train, bench, chaos, check, doctor, export, key, links, plan, report, submit, runs, scale, cancel):
+_modules = (train, bench, chaos, check, doctor, export, key, links, plan, report, submit, runs, scale, cancel, serve)
+for _module in _modules:
     _command = over_hosts(_module.command) if _module in (train, bench, check, links) else _module.command
     _settings = {"ignore_unknown_options": True} if _module is scale else None  # -1 is none
     app.command(_module.__name__.rpartition(".")[2], epilog=_module.EXAMPLE, context_settings=_settings)(_command)
+app.add_typer(federate_real.app, name="federate")  # with its commands, and those of `federate`
 
 
 def _show_version(wanted: bool) -> None:

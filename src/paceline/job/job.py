@@ -10,6 +10,7 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, Validati
 
 from paceline.errors import JobError, StorageError
 from paceline.job.data import DataSpec
+from paceline.job.federate import FederateSpec
 from paceline.job.loss import LossSpec
 from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
@@ -100,6 +101,7 @@ class Job(Spec):
     evaluate: EvaluateSpec = EvaluateSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     deadline_s: float = Field(300.0, gt=0)  # the longest that any rank may keep the others waiting
+    federate: FederateSpec | None = None  # clients with data of their own, for `paceline federate`
 
     @field_validator("model", "data", "loss", mode="before")
     @classmethod

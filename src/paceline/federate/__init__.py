@@ -1,0 +1,4 @@
+"""Federated training: clients keep their data, and a server agrees on their updates (`paceline federate`).
+
+Read `rule.py` first, then `rules/fedprox.py`, `client.py`, and `simulation/run.py`.
+"""

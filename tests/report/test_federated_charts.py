@@ -1,0 +1,33 @@
+"""The page of a federated run shows what its clients did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commands import paceline
+from federate.processes import write_federated_job
+from paceline.report.run_charts import run_charts
+from paceline.report.run_record import RunRecord
+from paceline.training.record.run import Run
+
+
+def test_rounds_show_clients_bytes_and_the_spread_over_clients(tmp_path: Path) -> None:
+    write_federated_job(tmp_path, held_out=0.3, simulate={"drop_out": 0.5}, least=1, max_failures=50)
+    outcome = paceline("federate", "simulate", "job.yaml", "--run", "run", folder=tmp_path)
+    assert outcome.code == 0, outcome.err
+    found = {chart.name: chart for chart in run_charts(RunRecord.read(Run(tmp_path / "run")))}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "steps" / "rank-0.jsonl").read_text().splitlines()]
+    shown = {trace.name: list(trace.y) for trace in found["clients"].figure.data}
+    assert shown["counted"] == [line["clients"] for line in lines]
+    assert shown["dropped out"] == [line["dropped"] for line in lines]
+    assert sum(shown["dropped out"]) > 0
+    sent = {trace.name: list(trace.y) for trace in found["client-bytes"].figure.data}
+    assert sent["by clients"] == pytest.approx([line["up_bytes"] / 2**20 for line in lines])
+    assert "client-spread" in found
+    assert "privacy" not in found
+    page = paceline("report", "run", folder=tmp_path)
+    assert page.code == 0, page.err
+    assert "Clients of each round" in (tmp_path / "run" / "report.html").read_text()
