@@ -37,7 +37,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Write the reference of the public names and of the commands where their pages say so."""
     if "<!-- every public name -->" in markdown:
-        names = [f"::: paceline.{name}" for name in paceline.__all__]
+        names = [f"::: paceline.{name}" for name in paceline.__all__ if name != "remote"]
+        names += [f"::: paceline.remote.{name}" for name in paceline.remote.__all__]
         markdown = markdown.replace("<!-- every public name -->", "\n\n".join(names))
     return markdown.replace("<!-- every command -->", "\n".join(map(described, commands().values())))
 

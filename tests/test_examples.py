@@ -6,7 +6,10 @@ What a newcomer tries first works, and learns.
 from __future__ import annotations
 
 import math
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -95,3 +98,20 @@ def test_a_loop_of_ones_own_prints_the_same_losses_alone_and_under_torchrun(fold
     assert losses[-1] < losses[0] / 3
     # five digits are printed
     assert [float(line.split()[-1]) for line in two.out.splitlines()] == pytest.approx(losses, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        pytest.param("recommendation.py", ("--steps", "60", "--items", "200"), marks=pytest.mark.slow),
+        pytest.param("actors.py", ("--updates", "10", "--actors", "1"), marks=pytest.mark.slow),
+        ("by_hand.py", ("--steps", "20", "--width", "32")),
+    ],
+)
+def test_examples_of_remote_modules_learn(script: str, options: tuple[str, ...], folder: Path) -> None:
+    command = [sys.executable, str(folder / "remote" / script), *options]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert shown.returncode == 0, shown.stderr
+    curve = [float(value) for value in re.findall(r"(?:loss|reward a step) (-?[\d.]+)", shown.stdout)]
+    assert (curve[-1] > curve[0]) if script == "actors.py" else (curve[-1] < curve[0])
+    assert "/s" in shown.stdout.splitlines()[-1]

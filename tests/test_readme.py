@@ -21,6 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from paceline.cluster.discover import discover
 from paceline.job.data import Arrays, Cifar10, Custom, Digits, Images, Synthetic, Text
+from paceline.job.federate import ClientsSpec, FederateSpec, SecureSpec, SimulateSpec
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
 from paceline.job.loss import LossSpec
 from paceline.job.model import ModelSpec
@@ -48,6 +49,10 @@ PARTS: dict[str, type[BaseModel]] = {
     "stop": StopSpec,
     "evaluate": EvaluateSpec,
     "checkpoint": CheckpointSpec,
+    "federate": FederateSpec,
+    "federate.partition": ClientsSpec,
+    "federate.secure": SecureSpec,
+    "federate.simulate": SimulateSpec,
 }
 KINDS: dict[str, type[BaseModel]] = {
     "digits": Digits,
@@ -67,13 +72,13 @@ IN_WORDS = {
     "partition": "uniform",
     "spike": "off",
 }
+IN_WORDS_OF_CLIENTS = {"partition": "iid", "simulate": "all answer"}
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_reference_has_every_key_of_a_part_with_its_default(part: str) -> None:
-    expected = {
-        key: IN_WORDS.get(key, default) if part == "Job" else default for key, default in defaults(PARTS[part]).items()
-    }
+    words = {"Job": IN_WORDS, "federate": IN_WORDS_OF_CLIENTS}.get(part, {})
+    expected = {key: words.get(key, default) for key, default in defaults(PARTS[part]).items()}
     assert documented(section(part)) == expected
 
 

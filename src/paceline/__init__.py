@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline import remote
     from paceline.benchmark.protocol import bench
     from paceline.cluster.cluster import Cluster
     from paceline.errors import PacelineError
@@ -36,6 +37,7 @@ __all__ = [
     "check_plan",
     "plan",
     "predict",
+    "remote",
     "setup",
     "train",
 ]
@@ -59,6 +61,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("paceline")
+    if name == "remote":
+        return importlib.import_module("paceline.remote")
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
