@@ -34,11 +34,15 @@ test-all: $(VENV)/.test ## Run every check and every test.
 	@$(MAKE) --no-print-directory --jobs=2 check compiled
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --slow
 
-engines: $(VENV)/.test ## Make build/engines with Ray, SkyPilot, MPICH and kubernetes-validate, for the slow tests that need them.
+engines: $(VENV)/.test ## Make build/engines (Ray, SkyPilot, MPICH, kubernetes-validate) and build/flower, for the slow tests that need them.
 	@$(PYTHON) -m venv build/engines
 	@build/engines/bin/python -m pip --disable-pip-version-check install --quiet 'ray[default]==2.60.*' 'skypilot==0.14.*' kubernetes-validate mpich
-	@echo "import site; site.addsitedir('$(CURDIR)/$$(echo $(VENV)/lib/python*/site-packages)')" \
-		> $$(echo build/engines/lib/python*/site-packages)/paceline.pth
+	@$(PYTHON) -m venv build/flower
+	@build/flower/bin/python -m pip --disable-pip-version-check install --quiet 'flwr[simulation]==1.42.*'
+	@for made in build/engines build/flower; do \
+		echo "import site; site.addsitedir('$(CURDIR)/$$(echo $(VENV)/lib/python*/site-packages)')" \
+			> $$(echo $$made/lib/python*/site-packages)/paceline.pth; \
+	done
 
 # The workers of pytest would each compile the tests anew if they met them at the same time. This also builds the simulated accelerator.
 compiled: $(VENV)/.test

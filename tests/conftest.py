@@ -63,6 +63,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         "Ray, SkyPilot, MPICH and kubernetes-validate (`make engines`)",
         lambda: Path(__file__).parent.parent.joinpath("build", "engines", "bin", "ray").exists(),
     ),
+    "needs_flower": (
+        "Flower (`make engines`)",
+        lambda: Path(__file__).parent.parent.joinpath("build", "flower", "bin", "python").exists(),
+    ),
     "needs_slurm": ("root and Slurm (packages slurm-wlm, munge)", slurm_is_installed),
 }
 SLOW_S = 900  # for a slow test that names no longer time-out: ten times what such a test takes on a quiet machine

@@ -135,6 +135,7 @@ COMMANDS = (
     "federate serve",
     "federate join",
     "federate edge",
+    "federate flower",
 )
 
 

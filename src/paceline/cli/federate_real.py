@@ -1,4 +1,4 @@
-"""`paceline federate serve`, `join` and `edge`: federated training with real clients."""
+"""`paceline federate serve`, `join` and `edge`: federated training with real clients; `flower`: by Flower's."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ app = federate.app
 _PORT = 29530
 _SERVE = "Example: paceline federate serve examples/federated.yaml --listen 0.0.0.0:29530"
 _JOIN = "Example: paceline federate join server.example.org:29530 --data my_images"
+_FLOWER = "Example: paceline federate flower examples/federated.yaml app"
 _EDGE = "Example: paceline federate edge server.example.org:29530 --listen 0.0.0.0:29530 --clients 20"
 Listen = Annotated[str, typer.Option("--listen", metavar="ADDRESS:PORT", help="Where clients connect to.")]
 Address = Annotated[str, typer.Argument(metavar="ADDRESS:PORT", help="Where the server listens.")]
@@ -113,6 +114,22 @@ def edge(
     with ClientFolder(_folder(state, joining.name)) as folder:
         reason = gathered(joining, folder, _address(listen), clients, own, _say)
     typer.echo(f"ended        {reason}")
+
+
+@app.command("flower", epilog=_FLOWER)
+def flower(job: JobFile, folder: Annotated[Path, typer.Argument(help="Of the app; it is made.")]) -> None:
+    """Write the job as a Flower app, for `flwr run`."""
+    from paceline.federate.flower.export import write_app
+    from paceline.job.job import Job
+    from paceline.printable import printable
+
+    what = Job.load(job)
+    for named in write_app(what, folder):
+        _say(f"every host needs {named}, which the job names")
+    assert what.federate is not None, "else it was refused"
+    typer.echo(printable(f"written      {folder}; paceline has to be installed beside Flower"))
+    nodes = f"num-supernodes={what.federate.clients}"
+    typer.echo(printable(f"simulate it  flwr run {folder} local --federation-config {nodes} --stream"))
 
 
 def _joining(server: str, name: str | None, number: int | None, patience_s: float) -> Joining:
