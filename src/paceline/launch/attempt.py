@@ -137,9 +137,7 @@ class Attempt:
                 self._stop_all()
                 return LaunchFailure(reason, 0, final=True)
             if self.setting.saves and self.setting.folder:
-                answer_requests(
-                    self.setting.folder.path, self.recovery if isinstance(self.recovery, Recovery) else None
-                )
+                answer_requests(self.setting.folder.path, self.recovery)
             if self.recovery and self.recovery.turn():
                 return None
             if (seed := self.starter.seed) and seed.lost:

@@ -1,11 +1,12 @@
 """Ranks that go on when others are lost, as no group joins them.
 
-These are workers and servers of `sync=server`. A rank that was killed is started again; servers
-end once all workers have.
+These are workers and servers of `sync=server`. A rank that was killed is started again; servers end once all workers
+have. Workers but the first leave and come back as `paceline scale` asks.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,9 +17,13 @@ from paceline.errors import LaunchError
 from paceline.launch.failure import hang, killed, shortened
 from paceline.launch.membership import noted
 from paceline.launch.recovery import most_losses
+from paceline.launch.scaling import about_to_leave, all_take_part
 
 if TYPE_CHECKING:
     from paceline.launch.attempt import Attempt
+
+
+LEAVE = signal.SIGUSR1  # has a worker end after its piece
 
 
 class Independent:
@@ -35,6 +40,7 @@ class Independent:
         self._most = most_losses()
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
         self._given_up: set[int] = set()
+        self._leaving: set[int] = set()
         self._why: dict[int, str] = {}
         self.hurries = True
 
@@ -49,6 +55,7 @@ class Independent:
         if all(attempt.ranks[number].code == 0 for number in range(self.workers)):
             attempt.end_others()
             return True
+        self._note_left()
         if attempt.signals.first is None:
             for rank in attempt.ranks:
                 lost = rank.code is not None and rank.code < 0 and not rank.record.exists()
@@ -65,6 +72,60 @@ class Independent:
             self._why[status.rank] = hang([ends[status.rank]], ends, time.monotonic_ns()).text.partition(";")[0]
             self.attempt.ranks[status.rank].kill()
         return True
+
+    @property
+    def scaling(self) -> Independent:
+        """What `paceline scale` asks: `shrink` and `grow`."""
+        return self
+
+    def shrink(self) -> str:
+        """Have the last worker leave after its piece.
+
+        Raises:
+            LaunchError: none can.
+        """
+        if self._leaving:
+            raise about_to_leave(self._leaving)
+        workers = [number for number in range(1, self.workers) if self.attempt.ranks[number].code is None]
+        if not workers:
+            raise LaunchError(
+                "one worker takes part, and a run cannot be smaller. Ctrl-C, or `paceline cancel`, saves and ends it."
+            )
+        number = workers[-1]
+        if self.attempt.board.read()[number].phase == "starting":
+            raise LaunchError(f"rank {number} is still starting. Ask again in a moment.")
+        self._leaving.add(number)
+        self.attempt.ranks[number].signal(LEAVE)
+        return f"rank {number} leaves after its piece; the others go on"
+
+    def grow(self) -> str:
+        """Start a worker again that has left, or was left out.
+
+        Raises:
+            LaunchError: all take part.
+        """
+        out = [number for number in range(1, self.workers) if self.attempt.ranks[number].code is not None]
+        if not out:
+            raise all_take_part(self.workers, "workers")
+        number = out[0]
+        self._given_up.discard(number)
+        self._leaving.discard(number)
+        self._losses.pop(number, None)
+        self.attempt.start_again(number)
+        self._tell_scaled(1, number)
+        return f"rank {number} starts, and takes pieces as soon as it has"
+
+    def _note_left(self) -> None:
+        """Tell of workers that have left as they were asked to."""
+        for number in sorted(self._leaving):
+            if (code := self.attempt.ranks[number].code) is not None:
+                self._leaving.discard(number)
+                if code == 0:
+                    self._tell_scaled(-1, number)
+
+    def _tell_scaled(self, by: int, number: int) -> None:
+        if self.attempt.on_event:
+            self.attempt.on_event("scaled", {"by": by, "ranks": [number], "host": None, "epoch": 0})
 
     def _replace(self, number: int) -> None:
         """Start a lost rank again, unless it was lost too often."""

@@ -19,6 +19,7 @@ from paceline.files import read_text, write_whole
 from paceline.training.recovery.possible import NEEDS
 
 if TYPE_CHECKING:
+    from paceline.launch.independent import Independent
     from paceline.launch.recovery import Recovery
 
 _NAME, _LIMIT = "scale-", 4096
@@ -55,7 +56,7 @@ def ask(run: Path, by: int, wait_s: float) -> Answer | None:
     return None
 
 
-def answer_requests(run: Path, recovery: Recovery | None) -> None:
+def answer_requests(run: Path, recovery: Recovery | Independent | None) -> None:
     """Do what is asked for in a run's directory."""
     for path in run.glob(f"{_NAME}*.request"):
         try:
@@ -73,7 +74,7 @@ def answer_requests(run: Path, recovery: Recovery | None) -> None:
             write_whole(path.with_suffix(".answer"), msgspec.json.encode(answer))
 
 
-def _done(request: Request, recovery: Recovery | None) -> str:
+def _done(request: Request, recovery: Recovery | Independent | None) -> str:
     if recovery is None:
         raise LaunchError(
             f"this run's plan does not recover in place (that needs {NEEDS}), so its ranks stay. End it (Ctrl-C "
@@ -102,7 +103,7 @@ class Scaling:
         """
         membership = self.recovery.membership
         if self.leaving:
-            raise LaunchError(f"{_ranks(self.leaving)} are still leaving. Ask again in a moment.")
+            raise about_to_leave(self.leaving)
         members = set(membership.newest.members)
         self._host = self._last_host(members)
         chosen = self.recovery.ranks_of(self._host) if self._host else membership.replica_of(max(members, default=0))
@@ -151,10 +152,7 @@ class Scaling:
         if recovery.awaited:
             hosts = ", ".join(map(str, recovery.awaited))
             raise LaunchError(f"host number {hosts} may come at any time: start the same command there")
-        raise LaunchError(
-            f"all {attempt.setting.ranks} ranks of this run's plan take part, or are on their way. For more, end it "
-            "(Ctrl-C saves), and go on with --resume and a larger --plan."
-        )
+        raise all_take_part(attempt.setting.ranks, "ranks")
 
     def turn(self) -> None:
         """End the ranks that have left."""
@@ -172,6 +170,19 @@ class Scaling:
     def _last_host(self, members: set[int]) -> int | None:
         """Number of the last host with members; None where all are on this one."""
         return max((self.attempt.setting.places[rank].number for rank in members), default=0) or None
+
+
+def about_to_leave(ranks: set[int]) -> LaunchError:
+    """Error of a second request while ranks leave."""
+    return LaunchError(f"{_ranks(ranks)} are still leaving. Ask again in a moment.")
+
+
+def all_take_part(number: int, what: str) -> LaunchError:
+    """Error of a run that cannot grow."""
+    return LaunchError(
+        f"all {number} {what} of this run's plan take part, or are on their way. For more, end it (Ctrl-C saves), and "
+        "go on with --resume and a larger --plan."
+    )
 
 
 def _ranks(numbers: set[int]) -> str:

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from commands import ended, events, kill_rank, losses, paceline, training, wait_for_step, write_job
+from commands import (
+    ended,
+    events,
+    kill_rank,
+    losses,
+    paceline,
+    training,
+    wait_for_events,
+    wait_for_step,
+    write_job,
+)
 
 WHAT = Path(__file__).parents[2] / "faults" / "what_goes_wrong.py"
 STEPS = 60
@@ -123,6 +133,27 @@ def test_workers_and_servers_that_are_killed_cost_no_piece(tmp_path: Path) -> No
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert {event["rank"] for event in events(run, "lost")} == {0, 2, 3, 4}
     assert not events(run, "resume")
+
+
+@pytest.mark.slow
+def test_workers_leave_and_come_back_while_the_others_go_on(tmp_path: Path) -> None:
+    plan = "dp=2 sync=server:staleness=2,backup=off"
+    with training(job_in(tmp_path, sleep_s=0.02, stop={"steps": 300}), tmp_path, plan) as (process, run):
+        wait_for_step(5, run, process)
+        assert paceline("scale", run, "-1", folder=tmp_path).says("rank 1 leaves after its piece")
+        wait_for_events(run, "scaled", 1, process)
+        assert "cannot be smaller" in paceline("scale", run, "-1", folder=tmp_path).error
+        step = max(losses(run))
+        wait_for_step(step + 5, run, process)
+        assert paceline("scale", run, "+1", folder=tmp_path).says("rank 1 starts")
+        assert "all 2 workers" in paceline("scale", run, "+1", folder=tmp_path).error
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert [event["by"] for event in events(run, "scaled")] == [-1, 1]
+    assert not events(run, "lost")
+    assert sorted(losses(run)) == list(range(1, 301))
+    told = events(run, "served")[-1]["workers"]
+    assert sum(worker["pushes"] for worker in told.values()) == 600, "every piece once"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -75,7 +76,9 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
 
 
 def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
-    """Compute pieces until the run ends; the first worker also measures, saves and records."""
+    """Compute pieces until the run ends, or this worker is to leave; the first worker measures, saves and records."""
+    leaves = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: leaves.set())  # `launch/independent.py:LEAVE`
     job, number = run.job, environment.rank
     group = Group(device=use(environment.local_rank), deadline_s=job.deadline_s)
     check_device(run, group)
@@ -98,15 +101,15 @@ def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
             FirstWorker(run, worker, data, group, store).run()
             store.set(ENDED, b"1")
         else:
-            _work_until(worker, PieceLog(store, number), lambda: store.check([ENDED]))
+            _work_until(worker, PieceLog(store, number), leaves, lambda: store.check([ENDED]))
         client.leave()
         engine.on_phase("done", engine.step_count)
 
 
-def _work_until(worker: Worker, log: PieceLog, ended: Callable[[], bool]) -> None:
+def _work_until(worker: Worker, log: PieceLog, leaves: threading.Event, ended: Callable[[], bool]) -> None:
     """Compute pieces; at a border wait for the first worker."""
     with stop_signals(lambda name: None):  # the first worker ends the run, for all
-        while True:
+        while not leaves.is_set():
             if (done := worker.advance()) is not None:
                 log.add(done)
                 continue
@@ -114,6 +117,7 @@ def _work_until(worker: Worker, log: PieceLog, ended: Callable[[], bool]) -> Non
             if ended():
                 return
             time.sleep(_LOOK_S)
+        log.send()
 
 
 def _alone(plan: Plan) -> Plan:
