@@ -108,8 +108,7 @@ def test_a_client_with_another_key_or_job_or_without_samples_is_turned_away(tmp_
 
 
 def memory_has(process: int, pieces: Sequence[bytes]) -> bool:
-    """True if all pieces lie in the writable memory of a process."""
-    found = [False] * len(pieces)
+    """True if any of the pieces lies in the writable memory of a process."""
     with open(f"/proc/{process}/maps") as maps, open(f"/proc/{process}/mem", "rb", 0) as memory:
         for line in maps:
             place, rights, *_ = line.split()
@@ -119,14 +118,15 @@ def memory_has(process: int, pieces: Sequence[bytes]) -> bool:
             with suppress(OSError, OverflowError):
                 memory.seek(begin)
                 content = memory.read(stop - begin)
-                found = [had or piece in content for had, piece in zip(found, pieces, strict=True)]
-    return all(found)
+                if any(piece in content for piece in pieces):
+                    return True
+    return False
 
 
 @pytest.mark.parametrize("secure", [True, False])
 def test_the_server_has_no_update_in_its_memory_where_sums_are_secure(tmp_path: Path, secure: bool) -> None:
     """This process is one of the clients, and knows its own update; the median keeps them all, as a cross-check."""
-    how = {"secure": {"clip": 5.0}} if secure else {"aggregate": "median"}
+    how = {"secure": {"clip": 5.0, "phase_s": DEADLINE_S}} if secure else {"aggregate": "median"}
     write_federated_job(tmp_path, steps=1, **how)
     with federation(tmp_path) as processes, ExitStack() as held:
         server, address, screen = processes.serve()
@@ -157,7 +157,7 @@ def test_the_server_has_no_update_in_its_memory_where_sums_are_secure(tmp_path: 
         def looking(function: str, *arguments: Any) -> Any:
             returned = call(function, *arguments)
             if function == "deliver" and arguments[1] in ("update", "vector"):
-                looked.append(any(memory_has(server.pid, [piece]) for piece in kept))
+                looked.append(memory_has(server.pid, kept))
             return returned
 
         part.answer, there.call = answered, looking  # type: ignore[method-assign]

@@ -120,7 +120,7 @@ def test_a_late_update_is_told_so_and_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("phase", ["keys", "shares", "vector"])
 def test_secure_rounds_survive_drop_outs_in_every_phase(tmp_path: Path, phase: str) -> None:
-    job = small_job(secure={"clip": 2.0, "phase_s": 0.2})
+    job = small_job(secure={"clip": 2.0, "phase_s": 1.5})
     with Federation(job, tmp_path, {4: Behaviour(gone_after=phase)}) as federation:
         outcome, agreed = federation.round()
         assert agreed is not None

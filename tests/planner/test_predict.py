@@ -78,6 +78,7 @@ def test_more_servers_share_what_replicas_push_and_a_staleness_waits_for_less() 
 
     assert dp_s("server:servers=4") < dp_s("server:servers=2") < dp_s("server")
     assert dp_s("server:period=8") < dp_s("server")
+    assert dp_s("server compress=int8") < dp_s("server")
     assert dp_s("server:staleness=4,servers=4") <= dp_s("server:staleness=4") < dp_s("server")
 
 

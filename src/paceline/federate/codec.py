@@ -5,14 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.comm import Group
 from paceline.errors import JobError, PlanError
 from paceline.federate.order import one_key
-from paceline.job.read.imports import load_object
 from paceline.plans.codec_info import CODECS, CompressSpec
-from paceline.sync.compress.codec import Codec, CodedSum, Coding, Scratch
-from paceline.sync.compress.half import Cast
-from paceline.sync.traffic import Traffic
+from paceline.sync.compress.alone import MessageCodec
 
 
 class UpdateCodec:
@@ -39,11 +35,13 @@ class UpdateCodec:
             return
         key = "federate.compress_down" if weights else "federate.compress"
         self._generator = torch.Generator()
-        self._codec = _codec(key, text, self._generator, numel)
+        try:
+            self._codec = MessageCodec(text, numel, self._generator)
+        except PlanError as error:
+            raise JobError(f"{key}: {error}") from None
         if weights and any(CODECS[name].keeps_numbers for name, _ in CompressSpec.parse(text).codecs):
             raise JobError(f"{key}: {text} sends some numbers only, and clients need every weight; take bf16 or int8")
-        self._padded = -(-numel // self._codec.block) * self._codec.block
-        plain, self.nbytes = self.nbytes, self._codec.nbytes(self._padded)
+        plain, self.nbytes = self.nbytes, self._codec.nbytes
         if self.nbytes >= plain:
             raise JobError(
                 f"{key}: {text} would send {self.nbytes} bytes in the place of {plain}; leave it out for a model of "
@@ -55,38 +53,14 @@ class UpdateCodec:
         if self.exact:
             return flat.detach().contiguous().view(torch.uint8)
         self._generator.manual_seed(one_key(self.seed, *numbers))
-        rows = torch.zeros(1, self._padded)
-        rows[0, : self.numel] = flat
-        coded = torch.zeros(1, self.nbytes, dtype=torch.uint8)
-        self._codec.encode(rows, coded)
-        return coded[0]
+        return self._codec.encode(flat)
 
     def decode(self, coded: Tensor) -> Tensor:
         """The tensor that `encode` kept, (numel,)."""
         if self.exact:
             return coded.view(self.dtype)
-        rows = torch.empty(1, self._padded)
-        self._codec.decode(coded.unsqueeze(0), rows)
-        return rows[0, : self.numel].to(self.dtype)
+        return self._codec.decode(coded).to(self.dtype)
 
     def round_trip(self, flat: Tensor, *numbers: int) -> Tensor:
         """The tensor that the other end gets."""
         return flat if self.exact else self.decode(self.encode(flat, *numbers))
-
-
-def _codec(key: str, text: str, generator: torch.Generator, numel: int) -> Codec:
-    try:
-        spec = CompressSpec.parse(text)
-        made: Codec | CodedSum | None = Cast(torch.float32)
-        flat = torch.zeros(numel)
-        for name, value in reversed(spec.codecs):
-            numbers = made if CODECS[name].keeps_numbers and not isinstance(made, CodedSum) else None
-            coding = Coding(value, numbers, generator, Group(), flat, [flat], Traffic(), Scratch(torch.device("cpu")))
-            made = load_object(CODECS[name].codec)(coding)
-    except PlanError as error:
-        raise JobError(f"{key}: {error}") from None
-    if made is None or isinstance(made, CodedSum):
-        raise JobError(
-            f"{key}: {text} codes sums over ranks, and a client's update is sent by itself; take int8 or topk:0.01"
-        )
-    return made

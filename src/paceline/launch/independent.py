@@ -75,7 +75,7 @@ class Independent:
 
     @property
     def scaling(self) -> Independent:
-        """What `paceline scale` asks: `shrink` and `grow`."""
+        """Methods `shrink` and `grow` for `paceline scale`."""
         return self
 
     def shrink(self) -> str:

@@ -37,6 +37,7 @@ class SyncInfo:
         check: problem with the arguments together, or None.
         period: the argument that is the number of steps between two agreements; None where it agrees in every step.
         compresses: True if it codes what it sends by the plan's `compress=`, which is then an argument.
+        codes_alone: True if each rank's numbers are coded by themselves, which codecs of sums cannot do.
         several_optimizers: True if it heeds `replica.backward.only`, for models that several optimizers train.
         needs_inner: True if it uses `replica.inner`, the ranks of its own replica, which costs a process group.
         served: True if servers own the parameters: workers take pieces of the global batches as they can, and no
@@ -52,6 +53,7 @@ class SyncInfo:
     check: Callable[[Mapping[str, Any]], str | None] = lambda arguments: None
     period: str | None = None
     compresses: bool = False
+    codes_alone: bool = False
     several_optimizers: bool = False
     needs_inner: bool = True
     served: bool = False
@@ -188,6 +190,8 @@ RULES = ExtensionPoint(
                 "backup": Argument(one_of(("on", "off")), "on", "on or off: a second process for each server"),
             },
             check=_check_server,
+            compresses=True,
+            codes_alone=True,
             several_optimizers=True,
             needs_inner=False,
             varies=_variants_of_server,

@@ -26,6 +26,7 @@ from paceline.sync.traffic import Traffic
 
 if TYPE_CHECKING:
     from paceline.sync.compress import CodecChooser, Compressor
+    from paceline.sync.server import CodedSums
 
 BUCKET_BYTES = 25 * 2**20  # on accelerators: DDP's default; large enough for bandwidth, small enough to start early
 # their links are slower: sending begins earlier, and a message is still long against its latency
@@ -312,7 +313,7 @@ class BucketStream:
     ) -> None:
         self.group, self.number, self.traffic = group, number, traffic or Traffic()
         self.algorithm: Algorithm = self.algorithm_over(group, name)
-        self.compressor: Compressor | None = None
+        self.compressor: Compressor | CodedSums | None = None
         self._thread = CommThread(f"paceline-sync-{number}") if own_thread else None
 
     def algorithm_over(self, group: Group, name: str) -> Algorithm:

@@ -22,6 +22,7 @@ from paceline.sync.rule import Replica
 
 if TYPE_CHECKING:
     from paceline.sync.compress import Compressor
+    from paceline.sync.server import CodedSums
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -50,7 +51,7 @@ class DiLoCo(LocalRule):
         # of each fragment, its step in a period
         self.sent_in = [(k + 1) * period // fragments % period for k in range(fragments)]
         self.beside: CommThread | CommStream | None = None
-        self.compressor: Compressor | None = None
+        self.compressor: Compressor | CodedSums | None = None
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
@@ -61,12 +62,16 @@ class DiLoCo(LocalRule):
             device = replica.dp.device
             self.beside = CommStream(device) if has_streams(device) else CommThread()
         if self.compress != "none" and replica.dp.size > 1:
-            from paceline.sync.compress import Compressor
-
-            self.compressor = Compressor(self.compress, self.group, replica.traffic)
+            self.compressor = self.compressed(self.compress)
         sizes = [f"{sum(delta.values.nbytes for delta in f.pseudo_gradients):,}" for f in self.fragments]
         later = f", and arrive {self.overlap} steps later" if self.overlap else ""
         replica.log(f"sync=diloco: fragments of {', '.join(sizes)} bytes are sent every {self.period} steps{later}")
+
+    def compressed(self, codec: str) -> Compressor | CodedSums:
+        """Sums in coded form."""
+        from paceline.sync.compress import Compressor
+
+        return Compressor(codec, self.group, self.replica.traffic)
 
     def connections(self, dp: Group) -> Group:
         return dp.copy() if self.overlap and dp.size > 1 else dp

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from paceline.channel.key import RunKey, own_key
@@ -23,10 +24,12 @@ from paceline.remote.server.client import ServerClient
 from paceline.remote.server.process import ParameterServer
 from paceline.remote.server.settings import GroupSettings, ServerSettings, TensorSpec
 from paceline.remote.server.views import as_address, as_text
+from paceline.sync.compress.alone import Feedback, decoder
 
 _LEAVE_S = 5.0
 _LOOK_S = 0.05  # between two looks at whether the epoch is over
 _SUMS_OF_A_RANK = 2  # under way at once, at most
+_Part = tuple[Tensor, Tensor | None]  # a tensor to be summed in place, and what is sent instead
 _SPACE = 0, "sums"  # of the numbers of sums; a server sums for one group only
 
 
@@ -34,11 +37,15 @@ class ServerSum(FlatAllReduce):
     """An all-reduce by way of servers, in threads of the first ranks of the group.
 
     Each server sums a part of every tensor, in rank order, so that all ranks get the same bits.
+
+    Args:
+        compress: code of what `coded_sum` pushes.
     """
 
     name = "server"
 
-    def __init__(self, group: Group, servers: int) -> None:
+    def __init__(self, group: Group, servers: int, compress: str = "none") -> None:
+        self.compress = compress
         self._held = ExitStack()
         self._numbers = count()
         # a sum that others do not come to can be broken off only by another thread
@@ -62,18 +69,7 @@ class ServerSum(FlatAllReduce):
             raise SyncError("servers make sums and means, and no maxima")
         flat = tensor.detach().contiguous().view(-1)
         flat = flat.cpu() if is_accelerator(flat.device) else flat
-        number = next(self._numbers)
-        try:
-            if self._beside is None:
-                self._sum(number, flat)
-            else:
-                self._wait(self._beside.start(partial(self._sum, number, flat)))
-        except EpochOver:
-            raise
-        except (ChannelError, ServerLost, ServerRefused) as error:
-            if epoch_is_over():
-                raise EpochOver(f"rank {self.group.rank}: a sum on the servers was broken off") from error
-            raise SyncError(f"rank {self.group.rank}: sum {number} on the servers: {error}") from error
+        self._summed([(part, None) for part in flat.tensor_split(self.servers)])
         self.group.counts.reduced_bytes += tensor.nbytes
         self.group.counts.sent_bytes += tensor.nbytes
         if op == "mean":
@@ -81,16 +77,55 @@ class ServerSum(FlatAllReduce):
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view(tensor.shape))
 
+    def coded_sum(self, name: str, flat: Tensor, numel: int, code: Feedback) -> int:
+        """Replace `flat` on every rank by its sum, with coded pushes.
+
+        The first `numel` numbers are coded. The sums come back as they are. Returns the bytes pushed.
+
+        Args:
+            name: of the tensor, for error feedback.
+
+        Raises:
+            SyncError: a rank did not come, or a server is lost.
+        """
+        # servers add fp32 numbers, coded or not: some rank's may not be finite, and are not
+        numbers = flat[:numel].to("cpu", torch.float32, copy=True)
+        tail = flat[numel:].to("cpu", copy=True)
+        parts = [(part, code.encode(f"{name}.{i}", part)) for i, part in enumerate(numbers.tensor_split(self.servers))]
+        self._summed([*parts, (tail, None)])
+        flat[:numel].copy_(numbers)
+        flat[numel:].copy_(tail)
+        sent_bytes = tail.nbytes + sum(part.nbytes if coded is None else coded.nbytes for part, coded in parts)
+        self.group.counts.reduced_bytes += flat.nbytes
+        self.group.counts.sent_bytes += sent_bytes
+        return sent_bytes
+
+    def _summed(self, parts: list[_Part]) -> None:
+        """Sum tensors in place, each on the next server."""
+        number = next(self._numbers)
+        try:
+            if self._beside is None:
+                self._sum(number, parts)
+            else:
+                self._wait(self._beside.start(partial(self._sum, number, parts)))
+        except EpochOver:
+            raise
+        except (ChannelError, ServerLost, ServerRefused) as error:
+            if epoch_is_over():
+                raise EpochOver(f"rank {self.group.rank}: a sum on the servers was broken off") from error
+            raise SyncError(f"rank {self.group.rank}: sum {number} on the servers: {error}") from error
+
     def close(self) -> None:
         """Leave the servers, and end the one of this rank."""
         self._held.close()
         if self._beside is not None:
             self._beside.close()
 
-    def _sum(self, number: int, flat: Tensor) -> None:
+    def _sum(self, number: int, parts: list[_Part]) -> None:
+        place = {"index": self.group.rank, "members": self.group.size}
         begun = [
-            self.client.begin_sum(_SPACE, number, part, index=self.group.rank, members=self.group.size, bucket=i)
-            for i, part in enumerate(flat.tensor_split(self.servers))
+            self.client.begin_sum(_SPACE, number, part, **place, bucket=i, coded=coded)
+            for i, (part, coded) in enumerate(parts)
             if part.numel()
         ]
         for result in begun:
@@ -111,9 +146,12 @@ class ServerSum(FlatAllReduce):
             where = own_address(), 0
         else:
             where = self._held.enter_context(scratch_folder()) / "server"
-        threads = _SUMS_OF_A_RANK * group.size + 8
+        threads = 2 * _SUMS_OF_A_RANK * group.size + 8
+        decode = None if self.compress == "none" else decoder(self.compress)
         server = self._held.enter_context(
-            ParameterServer(where, key, _settings(servers), part=group.rank, servers=servers, threads=threads)
+            ParameterServer(
+                where, key, _settings(servers), part=group.rank, servers=servers, threads=threads, decode=decode
+            )
         )
         self._held.callback(_await_leave, server)
         return as_text(server.address)

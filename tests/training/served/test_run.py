@@ -61,6 +61,22 @@ def test_an_asynchronous_run_records_evaluates_and_saves_as_any_run(sync: str, t
     assert newest(run) == pytest.approx(newest(tmp_path / "together"), abs=0.1)
 
 
+def test_coded_gradients_are_fewer_bytes_and_learn_as_much(tmp_path: Path) -> None:
+    job = job_in(tmp_path, model={"factory": f"{WHAT}:net", "args": {"width": 256}})
+
+    def trained(name: str, more: str) -> tuple[float, float]:
+        plan = f"dp=2 sync=server:staleness=1,backup=off{more}"
+        found = paceline("train", job, "--plan", plan, "--run", name, folder=tmp_path)
+        assert found.code == 0, found.err
+        told = events(tmp_path / name, "served")[-1]["workers"].values()
+        bytes_each = sum(worker["bytes"] for worker in told) / sum(worker["pushes"] for worker in told)
+        return newest(tmp_path / name), bytes_each
+
+    (plain, plain_bytes), (coded, coded_bytes) = trained("plain", ""), trained("coded", " compress=int8")
+    assert coded_bytes < 0.3 * plain_bytes
+    assert coded == pytest.approx(plain, abs=0.1)
+
+
 def test_a_stopped_run_goes_on_behind_its_newest_border(tmp_path: Path) -> None:
     plan = "dp=2 sync=server:staleness=2,backup=off"
     first = paceline("train", job_in(tmp_path, stop={"steps": 21}), "--plan", plan, "--run", "r", folder=tmp_path)

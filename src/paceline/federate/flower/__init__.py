@@ -1,4 +1,5 @@
-"""A federated job on Flower: its clients as a ClientApp, its rule as a Flower strategy, both as an app.
+"""A federated job on Flower.
 
-Read `client.py` first, then `strategy.py`. Both import Flower (`flwr`); `export.py`, which writes the app, does not.
+Its clients are a ClientApp, its rule is a Flower strategy, and both make an app. Read `client.py` first, then
+`strategy.py`. Both import Flower (`flwr`); `export.py`, which writes the app, does not.
 """

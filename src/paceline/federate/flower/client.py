@@ -1,4 +1,4 @@
-"""The clients of a federated job as a Flower `ClientApp`, which any of Flower's strategies can ask."""
+"""Clients of a federated job as a Flower `ClientApp`, for any of Flower's strategies."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Clients:
         return Task(number, number - 1, weights, sent, float(config.get(LR, usual)))
 
     def _samples(self, context: Context) -> tuple[int, Dataset[Any], Dataset[Any]]:
-        """Number of a node's client, its samples to train on, and those that it keeps apart."""
+        """Number of a node's client, its samples to train on, and its held-out ones."""
         config = context.node_config
         if PARTITION not in config:
             raise FederateError(
@@ -145,7 +145,7 @@ class Clients:
         return number, Selection(whole, mine[rest]), Selection(whole, mine[own])
 
     def _read_parts(self, data: str | None) -> tuple[Dataset[Any], Any]:
-        """Samples, and the rows of each client; of a client's own data, all for the first."""
+        """Samples, and the rows of each client; all rows of a client's own data."""
         if data is not None:
             samples = own_samples(self.job, Path(data))
             return samples, [np.arange(len(samples))]  # type: ignore[arg-type]

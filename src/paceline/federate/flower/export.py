@@ -59,7 +59,9 @@ final-model = "final_model.safetensors"
 
 
 def write_app(job: Job, folder: Path) -> list[str]:
-    """Write the app into a new folder; returns files and code that the job names, which every host needs.
+    """Write the app into a new folder.
+
+    Returns files and code that the job names, which every host needs.
 
     Raises:
         JobError: the job has something that is not for Flower's messages.

@@ -1,4 +1,4 @@
-"""The rule of a federated job as a Flower `Strategy`: whom it asks, and what it makes of the answers."""
+"""Rule of a federated job as a Flower `Strategy`."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class JobStrategy(Strategy):
         return [Message(content, dst_node_id=node, message_type=MessageType.EVALUATE) for node in nodes]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Means of the clients' metrics by their samples, and the worst client's by the first metric."""
+        """Means of the clients' metrics by samples, and the range of the first one."""
         found = [dict(reply.content[METRICS]) for reply in replies if not reply.has_error()]
         if not found:
             return None
@@ -176,7 +176,10 @@ class JobStrategy(Strategy):
         return MetricRecord({**means, "least of clients": min(of_clients), "most of clients": max(of_clients)})
 
     def measured(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """The job's metrics on the server's validation set, where it has one and the job measures in this round."""
+        """The job's metrics on the server's validation set.
+
+        None where it has none, or the job does not measure in this round.
+        """
         if self._held_out is None or not self._measures(server_round):
             return None
         weights = weights_of(arrays, self.training.layout)
@@ -235,7 +238,7 @@ class JobStrategy(Strategy):
             time.sleep(_LOOK_S)
 
     def _possible(self, least: int) -> int:
-        """At most as many as may have samples: those that are known to have none are not waited for."""
+        """Number of clients to wait for, without those that are known to have no samples."""
         return max(1, min(least, self.spec.clients - sum(not count for count in self._samples.values())))
 
     def _ask(self, grid: Grid, nodes: set[int]) -> None:

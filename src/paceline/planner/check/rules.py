@@ -10,6 +10,7 @@ from paceline.job.job import Job
 from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.split_check import SPLIT_CHECKS
 from paceline.plans.axes import DATA_AXES, DEGREES
+from paceline.plans.codec_info import CompressSpec
 from paceline.plans.limits import multiplied, no_balance, no_graphs, other_world, whole_batch_in_parts
 from paceline.plans.sync_info import RULES, SyncSpec, sync_info
 from paceline.plans.transport_info import TRANSPORTS
@@ -41,6 +42,19 @@ def _nothing_to_try(context: PlanContext) -> str | None:
         f"plan {plan} tries compressions out against sums of every step, which sync={plan.sync} does not take: "
         "compress=int8."
     )
+
+
+def _codes_sums(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.compress == "none" or not sync_info(plan.sync).codes_alone:
+        return None
+    if plan.compress == "auto":
+        return (
+            f"plan {plan} tries codecs out in sums of all-reduce, and servers get what each rank codes: compress=int8."
+        )
+    if not CompressSpec.parse(plan.compress).first.of_sums:
+        return None
+    return f"plan {plan} codes sums over ranks, and servers get what each rank codes alone: compress=topk:0.01."
 
 
 def _too_wide_to_compress(context: PlanContext) -> str | None:
@@ -120,6 +134,7 @@ SYNC_CHECKS: tuple[Check, ...] = (
     Check(_not_by_servers, ("sync", "dp")),
     Check(_nothing_to_compress, ("compress", "sync")),
     Check(_nothing_to_try, ("compress", "sync")),
+    Check(_codes_sums, ("compress", "sync")),
     Check(_too_wide_to_compress, ("compress", "precision")),
     Check(_cannot_go_back, ("sync",)),
     Check(_no_common_loss, ("sync",)),

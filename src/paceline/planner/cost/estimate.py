@@ -114,8 +114,8 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
         return 0.0
     shared = slow.parameters / layout.fsdp
     if layout.servers:
-        one_way_s = send_s(shared * layout.sync_bytes, layout, "dp")
-        return served_s(layout, one_way_s, slow.forward + slow.backward, _optimizer_s(layout, slow))
+        up_s, down_s = (send_s(shared * n, layout, "dp") for n in (layout.sync_bytes, layout.gradient_bytes))
+        return served_s(layout, up_s, down_s, slow.forward + slow.backward, _optimizer_s(layout, slow))
     seconds = all_reduce_s(shared * layout.sync_bytes, link_path(layout, "dp")) / layout.sync_every
     if not layout.framework.overlaps_gradients:
         return seconds

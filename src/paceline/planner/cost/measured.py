@@ -299,8 +299,8 @@ def _dp_s(layout: Layout, found: Calibration, times: Passes, links: Links) -> fl
         return links.step_s(layout)
     held = found.parameters / layout.fsdp / layout.tp / layout.pp
     if layout.servers:
-        one_way_s = links.message_s(held * layout.sync_bytes, "dp")
-        return served_s(layout, one_way_s, layout.microbatches * times.seconds, 0.0) - links.shared_all_reduce_s(
+        up_s, down_s = (links.message_s(held * n, "dp") for n in (layout.sync_bytes, layout.gradient_bytes))
+        return served_s(layout, up_s, down_s, layout.microbatches * times.seconds, 0.0) - links.shared_all_reduce_s(
             held * 4.0
         )
     if not links.dp_between:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from paceline.planner.cost.layout import Layout
 
 
-def served_s(layout: Layout, one_way_s: float, work_s: float, apply_s: float) -> float:
+def served_s(layout: Layout, up_s: float, down_s: float, work_s: float, apply_s: float) -> float:
     """Seconds that a step waits for servers, beside its own work.
 
-    All replicas push and get back as many bytes; a server's link carries those of all of them, divided by the servers.
-    Where servers own the parameters nobody waits for others, but for a server that has more to do than one step lasts.
+    What replicas push may be coded, and what they get back is not. A server's link carries that of all replicas,
+    divided by the servers. Where servers own the parameters nobody waits for others, but for a server that has more to
+    do than one step lasts.
 
     Args:
-        one_way_s: of one replica's gradients to a server that has nothing else to do.
+        up_s, down_s: of one replica's gradients to a server that has nothing else to do, and back.
         work_s: compute of a step.
         apply_s: of an optimizer step on all parameters.
     """
     load = layout.dp / layout.servers
     if not layout.served:
-        return 2 * max(1.0, load) * one_way_s / layout.sync_every
-    alone_s = 2 * one_way_s + apply_s
+        return max(1.0, load) * (up_s + down_s) / layout.sync_every
+    alone_s = up_s + down_s + apply_s
     return max(alone_s, load * alone_s - work_s)

@@ -36,6 +36,7 @@ from paceline.remote.server.settings import ServerSettings, Slice, slices_of
 from paceline.remote.server.tickets import Ticket
 from paceline.remote.server.views import Address, Views
 
+Encode = Callable[[str, Tensor], Tensor | None]
 _Place = tuple[weakref.ref[Tensor], int]  # a tensor, and which of its changes was the last
 
 
@@ -72,6 +73,7 @@ class ServerClient:
         views: of each server, to find processes that were started later. Without, they are learnt from the servers.
         name: unique among living clients; one that comes again under it takes the place of the former.
         deadline_s: of each call.
+        encode: codes the dense numbers of a push, which have a name, as the settings say; None: they go as they are.
 
     Raises:
         ServerRefused: the servers have another model or other settings.
@@ -88,7 +90,9 @@ class ServerClient:
         identity: str | None = None,
         deadline_s: float = 60.0,
         views: Sequence[Views] = (),
+        encode: Encode | None = None,
     ) -> None:
+        self._encode = encode
         self.settings, self.name, self.deadline_s = settings, name, deadline_s
         identity = identity or secrets.token_hex(16)
         self._owned = slices_of(settings, len(servers))
@@ -216,13 +220,22 @@ class ServerClient:
         return self.begin_sum(space, number, tensor, index=index, members=members, bucket=bucket)()
 
     def begin_sum(
-        self, space: tuple[int, str], number: int, tensor: Tensor, *, index: int, members: int, bucket: int = 0
+        self,
+        space: tuple[int, str],
+        number: int,
+        tensor: Tensor,
+        *,
+        index: int,
+        members: int,
+        bucket: int = 0,
+        coded: Tensor | None = None,
     ) -> Callable[[], Tensor]:
         """Begin a sum over all members; call the result for it. The tensor holds the sum then.
 
         Args:
             space: an epoch of the run by its number and name; a newer one ends the sums of those before.
             number, bucket: which sum: that of a step, and of a part of the gradients.
+            coded: what is sent in the place of the tensor.
             index: of this member among `members`. The sum is taken in this order, so it is the same in every run.
 
         Raises:
@@ -230,7 +243,8 @@ class ServerClient:
             ServerRefused: the space is over, or the tensors do not fit.
         """
         line = self.lines[bucket % len(self.lines)]
-        asked = line.ask("sum", list(space), [number, bucket], index, members, tensor, waits_s=self.deadline_s)
+        sent, numel = (tensor, 0) if coded is None else (coded, tensor.numel())
+        asked = line.ask("sum", list(space), [number, bucket], index, members, sent, numel, waits_s=self.deadline_s)
 
         def result() -> Tensor:
             tensor.copy_(asked.result())
@@ -308,7 +322,14 @@ class ServerClient:
                 dense[piece.name] = _cut(gradient, piece)
         if part == 0 and (unknown := gradients.keys() - self._specs.keys()):
             raise ServerRefused(f"{self.name} pushed {', '.join(sorted(unknown)[:8])}, which no server owns")
-        return Push(dense, rows, self._read[part], ticket and (ticket.number, ticket.attempt), delta)
+        push = Push(dense, rows, self._read[part], ticket and (ticket.number, ticket.attempt), delta)
+        return push if self._encode is None or not dense else self._coded(part, push, self._encode)
+
+    def _coded(self, part: int, push: Push, encode: Encode) -> Push:
+        names = list(push.dense)
+        numbers = torch.cat([push.dense[name].reshape(-1) for name in names])
+        coded = encode(f"{part}/{','.join(names)}", numbers)
+        return push if coded is None else msgspec.structs.replace(push, dense={}, coded=(names, coded))
 
     def _note(self, into: Mapping[str, Tensor]) -> None:
         """Have everything pulled where tensors come that do not hold what was pulled last."""

@@ -208,7 +208,7 @@ class Machine:
             client.late += 1
             return Reply(self.parameters.version, accepted=False)
         gradients = once_each(push.gradients())
-        client.bytes += nbytes(gradients)
+        client.bytes += push.coded_bytes + nbytes(push.rows) if push.coded_bytes else nbytes(gradients)
         if push.delta:
             gradients = scaled(gradients, -1.0)
         if (bound := self.settings.norm_bound) is not None and (within := bounded(gradients, bound)):

@@ -41,6 +41,8 @@ class Push(_Action, frozen=True, tag="push"):
         read: the version that it was computed with.
         ticket: number and attempt.
         take: deal the next ticket with the answer, where there is one now.
+        coded: names of dense tensors, and all their numbers in the settings' code; a server decodes them into `dense`.
+        coded_bytes: bytes in which `dense` came; 0: as it is.
     """
 
     dense: dict[str, Tensor]
@@ -49,6 +51,8 @@ class Push(_Action, frozen=True, tag="push"):
     ticket: tuple[int, int] | None = None
     delta: bool = False
     take: bool = False
+    coded: tuple[list[str], Tensor] | None = None
+    coded_bytes: int = 0
 
     def gradients(self) -> dict[str, Gradient]:
         """All of it by name."""

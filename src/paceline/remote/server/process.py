@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.channel.key import RunKey
@@ -19,7 +21,7 @@ from paceline.remote.server.combine import rows_must_be_owned
 from paceline.remote.server.journal import Journal
 from paceline.remote.server.log import Elsewhere, Log, wait_for
 from paceline.remote.server.machine import Machine
-from paceline.remote.server.operations import Leave, Operation, Reply, read_action
+from paceline.remote.server.operations import Action, Leave, Operation, Push, Reply, read_action
 from paceline.remote.server.settings import ServerSettings
 from paceline.remote.server.sums import Place, Sums
 from paceline.remote.server.views import Address, OwnViews, Views, as_text
@@ -28,6 +30,7 @@ from paceline.remote.service import Caller, Limits, Service, quick
 GRACE_S = 5.0  # a client without a connection is lost after it
 MOST_WAIT_S = 1.0  # in the server; the client asks again, and so finds out that a server hangs
 _MOST_SUM_S = 3600.0
+Decode = Callable[[Tensor, int], Tensor]
 _LIMITS = Limits(message_bytes=2**22, attached_bytes=2**34, calls_at_once=256, callers=4096)
 
 
@@ -42,6 +45,7 @@ class ParameterServer:
         journal: folder where operations are kept, besides or instead of a backup; a server that finds one goes on.
         grace_s: a client that has no connection for so long is lost: its tickets are dealt again.
         threads: as of `Service`: clients that may wait at one time.
+        decode: reads coded tensors; takes their bytes and the count of numbers, and raises ServerRefused.
 
     Raises:
         ServerLost: the journal is damaged.
@@ -59,8 +63,9 @@ class ParameterServer:
         journal: Path | None = None,
         grace_s: float = GRACE_S,
         threads: int = 64,
+        decode: Decode | None = None,
     ) -> None:
-        self._settings, self._grace_s = settings, grace_s
+        self._settings, self._grace_s, self._decode = settings, grace_s, decode
         self._name, self._identity, self._sequence = f"parameter server {part}", secrets.token_hex(8), 0
         self._sums = Sums()
         self._connected: dict[str, Caller] = {}
@@ -214,7 +219,7 @@ class ParameterServer:
 
     def _act(self, caller: Caller, sequence: int, values: Any, wait_s: float, pull: Sequence[int] = ()) -> list[Any]:
         """Apply an operation once, whatever is repeated; then pull, where asked to."""
-        operation = Operation(caller.name, caller.identity, sequence, read_action(values))
+        operation = Operation(caller.name, caller.identity, sequence, self._decoded(read_action(values)))
         self._log.machine.must_fit(operation)
         until = time.monotonic() + min(wait_s, MOST_WAIT_S)
         with self._turn:
@@ -227,6 +232,22 @@ class ParameterServer:
             return [*_as_list(reply), *self._pull(caller, pull[0], pull[1], until - time.monotonic())]
         except DeadlineError:  # the push has its answer; the client pulls without it
             return _as_list(reply)
+
+    def _decoded(self, action: Action) -> Action:
+        """A push with its coded tensors as numbers. Raises ServerRefused."""
+        if not isinstance(action, Push) or action.coded is None:
+            return action
+        names, coded = action.coded
+        specs = self._log.machine.parameters.specs
+        if self._decode is None or not set(names) <= specs.keys() or len(set(names)) < len(names):
+            raise ServerRefused("a push has coded tensors that this server does not own, or codes none")
+        sizes = [math.prod(specs[name].shape) for name in names]
+        parts = self._decode(coded, sum(sizes)).split(sizes)
+        dense = {
+            name: part.view(specs[name].shape).to(specs[name].torch_dtype)
+            for name, part in zip(names, parts, strict=True)
+        }
+        return replace(action, dense={**action.dense, **dense}, coded=None, coded_bytes=coded.nbytes)
 
     def _attempt(self, operation: Operation) -> Reply | str:
         """Apply the operation, or say what it waits for."""
@@ -276,9 +297,19 @@ class ParameterServer:
         index: int,
         members: int,
         tensor: Tensor,
+        numel: int,
         wait_s: float,
     ) -> Tensor:
+        """Give a tensor to a sum.
+
+        Args:
+            numel: count of its numbers where it is coded, else 0.
+        """
         order, name = space
+        if numel:
+            if self._decode is None:
+                raise ServerRefused("a sum has coded tensors, and this server reads none")
+            tensor = self._decode(tensor, numel)
         total = self._sums.add((order, name), Place(*place), index, members, tensor, min(wait_s, _MOST_SUM_S))
         with self._turn:
             self._traffic[caller.name]["sent_bytes"] += total.nbytes

@@ -99,6 +99,7 @@ class ServerSettings:
         trim: share of the values that a trimmed mean leaves out at each end.
         norm_bound: a push whose L2 norm is larger is scaled down to it, and counted.
         pieces: tickets of one global batch; None: the server deals none.
+        compress: codec of the dense gradients that clients push; none sends them as they are.
         tickets_at_once: tickets that one client may hold.
         most_members: clients that may have joined at one time.
     """
@@ -114,6 +115,7 @@ class ServerSettings:
     trim: float = 0.1
     norm_bound: float | None = None
     pieces: int | None = None
+    compress: str = "none"
     tickets_at_once: int = 4
     most_members: int = 4096
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from paceline.rank_environment import RankEnvironment
 from paceline.remote.server.client import ServerClient
 from paceline.remote.server.process import ParameterServer
 from paceline.remote.server.views import StoreViews, as_address, as_text
+from paceline.sync.compress.alone import Feedback, decoder
 from paceline.training.build import build_engine, check_device, seed_all
 from paceline.training.record.run import Run
 from paceline.training.served.log import PieceLog
@@ -65,9 +67,10 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
         )
     with ExitStack() as held:
         key, where = _key_and_place(environment)
+        decode = None if settings.compress == "none" else decoder(settings.compress)
         views = StoreViews(store, f"served/view/{part}") if servers.each > 1 else None
         server = held.enter_context(
-            ParameterServer(where, key, settings, part=part, servers=servers.parts, views=views)
+            ParameterServer(where, key, settings, part=part, servers=servers.parts, views=views, decode=decode)
         )
         store.set(f"{ADDRESS}/{number}", as_text(server.address).encode())
         while not server.ended.wait(_ALIVE_S):
@@ -76,7 +79,10 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
 
 
 def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
-    """Compute pieces until the run ends, or this worker is to leave; the first worker measures, saves and records."""
+    """Compute pieces until the run ends, or this worker is to leave.
+
+    The first worker also measures, saves and records.
+    """
     leaves = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: leaves.set())  # `launch/independent.py:LEAVE`
     job, number = run.job, environment.rank
@@ -132,7 +138,8 @@ def _client(run: Run, store: StoreClient, name: str) -> ServerClient:
     places = [as_address(told.decode()) for told in store.get_all(keys)]
     parts = [places[i : i + servers.each] for i in range(0, len(places), servers.each)]
     key = own_key() if any(isinstance(place, tuple) for place in places) else None
-    return ServerClient(parts, key, name=name, settings=settings, deadline_s=run.job.deadline_s)
+    encode = None if settings.compress == "none" else Feedback(settings.compress, seed=secrets.randbits(32)).encode
+    return ServerClient(parts, key, name=name, settings=settings, deadline_s=run.job.deadline_s, encode=encode)
 
 
 def _key_and_place(environment: RankEnvironment) -> tuple[RunKey | None, tuple[str, int] | Path]:

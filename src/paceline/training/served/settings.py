@@ -41,7 +41,13 @@ def settings_of(job: Job, plan: Plan, model: nn.Module, total_steps: int | None)
     )
     steps = None if total_steps is None else total_steps * pieces
     group = GroupSettings(optimizer=optimizer, schedule=schedule, total_steps=steps, tensors=tensors)
-    return ServerSettings(groups=(group,), fingerprint=_fingerprint(tensors, group), staleness=staleness, pieces=pieces)
+    return ServerSettings(
+        groups=(group,),
+        fingerprint=_fingerprint(tensors, group),
+        staleness=staleness,
+        pieces=pieces,
+        compress=plan.compress,
+    )
 
 
 def written(settings: ServerSettings) -> bytes:

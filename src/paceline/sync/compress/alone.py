@@ -1,0 +1,140 @@
+"""Coded messages of one rank's numbers, in whose code no other rank takes part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Group
+from paceline.errors import CheckpointError, PlanError, ServerRefused
+from paceline.job.read.imports import load_object
+from paceline.plans.codec_info import CODECS, CompressSpec
+from paceline.sync.compress.chunked import square
+from paceline.sync.compress.codec import Codec, CodedSum, Coding, Scratch
+from paceline.sync.compress.half import Cast
+from paceline.sync.traffic import Traffic
+
+_RANDOM = "random"
+
+
+class MessageCodec:
+    """Codes flat tensors of one length, without error feedback.
+
+    Args:
+        text: as in a plan's `compress=`: `int8`, `topk:0.01+bf16`.
+        numel: numbers of a tensor.
+        generator: decides how numbers are rounded.
+
+    Attributes:
+        nbytes: bytes of a coded tensor.
+
+    Raises:
+        PlanError: an unknown codec, or one that codes sums over ranks.
+    """
+
+    def __init__(self, text: str, numel: int, generator: torch.Generator) -> None:
+        made: Codec | CodedSum | None = Cast(torch.float32)
+        flat = torch.zeros(1).expand(numel)
+        for name, value in reversed(CompressSpec.parse(text).codecs):
+            numbers = made if CODECS[name].keeps_numbers and not isinstance(made, CodedSum) else None
+            coding = Coding(value, numbers, generator, Group(), flat, [flat], Traffic(), Scratch(torch.device("cpu")))
+            made = load_object(CODECS[name].codec)(coding)
+        if made is None or isinstance(made, CodedSum):
+            raise PlanError(f"{text} codes sums over ranks, and these numbers are sent alone; take int8 or topk:0.01")
+        self._codec, self.numel = made, numel
+        self._padded = -(-numel // made.block) * made.block
+        self.nbytes = made.nbytes(self._padded)
+
+    def encode(self, flat: Tensor) -> Tensor:
+        """A tensor (numel,) as bytes, uint8."""
+        rows = torch.zeros(1, self._padded)
+        rows[0, : self.numel] = flat
+        coded = torch.zeros(1, self.nbytes, dtype=torch.uint8)
+        self._codec.encode(rows, coded)
+        return coded[0]
+
+    def decode(self, coded: Tensor) -> Tensor:
+        """The tensor that `encode` kept, fp32 (numel,)."""
+        rows = torch.empty(1, self._padded)
+        self._codec.decode(coded.unsqueeze(0), rows)
+        return rows[0, : self.numel]
+
+
+class Feedback:
+    """Codes tensors by name, with error feedback.
+
+    What a code leaves out is added to the next tensor of the name.
+
+    Args:
+        seed: of the random rounding.
+        traffic: where the codes' errors are counted; None: nowhere.
+    """
+
+    def __init__(self, text: str, *, seed: int = 0, traffic: Traffic | None = None) -> None:
+        self.text, self._traffic = text, traffic
+        self._generator = torch.Generator().manual_seed(seed)
+        self._codecs: dict[int, MessageCodec] = {}
+        self._errors: dict[str, Tensor] = {}
+
+    def encode(self, name: str, flat: Tensor) -> Tensor | None:
+        """Bytes of a tensor (numel,); None where these are not fewer, or numbers are not finite.
+
+        Raises:
+            CheckpointError: what a checkpoint kept under the name has another length.
+        """
+        codec = self._codecs.get(flat.numel())
+        if codec is None:
+            codec = self._codecs[flat.numel()] = MessageCodec(self.text, flat.numel(), self._generator)
+        if codec.nbytes >= flat.nbytes:
+            return None
+        wanted = flat.float()
+        if (error := self._errors.get(name)) is not None:
+            if error.shape != wanted.shape:
+                raise CheckpointError(
+                    f"what compress={self.text} kept of {name} has {error.numel()} numbers, and there are "
+                    f"{wanted.numel()}: go on with the plan that wrote it, or with compress=none"
+                )
+            wanted = wanted + error
+        signal = square(wanted)
+        if not math.isfinite(signal):
+            return None
+        coded = codec.encode(wanted)
+        error = self._errors[name] = wanted - codec.decode(coded)
+        if self._traffic is not None:
+            self._traffic.signal_square += signal
+            self._traffic.error_square += square(error)
+        return coded
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Numbers that the codes left out, and the random state."""
+        return {name: error.clone() for name, error in self._errors.items()} | {_RANDOM: self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state_dict` gave."""
+        self._errors = {name: tensor.clone() for name, tensor in state.items() if name != _RANDOM}
+        if _RANDOM in state:
+            self._generator.set_state(state[_RANDOM].cpu())
+
+
+def decoder(text: str) -> Callable[[Tensor, int], Tensor]:
+    """Reader of a codec's messages: bytes and the count of numbers to fp32 numbers.
+
+    It raises ServerRefused for bytes that are none.
+    """
+    codecs: dict[int, MessageCodec] = {}
+
+    def decode(coded: Tensor, numel: int) -> Tensor:
+        codec = codecs.get(numel)
+        if codec is None:
+            codec = codecs[numel] = MessageCodec(text, numel, torch.Generator())
+        if coded.dtype is not torch.uint8 or coded.shape != (codec.nbytes,):
+            raise ServerRefused(
+                f"{numel:,} numbers take {codec.nbytes:,} bytes in the code {text}, and here are "
+                f"{tuple(coded.shape)} of {coded.dtype}"
+            )
+        return codec.decode(coded)
+
+    return decode
