@@ -202,7 +202,8 @@ def test_the_system_folder_for_shared_memory_does_not_matter(tmp_path: Path, cha
 def test_a_killed_rank_ends_the_command_and_leaves_nothing(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", stop={"steps": 1_000_000})
     before = set(os.listdir("/dev/shm"))
-    with started("paceline", "train", job, "--plan", "dp=2 transport=shm", "--run", "run", folder=tmp_path) as process:
+    command, off = ("train", job, "--plan", "dp=2 transport=shm", "--run", "run"), {"PACELINE_RECOVERY": "off"}
+    with started("paceline", *command, folder=tmp_path, environment=off) as process:
         wait_for_step(20, tmp_path / "run", process)
         ranks = processes_of(process)
         kill_rank(1, process)

@@ -353,6 +353,7 @@ def test_loader_processes_work_where_the_temporary_folder_has_a_long_path(
 ) -> None:
     long = tmp_path / ("long" * 20)
     long.mkdir()
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))  # where a spawned process imports this file
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setenv("TMPDIR", str(long))
     process: Any = multiprocessing.current_process()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -98,7 +99,10 @@ def test_a_rank_that_sees_many_epochs_keeps_nothing_of_those_before(tmp_path: Pa
 
 def boards_of(process: psutil.Process) -> int:
     """Number of times that a process has its launcher's status board open."""
-    links = [os.readlink(descriptor) for descriptor in Path(f"/proc/{process.pid}/fd").iterdir()]
+    links = []
+    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(descriptor))
     return sum(link.endswith("/status") for link in links)
 
 

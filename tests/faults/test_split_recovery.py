@@ -163,4 +163,4 @@ def test_a_run_ends_once_no_replica_can_be_whole_again(
         kill_rank(0, process)
         outcome = ended(process)
     assert outcome.code == 1
-    assert outcome.says("rank 3 is left out", "rank 0 (host ", "was killed by SIGKILL")
+    assert outcome.says("rank 3 (host ", "the others go on. It is left out", "rank 0 (host ", "was killed by SIGKILL")

@@ -217,13 +217,19 @@ def test_sigterm_at_any_host_saves_and_ends_all(tmp_path: Path, number: int) -> 
     assert len(checkpoints(tmp_path / "run")) > 0
 
 
+def heeds_sigterm(pid: int) -> bool:
+    """True if a process has a handler for SIGTERM."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 @pytest.mark.slow
 def test_sigterm_while_hosts_wait_for_one_another_ends_each_cleanly(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml")
     where = folders(tmp_path, 3)
     with host_processes("train", job, folders=where, environment={"PACELINE_HOSTS": "4"}) as hosts:
         for host in hosts:
-            wait_for(partial(processes_of, host), host)  # the seed: so it is about to meet the others
+            wait_for(partial(heeds_sigterm, host.pid), host)  # so it is about to meet the others
             host.send_signal(signal.SIGTERM)
         found = outcomes(hosts)
     assert found[0].code == 143
