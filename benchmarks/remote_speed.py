@@ -8,6 +8,7 @@ torch's RPC and pyzmq have no TLS. Figures, the peer's time / ours, of neighbour
 - `small_to_torch_rpc`, `large_to_torch_rpc`: within the host, 1 KiB and 16 MiB; ours by shared memory. The same
   `…_to_pyzmq` and `…_to_grpc`.
 - `tls_small_to_grpc_tls`, `tls_large_to_grpc_tls`: between the hosts.
+- `remote_to_pipeline`: a model over both hosts, by pipeline parallel / by remote modules (`remote_two_hosts.py`).
 
 All processes are there all the time, and take turns. An echo is held to what was sent before its time is taken.
 """
@@ -33,6 +34,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+import remote_two_hosts
 from measure import environment_line
 from paceline.channel.key import RunKey, write_key
 from paceline.cluster.cluster import Emulate
@@ -69,6 +71,7 @@ def main() -> None:
                 with callers(systems, settings, arguments.peers, places) as ends:
                     found = blocks(ends, calls, arguments.blocks)
                 figures |= report("over TLS between two emulated hosts", found, "tls_", "_tls")
+            figures |= remote_two_hosts.measured()
     print(environment_line())
     if arguments.json:
         print(json.dumps({"figures": figures, "environment": environment()}))

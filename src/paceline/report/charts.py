@@ -116,7 +116,7 @@ def breakdown(bars: Sequence[Bar]) -> go.Figure:
         figure.add_annotation(
             text=f"<b>{escape(heading)}</b>", x=0, y=place, xref="paper", xanchor="left", xshift=-48, showarrow=False
         )
-    figure.update_layout(barmode="stack", height=56 + 29 * rows, showlegend=False, hovermode="closest")
+    figure.update_layout(barmode="stack", height=76 + 29 * rows, showlegend=False, hovermode="closest")
     ranks = [escape(bar.rank) for bar in bars]
     figure.update_yaxes(tickvals=places, ticktext=ranks, range=[rows - 0.4, -0.6], showgrid=False, fixedrange=True)
     figure.update_xaxes(rangemode="tozero")

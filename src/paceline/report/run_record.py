@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.engine.meter import PARTS
 from paceline.files import read_text, whole_lines
+from paceline.plans.sync_info import sync_info
 from paceline.training.record.goodput import Goodput, goodput_of
 from paceline.training.record.run import WARM_UP_STEPS, Run
 
@@ -45,7 +46,8 @@ class RunRecord:
         gaps: list[str] = []
         lines, ranks = {}, {}
         there = sorted(_ranks(run))
-        gaps += _missing(there, run.plan.ranks)
+        # of workers of servers the first one writes for all
+        gaps += _missing(there, 1 if sync_info(run.plan.sync).served else run.plan.ranks)
         for rank in there:
             name = f"steps/rank-{rank}.jsonl"
             lines[rank] = [_NONE_WAITED | line for line in _whole_lines(run.path, name, _is_step, gaps)]

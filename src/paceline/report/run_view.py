@@ -11,6 +11,7 @@ from typing import Any
 from paceline import units
 from paceline.benchmark.words import listed
 from paceline.errors import RunError
+from paceline.plans.sync_info import sync_info
 from paceline.report import charts
 from paceline.report.definitions import PARTS, SYNTHETIC
 from paceline.report.goodput_view import GoodputView
@@ -111,12 +112,10 @@ class RunView:
     @property
     def cards(self) -> list[Card]:
         """The figures of the headline."""
-        ranks, too_few = len(self.record.ranks), f"needs {WARM_UP_STEPS + 1} steps"
-        cards = [
-            Card(
-                "throughput", units.rate(self.throughput) if self.timed else too_few, f"on {units.count(ranks, 'rank')}"
-            )
-        ]
+        too_few, who = f"needs {WARM_UP_STEPS + 1} steps", units.count(len(self.record.ranks), "rank")
+        if sync_info(self.run.plan.sync).served:
+            who = units.count(self.run.plan.dp, "worker")
+        cards = [Card("throughput", units.rate(self.throughput) if self.timed else too_few, f"on {who}")]
         reached = self.end is not None and str(self.end.get("reason")).startswith(TARGETS)
         until = "from the first step" if self.end is not None else "until the newest step"
         cards.append(Card("time_to_target" if reached else "training_time", units.seconds(self._elapsed_s), until))

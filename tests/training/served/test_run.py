@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from pathlib import Path
@@ -19,6 +20,8 @@ from commands import (
     wait_for_step,
     write_job,
 )
+from paceline.report.run_view import RunView
+from paceline.training.record.run import Run
 
 WHAT = Path(__file__).parents[2] / "faults" / "what_goes_wrong.py"
 STEPS = 60
@@ -56,6 +59,13 @@ def test_an_asynchronous_run_records_evaluates_and_saves_as_any_run(sync: str, t
     assert events(run, "end")[-1]["reason"] == f"steps: {STEPS} done"
     told = events(run, "served")[-1]["workers"]
     assert sum(worker["pushes"] for worker in told.values()) == 2 * STEPS, "every piece once"
+    view = RunView(Run(run))
+    assert not [gap for gap in view.record.gaps if "missing" in gap]
+    assert view.cards[0].note == "on 2 workers"
+    assert "own the parameters" in "".join(view.sync.sentences)
+    lines = Run(run).steps()
+    apart_s = [b["time"] - a["time"] for a, b in itertools.pairwise(lines)]
+    assert all(seconds >= 0.9 * line["step_s"] for seconds, line in zip(apart_s, lines[1:], strict=True)), "one by one"
     alone = paceline("train", job, "--plan", "dp=2", "--run", "together", folder=tmp_path)
     assert alone.code == 0, alone.err
     assert newest(run) == pytest.approx(newest(tmp_path / "together"), abs=0.1)

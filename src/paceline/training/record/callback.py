@@ -20,6 +20,7 @@ class StepInfo:
         ending: why the run ends after this step; None where it goes on, as far as the callbacks called so far
             know.
         busy_s: of every rank, before the step's agreement; empty where replicas do not agree in it.
+        ended_at: Unix time of its end, where it is told later; None: now.
     """
 
     result: StepResult
@@ -28,6 +29,7 @@ class StepInfo:
     lr: float
     ending: str | None = None
     busy_s: list[float] = field(default_factory=list)
+    ended_at: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The step without its times, for ranks that broke it off."""

@@ -61,7 +61,7 @@ class StepRecorder(Callback):
         self._waiting[result.step] = _STEP % (
             result.step,
             epoch,
-            time.time(),
+            time.time() if info.ended_at is None else info.ended_at,
             loss,
             result.samples,
             info.local_samples,

@@ -16,12 +16,13 @@ from paceline.comm import Group
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import COMPUTE, Timing
 from paceline.job.data import DataSets
-from paceline.plans.sync_info import ServerProcesses
+from paceline.plans.sync_info import ServerProcesses, SyncSpec
 from paceline.training.loop import Loop
 from paceline.training.record.callback import StepInfo
 from paceline.training.record.run import Run
 from paceline.training.served.log import LoggedBatches, LoggedPiece
 from paceline.training.served.worker import Worker
+from paceline.units import count
 
 _PROGRESS = "served/progress"  # key of the run's store: what the first worker needs when it is started again
 _AHEAD_S = 2.0  # of training that may be dealt at once: after that long a signal is heeded
@@ -47,8 +48,26 @@ class FirstWorker(Loop):
         self.worker.hand_over(self.engine.step_count, ServerProcesses.of(self.run_directory.plan.sync).parts)
         self._opened = self.engine.step_count
         self.log = LoggedBatches(self.store, self.workers, self.workers, self._opened)
+        self.events("sync", {"said": [self._sentence()]})
         self._note_progress()
         return reason
+
+    def _sentence(self) -> str:
+        """The rule of this run in words."""
+        plan = self.run_directory.plan
+        servers, staleness = ServerProcesses.of(plan.sync), SyncSpec.parse(plan.sync).arguments["staleness"]
+        own = "a server owns" if servers.parts == 1 else f"{servers.parts} servers own"
+        backup = ", with a backup each" if servers.each > 1 else ""
+        ahead = (
+            "nobody waits"
+            if math.isinf(staleness)
+            else f"at most {count(int(staleness), 'global batch', 'global batches')} ahead"
+        )
+        coded = "" if plan.compress == "none" else f", coded by {plan.compress}"
+        return (
+            f"sync=server: {own} the parameters{backup}; {plan.dp} workers push the gradients of pieces of the batches"
+            f"{coded}, {ahead}"
+        )
 
     def _return(self, progress: dict[str, Any]) -> str | None:
         """Go on behind the newest border."""
@@ -139,8 +158,10 @@ class FirstWorker(Loop):
             return None
         passed_s, self._last_written = now - self._last_written, now
         self._batch_s, info = passed_s / len(found), None
-        for batch, pieces in found:
+        until_now = range(len(found) - 1, -1, -1)
+        for (batch, pieces), later in zip(found, until_now, strict=True):
             info = self._told(batch + 1, pieces, self._batch_s)
+            info.ended_at = time.time() - later * self._batch_s
             for on_step in self._on_step:
                 on_step(info)
             if info.result.step != until and (reason := self.stop.after_step(info.result.step, info.result.loss)):
