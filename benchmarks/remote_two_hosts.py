@@ -85,7 +85,8 @@ def main() -> None:
     parser.add_argument("--loop", nargs=2, metavar=("ADDRESS", "KEY"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.loop:
-        print(json.dumps(loop(*asked.loop, asked.steps)))
+        where, key = asked.loop
+        print(json.dumps(loop(where, key, asked.steps)))
         return
     figures = measured(asked.rounds, asked.steps)
     print(environment_line())

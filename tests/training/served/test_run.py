@@ -62,7 +62,7 @@ def test_an_asynchronous_run_records_evaluates_and_saves_as_any_run(sync: str, t
     view = RunView(Run(run))
     assert not [gap for gap in view.record.gaps if "missing" in gap]
     assert view.cards[0].note == "on 2 workers"
-    assert "own the parameters" in "".join(view.sync.sentences)
+    assert "the parameters; 2 workers push" in "".join(view.sync.sentences)
     lines = Run(run).steps()
     apart_s = [b["time"] - a["time"] for a, b in itertools.pairwise(lines)]
     assert all(seconds >= 0.9 * line["step_s"] for seconds, line in zip(apart_s, lines[1:], strict=True)), "one by one"

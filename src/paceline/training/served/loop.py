@@ -58,11 +58,8 @@ class FirstWorker(Loop):
         servers, staleness = ServerProcesses.of(plan.sync), SyncSpec.parse(plan.sync).arguments["staleness"]
         own = "a server owns" if servers.parts == 1 else f"{servers.parts} servers own"
         backup = ", with a backup each" if servers.each > 1 else ""
-        ahead = (
-            "nobody waits"
-            if math.isinf(staleness)
-            else f"at most {count(int(staleness), 'global batch', 'global batches')} ahead"
-        )
+        batches = "" if math.isinf(staleness) else count(int(staleness), "global batch", "global batches")
+        ahead = f"at most {batches} ahead" if batches else "nobody waits"
         coded = "" if plan.compress == "none" else f", coded by {plan.compress}"
         return (
             f"sync=server: {own} the parameters{backup}; {plan.dp} workers push the gradients of pieces of the batches"
