@@ -65,7 +65,9 @@ def test_an_asynchronous_run_records_evaluates_and_saves_as_any_run(sync: str, t
     assert "the parameters; 2 workers push" in "".join(view.sync.sentences)
     lines = Run(run).steps()
     apart_s = [b["time"] - a["time"] for a, b in itertools.pairwise(lines)]
-    assert all(seconds >= 0.9 * line["step_s"] for seconds, line in zip(apart_s, lines[1:], strict=True)), "one by one"
+    # times are written in milliseconds
+    assert all(seconds > line["step_s"] - 0.002 for seconds, line in zip(apart_s, lines[1:], strict=True))
+    assert sum(seconds > 0 for seconds in apart_s) > STEPS / 2, "each batch has an end of its own"
     alone = paceline("train", job, "--plan", "dp=2", "--run", "together", folder=tmp_path)
     assert alone.code == 0, alone.err
     assert newest(run) == pytest.approx(newest(tmp_path / "together"), abs=0.1)
