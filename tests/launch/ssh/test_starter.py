@@ -111,8 +111,8 @@ def test_ctrl_c_at_the_starter_reaches_host_0_once(ssh: str, tmp_path: Path) -> 
     with starter(ssh, "b,localhost", "wait", tmp_path) as process:
         wait_until_all_run(2, process)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 7
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 7, err
     assert signals(tmp_path, 0) == "SIGINT"
     assert signals(tmp_path, 1) == ""  # told by host 0
 

@@ -36,7 +36,7 @@ def main(word: str) -> int:
     signals: list[str] = []
 
     def note(number: int, _: FrameType | None) -> None:
-        print("said while its connection may be lost", flush=True)
+        os.write(1, b"said while its connection may be lost\n")  # `print` may be under way
         signals.append(signal.Signals(number).name)
         mine.with_suffix(".signals").write_text(" ".join(signals))
 
