@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -31,9 +31,6 @@ from paceline.federate.simulation.deal import kept_apart
 from paceline.job.job import Job
 from paceline.job.zoo.data.samples import Selection
 from paceline.printable import printable
-
-if TYPE_CHECKING:
-    pass
 
 _PAUSES_S = (0.2, 5.0)  # between attempts to reach a server that went away
 Say = Callable[[str], object]
