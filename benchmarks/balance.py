@@ -6,10 +6,11 @@ Needs root: four hosts are emulated on this machine, whose control groups allow 
 last one half of that. Figures, of each case (`gpt_`, `cnn_`, and `gpt_fsdp_`, whose replicas are two ranks that shard
 the model):
 - `share_of_sum_of_speeds`: samples per second of the four replicas together, once the shares have settled / the sum of
-  those of the hosts when each trains alone on a quarter of the batch.
+  those of the hosts when each trains for itself on a quarter of the batch, all at one time, as they are one machine.
 - `even_share_of_sum_of_speeds`: the same with even shares (`balance=off`), as DDP deals them.
 - `even_again_steps`: from the step in which the slow host got its full speed back to the first one of even shares.
-- `loss_difference`: largest relative difference of the losses of all steps to those of even shares.
+- `loss_difference`: largest relative difference of the losses to those of even shares, over as many steps as these were
+  dealt.
 - of `pipeline_`, a GPT in two stages on two hosts, the last one of which has half the cores: `speedup_of_recut` (step
   time with `balance=off` / that once the stages have moved), `share_of_sum_of_speeds` and
   `even_share_of_sum_of_speeds` (as above, of two hosts and the whole batch), `recut_step` (the step after which they
@@ -24,7 +25,6 @@ machine say little.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,16 @@ from paceline.training.record.goodput import goodput
 from paceline.training.record.run import Run
 
 BIN = Path(sys.executable).parent
-HOSTS, FULL, HALF = 4, 0.4, 0.2  # cores of a host
-ALONE_STEPS, SETTLED_STEP, SLOW_STEPS, RELEASED_STEPS = 20, 45, 70, 30
-EQUAL_STEPS, WARM_UP, ROUNDS = 25, 5, 7
+HOSTS, FULL, HALF = 4, 0.5, 0.25  # cores of a host
+ALONE_STEPS, SETTLED_STEP, SLOW_STEPS, RELEASED_STEPS = 12, 30, 50, 25
+EQUAL_STEPS, WARM_UP, ROUNDS = 20, 5, 5
+EVEN_STEPS = 30  # which losses are compared in, the shares having moved for a third of them
 PIPELINE_STEPS = 250  # enough for another cut to be worth it
 DEADLINE_S = 1800.0
 BASE = {
     "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
     "loss": "cross_entropy",
-    "global_batch": 128,
+    "global_batch": 256,
     "evaluate": {"every_steps": 10**6},  # once, at the end
 }
 GPT = {
@@ -84,7 +86,7 @@ STAGES = Case(GPT | {"model": {"zoo": "gpt", "args": {"layers": 8, "hidden": 128
 class Found:
     """Measurements of a case; speeds in samples per second."""
 
-    alone: tuple[float, float]  # at full and at half speed
+    alone: list[float]  # of each host, training for itself beside the others
     settled: float
     even: float
     even_again_steps: int | None
@@ -94,7 +96,7 @@ class Found:
     @property
     def sum_of_speeds(self) -> float:
         """Speeds of all hosts, one of them at half speed."""
-        return (HOSTS - 1) * self.alone[0] + self.alone[1]
+        return sum(self.alone)
 
     def figures(self) -> dict[str, float | None]:
         """The figures by name."""
@@ -133,9 +135,10 @@ def measured(case: Case, rounds: int) -> Found:
     """All runs of a case."""
     with tempfile.TemporaryDirectory(prefix="paceline-balance-") as folder:
         run = Runs(case, Path(folder))
-        alone = run.alone(FULL), run.alone(HALF)
-        followed = run.trained("auto", [FULL] * 3 + [HALF], SLOW_STEPS + RELEASED_STEPS, released=True)
-        even = run.trained("off", [FULL] * 3 + [HALF], SLOW_STEPS)
+        uneven = [FULL] * (HOSTS - 1) + [HALF]
+        alone = run.alone(uneven)
+        followed = run.trained("auto", uneven, SLOW_STEPS + RELEASED_STEPS, released=True)
+        even = run.trained("off", uneven, EVEN_STEPS)
         ratios = []
         for number in range(rounds):
             times = {
@@ -146,7 +149,7 @@ def measured(case: Case, rounds: int) -> Found:
         return Found(
             alone,
             followed.batch / followed.step_s(SETTLED_STEP, SLOW_STEPS),
-            even.batch / even.step_s(WARM_UP, SLOW_STEPS),
+            even.batch / even.step_s(WARM_UP, EVEN_STEPS),
             followed.even_again_steps(),
             max(abs(a - b) / abs(b) for a, b in zip(followed.losses, even.losses, strict=False)),
             median_interval(ratios or [1.0]),
@@ -180,7 +183,7 @@ def of_pipeline() -> dict[str, float | None]:
 
 def lines_of(name: str, found: Found) -> Iterator[str]:
     """A case for people."""
-    yield f"{name}: hosts alone at full and half speed {found.alone[0]:.1f} and {found.alone[1]:.1f} samples/s"
+    yield f"{name}: hosts for themselves {', '.join(f'{speed:.1f}' for speed in found.alone)} samples/s"
     for figure, value in found.figures().items():
         yield f"  {figure:28} {'not within the run' if value is None else f'{value:.4g}'}"
     yield f"  balance_cost, 95 % interval  {found.cost.low:.4f} to {found.cost.high:.4f}"
@@ -210,6 +213,14 @@ class Trained:
         times = [step["step_s"] for step in self.steps[0] if first < step["step"] <= last]
         return float(statistics.median(times))
 
+    def time_of(self, step: int) -> float:
+        """When a step ended; -1 for the last."""
+        return float(self.steps[0][step]["time"])
+
+    def step_s_between(self, first: float, last: float) -> float:
+        """Median time of the steps that ended between two times."""
+        return float(statistics.median(step["step_s"] for step in self.steps[0] if first < step["time"] <= last))
+
     def even_again_steps(self) -> int | None:
         """Steps from the release to even shares; None if they did not come."""
         assert self.released_at is not None
@@ -225,13 +236,21 @@ class Runs:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
-        self._numbers = itertools.count()
 
-    def alone(self, cores: float) -> float:
-        """Samples per second of a single host with a quarter of the batch."""
-        job = BASE | {"global_batch": BASE["global_batch"] // HOSTS}  # type: ignore[operator]
-        run = self._run(job, f"dp=1{self.case.inside}", [cores], ALONE_STEPS, None)
-        return run.batch / run.step_s(WARM_UP, ALONE_STEPS)
+    def alone(self, cores: list[float]) -> list[float]:
+        """Samples per second of each host with its part of the batch, while all train."""
+        job = BASE | {"global_batch": BASE["global_batch"] // len(cores)}  # type: ignore[operator]
+
+        def trained(own: float) -> Trained:
+            # the slow ones end last, and begin last
+            steps = round(ALONE_STEPS * own / min(cores)) + WARM_UP
+            return self._run(job, f"dp=1{self.case.inside}", [own], steps, None)
+
+        with ThreadPoolExecutor(len(cores)) as pool:
+            runs = list(pool.map(trained, cores))
+        first = max(run.time_of(WARM_UP) for run in runs)
+        last = min(run.time_of(-1) for run in runs)
+        return [run.batch / run.step_s_between(first, last) for run in runs]
 
     def trained(self, balance: str, cores: list[float], steps: int, *, released: bool = False) -> Trained:
         """A training on all hosts; `released`: the last one gets its full speed after `SLOW_STEPS`."""
@@ -243,8 +262,7 @@ class Runs:
         return self._run(BASE | {"global_batch": 8}, f"{plan} microbatches={microbatches}", cores, steps, None)
 
     def _run(self, base: dict[str, Any], plan: str, cores: list[float], steps: int, release: int | None) -> Trained:
-        folder = self.folder / str(next(self._numbers))
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
         job = {"name": "balance", **base, **self.case.job, "stop": {"steps": steps}}
         (folder / "job.yaml").write_text(json.dumps(job))
         (folder / "cluster.yaml").write_text(json.dumps({"emulate": {"hosts": len(cores), "cpu": cores}}))

@@ -26,7 +26,7 @@ import msgspec
 from paceline.channel.ends import has_key, name_of, short_path, user_of_peer
 from paceline.channel.frames import Frame, FrameLimits, Incoming, begin_of
 from paceline.channel.key import RunKey
-from paceline.channel.silence import end_when_silent, is_unacknowledged
+from paceline.channel.silence import end_when_silent, unanswered
 from paceline.errors import ChannelError, DeadlineError
 from paceline.files import user_name
 
@@ -81,10 +81,11 @@ class Connection:
         """True if the peer is at the other end of a Unix socket."""
         return self._link.family == socket.AF_UNIX
 
-    def is_unacknowledged(self, for_s: float, retransmissions: int) -> bool:
-        """True if the other end's kernel has left so many retransmissions unanswered, for so long."""
+    def is_unanswered(self, for_s: float, packets: int) -> bool:
+        """True if the other end's kernel acknowledged none of so many packets, or one sent again, for so long."""
         with self._lock:
-            return not self._lost and is_unacknowledged(self._link, for_s, retransmissions)
+            again, sent, silent_s = (False, 0, 0.0) if self._lost else unanswered(self._link)
+        return (again or sent >= packets) and silent_s > for_s
 
     def end_when_silent(self, silent_s: int) -> None:
         """Be lost once the kernel of the other host is silent for about so long."""
@@ -412,7 +413,7 @@ def _link_between_hosts(where: tuple[str, int], key: RunKey | None, patience_s: 
     try:
         link.settimeout(patience_s)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = key.client_context().wrap_socket(link)
+        link = key.client_and_server[0].wrap_socket(link)
         if not has_key(link, key):
             raise ssl.SSLCertVerificationError
         _expect_greeting(link)

@@ -12,7 +12,7 @@ import fcntl
 import os
 import ssl
 import stat
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from cryptography import x509
@@ -90,6 +90,11 @@ class RunKey:
         """The certificate, to be compared with a peer's. No secret."""
         return self._certificate.public_bytes(serialization.Encoding.DER)
 
+    @cached_property
+    def client_and_server(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        """Contexts of both ends for all connections of this process, which are not to be changed."""
+        return self.client_context(), self.server_context()
+
     def server_context(self) -> ssl.SSLContext:
         """TLS 1.3 for the end that accepts; the other must prove this key, too."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
@@ -128,10 +133,15 @@ def own_key() -> RunKey | None:
     """
     if descriptor := os.environ.get(KEY_FD):
         try:
-            return RunKey.from_pem(os.pread(int(descriptor), _PEM_LIMIT, 0))
+            return _parsed(os.pread(int(descriptor), _PEM_LIMIT, 0))
         except (OSError, ValueError) as error:
             raise LaunchError(f"{KEY_FD}={descriptor} is no descriptor of the run's key: {error}") from error
     return read_key(Path(path)) if (path := os.environ.get(KEY_FILE)) else None
+
+
+@lru_cache(maxsize=1)  # ranks ask in every epoch, and keep the key's contexts
+def _parsed(pem: bytes) -> RunKey:
+    return RunKey.from_pem(pem)
 
 
 def default_key_file() -> Path:

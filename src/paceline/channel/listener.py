@@ -75,7 +75,7 @@ class Listener:
     ) -> None:
         self._key, self._messages, self._limits = key, messages, limits
         self._on_connection, self._on_message, self._on_close = on_connection, on_message, on_close
-        self._context = key.server_context() if key else None
+        self._context = key.client_and_server[1] if key else None
         self._own_path = where if isinstance(where, Path) else None
         self._socket = where if isinstance(where, socket.socket) else _listen(where)
         self._within_host = self._socket.family == socket.AF_UNIX

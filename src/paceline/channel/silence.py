@@ -7,7 +7,7 @@ import struct
 
 _INFO_BYTES = 104  # of Linux's struct tcp_info, see tcp(7)
 _PROBES = 3
-_RETRANSMITS, _LAST_ACK_RECV = 2, 56  # offsets in it
+_RETRANSMITS, _UNACKED, _LAST_ACK_RECV = 2, 24, 56  # offsets in it
 
 
 def end_when_silent(link: socket.socket, silent_s: int) -> None:
@@ -23,12 +23,27 @@ def end_when_silent(link: socket.socket, silent_s: int) -> None:
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silent_s)
 
 
-def is_unacknowledged(link: socket.socket, for_s: float, retransmissions: int = 2) -> bool:
-    """True if so many retransmissions got no acknowledgement, for that many seconds.
+def is_unacknowledged(link: socket.socket, for_s: float) -> bool:
+    """True if two retransmissions got no acknowledgement, for that many seconds.
 
     TCP alone would try ever more rarely. The first retransmission comes after 0.2 s or more, as the round trip is, and
     the second after twice that.
     """
+    retransmits, _, heard_s = _known(link)
+    return retransmits >= 2 and heard_s > for_s
+
+
+def unanswered(link: socket.socket) -> tuple[bool, int, float]:
+    """Whether something was sent again, packets not acknowledged, and seconds since the last acknowledgement.
+
+    A connection that sends often sends again late: Linux puts that off with each packet (tail loss probes).
+    """
+    retransmits, packets, heard_s = _known(link)
+    return retransmits > 0, packets, heard_s
+
+
+def _known(link: socket.socket) -> tuple[int, int, float]:
+    """Retransmissions, packets not acknowledged, and seconds since the last acknowledgement."""
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    heard_ms: int = struct.unpack_from("I", info, _LAST_ACK_RECV)[0]
-    return info[_RETRANSMITS] >= retransmissions and heard_ms > 1000 * for_s
+    [packets], [heard_ms] = struct.unpack_from("I", info, _UNACKED), struct.unpack_from("I", info, _LAST_ACK_RECV)
+    return info[_RETRANSMITS], packets, heard_ms / 1000

@@ -27,11 +27,12 @@ from paceline.comm.c10d.transport import register as register_transport
 from paceline.comm.deadline import register
 from paceline.comm.group import Group
 from paceline.comm.rendezvous import close_stores, drop_torchs_port, rendezvous_store, torchs_store
-from paceline.comm.transport import choose, tell_all
+from paceline.comm.transport import SEVERAL_HOSTS, choose, tell_all
 from paceline.device import default_backend, is_accelerator, use
 from paceline.epoch import Epoch, ends_epoch
 from paceline.errors import tell_of_failure
 from paceline.launch_engine import is_rank
+from paceline.plans.transport_info import BETWEEN_HOSTS
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment
 
 _joins = count()  # of this process so far
@@ -89,6 +90,7 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | N
                 world_size=size,
                 timeout=timedelta(seconds=deadline_s),
                 device_id=device if is_accelerator(device) else None,
+                pg_options=SEVERAL_HOSTS if transport == "auto" and backend == BETWEEN_HOSTS else None,
             )
             return _group(store, deadline_s, device, note)
         except BaseException as error:

@@ -133,7 +133,9 @@ class Group:
             assert self.backend is not None
             shared = self.spans_hosts and not made.spans_hosts and self.device.type == "cpu"
             with self._named(f"the start of a group of ranks {ranks}"):
-                made.backend, made.store = make_process_group(self.backend, ranks, self.deadline_s, share_memory=shared)
+                made.backend, made.store = make_process_group(
+                    self.backend, ranks, self.deadline_s, share_memory=shared, spread=made.spans_hosts
+                )
                 register(made.store, made.rank)
         return made
 

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from paceline.comm.c10d.transport import register
-from paceline.comm.transport import choose
-from paceline.plans.transport_info import TRANSPORTS
+from paceline.comm.transport import SEVERAL_HOSTS, choose
+from paceline.plans.transport_info import BETWEEN_HOSTS, TRANSPORTS
 
 # how often each set of ranks was asked for, by parent
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 def make_process_group(
-    parent: dist.ProcessGroup, ranks: Sequence[int], deadline_s: float, *, share_memory: bool
+    parent: dist.ProcessGroup, ranks: Sequence[int], deadline_s: float, *, share_memory: bool, spread: bool
 ) -> tuple[dist.ProcessGroup, Store]:
     """A process group of some ranks of `parent`, and the store that they met in.
 
     `ranks` are numbers in `parent`, ascending.
 
     Only these ranks call it, all of them. With `share_memory` they are on one host, and talk over its memory where that
-    is allowed; else the group has the parent's backend.
+    is allowed; else the group has the parent's backend. `spread`: they are known to be on several hosts.
 
     `dist.new_group` names a group made by its members alone by the number of groups that each process has. Ranks that
     made different groups before would wait under different names, and one made again would find the keys of its
@@ -58,6 +58,7 @@ def make_process_group(
             backend,
             distributed_c10d._get_default_store(),
             name,
+            backend_options=SEVERAL_HOSTS if spread and backend == BETWEEN_HOSTS else None,
             timeout=timeout,
             group_desc=readable,
         )

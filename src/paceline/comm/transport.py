@@ -21,7 +21,7 @@ from paceline.job.read.imports import load_object
 from paceline.plans.transport_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
 from paceline.rank_environment import ENCRYPT
 
-_SEVERAL_HOSTS = "the ranks are on several hosts"
+SEVERAL_HOSTS = "the ranks are on several hosts"  # also what `pg_options` of a `tcp` group say where that is known
 
 
 def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) -> tuple[str, str | None]:
@@ -48,7 +48,7 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
     reason = why_not_shared(store, rank, size, timeout_s)
     if reason is None:
         return WITHIN_HOST, None
-    if reason == _SEVERAL_HOSTS:
+    if reason == SEVERAL_HOSTS:
         return BETWEEN_HOSTS, _note(BETWEEN_HOSTS)
     return WITHOUT_SHARED_MEMORY, reason
 
@@ -77,7 +77,7 @@ def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str 
     It is found out by trying, and told to all.
     """
     if len(set(tell_all(store, "host", rank, size, timeout_s, host_identity()))) > 1:
-        return _SEVERAL_HOSTS
+        return SEVERAL_HOSTS
     own, reason = None, futex.unsupported()
     try:
         if reason is None:

@@ -29,6 +29,9 @@ LEAVE = signal.SIGUSR1  # has a worker end after its piece
 class Independent:
     """Losses of one attempt's ranks.
 
+    A worker but the first that was lost too often is left out, and the others take its pieces. Without the first, or a
+    server, the attempt ends.
+
     Args:
         workers: how many of the first ranks end by themselves; the others serve them.
     """
@@ -39,27 +42,27 @@ class Independent:
         self.attempt, self.workers = attempt, workers
         self._most = most_losses()
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
-        self._given_up: set[int] = set()
+        self._out: set[int] = set()  # workers that are not started again
         self._leaving: set[int] = set()
         self._why: dict[int, str] = {}
         self.hurries = True
 
     @property
     def counted(self) -> Sequence[int]:
-        """Ranks whose failure is the attempt's: all, but for those that were started again."""
-        return range(self.attempt.setting.ranks)
+        """Ranks whose failure is the attempt's: all, but for those that were started again or left out."""
+        return [number for number in range(self.attempt.setting.ranks) if number not in self._out]
 
     def turn(self) -> bool:
         """Start lost ranks again; True once all workers have ended."""
         attempt = self.attempt
-        if all(attempt.ranks[number].code == 0 for number in range(self.workers)):
+        self._note_left()
+        if all(attempt.ranks[number].code == 0 for number in set(range(self.workers)) - self._out):
             attempt.end_others()
             return True
-        self._note_left()
         if attempt.signals.first is None:
             for rank in attempt.ranks:
                 lost = rank.code is not None and rank.code < 0 and not rank.record.exists()
-                if lost and rank.number not in self._given_up:
+                if lost and rank.number in self.counted:
                     self._replace(rank.number)
         self.hurries = any(status.phase == "starting" for status in attempt.board.read())
         return False
@@ -108,7 +111,7 @@ class Independent:
         if not out:
             raise all_take_part(self.workers, "workers")
         number = out[0]
-        self._given_up.discard(number)
+        self._out.discard(number)
         self._leaving.discard(number)
         self._losses.pop(number, None)
         self.attempt.start_again(number)
@@ -116,12 +119,15 @@ class Independent:
         return f"rank {number} starts, and takes pieces as soon as it has"
 
     def _note_left(self) -> None:
-        """Tell of workers that have left as they were asked to."""
+        """Tell of workers that have left as they were asked to, or were killed before their piece was done."""
         for number in sorted(self._leaving):
-            if (code := self.attempt.ranks[number].code) is not None:
-                self._leaving.discard(number)
-                if code == 0:
-                    self._tell_scaled(-1, number)
+            rank = self.attempt.ranks[number]
+            if rank.code is None:
+                continue
+            self._leaving.discard(number)
+            if rank.code == 0 or (rank.code < 0 and not rank.record.exists()):
+                self._out.add(number)
+                self._tell_scaled(-1, number)
 
     def _tell_scaled(self, by: int, number: int) -> None:
         if self.attempt.on_event:
@@ -137,8 +143,10 @@ class Independent:
                 self.attempt.start_again(number)
             except LaunchError as error:
                 again, why = False, f"{why}; {error}"
-        if not again:
-            self._given_up.add(number)
+        spared = 0 < number < self.workers
+        if not again and spared:
+            self._out.add(number)
         if self.attempt.on_event:
-            told = {"rank": number, "waiting": [], "reason": why, "stack": shortened(end.stack)}
-            self.attempt.on_event("lost", {**told, "again": again, "waits": False, "alone": True, "epoch": 0})
+            told = {"rank": number, "waiting": [], "reason": why, "stack": shortened(end.stack), "again": again}
+            ends = not again and not spared
+            self.attempt.on_event("lost", {**told, "ends": ends, "waits": False, "alone": True, "epoch": 0})

@@ -161,7 +161,10 @@ def predicted_state_bytes(job: Job, engine: Engine) -> int:
 
 def seed_all(seed: int) -> None:
     """Start every source of random numbers that models and data sets draw from."""
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # the same, without the traces of its caller that it keeps for each kind of accelerator
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

@@ -15,7 +15,10 @@ from commands import (
     kill_rank,
     losses,
     paceline,
+    processes_of,
+    rank_of,
     training,
+    wait_for,
     wait_for_events,
     wait_for_step,
     write_job,
@@ -182,6 +185,63 @@ def test_workers_leave_and_come_back_while_the_others_go_on(tmp_path: Path) -> N
     assert sorted(losses(run)) == list(range(1, 301))
     told = events(run, "served")[-1]["workers"]
     assert sum(worker["pushes"] for worker in told.values()) == 600, "every piece once"
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_it_leaves_stays_away(tmp_path: Path) -> None:
+    plan = "dp=2 sync=server:staleness=inf,backup=off"
+    with training(job_in(tmp_path, sleep_s=0.02, stop={"steps": 100}), tmp_path, plan) as (process, run):
+        wait_for_step(5, run, process)
+        [worker] = [p for p in processes_of(process) if rank_of(p) == 1]
+        worker.suspend()  # its piece does not end
+        assert paceline("scale", run, "-1", folder=tmp_path).says("rank 1 leaves after its piece")
+        worker.kill()
+        wait_for_events(run, "scaled", 1, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert not events(run, "lost")
+    told = events(run, "served")[-1]["workers"]
+    assert sum(worker["pushes"] for worker in told.values()) == 200, "every piece once"
+
+
+@pytest.mark.slow
+def test_the_others_go_on_without_a_worker_that_is_lost_too_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_LOSSES_PER_HOUR", "1")
+    plan = "dp=2 sync=server:staleness=2,backup=off"
+    with training(job_in(tmp_path, sleep_s=0.02, stop={"steps": 100}), tmp_path, plan) as (process, run):
+        wait_for_step(5, run, process)
+        kill_rank(1, process)
+        wait_for_events(run, "lost", 1, process)
+        wait_for(lambda: any(rank_of(p) == 1 for p in processes_of(process)), process)
+        kill_rank(1, process)
+        wait_for_events(run, "lost", 2, process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert [event["again"] for event in events(run, "lost")] == [True, False]
+    assert outcome.says("the others go on. It is left out")
+    assert sorted(losses(run)) == list(range(1, 101))
+    told = events(run, "served")[-1]["workers"]
+    assert sum(worker["pushes"] for worker in told.values()) == 200, "every piece once"
+
+
+@pytest.mark.slow
+def test_a_run_whose_first_worker_is_lost_too_often_says_that_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_LOSSES_PER_HOUR", "1")
+    plan = "dp=2 sync=server:staleness=2,backup=off"
+    with training(job_in(tmp_path, sleep_s=0.02, stop={"steps": 1000}), tmp_path, plan) as (process, run):
+        for step in (5, 12):
+            wait_for_step(step, run, process)
+            kill_rank(0, process)
+            wait_for_events(run, "lost", 1 if step == 5 else 2, process)
+        outcome = ended(process)
+    assert outcome.code == 1
+    assert [event["ends"] for event in events(run, "lost")][:2] == [False, True]
+    assert outcome.says("the run ends: it was lost too often")
+    assert "the others go on. It is left out" not in outcome.err
 
 
 @pytest.mark.slow

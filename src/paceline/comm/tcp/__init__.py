@@ -12,15 +12,16 @@ import torch.distributed as dist
 
 from paceline.comm.shm import ShmProcessGroup
 from paceline.comm.tcp.process_group import TcpProcessGroup
-from paceline.comm.transport import why_not_shared
+from paceline.comm.transport import SEVERAL_HOSTS, why_not_shared
 
 __all__ = ["TcpProcessGroup", "create"]
 
 
-def create(options: Any, _: Any) -> TcpProcessGroup | ShmProcessGroup:
-    """Make a process group from the options that torch gives a backend."""
+def create(options: Any, known: Any) -> TcpProcessGroup | ShmProcessGroup:
+    """Make a process group from the options that torch gives a backend, and `pg_options`."""
     store, rank, size = options.store, options.group_rank, options.group_size
-    shared = why_not_shared(store, rank, size, options.timeout.total_seconds()) is None
+    spread = known == SEVERAL_HOSTS
+    shared = not spread and why_not_shared(store, rank, size, options.timeout.total_seconds()) is None
     kind = ShmProcessGroup if shared else TcpProcessGroup
     return kind(store, rank, size, options.timeout, options.group_id)
 

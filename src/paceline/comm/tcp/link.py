@@ -84,6 +84,12 @@ class PeerLink:
         self._over = ""
         self._events = 0
         loop.add_clock(self, self._look)
+        loop.expect(self)
+
+    def begin(self) -> None:
+        """Make the first connection at once, where that is this rank's to do."""
+        if self._connects:
+            self._try(time.monotonic())
 
     @property
     def connected(self) -> bool:
@@ -130,6 +136,7 @@ class PeerLink:
         self.connections += 1
         self._epoch, self._attempts, self._since = epoch, 0, time.monotonic()
         self._refused.clear()
+        self._loop.expect_no_more(self)
         self._loop.watch(wire.connection.fileno(), _READ, self._on_event)
         self._events = _READ
         self.flush()
@@ -163,6 +170,7 @@ class PeerLink:
         if not self.connected:
             return
         self._last_error = error.strerror or str(error)
+        self._loop.expect(self)
         if isinstance(error, AlteredError):
             self._altered.append(time.monotonic())
         self._forget()
@@ -193,6 +201,7 @@ class PeerLink:
     def close(self) -> None:
         """End the link."""
         self._loop.remove_clock(self)
+        self._loop.expect_no_more(self)
         self._end_attempt()
         self._forget()
         self.stream.detach()

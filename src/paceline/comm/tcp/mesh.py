@@ -58,6 +58,9 @@ class LinkMesh:
         self._timeout_s = timeout_s
         self.links: dict[int, PeerLink] = {}
         self._inboxes: dict[int, TcpInbox] = {}
+        self._early: (
+            dict[int, tuple[TlsHandshake, Greeting]] | None
+        ) = {}  # of peers, before this rank knows where all are
         member = _membership(store, rank, size, timeout_s)
         self._listener = Listener(loop, own_address(), member.server, self._welcome)
         try:
@@ -68,11 +71,17 @@ class LinkMesh:
                     if peer.rank != rank:
                         inbox = self._inboxes[peer.rank] = TcpInbox(peer.rank, self._on_mismatch, self._on_failure)
                         self.links[peer.rank] = PeerLink(loop, own, peer, member, inbox)
+                self._own, early, self._early = own, self._early, None
+                for handshake, hello in early.values():
+                    self._welcome(handshake, hello)
+                for link in self.links.values():
+                    link.begin()
         except BaseException:
             with loop.lock:
                 self._listener.close()
+                for handshake, _ in (self._early or {}).values():
+                    handshake.connection.close()
             raise
-        self._own = own
 
     def send(self, to: int, channel: int, call: CurrentCall, tensor: Tensor) -> TcpSend:
         """Send a flat tensor, behind all that was sent to that rank before."""
@@ -149,8 +158,14 @@ class LinkMesh:
             self._listener.close()
 
     def _welcome(self, handshake: TlsHandshake, hello: Greeting) -> None:
+        if self._early is not None:  # else that one would try again later, and this rank wait for it
+            before, _ = self._early.pop(hello.sender, (None, None))
+            if before is not None:
+                before.connection.close()
+            self._early[hello.sender] = handshake, hello
+            return
         link = self.links.get(hello.sender)
-        if link is None:  # this rank does not know its peers yet; the other one will try again
+        if link is None:
             handshake.connection.close()
             return
         try:
@@ -227,7 +242,7 @@ def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Members
             "the file of the first one to all (PACELINE_KEY_FILE)."
         )
     key = key or made or RunKey.from_pem(offers[0]["made"].encode())
-    return Membership(bytes.fromhex(offers[0]["group"]), key.client_context(), key.server_context(), sealed)
+    return Membership(bytes.fromhex(offers[0]["group"]), *key.client_and_server, sealed)
 
 
 def _meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[RankAddress]:

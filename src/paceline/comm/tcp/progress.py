@@ -7,6 +7,7 @@ lost connections are made anew, and what was received is acknowledged, also whil
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
@@ -17,7 +18,8 @@ from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Calls, Driver, Operat
 from paceline.epoch import epoch_is_over
 from paceline.errors import SyncError
 
-_NAP_S = 0.05  # the longest sleep between two looks at the clock
+_NAP_S = 0.02  # the longest sleep between two looks at whether waits are in vain
+_CLOCK_S = 0.05  # between two looks of the links
 _IDLE_S = 0.05  # how often the thread looks in while nothing is asked of it
 
 
@@ -43,13 +45,16 @@ class TcpProgress(Driver):
         self._turns = threading.Condition(self.lock)
         self._wanted = threading.Condition(self.lock)
         self._epoll = select.epoll()
-        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._handlers: dict[int, Callable[[int], None]] = {self._bell: lambda _: None}
         self._clocks: dict[object, Callable[[float], None]] = {}
+        self._expected: set[object] = set()
         self._driving = False
         self._waiting = 0
         self._urgent = False
         self._watch_until = 0.0
-        self._looked_at = 0.0
+        self._looked_at = self._checked_at = 0.0
         self.strangers = 0
         self._start_thread("paceline-tcp")
 
@@ -57,6 +62,7 @@ class TcpProgress(Driver):
         """End the thread, and watch no socket any more."""
         super().close()
         self._epoll.close()
+        os.close(self._bell)
 
     # Sockets and clocks; the caller holds the lock
 
@@ -82,6 +88,15 @@ class TcpProgress(Driver):
         """Call it no more."""
         self._clocks.pop(key, None)
 
+    def expect(self, key: object) -> None:
+        """Have the thread answer at once, also while nobody waits, until `expect_no_more`: a connection is made."""
+        self._expected.add(key)
+        self._wanted.notify()
+
+    def expect_no_more(self, key: object) -> None:
+        """End what `expect` has begun."""
+        self._expected.discard(key)
+
     # Operations
 
     def in_background(self, operation: Operation) -> None:
@@ -99,6 +114,7 @@ class TcpProgress(Driver):
 
     def _wake_thread(self) -> None:
         self._wanted.notify_all()
+        os.eventfd_write(self._bell, 1)  # never read: called once, at the end
 
     def _look(self) -> Calls:
         return [] if self._driving else self._turn(0)
@@ -137,10 +153,12 @@ class TcpProgress(Driver):
                 if handler is not None:
                     handler(events)
             now = time.monotonic()
-            if now - self._looked_at >= _NAP_S:
+            if now - self._looked_at >= _CLOCK_S:
                 self._looked_at = now
                 for look in list(self._clocks.values()):
                     look(now)
+            if now - self._checked_at >= _NAP_S:
+                self._checked_at = now
                 self._fail_hopeless()
             return self._advance()
         finally:
@@ -171,9 +189,9 @@ class TcpProgress(Driver):
 
     def _is_needed(self) -> bool:
         """True if something is in progress that nobody waits for."""
-        if not self._busy or self._waiting or self._driving:
+        if self._waiting or self._driving:
             return False
-        return self._urgent or self._oldest_s() > GRACE_S
+        return bool(self._expected) or (bool(self._busy) and (self._urgent or self._oldest_s() > GRACE_S))
 
     def _hopeless(self, operation: Operation) -> Exception | None:
         waited_s = time.monotonic() - operation.started

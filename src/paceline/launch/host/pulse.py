@@ -4,7 +4,7 @@ A cut network ends no connection. The pulse has a connection and a thread of its
 sends large files, or waits for its disk, is not taken for one that is gone. Both count rounds in which nothing came
 instead of reading a clock: a process that was stopped for a while has no silence of others to complain of. Where not
 even the other's kernel acknowledges what was sent, as it does for a busy process, a shorter silence is enough: several
-beats and a retransmission were lost then.
+beats were lost then.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paceline.errors import LaunchError, PacelineError
 
 SILENCE = "PACELINE_SILENCE_S"  # of a host, until it is taken for lost
 _SILENCE_S = 2.0
-_ROUNDS = 16  # within that time
-_UNACKNOWLEDGED = 0.2  # of that time, where the other's kernel acknowledges nothing
-_UNHEARD_ROUNDS = 3  # before that counts: this machine may itself have been stopped for a while
+_ROUNDS = 32  # within that time
+_UNACKNOWLEDGED = 0.1  # of that time, where the other's kernel acknowledges nothing
+_LOST_BEATS = 3  # before that counts: this machine may itself have been stopped for a while
 
 
 class Beat(Struct, tag=True, frozen=True):
@@ -107,7 +107,7 @@ class Pulses:
             return False
         with suppress(PacelineError):
             connection.post(Beat(0))
-        return rounds >= _UNHEARD_ROUNDS and connection.is_unacknowledged(_UNACKNOWLEDGED * self.limit_s, 1)
+        return rounds >= _LOST_BEATS and _is_cut(connection, self.limit_s)
 
 
 class Pulse:
@@ -145,39 +145,49 @@ class Pulse:
         heard, silent_s, round_s = False, 0.0, self.limit_s / _ROUNDS
         while not self._closing.is_set() and silent_s < self.limit_s and not self._is_unreachable(silent_s):
             began, most_s = time.monotonic(), round_s if self._connection else self.limit_s
-            answered = self._is_answered(round_s)
+            self._send()
+            self._closing.wait(max(0.0, round_s - (time.monotonic() - began)))
+            answered = self._is_answered()
             took_s = time.monotonic() - began
             heard = heard or answered
             # if it took longer, this process was not there itself
             silent_s = 0.0 if answered or not heard else silent_s + max(round_s, min(took_s, most_s))
-            self._closing.wait(max(0.0, round_s - took_s))
         if self._connection is not None:
             self._connection.close()
         if not self._closing.is_set():
             self._on_silence(silent_s)
 
     def _is_unreachable(self, silent_s: float) -> bool:
-        if self._connection is None or silent_s < _UNHEARD_ROUNDS * self.limit_s / _ROUNDS:
+        if self._connection is None or silent_s < _LOST_BEATS * self.limit_s / _ROUNDS:
             return False
-        return self._connection.is_unacknowledged(_UNACKNOWLEDGED * self.limit_s, 1)
+        return _is_cut(self._connection, self.limit_s)
 
-    def _is_answered(self, round_s: float) -> bool:
-        """Send a beat; True if the coordinator has sent anything within this round."""
-        try:
+    def _send(self) -> None:
+        """Send a beat."""
+        with suppress(PacelineError):  # a connection that is lost is made anew in the next round
             if self._connection is None:
                 # a handshake takes longer than a round on a busy machine
                 self._connection = connect(self._where, self._key, Beat, deadline_s=self.limit_s)
             self._connection.post(self._beat)
-            self._connection.receive(round_s)
-            while self._connection.take() is not None:
-                pass
-        except PacelineError:
-            if self._connection is not None and self._connection.lost:
-                with suppress(OSError):
-                    self._connection.close()
-                self._connection = None
+
+    def _is_answered(self) -> bool:
+        """True if the coordinator has sent anything since the last look; waking for each answer would cost more."""
+        if self._connection is None:
             return False
-        return True
+        answered = False
+        try:
+            while self._connection.take() is not None:
+                answered = True
+        except PacelineError:
+            with suppress(OSError):
+                self._connection.close()
+            self._connection = None
+        return answered
+
+
+def _is_cut(connection: Connection, limit_s: float) -> bool:
+    """True if the other's kernel acknowledges none of several beats."""
+    return connection.is_unanswered(_UNACKNOWLEDGED * limit_s, _LOST_BEATS)
 
 
 def silence_limit_s() -> float:

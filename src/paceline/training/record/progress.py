@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 5.0  # where the output is not a terminal
 _COUNTED_IN_DAYS, _IN_SIGHT_DAYS = 2, 365  # time left: counted in days from the one on, not told beyond the other
-LEFT_OUT = "It is left out: it was lost too often within an hour, or cannot be started."
+_TOO_OFTEN = "it was lost too often within an hour, or cannot be started."
+LEFT_OUT = f"It is left out: {_TOO_OFTEN}"
 # events that are shown in colour
 TROUBLE = (
     "balance",
@@ -282,9 +283,11 @@ def event_sentence(event: dict[str, Any]) -> str | None:
         case "strangers":
             return f"{event['connections']} connections to the ranks' ports did not show the run's key and were closed"
         case "lost":
+            stack = f"\n{event['stack']}" if event["stack"] else ""
+            if event.get("ends"):
+                return f"{event['reason']}; the run ends: {_TOO_OFTEN}{stack}"
             others = "the others wait for it" if event.get("waits") else "the others go on"
             then = "It is started again." if event["again"] else LEFT_OUT
-            stack = f"\n{event['stack']}" if event["stack"] else ""
             return f"{event['reason']}; {others}. {then}{stack}"
         case "host_lost":
             waits_s = event.get("waits_s")

@@ -32,8 +32,9 @@ def run_rank(arguments: list[str]) -> None:
     run = Run(arguments[0])
     member = Member.of_this_rank()
     trainee = Trainee(run, member)
+    gc.freeze()  # modules, model and data are never garbage: between two epochs they are not looked through
     with watch_epoch(member.is_over), stop_signals(trainee.note_signal):
-        ended = False
+        ended = was_frozen = False
         while not ended:
             epoch = member.next_epoch()
             try:
@@ -43,6 +44,9 @@ def run_rank(arguments: list[str]) -> None:
                 if not ends_epoch(error):
                     raise
             gc.collect()  # the engine of that epoch, with its memory and descriptors: its parts refer to each other
+            if not was_frozen:
+                was_frozen = True
+                gc.freeze()  # what was imported since
 
 
 class Trainee:
