@@ -12,7 +12,7 @@ import pytest
 from paceline.channel.key import RunKey
 from paceline.channel.listener import Listener
 from paceline.errors import LaunchError
-from paceline.launch.host.pulse import SILENCE, Beat, Pulse, Pulses, silence_limit_s
+from paceline.launch.host.pulse import SILENCE, Beat, Pulse, Pulses, rounds_of, silence_limit_s
 
 KEY, LIMIT_S, DEADLINE_S = RunKey.make(), 0.4, 30.0
 
@@ -68,3 +68,7 @@ def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(SILENCE, text)
     with pytest.raises(LaunchError, match=SILENCE):
         silence_limit_s()
+
+
+def test_many_hosts_beat_more_rarely_and_few_often() -> None:
+    assert [rounds_of(hosts) for hosts in (1, 4, 16, 32, 64, 1000)] == [32, 32, 32, 16, 8, 8]

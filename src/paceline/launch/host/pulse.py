@@ -24,7 +24,8 @@ from paceline.errors import LaunchError, PacelineError
 
 SILENCE = "PACELINE_SILENCE_S"  # of a host, until it is taken for lost
 _SILENCE_S = 2.0
-_ROUNDS = 32  # within that time
+_ROUNDS = 8, 32  # within that time, fewest and most
+_BEATS = 512  # of all hosts within it: more would keep the coordinator busy
 _UNACKNOWLEDGED = 0.1  # of that time, where the other's kernel acknowledges nothing
 _LOST_BEATS = 3  # before that counts: this machine may itself have been stopped for a while
 
@@ -44,10 +45,11 @@ class Pulses:
     Args:
         listen: opens a listener for messages of a type, which calls a function for each.
         on_silence: called from a thread, with the number of a host and the seconds, once for each silence.
+        hosts: number of them, by which their beats are more or less frequent.
     """
 
-    def __init__(self, listen: Listen, on_silence: Callable[[int, float], None]) -> None:
-        self.limit_s = silence_limit_s()
+    def __init__(self, listen: Listen, on_silence: Callable[[int, float], None], hosts: int = 2) -> None:
+        self.limit_s, self._rounds = silence_limit_s(), rounds_of(hosts)
         self._on_silence = on_silence
         self._beaten: set[int] = set()  # since the last round
         self._silent_rounds: dict[int, int] = {}
@@ -85,7 +87,7 @@ class Pulses:
         connection.post(Beat(0))
 
     def _watch(self) -> None:
-        round_s = self.limit_s / _ROUNDS
+        round_s = self.limit_s / self._rounds
         while not self._closing.wait(round_s):
             with self._lock:
                 for host, rounds in self._silent_rounds.items():
@@ -93,7 +95,7 @@ class Pulses:
                 self._beaten.clear()
                 silent = {host: rounds for host, rounds in self._silent_rounds.items() if rounds}
             for host, rounds in silent.items():
-                if self._is_unreachable(host, rounds) or rounds >= _ROUNDS:
+                if self._is_unreachable(host, rounds) or rounds >= self._rounds:
                     self.forget(host)
                     self._on_silence(host, rounds * round_s)
 
@@ -117,6 +119,7 @@ class Pulse:
         where: address and port of the coordinator's `Pulses`.
         limit_s: of silence.
         on_silence: called from a thread with the seconds, once, when nothing has come for so long after something had.
+        hosts: as of `Pulses`.
     """
 
     def __init__(
@@ -126,8 +129,9 @@ class Pulse:
         host: int,
         limit_s: float,
         on_silence: Callable[[float], None],
+        hosts: int = 2,
     ) -> None:
-        self.limit_s = limit_s
+        self.limit_s, self._round_s = limit_s, limit_s / rounds_of(hosts)
         self._where, self._key, self._beat, self._on_silence = where, key, Beat(host), on_silence
         self._closing = threading.Event()
         self._connection: Connection | None = None
@@ -142,7 +146,7 @@ class Pulse:
         self._thread.join()
 
     def _run(self) -> None:
-        heard, silent_s, round_s = False, 0.0, self.limit_s / _ROUNDS
+        heard, silent_s, round_s = False, 0.0, self._round_s
         while not self._closing.is_set() and silent_s < self.limit_s and not self._is_unreachable(silent_s):
             began, most_s = time.monotonic(), round_s if self._connection else self.limit_s
             self._send()
@@ -158,7 +162,7 @@ class Pulse:
             self._on_silence(silent_s)
 
     def _is_unreachable(self, silent_s: float) -> bool:
-        if self._connection is None or silent_s < _LOST_BEATS * self.limit_s / _ROUNDS:
+        if self._connection is None or silent_s < _LOST_BEATS * self._round_s:
             return False
         return _is_cut(self._connection, self.limit_s)
 
@@ -188,6 +192,12 @@ class Pulse:
 def _is_cut(connection: Connection, limit_s: float) -> bool:
     """True if the other's kernel acknowledges none of several beats."""
     return connection.is_unanswered(_UNACKNOWLEDGED * limit_s, _LOST_BEATS)
+
+
+def rounds_of(hosts: int) -> int:
+    """Beats of each of so many hosts within the limit of silence."""
+    fewest, most = _ROUNDS
+    return max(fewest, min(most, _BEATS // hosts))
 
 
 def silence_limit_s() -> float:

@@ -181,7 +181,9 @@ class RemoteRanks:
         """With what hosts have to know of this one. It listens for their pulses from now on."""
         if begin.recovers:
             self._pulses = Pulses(
-                lambda messages, take: self.hosts.listener(messages, on_message=take), self._fall_silent
+                lambda messages, take: self.hosts.listener(messages, on_message=take),
+                self._fall_silent,
+                len(set(begin.places)),
             )
         port, silence_s = (self._pulses.port, self._pulses.limit_s) if self._pulses else (0, 0.0)
         folder, folders = str(self.folder.path), list(self.folder.folders)

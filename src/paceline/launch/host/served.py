@@ -197,7 +197,8 @@ class ServedAttempt:
         """Exchange signs of life with the coordinator."""
         if message.pulse_port:
             where, silent = (self.coordinator.address, message.pulse_port), self.coordinator.fall_silent
-            self._made.callback(Pulse(where, own_key(), message.host, message.silence_s, silent).close)
+            hosts = len(set(self.begin.places))
+            self._made.callback(Pulse(where, own_key(), message.host, message.silence_s, silent, hosts).close)
 
     def _copy(self) -> WrittenFiles | None:
         """A private copy of the attempt's folder; None where the hosts share it."""
