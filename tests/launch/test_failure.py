@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.engine.status import Phase, RankStatus
 from paceline.errors import CheckpointError, DataError, LoaderProcessError, SyncError
-from paceline.launch.failure import ErrorRecord, RankEnd, hang, root_cause
+from paceline.launch.failure import ErrorRecord, RankEnd, hang, killed, root_cause
 
 
 def end(
@@ -76,6 +76,13 @@ def test_where_every_rank_lost_a_peer_the_first_is_shown() -> None:
 )
 def test_a_kill_is_explained_as_far_as_the_kernel_tells(oom_kills: int | None, words: str) -> None:
     assert words in root_cause([end(0, -signal.SIGKILL)], oom_kills).text
+
+
+def test_of_a_rank_that_is_replaced_it_is_told_that_memory_ran_out_and_no_guess() -> None:
+    lost = end(0, -signal.SIGKILL)
+    assert "out of memory" in killed(lost, 1)
+    assert killed(lost, 0) == killed(lost, None)
+    assert "memory" not in killed(lost, 0)
 
 
 @pytest.mark.parametrize(

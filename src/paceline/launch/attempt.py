@@ -291,14 +291,18 @@ class Attempt:
         if self.remote and (lost := self.remote.lost):
             then = " --resume goes on from what was saved." if self.setting.saves else ""
             return LaunchFailure(f"{lost}; the ranks were stopped.{then}", 0)
-        kills = oom_kills()
-        failure = root_cause(ends, None if kills is None or self._oom_kills is None else kills - self._oom_kills)
+        failure = root_cause(ends, self.oom_kills())
         if self.remote and (silent := self.remote.silent):
             failure = replace(failure, text=f"{failure.text}\n{silent}")
         if self.signals.first and self.ranks[failure.rank].code == -signal.SIGTERM:
             error = stopped_before(f"rank {failure.rank} was ready to train", self.signals.first)
             return LaunchFailure(str(error), failure.rank, exit_code=error.exit_code)
         return failure
+
+    def oom_kills(self) -> int | None:
+        """Processes that the kernel ended here for lack of memory since the last call; None where it does not say."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        return None if before is None or self._oom_kills is None else self._oom_kills - before
 
     def _hung(self) -> list[RankStatus]:
         """Ranks that did nothing for too long; all, if they only wait for another."""

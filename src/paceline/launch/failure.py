@@ -249,15 +249,25 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
     if end.code is not None and end.code < 0:
         why = _reason(-end.code, end.oom_kills if end.remote else oom_kills)
         stack = f"\n\n{shortened(end.stack)}" if end.stack else ""
-        return LaunchFailure(f"{killed(end)}{why}; {others}.{stack}", rank)
+        return LaunchFailure(f"{_killed(end)}{why}; {others}.{stack}", rank)
     return LaunchFailure(
         f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.",
         rank,
     )
 
 
-def killed(end: RankEnd) -> str:
-    """Text of which rank was killed, by which signal, and where it was."""
+def killed(end: RankEnd, oom_kills: int | None) -> str:
+    """Text of which rank was killed, by which signal, and where it was; and why, where the kernel ended it.
+
+    Args:
+        oom_kills: as of `root_cause`, since the last rank was killed here.
+    """
+    assert end.code is not None
+    kills = end.oom_kills if end.remote else oom_kills
+    return f"{_killed(end)}{_reason(-end.code, kills) if kills else ''}"
+
+
+def _killed(end: RankEnd) -> str:
     assert end.code is not None
     return f"{_who(end)} was killed by {_signal_name(-end.code)} in {_where(end.status)}"
 

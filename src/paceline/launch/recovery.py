@@ -289,7 +289,10 @@ class Recovery:
     def _replace(self, number: int, *, again: bool) -> None:
         """Start a lost rank again, unless it is left out."""
         end = self.attempt.ends()[number]
-        why = self._why.pop(number, None) or (killed(end) if end.code and end.code < 0 else f"rank {number} failed")
+        why = self._why.pop(number, None)
+        if why is None:
+            was_killed = end.code is not None and end.code < 0
+            why = killed(end, self.attempt.oom_kills()) if was_killed else f"rank {number} failed"
         if again:
             try:
                 self.attempt.start_again(number)
