@@ -95,3 +95,34 @@ def test_what_was_measured_before_corrects_the_next_prediction_once() -> None:
     assert sum(after.breakdown.values()) == pytest.approx(after.step_time_s)
     assert any("20 such plans of 20 on this hardware" in note for note in after.notes)
     assert modelled(JOB, CLUSTER, plan).step_time_s == before.step_time_s
+
+
+def test_rows_of_sparse_tables_cost_an_asynchronous_server_what_is_looked_up(tmp_path: Path) -> None:
+    (tmp_path / "tables.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Clicks(nn.Module):\n"
+        "    def __init__(self, rows, sparse):\n        super().__init__()\n"
+        "        self.table, self.top = nn.EmbeddingBag(rows, 64, sparse=sparse), nn.Linear(64, 4)\n\n"
+        "    def forward(self, ids):\n        return self.top(self.table(ids))\n\n\n"
+        "class Ids(torch.utils.data.Dataset):\n    def __init__(self, rows):\n        self.rows = rows\n\n"
+        "    def __len__(self):\n        return 4096\n\n"
+        "    def __getitem__(self, i):\n        return torch.arange(8) * i % self.rows, i % 4\n"
+    )
+
+    def dp_s(sync: str, rows: int, *, sparse: bool = True) -> float:
+        job = Job.model_validate(
+            {
+                "model": {"factory": f"{tmp_path}/tables.py:Clicks", "args": {"rows": rows, "sparse": sparse}},
+                "data": {"kind": "dataset", "factory": f"{tmp_path}/tables.py:Ids", "args": {"rows": rows}},
+                "loss": "cross_entropy",
+                "optimizer": {"name": "sgd", "lr": 0.1},
+                "global_batch": 64,
+                "stop": {"steps": 1},
+            }
+        )
+        return modelled(job, CLUSTER, Plan.parse(f"dp=4 sync={sync}")).breakdown["dp"]
+
+    served = "server:staleness=4"
+    few, many = dp_s(served, 10_000), dp_s(served, 1_000_000)
+    assert many == pytest.approx(few, rel=0.01), "16 samples look up 128 rows, of however many"
+    assert many < 0.01 * dp_s(served, 1_000_000, sparse=False)
+    assert many < 0.1 * dp_s("allreduce", 1_000_000), "whose gradients are dense"

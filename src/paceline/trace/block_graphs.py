@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from paceline.trace.graph import BlockTrace, Divided, Gemm, ModelTrace
+from paceline.trace.graph import BlockTrace, Divided, Gemm, ModelTrace, SparseTable
 from paceline.trace.model_info import ModelInfo, ParameterShape
 from paceline.trace.seen import Kernel, Product, Seen
 from paceline.trace.tensor.degrees import DividedWeights
@@ -31,7 +31,9 @@ def assembled(seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeig
             block = builder.block(part, owned[part])
             blocks.append(first.setdefault(replace(block, name=""), block))
             names.append(name)
-    return ModelTrace(tuple(_kinds(blocks)), tokens=seen.tokens, tied=tied, names=tuple(names), notes=_notes(seen))
+    sparse = tuple(SparseTable(*table) for table in seen.ids.values())
+    notes = _notes(seen)
+    return ModelTrace(tuple(_kinds(blocks)), seen.tokens, tied, names=tuple(names), notes=notes, sparse=sparse)
 
 
 def estimated(model_info: ModelInfo, tokens: int, why: str) -> ModelTrace:

@@ -94,6 +94,9 @@ def _following(forward: Pass) -> Iterator[None]:
         module = forward.model.get_submodule(name)
         hooks.append(module.register_forward_pre_hook(partial(_enter, forward, name), with_kwargs=True))
         hooks.append(module.register_forward_hook(partial(_leave, forward)))
+    for name, module in forward.model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            hooks.append(module.register_forward_pre_hook(partial(_look_up, forward, name), with_kwargs=True))
     try:
         yield
     finally:
@@ -111,6 +114,15 @@ def _leave(forward: Pass, module: nn.Module, args: Any, output: Any) -> None:
     forward.seen.left[forward.watcher.part] = _numbers(forward, output)
     forward.seen.parts.append("")
     forward.watcher.part = len(forward.seen.parts) - 1
+
+
+def _look_up(
+    forward: Pass, name: str, module: nn.Embedding | nn.EmbeddingBag, args: Any, kwargs: dict[str, Any]
+) -> None:
+    index = args[0] if args else kwargs["input"]
+    _, _, before = forward.seen.ids.get(name, (0, 0, 0.0))
+    ids = before + index.numel() / forward.samples
+    forward.seen.ids[name] = module.num_embeddings, module.embedding_dim, ids
 
 
 def _numbers(forward: Pass, tree: Any) -> float:

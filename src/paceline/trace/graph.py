@@ -118,6 +118,19 @@ class BlockTrace:
 
 
 @dataclass(frozen=True)
+class SparseTable:
+    """A table of embeddings whose gradients are sparse: `ids` of its rows are looked up for each sample."""
+
+    rows: int
+    width: int
+    ids: float
+
+    def touched(self, samples: float) -> float:
+        """Numbers in the rows that so many samples look up, at most."""
+        return min(self.rows, samples * self.ids) * self.width
+
+
+@dataclass(frozen=True)
 class ModelTrace:
     """A model, block by block in the order in which data passes them.
 
@@ -127,6 +140,7 @@ class ModelTrace:
         tied: parameters that are in two blocks and are one (an embedding that is also the head): counted in both.
         names: module name of each of `blocks`, `""` outside of repeated blocks; () if there is no module.
         notes: sentences on facts that could not be found.
+        sparse: tables with sparse gradients.
     """
 
     blocks: tuple[BlockTrace, ...]
@@ -134,6 +148,7 @@ class ModelTrace:
     tied: int = 0
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    sparse: tuple[SparseTable, ...] = ()
 
     def __hash__(self) -> int:
         """Hash, computed once: searches look traces up thousands of times."""

@@ -68,6 +68,7 @@ class Seen:
         used: for each parameter, the parts that read it.
         asked: the types of modules whose code read values that do not exist.
         of_samples: storages whose content was made of the batch.
+        ids: for each table with sparse gradients, by module name, its rows and width, and ids looked up for a sample.
         names: for each storage that holds a parameter, or was computed from parameters alone, the parameter's name.
     """
 
@@ -82,6 +83,7 @@ class Seen:
     used: dict[str, set[int]] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     of_samples: set[int] = field(default_factory=set)
+    ids: dict[str, tuple[int, int, float]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
 
     def name_of(self, storage: int) -> str:

@@ -23,7 +23,7 @@ from paceline.planner.calibrate import Calibration, CalibrationPoint, interpolat
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured_links import Links, between_hosts_s, here, links_of
 from paceline.planner.cost.pipeline import simulated
-from paceline.planner.cost.servers import served_s
+from paceline.planner.cost.servers import exchanged, served_s
 from paceline.planner.cost.stages import StageCost, StageTimes, StepInputs, times_of
 from paceline.plans.axes import DEGREES
 from paceline.trace.graph import ModelTrace
@@ -299,7 +299,11 @@ def _dp_s(layout: Layout, found: Calibration, times: Passes, links: Links) -> fl
         return links.step_s(layout)
     held = found.parameters / layout.fsdp / layout.tp / layout.pp
     if layout.servers:
-        up_s, down_s = (links.message_s(held * n, "dp") for n in (layout.sync_bytes, layout.gradient_bytes))
+        up, down = exchanged(layout, held)
+        up_s, down_s = (
+            links.message_s(up * layout.sync_bytes, "dp"),
+            links.message_s(down * layout.gradient_bytes, "dp"),
+        )
         return served_s(layout, up_s, down_s, layout.microbatches * times.seconds, 0.0) - links.shared_all_reduce_s(
             held * 4.0
         )

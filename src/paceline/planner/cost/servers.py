@@ -5,6 +5,22 @@ from __future__ import annotations
 from paceline.planner.cost.layout import Layout
 
 
+def exchanged(layout: Layout, parameters: float) -> tuple[float, float]:
+    """Numbers that a replica pushes in a step, and gets back.
+
+    Servers that own the parameters take only rows of sparse tables that its samples look up, and send those that all
+    replicas have changed. Elsewhere tables have dense gradients.
+
+    Args:
+        parameters: numbers of the gradients.
+    """
+    tables = layout.trace.sparse if layout.served else ()
+    dense = parameters - sum(table.rows * table.width for table in tables)
+    samples = layout.samples * layout.microbatches
+    own, everyones = (sum(table.touched(n * samples) for table in tables) for n in (1, layout.dp))
+    return dense + own, dense + everyones
+
+
 def served_s(layout: Layout, up_s: float, down_s: float, work_s: float, apply_s: float) -> float:
     """Seconds that a step waits for servers, beside its own work.
 
