@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +24,8 @@ import torch.distributed as dist
 
 from hosts import Hosts
 from paceline.comm.backend import joined
-from paceline.comm.tcp import TcpProcessGroup
+from paceline.comm.tcp import TcpProcessGroup, mesh
+from paceline.comm.tcp.link import PeerLink
 from paceline.errors import SyncError
 from ranks import RankError, Ranks
 
@@ -313,3 +315,30 @@ def on_one_host() -> str:
 @pytest.mark.needs_iproute2
 def test_a_group_of_one_host_is_shared_memory_underneath(hosts: Hosts) -> None:
     assert hosts(2, ranks_per_host=2).run(on_one_host) == ["tcp, shm"] * 4
+
+
+def first_connections() -> int:
+    """Attempts of rank 1 to connect in a new group, whose rank 0 knows its peers a while later than rank 1."""
+    meets, tries, attempts = mesh._meet, PeerLink._try, []
+
+    def late(*arguments: Any) -> Any:
+        places = meets(*arguments)
+        if dist.get_rank() == 0:
+            time.sleep(0.15)
+        return places
+
+    def counted(link: PeerLink, now: float) -> None:
+        attempts.append(now)
+        tries(link, now)
+
+    mesh._meet, PeerLink._try = late, counted  # type: ignore[method-assign]
+    try:
+        group = dist.new_group(backend="tcp")
+        dist.barrier(group)
+    finally:
+        mesh._meet, PeerLink._try = meets, tries  # type: ignore[method-assign]
+    return len(attempts)
+
+
+def test_a_rank_that_connects_before_the_other_knows_it_is_not_sent_away(ranks: Ranks) -> None:
+    assert ranks(2, first_connections, backend="tcp") == [0, 1]
