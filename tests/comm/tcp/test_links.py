@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -319,7 +320,7 @@ def test_a_group_of_one_host_is_shared_memory_underneath(hosts: Hosts) -> None:
 
 def first_connections() -> int:
     """Attempts of rank 1 to connect in a new group, whose rank 0 knows its peers a while later than rank 1."""
-    meets, tries, attempts = mesh._meet, PeerLink._try, []
+    meets, tries, attempts = mesh._meet, PeerLink._try, list[float]()
 
     def late(*arguments: Any) -> Any:
         places = meets(*arguments)
@@ -331,12 +332,9 @@ def first_connections() -> int:
         attempts.append(now)
         tries(link, now)
 
-    mesh._meet, PeerLink._try = late, counted  # type: ignore[method-assign]
-    try:
+    with patch.object(mesh, "_meet", late), patch.object(PeerLink, "_try", counted):
         group = dist.new_group(backend="tcp")
         dist.barrier(group)
-    finally:
-        mesh._meet, PeerLink._try = meets, tries  # type: ignore[method-assign]
     return len(attempts)
 
 
