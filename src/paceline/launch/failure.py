@@ -256,20 +256,22 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
     )
 
 
-def killed(end: RankEnd, oom_kills: int | None) -> str:
+def killed(end: RankEnd, oom_kills: int | None, *, serves: bool = False) -> str:
     """Text of which rank was killed, by which signal, and where it was; and why, where the kernel ended it.
 
     Args:
         oom_kills: as of `root_cause`, since the last rank was killed here.
+        serves: it is a server, which takes no steps.
     """
     assert end.code is not None
     kills = end.oom_kills if end.remote else oom_kills
-    return f"{_killed(end)}{_reason(-end.code, kills) if kills else ''}"
+    return f"{_killed(end, serves=serves)}{_reason(-end.code, kills) if kills else ''}"
 
 
-def _killed(end: RankEnd) -> str:
+def _killed(end: RankEnd, *, serves: bool = False) -> str:
     assert end.code is not None
-    return f"{_who(end)} was killed by {_signal_name(-end.code)} in {_where(end.status)}"
+    who, how = _who(end), f"was killed by {_signal_name(-end.code)}"
+    return f"{who}, a server, {how}" if serves else f"{who} {how} in {_where(end.status)}"
 
 
 def _who(end: RankEnd) -> str:
