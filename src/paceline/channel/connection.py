@@ -82,7 +82,11 @@ class Connection:
         return self._link.family == socket.AF_UNIX
 
     def is_unanswered(self, for_s: float, packets: int) -> bool:
-        """True if the other end's kernel acknowledged none of so many packets, or one sent again, for so long."""
+        """True if the other end's kernel has acknowledged nothing for so long.
+
+        Args:
+            packets: that were sent since, at least, unless one was sent again.
+        """
         with self._lock:
             again, sent, silent_s = (False, 0, 0.0) if self._lost else unanswered(self._link)
         return (again or sent >= packets) and silent_s > for_s

@@ -92,7 +92,7 @@ class RunKey:
 
     @cached_property
     def client_and_server(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """Contexts of both ends for all connections of this process, which are not to be changed."""
+        """Contexts of both ends, for all connections of this process. They are not to be changed."""
         return self.client_context(), self.server_context()
 
     def server_context(self) -> ssl.SSLContext:

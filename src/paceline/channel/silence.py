@@ -34,7 +34,9 @@ def is_unacknowledged(link: socket.socket, for_s: float) -> bool:
 
 
 def unanswered(link: socket.socket) -> tuple[bool, int, float]:
-    """Whether something was sent again, packets not acknowledged, and seconds since the last acknowledgement.
+    """What the other end's kernel has left unanswered.
+
+    True if something was sent again; packets not acknowledged; seconds since the last acknowledgement.
 
     A connection that sends often sends again late: Linux puts that off with each packet (tail loss probes).
     """

@@ -300,7 +300,10 @@ class Attempt:
         return failure
 
     def oom_kills(self) -> int | None:
-        """Processes that the kernel ended here for lack of memory since the last call; None where it does not say."""
+        """Processes that the kernel ended here for lack of memory since the last call.
+
+        None where it does not say.
+        """
         before, self._oom_kills = self._oom_kills, oom_kills()
         return None if before is None or self._oom_kills is None else self._oom_kills - before
 

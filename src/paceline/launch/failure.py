@@ -257,7 +257,9 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
 
 
 def killed(end: RankEnd, oom_kills: int | None, *, serves: bool = False) -> str:
-    """Text of which rank was killed, by which signal, and where it was; and why, where the kernel ended it.
+    """Text of which rank was killed, by which signal, and where it was.
+
+    It says why, where the kernel ended it.
 
     Args:
         oom_kills: as of `root_cause`, since the last rank was killed here.

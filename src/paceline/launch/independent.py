@@ -49,7 +49,7 @@ class Independent:
 
     @property
     def counted(self) -> Sequence[int]:
-        """Ranks whose failure is the attempt's: all, but for those that were started again or left out."""
+        """Ranks whose failure is the attempt's: all, but for those that are left out."""
         return [number for number in range(self.attempt.setting.ranks) if number not in self._out]
 
     def turn(self) -> bool:
@@ -119,7 +119,10 @@ class Independent:
         return f"rank {number} starts, and takes pieces as soon as it has"
 
     def _note_left(self) -> None:
-        """Tell of workers that have left as they were asked to, or were killed before their piece was done."""
+        """Tell of workers that have left as they were asked to.
+
+        Some may have been killed before their piece was done.
+        """
         for number in sorted(self._leaving):
             rank = self.attempt.ranks[number]
             if rank.code is None:

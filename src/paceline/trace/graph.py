@@ -119,7 +119,10 @@ class BlockTrace:
 
 @dataclass(frozen=True)
 class SparseTable:
-    """A table of embeddings whose gradients are sparse: `ids` of its rows are looked up for each sample."""
+    """A table of embeddings whose gradients are sparse.
+
+    `ids` of its rows are looked up for each sample.
+    """
 
     rows: int
     width: int

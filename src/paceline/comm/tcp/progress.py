@@ -89,7 +89,10 @@ class TcpProgress(Driver):
         self._clocks.pop(key, None)
 
     def expect(self, key: object) -> None:
-        """Have the thread answer at once, also while nobody waits, until `expect_no_more`: a connection is made."""
+        """Have the thread answer at once, also while nobody waits.
+
+        So it is until `expect_no_more`, while a connection is made.
+        """
         self._expected.add(key)
         self._wanted.notify()
 

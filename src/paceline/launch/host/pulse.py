@@ -175,7 +175,10 @@ class Pulse:
             self._connection.post(self._beat)
 
     def _is_answered(self) -> bool:
-        """True if the coordinator has sent anything since the last look; waking for each answer would cost more."""
+        """True if the coordinator has sent anything since the last look.
+
+        Waking for each answer would cost more.
+        """
         if self._connection is None:
             return False
         answered = False
