@@ -34,9 +34,9 @@ def is_unacknowledged(link: socket.socket, for_s: float) -> bool:
 
 
 def unanswered(link: socket.socket) -> tuple[bool, int, float]:
-    """What the other end's kernel has left unanswered.
+    """Packets that the other end's kernel has left unanswered.
 
-    True if something was sent again; packets not acknowledged; seconds since the last acknowledgement.
+    True if one was sent again; their number; seconds since the last acknowledgement.
 
     A connection that sends often sends again late: Linux puts that off with each packet (tail loss probes).
     """
