@@ -72,12 +72,12 @@ class Servers:
         self._store = StoreServer(None, folder / "store")
         self._asks = StoreClient(folder / "store", None, DEADLINE_S)
 
-    def start(self, number: int) -> Path:
-        """Start a process; returns its address."""
+    def start(self, number: int, before: str = "") -> Path:
+        """Start a process, which runs some code first; returns its address."""
         where = self.address(number)
         where.unlink(missing_ok=True)
         self.processes[number] = python(
-            "from server_processes import serve\nfrom paceline.remote.server import *\n"
+            f"{before}\nfrom server_processes import serve\nfrom paceline.remote.server import *\n"
             f"serve({str(self.folder)!r}, {number}, {self.settings!r}, "
             f"{self._journal}, {self._grace_s})".replace("=inf", "=float('inf')")
         )

@@ -107,6 +107,21 @@ def test_a_server_that_is_killed_loses_nothing_that_was_pushed(folder: Path) -> 
             assert client.statistics()[0]["epoch"] >= 5
 
 
+def test_a_primary_that_dies_before_it_can_tell_its_backup_so_is_followed_by_it(folder: Path) -> None:
+    dies = (
+        "import os, signal\nfrom paceline.remote.server.log import Log\nattend = Log.attend\n"
+        "Log.attend = lambda *all: (attend(*all), os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    with Servers(folder, counting()) as servers:
+        servers.start(0, dies)
+        servers.view()
+        with started(servers.client("rank 0", 0, 1)) as client:
+            servers.start(1)
+            servers.view(lambda view: servers.number(view.primary) == 1)
+            assert push_all(client) == TICKETS
+            assert counted(client) == ALL
+
+
 def test_a_backup_that_is_killed_holds_up_nobody(folder: Path) -> None:
     with Servers(folder, counting()) as servers:
         servers.start(0)

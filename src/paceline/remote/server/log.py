@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from paceline.channel.key import RunKey
@@ -17,7 +18,7 @@ from paceline.remote.server.backup import STATE_S, Backup
 from paceline.remote.server.journal import Journal
 from paceline.remote.server.machine import Machine
 from paceline.remote.server.operations import Operation, Reply, plain, read_action
-from paceline.remote.server.views import View, Views, as_address
+from paceline.remote.server.views import Address, View, Views, as_address
 from paceline.remote.service import Caller
 
 _BEAT_S, _BEAT_DEADLINE_S = 0.25, 0.7  # how long the primary holds a beat, and how long the backup waits for it
@@ -281,23 +282,25 @@ class Log:
         """Be the backup until one of both is lost; then lead in its place."""
         with self.turn:
             self.view = view
-        address = as_address(view.primary)
+        with suppress(ChannelError, RemoteError, ServerRefused):
+            self._attend(as_address(view.primary))
+        newest = self._views.read()
+        with self.turn:
+            # a primary may be lost once the view says that this is its backup, and before it could say so itself
+            ours = newest is not None and newest.backup == self._own and newest.epoch == self._installed
+            if newest is not None and ours and not self._closing:
+                self._lead(newest, View(newest.epoch + 1, self._own))
+            else:
+                self._installed = None
+
+    def _attend(self, address: Address) -> None:
+        """Be the backup of a primary until one of both is lost. Raises where it takes none, or is lost."""
         with Client(address, self._key, name=self._name, deadline_s=_BEAT_DEADLINE_S, reconnect=False) as primary:
             status, epoch = primary.call("attend", self._own, deadline_s=2 * STATE_S)[:2]
             if status != "ok":
                 raise ServerRefused(str(epoch))
-            try:
-                while not self._closing and primary.call("beat", epoch)[:2] == ["ok", True]:
-                    pass
-            except (ChannelError, RemoteError):
+            while not self._closing and primary.call("beat", epoch)[:2] == ["ok", True]:
                 pass
-        newest = self._views.read()
-        with self.turn:
-            ours = newest is not None and newest.backup == self._own and newest.epoch == self._installed == epoch
-            if ours and not self._closing:
-                self._lead(newest, View(epoch + 1, self._own))
-            else:
-                self._installed = None
 
     def _go_on_without(self, backup: Backup) -> None:
         """Begin an epoch without the backup; who cannot begin it is deposed."""
