@@ -96,6 +96,7 @@ class Attempt:
             setting.deadline_s, setting.start_deadline_s, follows_steps=setting.recovers and setting.follows_steps
         )
         self._told = False
+        self._oom_told: dict[str, int] = {}  # by host
         self._killing = False
         self._made = ExitStack()
 
@@ -291,7 +292,7 @@ class Attempt:
         if self.remote and (lost := self.remote.lost):
             then = " --resume goes on from what was saved." if self.setting.saves else ""
             return LaunchFailure(f"{lost}; the ranks were stopped.{then}", 0)
-        failure = root_cause(ends, self.oom_kills())
+        failure = root_cause(ends, self._oom_kills_here())
         if self.remote and (silent := self.remote.silent):
             failure = replace(failure, text=f"{failure.text}\n{silent}")
         if self.signals.first and self.ranks[failure.rank].code == -signal.SIGTERM:
@@ -299,13 +300,19 @@ class Attempt:
             return LaunchFailure(str(error), failure.rank, exit_code=error.exit_code)
         return failure
 
-    def oom_kills(self) -> int | None:
-        """Processes that the kernel ended here for lack of memory since the last call.
+    def new_oom_kills(self, end: RankEnd) -> int | None:
+        """Processes of a rank's host that lack of memory has ended since the last call.
 
-        None where it does not say.
+        None where its kernel does not say.
         """
-        before, self._oom_kills = self._oom_kills, oom_kills()
-        return None if before is None or self._oom_kills is None else self._oom_kills - before
+        now = end.oom_kills if end.remote else self._oom_kills_here()
+        before, self._oom_told[end.host] = self._oom_told.get(end.host, 0), now or 0
+        return None if now is None else now - before
+
+    def _oom_kills_here(self) -> int | None:
+        """Processes here that lack of memory has ended since the attempt began."""
+        kills = oom_kills()
+        return None if kills is None or self._oom_kills is None else kills - self._oom_kills
 
     def _hung(self) -> list[RankStatus]:
         """Ranks that did nothing for too long; all, if they only wait for another."""

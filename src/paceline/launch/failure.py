@@ -262,12 +262,11 @@ def killed(end: RankEnd, oom_kills: int | None, *, serves: bool = False) -> str:
     It says why, where the kernel ended it.
 
     Args:
-        oom_kills: as of `root_cause`, since the last rank was killed here.
+        oom_kills: as of `root_cause`, on the rank's host, since the last rank was lost there.
         serves: it is a server, which takes no steps.
     """
     assert end.code is not None
-    kills = end.oom_kills if end.remote else oom_kills
-    return f"{_killed(end, serves=serves)}{_reason(-end.code, kills) if kills else ''}"
+    return f"{_killed(end, serves=serves)}{_reason(-end.code, oom_kills) if oom_kills else ''}"
 
 
 def _killed(end: RankEnd, *, serves: bool = False) -> str:

@@ -139,7 +139,7 @@ class Independent:
     def _replace(self, number: int) -> None:
         """Start a lost rank again, unless it was lost too often."""
         end = self.attempt.ends()[number]
-        why = self._why.pop(number, None) or killed(end, self.attempt.oom_kills(), serves=number >= self.workers)
+        why = self._why.pop(number, None) or killed(end, self.attempt.new_oom_kills(end), serves=number >= self.workers)
         again = noted(self._losses[number], time.monotonic()) <= self._most
         if again:
             try:

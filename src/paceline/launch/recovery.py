@@ -292,7 +292,7 @@ class Recovery:
         why = self._why.pop(number, None)
         if why is None:
             was_killed = end.code is not None and end.code < 0
-            why = killed(end, self.attempt.oom_kills()) if was_killed else f"rank {number} failed"
+            why = killed(end, self.attempt.new_oom_kills(end)) if was_killed else f"rank {number} failed"
         if again:
             try:
                 self.attempt.start_again(number)

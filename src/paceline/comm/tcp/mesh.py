@@ -58,9 +58,8 @@ class LinkMesh:
         self._timeout_s = timeout_s
         self.links: dict[int, PeerLink] = {}
         self._inboxes: dict[int, TcpInbox] = {}
-        self._early: (
-            dict[int, tuple[TlsHandshake, Greeting]] | None
-        ) = {}  # of peers, before this rank knows where all are
+        # of peers, before this rank knows where all are
+        self._early: dict[int, tuple[TlsHandshake, Greeting]] | None = {}
         member = _membership(store, rank, size, timeout_s)
         self._listener = Listener(loop, own_address(), member.server, self._welcome)
         try:

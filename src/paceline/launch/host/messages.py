@@ -138,7 +138,7 @@ class Told(Struct, tag=True, frozen=True):
 
 
 class Ended(Struct, tag=True, frozen=True):
-    """End of a rank, after all that it wrote. `oom_kills`: on its host since the end before; None where unknown."""
+    """End of a rank, after all that it wrote. `oom_kills`: on its host during the attempt; None where unknown."""
 
     rank: int
     code: int

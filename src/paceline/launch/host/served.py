@@ -295,9 +295,9 @@ class ServedAttempt:
         if rank.number not in self._ended and rank.code is not None:
             self._tell_texts()
             self._ended.add(rank.number)
-            before, self._oom_kills = self._oom_kills, oom_kills()
-            kills = None if before is None or self._oom_kills is None else self._oom_kills - before
-            self.coordinator.send(Ended(rank.number, rank.code, kills))
+            kills = oom_kills()
+            known = kills is not None and self._oom_kills is not None
+            self.coordinator.send(Ended(rank.number, rank.code, kills - self._oom_kills if known else None))  # type: ignore[operator]
 
     def _ask(self) -> None:
         """Ask for the folders that ranks want."""
