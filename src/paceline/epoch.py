@@ -36,6 +36,16 @@ class Epoch:
         return self.members.index(member)
 
 
+def next_number(current: int, wanted: int, own: int) -> int | None:
+    """Number of the epoch to enter after epoch `own`; None while there is none.
+
+    A wanted one is entered by those who agreed to leave the current one for it. Who joins enters it when they are all
+    there, and it is the current one: until then they may end the run.
+    """
+    newest = current if own < 0 else max(current, wanted)
+    return newest if newest > own else None
+
+
 class EpochOver(SyncError):
     """A wait was broken off, since the ranks meet again in the next epoch."""
 

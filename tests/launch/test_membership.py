@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -14,10 +16,9 @@ from hypothesis import strategies as st
 
 import membership_world
 from membership_world import played
-from paceline.epoch import Epoch
+from paceline.epoch import Epoch, next_number
 from paceline.launch.membership import MOST_LOSSES, WITHIN_S, Membership
-from paceline.training.recovery.handover import Border, Start, newest_of
-from paceline.training.recovery.member import next_number
+from paceline.training.recovery.border import Border, Start, newest_of
 
 
 @given(
@@ -40,6 +41,12 @@ def test_no_step_is_lost_while_one_replica_that_took_it_lives(
     replicas: int, replica_size: int, seed: int, events: int
 ) -> None:
     played(seed, replicas, replica_size, events, kills=0.05, spared=replica_size)
+
+
+def test_the_protocol_is_imported_without_torch_sockets_or_clocks() -> None:
+    wanted = "paceline.launch.membership, paceline.training.recovery.border"
+    code = f"import sys, {wanted}; sys.exit(bool({{'torch', 'socket', 'asyncio'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def without_the_newest(borders: Sequence[Border], replica_size: int = 1) -> Start:

@@ -35,7 +35,7 @@ from paceline.training.record.recorder import StepRecorder
 from paceline.training.record.run import Run
 from paceline.training.record.witness import WITNESS, Witness
 from paceline.training.recovery.balancing import Balancing
-from paceline.training.recovery.handover import Border
+from paceline.training.recovery.border import Border
 from paceline.training.recovery.recutting import Recutting, follows_times
 from paceline.training.stop_signals import stop_signals
 

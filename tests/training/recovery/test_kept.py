@@ -15,7 +15,8 @@ from paceline.epoch import EpochOver
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
-from paceline.training.recovery.handover import Border, agree_on_start
+from paceline.training.recovery.border import Border
+from paceline.training.recovery.handover import agree_on_start
 from paceline.training.recovery.kept import KeptPart
 from ranks import Ranks
 from small_jobs import small_job

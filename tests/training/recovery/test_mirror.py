@@ -16,8 +16,8 @@ from paceline.engine.engine import Engine
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.training.recovery import mirror as mirrors
+from paceline.training.recovery.border import Border
 from paceline.training.recovery.free_memory import Need, lack_of
-from paceline.training.recovery.handover import Border
 from paceline.training.recovery.kept import KeptPart
 from paceline.training.recovery.mirror import Mirror
 from ranks import Ranks

@@ -25,7 +25,7 @@ from paceline.training.loop import train_in
 from paceline.training.record.goodput import goodput
 from paceline.training.record.progress import event_sentence
 from paceline.training.record.run import Run
-from paceline.training.recovery.handover import Border, newest_of
+from paceline.training.recovery.border import Border, newest_of
 from paceline.training.recovery.recut import Recut, Stages
 from paceline.training.recovery.recutting import follows_times
 from ranks import Ranks

@@ -17,7 +17,8 @@ from paceline.plans.plan import Plan
 from paceline.sync.local_rule import LocalRule
 from paceline.sync.start import broadcast_tensors
 from paceline.training.build import build_engine, built, seed_all
-from paceline.training.recovery.handover import Border, Start, draw_anew, hand_over
+from paceline.training.recovery.border import Border, Start
+from paceline.training.recovery.handover import draw_anew, hand_over
 from paceline.training.recovery.memory_state import MemoryState
 from paceline.training.recovery.undo import StepUndo
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from paceline.engine.status import StatusBoard
-from paceline.epoch import Epoch
+from paceline.epoch import Epoch, next_number
 from paceline.files import write_whole
 from paceline.rank_environment import STORE, RankEnvironment
 
@@ -70,16 +70,6 @@ class Member:
                 told = True
                 self.board.mark("joining", 0)
             time.sleep(_LOOK_S)
-
-
-def next_number(current: int, wanted: int, own: int) -> int | None:
-    """Number of the epoch to enter after epoch `own`; None while there is none.
-
-    A wanted one is entered by those who agreed to leave the current one for it. Who joins enters it when they are all
-    there, and it is the current one: until then they may end the run.
-    """
-    newest = current if own < 0 else max(current, wanted)
-    return newest if newest > own else None
 
 
 def announce(board: StatusBoard, folder: Path, current: Epoch, newest: Epoch) -> None:

@@ -20,8 +20,9 @@ from paceline.comm.group import Pending
 from paceline.engine.meter import CHECKPOINT
 from paceline.planner.cost.constants import COPY_TRAFFIC, STATE_COPIES, STATE_SHARE
 from paceline.training.checkpoint.shard import DTYPES
+from paceline.training.recovery.border import Border, Start
 from paceline.training.recovery.free_memory import lack
-from paceline.training.recovery.handover import DTYPE_NAMES, Border, Start
+from paceline.training.recovery.handover import DTYPE_NAMES
 from paceline.training.recovery.last_good import FEWEST, MOST
 from paceline.training.recovery.memory_state import MemoryState, state_bytes
 

@@ -18,7 +18,8 @@ from paceline.training.build import check_device, seed_all
 from paceline.training.checkpoint.manifest import checkpoints
 from paceline.training.loop import Loop
 from paceline.training.record.run import Run
-from paceline.training.recovery.handover import Border, Start, agree_on_start
+from paceline.training.recovery.border import Border, Start
+from paceline.training.recovery.handover import agree_on_start
 from paceline.training.recovery.kept import Kept, KeptModel, KeptPart
 from paceline.training.recovery.member import Member
 from paceline.training.recovery.mirror import Mirror
