@@ -24,7 +24,7 @@ _MAY_END = {
     "partition": ("is lost", "did not come"),
     "store": ("is lost", "did not come"),
 }
-_ABOUT_S = 0.005  # rounding of times in the record
+_ABOUT_S = 0.005  # between what a rank writes and what others do at that moment
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,11 @@ def _checkpoints(played: Played) -> Iterator[str]:
 
 def _committed(played: Played) -> dict[int, list[int]]:
     """Samples of each step; of one that was taken again, those of the last time."""
-    again = [
-        (event["time"], event["step"]) for event in _events(played) if event["event"] in ("start", "resume", "epoch")
-    ]
+    files, again = _witnessed(played), _starts(played)
     found: dict[int, list[int]] = {}
-    for file in played.witness.glob("*.jsonl"):
+    for lines in files:
         own: dict[int, list[int]] = {}
-        for line in read_lines(file):
+        for line in lines:
             if "samples" not in line:
                 continue
             step, time = line["step"], line["time"]
@@ -155,13 +153,19 @@ def _committed(played: Played) -> dict[int, list[int]]:
 
 def _steps_of_changes(played: Played) -> set[int]:
     """Steps at which ranks were lost or came, and their neighbours."""
-    changes = {event["step"] for event in _events(played) if event["event"] in ("start", "resume", "epoch")}
+    changes = {step for _, step in _starts(played)}
     changes |= {injected.step for injected in played.made}
     return {step + near for step in changes for near in (-1, 0, 1, 2)}
 
 
-def _events(played: Played) -> list[dict[str, Any]]:
-    return list(read_lines(played.run / "events.jsonl"))
+def _starts(played: Played) -> list[tuple[float, int]]:
+    """Times at which ranks began or went on, and the step after which they did."""
+    return [(line["time"], line["from"]) for lines in _witnessed(played) for line in lines if "from" in line]
+
+
+def _witnessed(played: Played) -> list[list[dict[str, Any]]]:
+    """Lines of each process. The run's own record may have lost some, where its disk was full."""
+    return [list(read_lines(file)) for file in played.witness.glob("*.jsonl")]
 
 
 def _trusted_until(played: Played) -> float:

@@ -114,7 +114,7 @@ class Loop:
         self.recutting = Recutting(engine, self.checkpoints, self.events, self.total_steps)
         self.callbacks += [self.evaluations, self.checkpoints, self.recutting]
         if WITNESS in os.environ:
-            self.callbacks.append(Witness(engine))
+            self.callbacks.append(Witness(engine, writes_starts=first))
         self._on_step = [c.on_step for c in self.callbacks if type(c).on_step is not Callback.on_step]
         self._after_step = [c.after_step for c in self.callbacks if type(c).after_step is not Callback.after_step]
         self.signal: str | None = None
@@ -348,6 +348,7 @@ class Loop:
         if not recut:
             ranks = {"step": border.step, "replicas": engine.plan.dp, "ranks": self.group.size}
             self.events("epoch", {**ranks, "transport": self.group.transport.name})
+            self._tell_start(border.step)
         engine.meter.restart()
         reason = None
         if self._last is not None and border.acted < border.step:
@@ -357,6 +358,10 @@ class Loop:
                 reason = self.evaluations.after_epoch()
             self._acted = border.step
         return reason or self.stop.ended(border.step)
+
+    def _tell_start(self, step: int) -> None:
+        for callback in self.callbacks:
+            callback.on_start(step)
 
     def _position(self, step: int) -> dict[str, Any]:
         """The loader's state before the batch that follows `step`."""
@@ -387,6 +392,7 @@ class Loop:
                 "predicted_state_bytes": predicted_state_bytes(self.job, engine),
             },
         )
+        self._tell_start(engine.step_count)
         engine.compute.weighing.prepare()
         self.remarks.tell()
         if self.group.transport_note is not None:

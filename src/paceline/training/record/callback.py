@@ -44,6 +44,9 @@ class StepInfo:
 class Callback:
     """Base class of what a run does after its steps; override what is needed."""
 
+    def on_start(self, step: int) -> None:
+        """Called where training begins or goes on, after `step` steps."""
+
     def on_step(self, info: StepInfo) -> None:
         """Called right after every step."""
 
