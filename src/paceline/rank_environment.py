@@ -72,6 +72,7 @@ class RankEnvironment:
         local_rank: number among the ranks of its host, `local_world_size` of them.
         master_address: host of rank 0, where torch's own store is served on `master_port`; 0 is a free port.
         attempt: number of restarts before; every attempt has a rendezvous of its own.
+        starts: how often this rank was started in the attempt before.
         address: where the other ranks reach this one; None where the rank finds it out.
         interface: network interface of that address.
         threads: of each torch operation; None leaves it to torch.
@@ -94,6 +95,7 @@ class RankEnvironment:
     local_rank: int = 0
     local_world_size: int = 1
     attempt: int = 0
+    starts: int = 0
     address: str | None = None
     interface: str | None = None
     threads: int | None = None
@@ -118,6 +120,7 @@ class RankEnvironment:
             LOCAL_RANK: self.local_rank,
             "LOCAL_WORLD_SIZE": self.local_world_size,
             "PACELINE_ATTEMPT": self.attempt,
+            "PACELINE_STARTS": self.starts,
             _ADDRESS: self.address,
             "GLOO_SOCKET_IFNAME": self.interface,  # gloo, too, listens only there
             "OMP_NUM_THREADS": self.threads,
@@ -161,6 +164,7 @@ class RankEnvironment:
             local_rank=int(environ.get(LOCAL_RANK, 0)),
             local_world_size=int(environ.get("LOCAL_WORLD_SIZE", 1)),
             attempt=int(environ.get("PACELINE_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            starts=int(environ.get("PACELINE_STARTS") or "0"),
             address=environ.get(_ADDRESS) or None,
             interface=environ.get("GLOO_SOCKET_IFNAME"),
             threads=int(threads) if threads.isdecimal() else None,  # OpenMP allows a list, one number for each level
@@ -180,7 +184,7 @@ class RankEnvironment:
 _SOME = Path("/")
 _NAMES = frozenset(
     RankEnvironment(
-        0, 1, "", 0, 0, 1, 0, "a", "i", 1, (0,), HostEntry("h", "n", "b", _SOME), _SOME, _SOME, 0, "s", 0, 0, (0,)
+        0, 1, "", 0, 0, 1, 0, 0, "a", "i", 1, (0,), HostEntry("h", "n", "b", _SOME), _SOME, _SOME, 0, "s", 0, 0, (0,)
     ).to_env()
 )
 

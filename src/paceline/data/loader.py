@@ -147,12 +147,12 @@ class Loader:
         )
 
     def read(self, indices: list[int], position: Position) -> Any:
-        """The batch of these samples, read now by this process.
+        """The batch of these samples, read now by this process; None without any.
 
         They may come from anywhere in an epoch. The next iteration begins where it would have.
         """
         self._samples.begin_epoch(position.epoch)
-        batch = self._samples.read(indices)
+        batch = self._samples.read(indices) if indices else None
         self.position, self.indices = position, indices
         return on_device(batch, self.device)
 

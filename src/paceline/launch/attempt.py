@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,6 +97,7 @@ class Attempt:
             setting.deadline_s, setting.start_deadline_s, follows_steps=setting.recovers and setting.follows_steps
         )
         self._told = False
+        self._starts: Counter[int] = Counter()  # of ranks, again
         self._oom_told: dict[str, int] = {}  # by host
         self._killing = False
         self._made = ExitStack()
@@ -157,7 +159,7 @@ class Attempt:
     def _recovery(self) -> Recovery | Independent | None:
         """Recovery from lost ranks; None stops all."""
         if self.setting.workers is not None:
-            return Independent(self, self.setting.workers)
+            return Independent(self, self.setting.workers, self.setting.replica_ranks)
         return Recovery(self) if self.setting.recovers else None
 
     def _listener(self) -> AbstractContextManager[socket.socket | None]:
@@ -169,6 +171,7 @@ class Attempt:
 
     def start_again(self, number: int) -> None:
         """Start a rank whose process has ended."""
+        self._starts[number] += 1
         before = self.ranks[number]
         if isinstance(before, StartedRank):
             os.close(before.pidfd)
@@ -176,6 +179,12 @@ class Attempt:
             before.record.with_suffix(suffix).unlink(missing_ok=True)
         self.board.put(number, 0, "starting", 0, time.monotonic_ns(), epoch=-1)
         self.ranks[number] = self._start(number, None)
+
+    def wait_for_ends(self, numbers: Collection[int], wait_s: float) -> None:
+        """Wait a moment for ranks that were killed."""
+        until = time.monotonic() + wait_s
+        while any(self.ranks[number].code is None for number in numbers) and time.monotonic() < until:
+            self._note_ends(_MEETING_S)
 
     def end_others(self) -> None:
         """End the ranks that were yet to join when the run was done."""
@@ -224,6 +233,7 @@ class Attempt:
         return replace(
             place,
             attempt=setting.number,
+            starts=self._starts[number],
             threads=setting.threads,
             cores=tuple(setting.pin_cores[number]) if setting.pin_cores else (),
             status_file=record.with_name("status"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,7 +122,7 @@ class Scaling:
             )
         self.leaving = chosen
         membership.release(chosen)
-        who = f"host number {self._host} with its {_ranks(chosen)}" if self._host else _ranks(chosen)
+        who = f"host number {self._host} with its {named(chosen)}" if self._host else named(chosen)
         return f"{who} leave{'s' * (self._host is not None or len(chosen) == 1)} after a step; the others go on"
 
     def grow(self) -> str:
@@ -139,7 +140,7 @@ class Scaling:
             membership.take_back(chosen)
             recovery.start(sorted(chosen))
             recovery.tell("scaled", by=1, ranks=sorted(chosen), host=None)
-            return f"{_ranks(chosen)} start{'s' * (len(chosen) == 1)}, and join{'s' * (len(chosen) == 1)} after a step"
+            return f"{named(chosen)} start{'s' * (len(chosen) == 1)}, and join{'s' * (len(chosen) == 1)} after a step"
         returns = attempt.remote.hosts.returns if attempt.remote else None
         if attempt.remote and returns and returns.left_out:
             number = min(returns.left_out)
@@ -174,7 +175,7 @@ class Scaling:
 
 def about_to_leave(ranks: set[int]) -> LaunchError:
     """Error of a second request while ranks leave."""
-    return LaunchError(f"{_ranks(ranks)} are still leaving. Ask again in a moment.")
+    return LaunchError(f"{named(ranks)} are still leaving. Ask again in a moment.")
 
 
 def all_take_part(number: int, what: str) -> LaunchError:
@@ -185,5 +186,5 @@ def all_take_part(number: int, what: str) -> LaunchError:
     )
 
 
-def _ranks(numbers: set[int]) -> str:
+def named(numbers: Collection[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"

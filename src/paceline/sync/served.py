@@ -17,7 +17,7 @@ from paceline.sync.rule import Agreement, Replica, SyncRule
 class Served(SyncRule):
     """Hand this worker's gradient to `update` in the place of an optimizer step.
 
-    A worker is alone in its group: no collective joins it with others.
+    A worker's ranks are alone in their group: no collective joins them with others.
 
     Attributes:
         update: pushes the gradients of the parameters; set by the workers' loop.
@@ -27,7 +27,9 @@ class Served(SyncRule):
         self.update: Callable[[], object] = _nobody
 
     def attach(self, replica: Replica) -> None:
-        if replica.world.size > 1:
+        if replica.world.is_fake:  # a dry run has no servers
+            self.update = lambda: None
+        elif replica.dp.size > 1:
             raise PlanError(
                 "under sync=server with a staleness, servers own the parameters and workers take pieces of the batches "
                 "as they can, which only paceline train does: sync=server, whose replicas take every step together"

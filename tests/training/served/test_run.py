@@ -105,6 +105,47 @@ def test_a_stopped_run_goes_on_behind_its_newest_border(tmp_path: Path) -> None:
     assert all(math.isfinite(loss) for loss in losses(run).values())
 
 
+RARELY_EASY = '''
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def net():
+    layer = nn.Linear(2, 2)
+    layer.load_state_dict({"weight": torch.eye(2), "bias": torch.zeros(2)})
+    return layer
+
+
+def points():
+    """64 points whose class is known, of 400 where it is a guess."""
+    inputs = torch.zeros(400, 2)
+    inputs[:64, 0] = 20.0
+    return TensorDataset(inputs, torch.zeros(400, dtype=torch.int64))
+'''
+
+
+def test_a_target_that_is_met_between_borders_ends_the_run_at_the_next(tmp_path: Path) -> None:
+    (tmp_path / "rarely.py").write_text(RARELY_EASY)
+    model, data = ({"factory": f"{tmp_path}/rarely.py:{name}"} for name in ("net", "points"))
+    job = job_in(
+        tmp_path,
+        model=model,
+        data={"kind": "dataset", "held_out": 0, **data},
+        global_batch=2,
+        optimizer={"name": "sgd", "lr": 1e-9},
+        stop={"loss_below": 0.1, "steps": 20000},
+        evaluate={"every_steps": 2000},
+        checkpoint={"every_steps": 2000},
+    )
+    found = paceline("train", job, "--plan", "dp=2 sync=server:staleness=1,backup=off", "--run", "r", folder=tmp_path)
+    assert found.code == 0, found.err
+    [end] = events(tmp_path / "r", "end")
+    step = next(step for step, loss in sorted(losses(tmp_path / "r").items()) if loss < 0.1)
+    assert f"at step {step}" in end["reason"]
+    assert end["step"] < 20000
+
+
 SPARSE = '''
 import torch
 from torch import nn
@@ -171,7 +212,7 @@ def test_workers_leave_and_come_back_while_the_others_go_on(tmp_path: Path) -> N
     plan = "dp=2 sync=server:staleness=2,backup=off"
     with training(job_in(tmp_path, sleep_s=0.02, stop={"steps": 300}), tmp_path, plan) as (process, run):
         wait_for_step(5, run, process)
-        assert paceline("scale", run, "-1", folder=tmp_path).says("rank 1 leaves after its piece")
+        assert paceline("scale", run, "-1", folder=tmp_path).says("rank 1 will leave after this piece")
         wait_for_events(run, "scaled", 1, process)
         assert "cannot be smaller" in paceline("scale", run, "-1", folder=tmp_path).error
         step = max(losses(run))
@@ -194,7 +235,7 @@ def test_a_worker_that_is_killed_while_it_leaves_stays_away(tmp_path: Path) -> N
         wait_for_step(5, run, process)
         [worker] = [p for p in processes_of(process) if rank_of(p) == 1]
         worker.suspend()  # its piece does not end
-        assert paceline("scale", run, "-1", folder=tmp_path).says("rank 1 leaves after its piece")
+        assert paceline("scale", run, "-1", folder=tmp_path).says("rank 1 will leave after this piece")
         worker.kill()
         wait_for_events(run, "scaled", 1, process)
         outcome = ended(process)

@@ -117,8 +117,6 @@ def _not_by_servers(context: PlanContext) -> str | None:
     start = f"plan {plan} has servers deal pieces of the batches to workers"
     if context.world is not None:
         return f"{start}, which only paceline train starts: without torchrun, or sync=server."
-    if plan.splits or plan.remat != "none":
-        return f"{start} that hold the whole model: dp={plan.ranks} and no other degree, or sync=server."
     if job.partition.kind == "hierarchical" or job.partition.weights is not None:
         return f"{start}, who read any of the samples: partition: uniform in the job, or sync=server."
     if job.global_batch % plan.dp:

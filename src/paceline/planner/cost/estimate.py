@@ -11,7 +11,7 @@ from paceline.planner.cost.measured_links import here
 from paceline.planner.cost.memory import capacity_bytes, memory
 from paceline.planner.cost.pipeline import hop_s, pipeline_s, simulated
 from paceline.planner.cost.prediction import PARTS, Prediction, Span
-from paceline.planner.cost.servers import exchanged, served_s
+from paceline.planner.cost.servers import exchanged, joined_s, served_s
 from paceline.planner.cost.stages import StageCost, StepInputs, exposed_s, stage_times
 from paceline.planner.cost.traffic import all_reduce_s, gather_s, link_path, send_s
 
@@ -117,7 +117,8 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
         up, down = exchanged(layout, shared)
         up_s, down_s = send_s(up * layout.sync_bytes, layout, "dp"), send_s(down * layout.gradient_bytes, layout, "dp")
         apply_s = _optimizer_s(layout, slow) * up / shared
-        return served_s(layout, up_s, down_s, slow.forward + slow.backward, apply_s)
+        joined = 2 * joined_s(layout, shared, lambda nbytes, axis: send_s(nbytes, layout, axis))
+        return joined + served_s(layout, up_s, down_s, slow.forward + slow.backward, apply_s)
     seconds = all_reduce_s(shared * layout.sync_bytes, link_path(layout, "dp")) / layout.sync_every
     if not layout.framework.overlaps_gradients:
         return seconds

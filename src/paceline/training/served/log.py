@@ -29,12 +29,13 @@ class LoggedPiece:
 
     @classmethod
     def of(cls, done: Piece) -> LoggedPiece:
-        """The record of a computed piece."""
+        """The record of a computed piece, of the rank that pushed it."""
         result, ticket = done.result, done.ticket
+        assert done.pushed is not None
         return cls(
             ticket.batch,
             ticket.piece,
-            done.position.local,
+            done.position.total,
             None if result is None else result.loss,
             None if result is None else result.grad_norm,
             done.pushed.staleness,
@@ -57,7 +58,7 @@ class PieceLog:
 
     def add(self, done: Piece) -> None:
         """Note a piece whose push was accepted."""
-        if done.pushed.accepted:
+        if done.pushed is not None and done.pushed.accepted:
             self._waiting.append(LoggedPiece.of(done))
         if len(self._waiting) >= _MOST or time.monotonic() - self._sent_at > _EVERY_S:
             self.send()

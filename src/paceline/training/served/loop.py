@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from typing import Any
+from typing import Any, cast
 
 from paceline.channel.store import StoreClient
 from paceline.comm import Group
@@ -35,6 +35,7 @@ class FirstWorker(Loop):
     def __init__(self, run: Run, worker: Worker, data: DataSets, group: Group, store: StoreClient) -> None:
         super().__init__(run, worker.engine, data, group)
         self.worker, self.client, self.store, self.workers = worker, worker.client, store, run.plan.dp
+        self._share, self._why = worker.whole.share, ""
         self._opened = 0  # batches that are dealt
         self._votes: dict[str, int] = {}
         self._last_written = time.monotonic()
@@ -42,8 +43,9 @@ class FirstWorker(Loop):
 
     def _begin(self) -> str | None:
         """Begin or resume the run, or go on with it where this worker was lost."""
-        if self.store.check([_PROGRESS]):
-            return self._return(json.loads(self.store.get(_PROGRESS)))
+        found = json.loads(self.store.get(_PROGRESS)) if self.store.check([_PROGRESS]) else None
+        if (progress := self._share(found)) is not None:
+            return self._return(progress)
         reason = super()._begin()
         self.worker.hand_over(self.engine.step_count, ServerProcesses.of(self.run_directory.plan.sync).parts)
         self._opened = self.engine.step_count
@@ -86,7 +88,7 @@ class FirstWorker(Loop):
             self._compute(border)
         step = self._opened
         self._take_over(step)
-        info = self._write(step) or self._told(step, [], 0.0)
+        info = self._last_of(step)
         info.result.votes, self._votes = self._votes, {}
         reason = self.after_step(info)
         if reason is None and step % self.epoch_steps == 0:
@@ -101,6 +103,8 @@ class FirstWorker(Loop):
     def _compute(self, border: int) -> None:
         """Compute a piece, if there is one."""
         self._open(border)
+        # of the rest of the loop the worker's ranks know the same
+        self._opened, self._votes = self._share([self._opened, self._votes])
         self._ask()
         done = self.worker.advance()
         if done is None:
@@ -110,14 +114,15 @@ class FirstWorker(Loop):
             self._votes |= done.result.votes
             if done.result.problem is not None:
                 self._rewound(done.result)
-        if done.pushed.accepted:
+        if done.pushed is not None and done.pushed.accepted:
             self.log.add(LoggedPiece.of(done))
-        self._write()
+        if self.client is not None:
+            self._write()
 
     def _open(self, border: int) -> None:
         """Have more batches dealt, unless something is to be done first."""
         self._border_reached = False
-        if self._votes or self._opened >= border:
+        if self.client is None or self._votes or self._opened >= border:
             return
         ahead = _FIRST_AHEAD if self._batch_s is None else max(_FIRST_AHEAD, math.ceil(_AHEAD_S / self._batch_s))
         wanted = min(border, max(self.log.next, self.engine.step_count) + ahead)
@@ -143,7 +148,21 @@ class FirstWorker(Loop):
         self.engine.step_count = step
         self.engine.loader.load_state_dict(self._position(step))
 
+    def _ending(self, result: StepResult) -> str | None:
+        """Reason why the run ends at a border, on all ranks of this worker.
+
+        The first has seen the losses of all batches before it.
+        """
+        reason = super()._ending(result)
+        return cast("str | None", self._share(reason or self._why or None))
+
     # Record
+
+    def _last_of(self, step: int) -> StepInfo:
+        """The last batch before a border, after all others were written."""
+        info = (self._write(step) or self._told(step, [], 0.0)) if self.client is not None else None
+        told = self._share(None if info is None else info.as_json())
+        return info or StepInfo.from_json(told)
 
     def _write(self, until: int | None = None) -> StepInfo | None:
         """Write the lines of whole batches, of all before `until`; returns the last."""
@@ -163,7 +182,7 @@ class FirstWorker(Loop):
                 on_step(info)
             if info.result.step != until and (reason := self.stop.after_step(info.result.step, info.result.loss)):
                 self._votes["stop"] = 1
-                self._why = reason
+                self._why = self._why or reason
         return info
 
     def _whole(self, until: int | None) -> list[tuple[int, list[LoggedPiece]]]:
@@ -191,6 +210,8 @@ class FirstWorker(Loop):
 
     def _tell_servers(self, step: int) -> None:
         """Record what the servers count of every worker."""
+        if self.client is None:
+            return
         servers = self.client.statistics()
         workers = servers[0]["clients"]
         for name, counts in workers.items():
@@ -201,6 +222,8 @@ class FirstWorker(Loop):
 
     def _note_progress(self) -> None:
         """Tell the store what this worker needs when it is started again."""
+        if self.client is None:
+            return
         progress = {"step": self._opened, "stop": self.stop.state_dict(), "evaluated_at": self.evaluations.at}
         self.store.set(_PROGRESS, json.dumps(progress).encode())
 

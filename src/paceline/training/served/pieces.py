@@ -13,11 +13,13 @@ class Pieces:
     """Samples of each piece: the share of a replica that waits for all others.
 
     Args:
-        like: the partition of a reader of everything.
+        like: the partition of a reader of the whole data.
         pieces: of a global batch.
+        data_rank, data_ranks: this rank among those of the worker that compute different samples of a piece.
     """
 
-    def __init__(self, job: Job, like: Partition, pieces: int) -> None:
+    def __init__(self, job: Job, like: Partition, pieces: int, data_rank: int = 0, data_ranks: int = 1) -> None:
+        self.data_rank, self.data_ranks = data_rank, data_ranks
         self.epoch_steps = like.steps_per_epoch
         self.parts = [
             Partition(
@@ -35,7 +37,7 @@ class Pieces:
         self._at: list[tuple[int, int, Iterator[list[int]]]] = [(-1, 0, iter(())) for _ in self.parts]
 
     def samples(self, batch: int, piece: int) -> tuple[list[int], Position]:
-        """The samples of a piece, and its place.
+        """This rank's samples of a piece, and its place.
 
         Args:
             batch: number of the global batch, from 0 over all epochs.
@@ -48,4 +50,5 @@ class Pieces:
         for _ in range(step - at_step):
             found = next(samples)
         self._at[piece] = epoch, step + 1, samples
-        return found, Position(epoch, step, len(found), len(found))
+        own = found[self.data_rank :: self.data_ranks]
+        return own, Position(epoch, step, len(own), len(found))

@@ -7,32 +7,38 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+
+from torch import nn
 
 from paceline.channel.key import RunKey, own_key
 from paceline.channel.store import StoreClient
 from paceline.comm import Group
 from paceline.comm.address import own_address
+from paceline.comm.backend import joined
 from paceline.device import use
+from paceline.engine.engine import Engine
 from paceline.engine.status import StatusBoard
+from paceline.epoch import Epoch, watch_epoch
 from paceline.errors import LaunchError
 from paceline.job.partition import Partition
-from paceline.plans.plan import Plan
 from paceline.plans.sync_info import ServerProcesses
 from paceline.rank_environment import RankEnvironment
 from paceline.remote.server.client import ServerClient
 from paceline.remote.server.process import ParameterServer
 from paceline.remote.server.views import StoreViews, as_address, as_text
+from paceline.split.parts import whole_parts
 from paceline.sync.compress.alone import Feedback, decoder
-from paceline.training.build import build_engine, check_device, seed_all
+from paceline.training.build import build_engine, built, check_device, seed_all
 from paceline.training.record.run import Run
 from paceline.training.served.log import PieceLog
 from paceline.training.served.loop import FirstWorker
 from paceline.training.served.pieces import Pieces
-from paceline.training.served.settings import read, settings_of, written
+from paceline.training.served.settings import read, settings_of, tensors_of, written
+from paceline.training.served.whole import Whole
 from paceline.training.served.worker import Worker
 from paceline.training.stop_signals import stop_signals
 
@@ -47,7 +53,7 @@ def run_rank(arguments: list[str]) -> None:
     # every attempt of the run has a store of its own
     assert environment.store is not None
     with closing(StoreClient(as_address(environment.store), own_key(), run.job.deadline_s)) as store:
-        if environment.rank >= run.plan.dp:
+        if environment.rank >= run.plan.ranks:
             _serve(run, store, environment)
         else:
             _work(run, store, environment)
@@ -57,7 +63,7 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
     """Serve a part until the launcher ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     board, servers = StatusBoard.of_this_rank(), ServerProcesses.of(run.plan.sync)
-    number = environment.rank - run.plan.dp
+    number = environment.rank - run.plan.ranks
     part = number // servers.each
     settings = read(store.get(SETTINGS))
     if servers.each == 1 and store.check([f"{ADDRESS}/{number}"]):
@@ -85,50 +91,76 @@ def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
     """
     leaves = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: leaves.set())  # `launch/independent.py:LEAVE`
-    job, number = run.job, environment.rank
-    group = Group(device=use(environment.local_rank), deadline_s=job.deadline_s)
-    check_device(run, group)
-    seed_all(job.seed)
-    model = job.model.build()
-    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    engine = build_engine(job, _alone(run.plan), model, data, group)
-    seed_all(job.seed * 1_000_003 + 1 + number)
-    partition = engine.loader.partition
-    assert isinstance(partition, Partition)
-    if number == 0:
-        total = job.stop.total_steps(partition.steps_per_epoch)
-        store.set(SETTINGS, written(settings_of(job, run.plan, model, total)))
-    with ExitStack() as held:
+    job, number = run.job, environment.rank // (run.plan.ranks // run.plan.dp)
+    with _own_group(run, environment, number) as group, ExitStack() as held:
+        check_device(run, group)
+        seed_all(job.seed)
+        plan = replace(run.plan, dp=1)
+        model = built(job, plan)
+        data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+        engine = build_engine(job, plan, model, data, group)
         held.callback(engine.close)
-        client = held.enter_context(_client(run, store, f"rank {number}"))
-        worker = Worker(engine, client, Pieces(job, partition, run.plan.dp))
-        client.join()
+        own = engine.data_group
+        seed_all(job.seed * 1_000_003 + 1 + number * own.size + own.rank)
+        whole = Whole(group, _trained(engine), engine.parts or whole_parts(engine.model))
+        if environment.rank == 0:
+            total = job.stop.total_steps(_partition(engine).steps_per_epoch)
+            store.set(SETTINGS, written(settings_of(job, run.plan, tensors_of(engine.model, whole), total)))
+        client = None
+        if group.rank == 0:
+            client = held.enter_context(_client(run, store, f"rank {environment.rank}"))
+            client.join()
+        pieces = Pieces(job, _partition(engine), run.plan.dp, own.rank, own.size)
+        worker = Worker(engine, client, pieces, whole)
         if number == 0:
             FirstWorker(run, worker, data, group, store).run()
             store.set(ENDED, b"1")
         else:
             _work_until(worker, PieceLog(store, number), leaves, lambda: store.check([ENDED]))
-        client.leave()
+        if client is not None:
+            client.leave()
         engine.on_phase("done", engine.step_count)
 
 
 def _work_until(worker: Worker, log: PieceLog, leaves: threading.Event, ended: Callable[[], bool]) -> None:
     """Compute pieces; at a border wait for the first worker."""
     with stop_signals(lambda name: None):  # the first worker ends the run, for all
-        while not leaves.is_set():
+        while not worker.whole.share(leaves.is_set()):
             if (done := worker.advance()) is not None:
                 log.add(done)
                 continue
             log.send()
-            if ended():
+            if worker.whole.share(ended()):
                 return
             time.sleep(_LOOK_S)
         log.send()
 
 
-def _alone(plan: Plan) -> Plan:
-    """The plan of one worker, which is alone in its group."""
-    return replace(plan, dp=1)
+@contextmanager
+def _own_group(run: Run, environment: RankEnvironment, worker: int) -> Iterator[Group]:
+    """The group of this worker's ranks.
+
+    They are started together, also where one of them was lost: the launcher then ends the others, which is waited for.
+    """
+    size, deadline_s = run.plan.ranks // run.plan.dp, run.job.deadline_s
+    if size == 1:
+        yield Group(device=use(environment.local_rank), deadline_s=deadline_s)
+        return
+    met = Epoch(1 + worker + environment.starts * run.plan.dp, tuple(range(worker * size, (worker + 1) * size)))
+    with (
+        watch_epoch(lambda: False),
+        joined(deadline_s=deadline_s, transport=run.plan.transport, epoch=met) as group,
+    ):
+        yield group
+
+
+def _trained(engine: Engine) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in engine.named_parameters().items() if p.requires_grad}
+
+
+def _partition(engine: Engine) -> Partition:
+    assert isinstance(engine.loader.partition, Partition)
+    return engine.loader.partition
 
 
 def _client(run: Run, store: StoreClient, name: str) -> ServerClient:

@@ -13,19 +13,17 @@ from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
 from paceline.remote.server.settings import GroupSettings, ServerSettings, TensorSpec
+from paceline.training.served.whole import Whole
 
 # of a schedule, in global batches; servers count pushes
 _COUNTED = ("warmup_steps", "decay_steps")
 
 
-def settings_of(job: Job, plan: Plan, model: nn.Module, total_steps: int | None) -> ServerSettings:
-    """Settings of the servers of a run.
+def settings_of(job: Job, plan: Plan, tensors: tuple[TensorSpec, ...], total_steps: int | None) -> ServerSettings:
+    """Settings of the servers of a run, which own these tensors.
 
     A push is the mean gradient of a piece, which counts for its share of the global batch: its learning rate is the
     job's divided by the pieces.
-
-    Raises:
-        ServerRefused: a parameter is of a kind that servers do not hold.
     """
     pieces, staleness = plan.dp, float(SyncSpec.parse(plan.sync).arguments["staleness"])
     optimizer = job.optimizer.model_dump(exclude_defaults=True) | {"lr": job.optimizer.lr / pieces}
@@ -33,12 +31,6 @@ def settings_of(job: Job, plan: Plan, model: nn.Module, total_steps: int | None)
     schedule |= {key: schedule[key] * pieces for key in _COUNTED if schedule.get(key)}
     if "milestones" in schedule:
         schedule["milestones"] = [milestone * pieces for milestone in schedule["milestones"]]
-    sparse = _sparse(model)
-    tensors = tuple(
-        TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), sparse=name in sparse)
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    )
     steps = None if total_steps is None else total_steps * pieces
     group = GroupSettings(optimizer=optimizer, schedule=schedule, total_steps=steps, tensors=tensors)
     return ServerSettings(
@@ -47,6 +39,19 @@ def settings_of(job: Job, plan: Plan, model: nn.Module, total_steps: int | None)
         staleness=staleness,
         pieces=pieces,
         compress=plan.compress,
+    )
+
+
+def tensors_of(model: nn.Module, whole: Whole) -> tuple[TensorSpec, ...]:
+    """The tensors that servers own of a worker's model. Where it is divided, tables have dense gradients.
+
+    Raises:
+        ServerRefused: a parameter is of a kind that servers do not hold.
+    """
+    sparse = set[str]() if whole.divides else _sparse(model)
+    return tuple(
+        TensorSpec(name, shape, str(whole.dtypes[name]).removeprefix("torch."), sparse=name in sparse)
+        for name, shape in whole.shapes.items()
     )
 
 
