@@ -166,12 +166,13 @@ class FirstWorker(Loop):
 
     def _write(self, until: int | None = None) -> StepInfo | None:
         """Write the lines of whole batches, of all before `until`; returns the last."""
-        now = time.monotonic()
-        if until is None and now - self._last_written < _WRITE_S:
+        if until is None and time.monotonic() - self._last_written < _WRITE_S:
             return None
         found = self._whole(until)
         if not found:
             return None
+        # behind the reading: the ends of batches are counted from here, and none lies before one already written
+        now = time.monotonic()
         passed_s, self._last_written = now - self._last_written, now
         self._batch_s, info = passed_s / len(found), None
         until_now = range(len(found) - 1, -1, -1)
