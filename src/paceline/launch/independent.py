@@ -66,9 +66,9 @@ class Independent:
             attempt.end_others()
             return True
         if attempt.signals.first is None:
-            for number in self.counted:
-                if self._is_lost(number):
-                    self._replace(number)
+            for first in {self._first_of(number) for number in self.counted}:
+                if lost := [number for number in self._numbers_of(first) if self._is_lost(number)]:
+                    self._replace(lost[0])
         self.hurries = any(status.phase == "starting" for status in attempt.board.read())
         return False
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,29 @@ from paceline.planner.predict import layout_of, modelled
 from paceline.planner.search.result import Candidate, Excluded, SearchResult
 from paceline.planner.search.search import search
 from paceline.plans.plan import Plan
+
+TABLE = """
+import torch
+from torch import nn
+
+
+class Clicks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2_000_000, 64, sparse=True)
+        self.top = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 4))
+
+    def forward(self, ids):
+        return self.top(self.table(ids).repeat(1, 128, 1)).mean(1)
+
+
+class Ids(torch.utils.data.Dataset):
+    def __len__(self):
+        return 65_536
+
+    def __getitem__(self, i):
+        return torch.arange(8) * i % 2_000_000, i % 4
+"""
 
 
 def test_the_parts_of_the_step_and_of_the_memory_are_all_of_it() -> None:
@@ -223,6 +247,26 @@ def test_rules_that_change_the_training_are_told_with_what_they_save_and_change(
     rarer = next(one for one in told if one.what == "sync=local:8")
     assert rarer.prediction is not None
     assert rarer.prediction.step_time_s == pytest.approx((1 - rarer.saved) * estimate(layout).step_time_s)
+
+
+def test_servers_are_proposed_for_a_sparse_table_whose_sums_leave_one_device_the_best(tmp_path: Path) -> None:
+    (tmp_path / "tables.py").write_text(TABLE)
+    clicks, hosts = (
+        job(
+            model={"factory": f"{tmp_path}/tables.py:Clicks"},
+            data={"kind": "dataset", "factory": f"{tmp_path}/tables.py:Ids"},
+            loss="cross_entropy",
+            global_batch=4096,
+            optimizer={"name": "sgd", "lr": 0.1},
+        ),
+        cluster_from("4x1xT4, 10gbit"),
+    )
+    plans = search(clicks, hosts, top=5)
+    assert plans.best[0].plan.dp == 1
+    told = explain(clicks, hosts, plans).trainings
+    advice = next(one for one in told if "sync=server:staleness=4" in one.what)
+    assert advice.what == "dp=4 sync=server:staleness=4"
+    assert advice.saved > 0.5
 
 
 # More and fewer devices

@@ -133,20 +133,31 @@ def _predicted(advice: Advice, case: Case, change: Change, best: Candidate) -> A
 
 
 def other_trainings(case: Case, best: Candidate) -> tuple[Advice, ...]:
-    """Faster choices that are reported and never chosen, largest gain first."""
-    case = case._replace(plans=((best.plan, best.layout),))
-    changes = [*_other_rules(case, best), *_other_precision(case, best), *_other_orders(best)]
-    found = [_predicted(Advice(what, but=but), case, change, best) for what, but, change in changes]
+    """Faster choices that are reported and never chosen, largest gain first.
+
+    Where the best plan has one replica, since sums over several cost too much, other rules are tried on a replica for
+    each device.
+    """
+    plan, degrees = best.plan, ""
+    if plan.dp == 1 and case.cluster.devices > 1:
+        plan = Plan(dp=case.cluster.devices, precision=plan.precision)
+        degrees = f"dp={plan.dp} "
+    changes = [(degrees + what, but, change, plan) for what, but, change in _other_rules(case, plan)]
+    changes += [(*change, best.plan) for change in (*_other_precision(case, best), *_other_orders(best))]
+    found = [
+        _predicted(Advice(what, but=but), case._replace(plans=((changed, best.layout),)), change, best)
+        for what, but, change, changed in changes
+    ]
     worth = [one for one in found if one.prediction is not None and one.prediction.fits and one.saved >= _LEAST_SAVED]
     return tuple(sorted(worth, key=lambda one: -one.saved))
 
 
-def _other_rules(case: Case, best: Candidate) -> Iterator[tuple[str, str, Change]]:
+def _other_rules(case: Case, plan: Plan) -> Iterator[tuple[str, str, Change]]:
     """Other sync rules. Exact rules differ in how they sum, which `allreduce` chooses by itself."""
-    if best.plan.dp == 1 or best.plan.inexact:
+    if plan.dp == 1 or plan.inexact:
         return
     for values, but in _INEXACT:
-        if not reasons_against(replace(best.plan, **values), case.job, case.cluster):
+        if not reasons_against(replace(plan, **values), case.job, case.cluster):
             yield " ".join(f"{key}={value}" for key, value in values.items()), but, keys(**values)
 
 
