@@ -8,7 +8,7 @@ from torch import nn
 from paceline.remote.server.machine import Machine
 from paceline.remote.server.operations import Action, Initialize, Join, Operation, Push
 from paceline.remote.server.settings import GroupSettings, ServerSettings, TensorSpec, slices_of
-from paceline.training.served.state import handed_over, take_over
+from paceline.training.served.state import TrainedState, for_servers, of_servers
 
 SETTINGS = ServerSettings(
     (GroupSettings((TensorSpec("w", (6, 2)), TensorSpec("b", ())), {"name": "adam", "lr": 0.1}),), "model", pieces=2
@@ -51,16 +51,15 @@ def test_state_that_was_handed_over_to_some_servers_is_taken_over_from_others_as
     for parameter in model.values():
         parameter.grad = torch.full_like(parameter, 0.5)
     optimizer.step()
-    parameters = dict(model.items())
-    state = handed_over(SETTINGS, 2, parameters, optimizer, batches=4)
+    states = {name: optimizer.state[parameter] for name, parameter in model.items()}
+    state = for_servers(TrainedState(dict(model.items()), states), SETTINGS, 2, batches=4)
     machines = [Machine(SETTINGS, servers=2, part=part) for part in range(len(slices_of(SETTINGS, 2)))]
     for machine, part in zip(machines, state["parts"], strict=True):
         machine.parameters.load(part)
-    other = nn.ParameterDict({"w": torch.zeros(6, 2), "b": torch.tensor(0.0)})
-    fresh = torch.optim.Adam(other.parameters(), lr=0.1)
-    take_over({"parts": [machine.parameters.state() for machine in machines]}, SETTINGS, dict(other.items()), fresh)
-    for name, parameter in parameters.items():
-        assert torch.equal(other[name], parameter)
-        for key, value in optimizer.state[parameter].items():
-            assert torch.equal(torch.as_tensor(fresh.state[other[name]][key]), torch.as_tensor(value)), key
+    found = of_servers({"parts": [machine.parameters.state() for machine in machines]}, SETTINGS)
+    for name, parameter in model.items():
+        assert torch.equal(found.values[name], parameter)
+        assert found.optimizer[name].keys() == states[name].keys()
+        for key, value in states[name].items():
+            assert torch.equal(torch.as_tensor(found.optimizer[name][key]), torch.as_tensor(value)), key
     assert machines[0].parameters.version == 8
