@@ -182,8 +182,11 @@ class Client:
         connection = connect(self._where, self._key, FromService, deadline_s=deadline_s, limits=limits)
         try:
             left_s = max(0.05, until - time.monotonic())
-            connection.send(Hello(VERSION, self.name, self.identity), left_s)
-            answer = connection.receive(left_s)
+            # a service that takes no more clients says so first, and may have closed the connection since
+            answer = connection.take()
+            if answer is None:
+                connection.send(Hello(VERSION, self.name, self.identity), left_s)
+                answer = connection.receive(left_s)
             if isinstance(answer, Refused):
                 raise ChannelError(f"{self.peer} takes no calls of this client: {printable(answer.reason)}")
             if not isinstance(answer, Welcome):

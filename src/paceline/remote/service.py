@@ -45,7 +45,7 @@ from paceline.remote.values import pack
 F = TypeVar("F", bound=Callable[..., Any])
 _MOST_NAME = 200  # characters
 _MOST_TRACEBACK = 2**16
-_MOST_REFUSED = 64  # connections that wait for their client to read why
+_MOST_REFUSED = 512  # connections that wait for their client to read why
 _END_S = 5.0  # for threads, when a service is closed
 _QUIET_S = 3600.0  # a client may say nothing for any time; one wait takes at most so long
 
