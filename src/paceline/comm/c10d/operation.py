@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed import DistBackendError
 
 GRACE_S = 1e-3  # for the caller to wait himself, before the thread drives what he has started
-WATCH_S = 0.01  # how long the thread looks out for more, which spares the callers from waking it each time; a look costs 20 us
+# how long the thread looks out for more, which spares the callers from waking it each time; a look takes 20 us
+WATCH_S = 0.01
 
 Calls = list[Callable[[], None]]
 Steps = Generator[None, None, Any]
