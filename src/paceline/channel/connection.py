@@ -26,7 +26,7 @@ import msgspec
 from paceline.channel.ends import has_key, name_of, short_path, user_of_peer
 from paceline.channel.frames import Frame, FrameLimits, Incoming, begin_of
 from paceline.channel.key import RunKey
-from paceline.channel.silence import end_when_silent, unanswered
+from paceline.channel.silence import end_when_silent, is_heard, patience_s, unanswered
 from paceline.errors import ChannelError, DeadlineError
 from paceline.files import user_name
 
@@ -37,6 +37,7 @@ _PIECE = 2**14  # bytes of a TLS record
 _SENT_AT_ONCE = 2**20  # bytes
 _INT_BYTES = array.array("i").itemsize
 _SEND_S = 60.0
+_LONG_RTO_S = 0.3  # the least is 0.2: then the way has held packets up
 _REACH_S = 2.0  # for the kernel of the other machine, which answers however busy its processes are
 _PAUSES_S = (0.02, 0.5)  # between attempts to connect, the first and the longest
 _LIMITS = FrameLimits()
@@ -82,14 +83,20 @@ class Connection:
         return self._link.family == socket.AF_UNIX
 
     def is_unanswered(self, for_s: float, packets: int) -> bool:
-        """True if the other end's kernel has acknowledged nothing for so long.
+        """True if the other end's kernel has acknowledged nothing for so long, and sent nothing on other connections.
+
+        Longer where round trips were long before: twice the time after which the kernel sends again.
 
         Args:
             packets: that were sent since, at least, unless one was sent again.
         """
         with self._lock:
             again, sent, silent_s = (False, 0, 0.0) if self._lost else unanswered(self._link)
-        return (again or sent >= packets) and silent_s > for_s
+            if not (again or sent >= packets) or silent_s <= for_s:
+                return False
+            patience = patience_s(self._link)
+            limit_s = for_s if patience < _LONG_RTO_S else max(for_s, 2 * patience)
+            return silent_s > limit_s and not is_heard(self._link, limit_s)
 
     def end_when_silent(self, silent_s: int) -> None:
         """Be lost once the kernel of the other host is silent for about so long."""

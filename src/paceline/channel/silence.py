@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import ipaddress
+import os
 import socket
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 
 _INFO_BYTES = 104  # of Linux's struct tcp_info, see tcp(7)
 _PROBES = 3
-_RETRANSMITS, _UNACKED, _LAST_ACK_RECV = 2, 24, 56  # offsets in it
+_RETRANSMITS, _BACKOFF, _RTO, _UNACKED, _LAST_DATA_RECV, _LAST_ACK_RECV = 2, 4, 8, 24, 52, 56  # offsets in it
+# of sock_diag(7) and netlink(7)
+_SOCK_DIAG, _BY_FAMILY, _DUMP, _INET_DIAG_INFO, _ESTABLISHED = 4, 20, 0x301, 2, 1 << 1
+_HEADER, _REQUEST, _SOCKET = struct.Struct("=IHHII"), struct.Struct("=BBBxI48x"), struct.Struct("=4xHH16s16s32x")
+_SIOCGSKNS, _CLONE_NEWNET = 0x894C, 0x40000000
+_ANSWER_S = 1.0  # of the kernel
 
 
 def end_when_silent(link: socket.socket, silent_s: int) -> None:
@@ -33,6 +45,16 @@ def is_unacknowledged(link: socket.socket, for_s: float) -> bool:
     return retransmits >= 2 and heard_s > for_s
 
 
+def patience_s(link: socket.socket) -> float:
+    """Seconds after which the kernel sends again what the other end has not acknowledged, by the round trips so far.
+
+    At least 0.2; more where queues on the way fill now and then.
+    """
+    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    [after_us] = struct.unpack_from("I", info, _RTO)
+    return float(after_us) / 1e6 / (1 << info[_BACKOFF])
+
+
 def unanswered(link: socket.socket) -> tuple[bool, int, float]:
     """Packets that the other end's kernel has left unanswered.
 
@@ -49,3 +71,75 @@ def _known(link: socket.socket) -> tuple[int, int, float]:
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     [packets], [heard_ms] = struct.unpack_from("I", info, _UNACKED), struct.unpack_from("I", info, _LAST_ACK_RECV)
     return info[_RETRANSMITS], packets, heard_ms / 1000
+
+
+def is_heard(link: socket.socket, within_s: float) -> bool:
+    """True if the other end's address was heard of lately, on any TCP connection of this host.
+
+    A link that is full holds up small messages, while what fills it still comes. False where the kernel does not say.
+    """
+    address = ipaddress.ip_address(link.getpeername()[0].partition("%")[0])
+    found: list[float] = []
+
+    def look() -> None:
+        with suppress(OSError):
+            _enter_namespace_of(link)
+            found.extend(_silences(address))
+
+    # in a thread of its own, which alone is in the connection's network namespace
+    thread = threading.Thread(target=look, name="paceline-hearing")
+    thread.start()
+    thread.join()
+    return any(silent_s <= within_s for silent_s in found)
+
+
+def _enter_namespace_of(link: socket.socket) -> None:
+    """Enter the network namespace of a connection, where that is another: an emulated host's."""
+    try:
+        namespace = fcntl.ioctl(link, _SIOCGSKNS)
+    except OSError:  # not allowed, so there is only one
+        return
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(namespace)
+
+
+def _silences(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> Iterator[float]:
+    """Seconds since data or an acknowledgement came from an address, on each TCP connection to it."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+        kernel.settimeout(_ANSWER_S)
+        for family in (socket.AF_INET, socket.AF_INET6):
+            request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), _ESTABLISHED)
+            kernel.send(_HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _DUMP, family, 0) + request)
+            for message in _answers(kernel):
+                *_, there = _SOCKET.unpack_from(message)
+                other = ipaddress.ip_address(there[:4] if family == socket.AF_INET else there)
+                if (getattr(other, "ipv4_mapped", None) or other) == address:
+                    yield from _silence_of(message)
+
+
+def _answers(kernel: socket.socket) -> Iterator[bytes]:
+    """One message for each socket."""
+    while True:
+        data = kernel.recv(2**16)
+        while data:
+            length, kind, *_ = _HEADER.unpack_from(data)
+            if kind != _BY_FAMILY:  # done, or an error
+                return
+            yield data[_HEADER.size : length]
+            data = data[(length + 3) & ~3 :]
+
+
+def _silence_of(message: bytes) -> Iterator[float]:
+    """Seconds of silence by the `tcp_info` of a message."""
+    at = _SOCKET.size
+    while at + 4 <= len(message):
+        length, kind = struct.unpack_from("=HH", message, at)
+        if kind == _INET_DIAG_INFO and length >= 4 + _LAST_ACK_RECV + 4:
+            data_ms, ack_ms = (
+                struct.unpack_from("I", message, at + 4 + o)[0] for o in (_LAST_DATA_RECV, _LAST_ACK_RECV)
+            )
+            yield min(data_ms, ack_ms) / 1000
+        at += max(4, (length + 3) & ~3)

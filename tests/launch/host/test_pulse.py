@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import queue
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
+from commands import events, paceline, write_job
 from paceline.channel.key import RunKey
 from paceline.channel.listener import Listener
+from paceline.channel.silence import is_heard
 from paceline.errors import LaunchError
 from paceline.launch.host.pulse import SILENCE, Beat, Pulse, Pulses, rounds_of, silence_limit_s
 
@@ -61,6 +65,35 @@ def test_a_coordinator_that_answers_no_more_is_told_to_the_host() -> None:
     assert not answers
     pulse.close()
     listener.close()
+
+
+def test_what_comes_on_another_connection_is_heard_of_the_same_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as held:
+
+        def connected() -> tuple[socket.socket, socket.socket]:
+            near = held.enter_context(socket.create_connection(listener.getsockname()))
+            return near, held.enter_context(listener.accept()[0])
+
+        (pulse, _), (_, far) = connected(), connected()
+        time.sleep(0.3)
+        assert not is_heard(pulse, 0.2)
+        far.send(b"gradients")
+        assert is_heard(pulse, 0.2)
+
+
+@pytest.mark.needs_root
+@pytest.mark.needs_iproute2
+def test_a_link_that_is_full_is_not_one_that_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SILENCE)
+    # the speed of the link is measured with messages that its queue holds up for half a second
+    model = {"zoo": "mlp", "args": {"hidden": 16}}
+    job = write_job(tmp_path / "job.yaml", model=model, stop={"steps": 12})
+    (tmp_path / "cluster.yaml").write_text("emulate: {hosts: 2, rate: 4mbit}\n")
+    arguments = ("train", job, "--cluster", "cluster.yaml", "--plan", "dp=2", "--run", "run")
+    shown = paceline(*arguments, folder=tmp_path)
+    assert shown.code == 0, shown.err
+    assert not events(tmp_path / "run", "host_lost")
+    assert not events(tmp_path / "run", "lost")
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "nan", "1e9"])

@@ -217,7 +217,7 @@ def test_workers_leave_and_come_back_while_the_others_go_on(tmp_path: Path) -> N
         assert "cannot be smaller" in paceline("scale", run, "-1", folder=tmp_path).error
         step = max(losses(run))
         wait_for_step(step + 5, run, process)
-        assert paceline("scale", run, "+1", folder=tmp_path).says("rank 1 starts")
+        assert paceline("scale", run, "+1", folder=tmp_path).says("rank 1 will take pieces as soon as started")
         assert "all 2 workers" in paceline("scale", run, "+1", folder=tmp_path).error
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
