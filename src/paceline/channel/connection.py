@@ -83,7 +83,9 @@ class Connection:
         return self._link.family == socket.AF_UNIX
 
     def is_unanswered(self, for_s: float, packets: int) -> bool:
-        """True if the other end's kernel has acknowledged nothing for so long, and sent nothing on other connections.
+        """True if the other end's kernel has acknowledged nothing for so long.
+
+        And if nothing came from there on other connections, as on a link that is full.
 
         Longer where round trips were long before: twice the time after which the kernel sends again.
 

@@ -46,7 +46,7 @@ def is_unacknowledged(link: socket.socket, for_s: float) -> bool:
 
 
 def patience_s(link: socket.socket) -> float:
-    """Seconds after which the kernel sends again what the other end has not acknowledged, by the round trips so far.
+    """Retransmission timeout in seconds, by the round trips so far.
 
     At least 0.2; more where queues on the way fill now and then.
     """
@@ -74,7 +74,7 @@ def _known(link: socket.socket) -> tuple[int, int, float]:
 
 
 def is_heard(link: socket.socket, within_s: float) -> bool:
-    """True if the other end's address was heard of lately, on any TCP connection of this host.
+    """True if anything came from the other end's host lately, on any TCP connection.
 
     A link that is full holds up small messages, while what fills it still comes. False where the kernel does not say.
     """
@@ -107,7 +107,7 @@ def _enter_namespace_of(link: socket.socket) -> None:
 
 
 def _silences(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> Iterator[float]:
-    """Seconds since data or an acknowledgement came from an address, on each TCP connection to it."""
+    """Seconds since anything came from an address, on each TCP connection to it."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
         kernel.settimeout(_ANSWER_S)
         for family in (socket.AF_INET, socket.AF_INET6):
