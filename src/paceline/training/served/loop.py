@@ -172,13 +172,13 @@ class FirstWorker(Loop):
         if not found:
             return None
         # behind the reading: the ends of batches are counted from here, and none lies before one already written
-        now = time.monotonic()
+        now, ended_at = time.monotonic(), time.time()
         passed_s, self._last_written = now - self._last_written, now
         self._batch_s, info = passed_s / len(found), None
         until_now = range(len(found) - 1, -1, -1)
         for (batch, pieces), later in zip(found, until_now, strict=True):
             info = self._told(batch + 1, pieces, self._batch_s)
-            info.ended_at = time.time() - later * self._batch_s
+            info.ended_at = ended_at - later * self._batch_s
             for on_step in self._on_step:
                 on_step(info)
             if info.result.step != until and (reason := self.stop.after_step(info.result.step, info.result.loss)):
