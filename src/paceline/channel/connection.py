@@ -85,9 +85,8 @@ class Connection:
     def is_unanswered(self, for_s: float, packets: int) -> bool:
         """True if the other end's kernel has acknowledged nothing for so long.
 
-        And if nothing came from there on other connections, as on a link that is full.
-
-        Longer where round trips were long before: twice the time after which the kernel sends again.
+        And if nothing came from there on other connections, as it does on a link that is full. Where round trips were
+        long before, twice the retransmission timeout, if that is longer.
 
         Args:
             packets: that were sent since, at least, unless one was sent again.

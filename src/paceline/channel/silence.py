@@ -78,11 +78,11 @@ def is_heard(link: socket.socket, within_s: float) -> bool:
 
     A link that is full holds up small messages, while what fills it still comes. False where the kernel does not say.
     """
-    address = ipaddress.ip_address(link.getpeername()[0].partition("%")[0])
     found: list[float] = []
 
     def look() -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # also of a connection that was reset, which has no other end any more
+            address = ipaddress.ip_address(link.getpeername()[0].partition("%")[0])
             _enter_namespace_of(link)
             found.extend(_silences(address))
 

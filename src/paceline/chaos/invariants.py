@@ -136,7 +136,8 @@ def _checkpoints(played: Played) -> Iterator[str]:
 
 def _committed(played: Played) -> dict[int, list[int]]:
     """Samples of each step; of one that was taken again, those of the last time."""
-    files, again = _witnessed(played), _starts(played)
+    files = _witnessed(played)
+    again = _starts(files)
     found: dict[int, list[int]] = {}
     for lines in files:
         own: dict[int, list[int]] = {}
@@ -153,14 +154,14 @@ def _committed(played: Played) -> dict[int, list[int]]:
 
 def _steps_of_changes(played: Played) -> set[int]:
     """Steps at which ranks were lost or came, and their neighbours."""
-    changes = {step for _, step in _starts(played)}
+    changes = {step for _, step in _starts(_witnessed(played))}
     changes |= {injected.step for injected in played.made}
     return {step + near for step in changes for near in (-1, 0, 1, 2)}
 
 
-def _starts(played: Played) -> list[tuple[float, int]]:
+def _starts(files: list[list[dict[str, Any]]]) -> list[tuple[float, int]]:
     """Times at which ranks began or went on, and the step after which they did."""
-    return [(line["time"], line["from"]) for lines in _witnessed(played) for line in lines if "from" in line]
+    return [(line["time"], line["from"]) for lines in files for line in lines if "from" in line]
 
 
 def _witnessed(played: Played) -> list[list[dict[str, Any]]]:

@@ -93,7 +93,7 @@ class Independent:
             LaunchError: none can.
         """
         if self._leaving:
-            raise about_to_leave(self._leaving)
+            raise about_to_leave({number for first in self._leaving for number in self._numbers_of(first)})
         workers = [first for first in self._firsts[1:] if all(rank.code is None for rank in self._ranks_of(first))]
         if not workers:
             raise LaunchError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -68,7 +70,8 @@ def test_a_coordinator_that_answers_no_more_is_told_to_the_host() -> None:
 
 
 def test_what_comes_on_another_connection_is_heard_of_the_same_host() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as held:
+    own = f"127.{os.getpid() >> 8 & 255}.{os.getpid() & 255}.9"  # an address that no other process uses now
+    with socket.create_server((own, 0)) as listener, ExitStack() as held:
 
         def connected() -> tuple[socket.socket, socket.socket]:
             near = held.enter_context(socket.create_connection(listener.getsockname()))
@@ -79,6 +82,16 @@ def test_what_comes_on_another_connection_is_heard_of_the_same_host() -> None:
         assert not is_heard(pulse, 0.2)
         far.send(b"gradients")
         assert is_heard(pulse, 0.2)
+
+
+def test_of_a_connection_that_was_reset_nothing_is_heard() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as near:
+        far, _ = listener.accept()
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        far.close()
+        with pytest.raises(ConnectionResetError):
+            near.recv(1)
+        assert not is_heard(near, 0.0)
 
 
 @pytest.mark.needs_root
