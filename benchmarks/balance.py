@@ -6,8 +6,12 @@ Needs root: four hosts are emulated on this machine, whose control groups allow 
 last one half of that. Figures, of each case (`gpt_`, `cnn_`, and `gpt_fsdp_`, whose replicas are two ranks that shard
 the model):
 - `share_of_sum_of_speeds`: samples per second of the four replicas together, once the shares have settled / the sum of
-  those of the hosts when each trains for itself on a quarter of the batch, all at one time, as they are one machine.
+  the ranks' speeds in the same steps: samples of a rank / the time in which it neither communicates nor waits. The
+  median over steps; the speed of the machine may drift meanwhile.
 - `even_share_of_sum_of_speeds`: the same with even shares (`balance=off`), as DDP deals them.
+- `share_of_hosts_alone`: the first, of the sum of the hosts' samples per second when each trains for itself on its
+  part of the batch, all at one time, as they are one machine: the mean of that before the run and after it. The table
+  has both, which tell how far the machine drifted.
 - `even_again_steps`: from the step in which the slow host got its full speed back to the first one of even shares.
 - `loss_difference`: largest relative difference of the losses to those of even shares, over as many steps as these were
   dealt.
@@ -46,8 +50,8 @@ from paceline.training.record.goodput import goodput
 from paceline.training.record.run import Run
 
 BIN = Path(sys.executable).parent
-HOSTS, FULL, HALF = 4, 0.5, 0.25  # cores of a host
-ALONE_STEPS, SETTLED_STEP, SLOW_STEPS, RELEASED_STEPS = 12, 30, 50, 25
+HOSTS, FULL, HALF = 4, 0.45, 0.225  # cores of a host: some are left for the commands themselves
+ALONE_STEPS, RELEASED_STEPS, PIPELINE_SETTLED = 12, 25, 30
 EQUAL_STEPS, WARM_UP, ROUNDS = 20, 5, 5
 EVEN_STEPS = 30  # which losses are compared in, the shares having moved for a third of them
 PIPELINE_STEPS = 250  # enough for another cut to be worth it
@@ -55,7 +59,6 @@ DEADLINE_S = 1800.0
 BASE = {
     "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
     "loss": "cross_entropy",
-    "global_batch": 256,
     "evaluate": {"every_steps": 10**6},  # once, at the end
 }
 GPT = {
@@ -64,7 +67,7 @@ GPT = {
 }
 CNN = {
     "model": "cifar_cnn",
-    "data": {"kind": "synthetic", "samples": 16384, "shape": [3, 32, 32], "classes": 10},
+    "data": {"kind": "synthetic", "samples": 32768, "shape": [3, 32, 32], "classes": 10},
 }
 
 
@@ -75,9 +78,16 @@ class Case:
     job: dict[str, Any]
     inside: str = ""
     ranks: int = 1  # of a replica
+    batch: int = 256  # long steps beside the sum of the gradients
+    settled_step: int = 45
+    slow_steps: int = 70
 
 
-CASES = {"gpt": Case(GPT), "cnn": Case(CNN), "gpt_fsdp": Case(GPT, " fsdp=2", 2)}
+CASES = {
+    "gpt": Case(GPT),
+    "cnn": Case(CNN, batch=2048, settled_step=90, slow_steps=140),
+    "gpt_fsdp": Case(GPT, " fsdp=2", 2),
+}
 PIPELINE = "pipeline"
 STAGES = Case(GPT | {"model": {"zoo": "gpt", "args": {"layers": 8, "hidden": 128, "heads": 4, "context": 128}}})
 
@@ -86,23 +96,20 @@ STAGES = Case(GPT | {"model": {"zoo": "gpt", "args": {"layers": 8, "hidden": 128
 class Found:
     """Measurements of a case; speeds in samples per second."""
 
-    alone: list[float]  # of each host, training for itself beside the others
+    alone: list[list[float]]  # of each host, training for itself beside the others: before the run and after it
     settled: float
-    even: float
+    share: float
+    even_share: float
     even_again_steps: int | None
     loss_difference: float
     cost: Interval
 
-    @property
-    def sum_of_speeds(self) -> float:
-        """Speeds of all hosts, one of them at half speed."""
-        return sum(self.alone)
-
     def figures(self) -> dict[str, float | None]:
         """The figures by name."""
         return {
-            "share_of_sum_of_speeds": self.settled / self.sum_of_speeds,
-            "even_share_of_sum_of_speeds": self.even / self.sum_of_speeds,
+            "share_of_sum_of_speeds": self.share,
+            "even_share_of_sum_of_speeds": self.even_share,
+            "share_of_hosts_alone": self.settled / statistics.fmean(map(sum, self.alone)),
             "even_again_steps": self.even_again_steps,
             "loss_difference": self.loss_difference,
             "balance_cost": self.cost.middle,
@@ -136,8 +143,9 @@ def measured(case: Case, rounds: int) -> Found:
     with tempfile.TemporaryDirectory(prefix="paceline-balance-") as folder:
         run = Runs(case, Path(folder))
         uneven = [FULL] * (HOSTS - 1) + [HALF]
-        alone = run.alone(uneven)
-        followed = run.trained("auto", uneven, SLOW_STEPS + RELEASED_STEPS, released=True)
+        before = run.alone(uneven)
+        followed = run.trained("auto", uneven, case.slow_steps + RELEASED_STEPS, released=True)
+        after = run.alone(uneven)
         even = run.trained("off", uneven, EVEN_STEPS)
         ratios = []
         for number in range(rounds):
@@ -147,9 +155,10 @@ def measured(case: Case, rounds: int) -> Found:
             }
             ratios.append(times["auto"] / times["off"])
         return Found(
-            alone,
-            followed.batch / followed.step_s(SETTLED_STEP, SLOW_STEPS),
-            even.batch / even.step_s(WARM_UP, EVEN_STEPS),
+            [before, after],
+            followed.batch / followed.step_s(case.settled_step, case.slow_steps),
+            followed.share_of_speeds(case.settled_step, case.slow_steps),
+            even.share_of_speeds(WARM_UP, EVEN_STEPS),
             followed.even_again_steps(),
             max(abs(a - b) / abs(b) for a, b in zip(followed.losses, even.losses, strict=False)),
             median_interval(ratios or [1.0]),
@@ -165,7 +174,7 @@ def of_pipeline() -> dict[str, float | None]:
         even = run.trained_as("pp=2 balance=off", [FULL, HALF], PIPELINE_STEPS)
         recuts = [event for event in cut.events if event["event"] == "recut"]
         last = PIPELINE_STEPS
-        cut_s, even_s = cut.step_s(SETTLED_STEP, last), even.step_s(WARM_UP, last)
+        cut_s, even_s = cut.step_s(PIPELINE_SETTLED, last), even.step_s(WARM_UP, last)
         speeds = [one.batch / one.step_s(WARM_UP, ALONE_STEPS) for one in alone]
         found = {
             "speedup_of_recut": even_s / cut_s,
@@ -183,7 +192,8 @@ def of_pipeline() -> dict[str, float | None]:
 
 def lines_of(name: str, found: Found) -> Iterator[str]:
     """A case for people."""
-    yield f"{name}: hosts for themselves {', '.join(f'{speed:.1f}' for speed in found.alone)} samples/s"
+    alone = "; ".join(", ".join(f"{speed:.1f}" for speed in speeds) for speeds in found.alone)
+    yield f"{name}: hosts for themselves, before and after: {alone} samples/s; together {found.settled:.1f}"
     for figure, value in found.figures().items():
         yield f"  {figure:28} {'not within the run' if value is None else f'{value:.4g}'}"
     yield f"  balance_cost, 95 % interval  {found.cost.low:.4f} to {found.cost.high:.4f}"
@@ -213,6 +223,17 @@ class Trained:
         times = [step["step_s"] for step in self.steps[0] if first < step["step"] <= last]
         return float(statistics.median(times))
 
+    def share_of_speeds(self, first: int, last: int) -> float:
+        """Samples per second / the sum of the ranks' speeds, the median of the steps after `first`, up to `last`."""
+        shares = []
+        for ranks in zip(*self.steps, strict=False):
+            if first < ranks[0]["step"] <= last:
+                speeds = [
+                    rank["local_samples"] / (rank["step_s"] - rank["comm_s"] - rank["imbalance_s"]) for rank in ranks
+                ]
+                shares.append(ranks[0]["samples"] / ranks[0]["step_s"] / sum(speeds))
+        return float(statistics.median(shares))
+
     def time_of(self, step: int) -> float:
         """When a step ended; -1 for the last."""
         return float(self.steps[0][step]["time"])
@@ -239,12 +260,12 @@ class Runs:
 
     def alone(self, cores: list[float]) -> list[float]:
         """Samples per second of each host with its part of the batch, while all train."""
-        job = BASE | {"global_batch": BASE["global_batch"] // len(cores)}  # type: ignore[operator]
+        batch = self.case.batch // len(cores)
 
         def trained(own: float) -> Trained:
             # the slow ones end last, and begin last
             steps = round(ALONE_STEPS * own / min(cores)) + WARM_UP
-            return self._run(job, f"dp=1{self.case.inside}", [own], steps, None)
+            return self._run(batch, f"dp=1{self.case.inside}", [own], steps, None)
 
         with ThreadPoolExecutor(len(cores)) as pool:
             runs = list(pool.map(trained, cores))
@@ -253,17 +274,17 @@ class Runs:
         return [run.batch / run.step_s_between(first, last) for run in runs]
 
     def trained(self, balance: str, cores: list[float], steps: int, *, released: bool = False) -> Trained:
-        """A training on all hosts; `released`: the last one gets its full speed after `SLOW_STEPS`."""
+        """A training on all hosts; `released`: the last one gets its full speed after `slow_steps`."""
         plan = f"dp={HOSTS}{self.case.inside} balance={balance}"
-        return self._run(BASE, plan, cores, steps, SLOW_STEPS if released else None)
+        return self._run(self.case.batch, plan, cores, steps, self.case.slow_steps if released else None)
 
     def trained_as(self, plan: str, cores: list[float], steps: int, microbatches: int = 4) -> Trained:
         """A training by a plan with a small batch, and a rank on each host."""
-        return self._run(BASE | {"global_batch": 8}, f"{plan} microbatches={microbatches}", cores, steps, None)
+        return self._run(8, f"{plan} microbatches={microbatches}", cores, steps, None)
 
-    def _run(self, base: dict[str, Any], plan: str, cores: list[float], steps: int, release: int | None) -> Trained:
+    def _run(self, batch: int, plan: str, cores: list[float], steps: int, release: int | None) -> Trained:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        job = {"name": "balance", **base, **self.case.job, "stop": {"steps": steps}}
+        job = {"name": "balance", "global_batch": batch, **BASE, **self.case.job, "stop": {"steps": steps}}
         (folder / "job.yaml").write_text(json.dumps(job))
         (folder / "cluster.yaml").write_text(json.dumps({"emulate": {"hosts": len(cores), "cpu": cores}}))
         cluster, run = folder / "cluster.yaml", folder / "run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from itertools import product
 
@@ -173,3 +174,12 @@ def test_times_of_nothing_stop_no_run() -> None:
     balance = Balance((8, 8), 2)
     for step in range(1, 500):
         assert balance.step(step, (8, 8), (0.0, 0.0) if step % 3 else (5.0, 5.0)) is None
+
+
+def test_what_the_first_steps_misjudged_in_noise_is_mended_by_more_of_them() -> None:
+    speeds, found = (1.0, 1.0, 1.0, 0.5), []
+    for seed in range(10):
+        moves, shares = simulated(lambda step: speeds, 400, 2048, noise=0.1, sample_s=0.001, ahead=1, seed=seed)
+        found.append(slowest_s(shares[-1], speeds) / (2048 / sum(speeds)))
+        assert len(moves) < 5, "they do not go to and fro"
+    assert statistics.fmean(found) < 1.025

@@ -24,6 +24,7 @@ RECORD_BYTES = 2**20  # of plaintext, at most: a piece of a ring, so that Python
 _SEALED_BYTES = _LENGTH.size + RECORD_BYTES + TAG_BYTES
 _GATHERED_BYTES = 2**12  # a part up to here is copied into one record with those behind it, of which so many are
 _MOST_GATHERED = 16
+_SEALED_GATHERED_BYTES = _LENGTH.size + _MOST_GATHERED * _GATHERED_BYTES + TAG_BYTES
 _AHEAD_BYTES = 2**12  # read beyond the record under way, and copied: the next one's length, and small ones whole
 _MOST_BYTES = 2**42  # sealed with one key; beyond, a new connection brings new ones
 
@@ -87,7 +88,7 @@ class SealedWire:
         self._sending, self._receiving = AESOCB3(sending), AESOCB3(receiving)
         self._sent = self._received = 0  # records: the numbers of the next
         self._sent_bytes = 0
-        self._out = _memory(_SEALED_BYTES)
+        self._out = _memory(_SEALED_GATHERED_BYTES + _SEALED_BYTES)
         self._unsent = self._out[:0]
         self._in = _memory(_SEALED_BYTES + _AHEAD_BYTES)
         self._begin = self._end = 0  # what lies in `_in`
@@ -110,20 +111,32 @@ class SealedWire:
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def send(self, parts: list[memoryview]) -> int:
-        """Seal one record, and give the kernel what it takes of it."""
+        """Seal a record, two where the first is small, and give the kernel what it takes of them."""
         self.flush()
         if self._sent_bytes >= _MOST_BYTES:
             raise ConnectionError("its keys have served their time")
-        plain = _gathered(parts) if len(parts[0]) <= _GATHERED_BYTES else parts[0][:RECORD_BYTES]
-        end = _LENGTH.size + len(plain) + TAG_BYTES
-        _LENGTH.pack_into(self._out, 0, len(plain))
-        self._sending.encrypt_into(_nonce(self._sent), plain, None, self._out[_LENGTH.size : end])
-        self._sent += 1
+        small = list(takewhile(lambda part: len(part) <= _GATHERED_BYTES, parts[:_MOST_GATHERED]))
+        end = taken = 0
+        if small:
+            plain = small[0] if len(small) == 1 else b"".join(small)
+            end, taken = self._seal(plain, 0), len(plain)
+        if len(small) < min(len(parts), _MOST_GATHERED):  # a large one, sealed without a copy
+            plain = parts[len(small)][:RECORD_BYTES]
+            end, taken = self._seal(plain, end), taken + len(plain)
         self._sent_bytes += end
         self._unsent = self._out[:end]
         with suppress(BlockingIOError):  # taken all the same: it is pending
             self.flush()
-        return len(plain)
+        return taken
+
+    def _seal(self, plain: memoryview | bytes, begin: int) -> int:
+        """Write a record to `_out`; returns where it ends."""
+        _LENGTH.pack_into(self._out, begin, len(plain))
+        begin += _LENGTH.size
+        end = begin + len(plain) + TAG_BYTES
+        self._sending.encrypt_into(_nonce(self._sent), plain, None, self._out[begin:end])
+        self._sent += 1
+        return end
 
     def receive(self, *targets: memoryview) -> int:
         """Open records into the first target, straight where one fits."""
@@ -171,12 +184,6 @@ class SealedWire:
         except InvalidTag:
             raise AlteredError("a record was changed on its way") from None
         self._received += 1
-
-
-def _gathered(parts: list[memoryview]) -> memoryview | bytes:
-    """The small parts at the beginning. Large ones have records of their own, sealed without a copy."""
-    small = list(takewhile(lambda part: len(part) <= _GATHERED_BYTES, parts[:_MOST_GATHERED]))
-    return small[0] if len(small) == 1 else b"".join(small)
 
 
 def _memory(nbytes: int) -> memoryview:

@@ -31,6 +31,8 @@ SETTLE = 2  # steps left out after each change
 LEAST_GAIN, LEAST_GAIN_S = 0.04, 0.002  # of a step's time: less is noise
 FURTHER = 0.25  # of that is enough once shares have moved, and to go back to those of equal speeds
 BACK_BLOCKS = 2  # are enough to go back
+EACH = (1, 2, 4)  # blocks of a part, of which all must agree: in more of them noise hides smaller gains no longer
+KEPT = BLOCKS * max(EACH)
 EVEN = 0.04  # of the least time: shares of equal speeds that take no more than this longer are as good
 MOST = 2  # times the share of equal speeds: memory was planned for that one
 SLOW = 0.9  # of the usual speed
@@ -79,7 +81,7 @@ class Balance:
 
     def forget(self) -> None:
         """Measure anew, as after a pause or where other replicas take part."""
-        self._blocks, self._before = BusyBlocks(enough=BACK_BLOCKS), None
+        self._blocks, self._before = BusyBlocks(enough=BACK_BLOCKS, kept=KEPT), None
 
     def step(self, step: int, shares: Shares, busy_s: Sequence[float]) -> Move | None:
         """Take in a step with a full batch; returns a change that is worth it.
@@ -95,12 +97,13 @@ class Balance:
         if self._before is not None:
             self._fixed.learn(self._before, self._times())
             self._before = None
-        return self._back() or (self._further() if self._blocks.full else None)
+        moves = (self._further(each) for each in EACH if self._blocks.count >= BLOCKS * each)
+        return self._back() or next(filter(None, moves), None)
 
     def _changed(self, shares: Shares) -> None:
         known = self._blocks.count >= BACK_BLOCKS
         self._before = self._times() if known else None
-        self._blocks = BusyBlocks(SETTLE if known else WARM_UP, BACK_BLOCKS)
+        self._blocks = BusyBlocks(SETTLE if known else WARM_UP, BACK_BLOCKS, KEPT)
         self._shares = shares
 
     def _times(self) -> Times:
@@ -127,11 +130,12 @@ class Balance:
         fixed = min(uneven, key=uneven.__getitem__)
         if uneven[fixed] > 1 + max(EVEN, 2 * error_of_slowest(rows, times)):
             return None
-        return self._move(self.base, times, BACK_BLOCKS, (FURTHER * LEAST_GAIN, FURTHER * LEAST_GAIN_S), fixed)
+        least = FURTHER * LEAST_GAIN, FURTHER * LEAST_GAIN_S
+        return self._move(self.base, times, self._blocks.medians(BACK_BLOCKS), least, fixed)
 
-    def _further(self) -> Move | None:
-        """To shares that are faster by more than noise."""
-        rows, fixed, moved = self._blocks.rows, self._fixed.best, self._shares != self.base
+    def _further(self, each: int) -> Move | None:
+        """To shares that are faster by more than noise, in parts of so many blocks."""
+        rows, fixed, moved = self._blocks.newest(BLOCKS * each), self._fixed.best, self._shares != self.base
         times = medians(rows)
         part = FURTHER if moved else 1.0
         needed = max(part * LEAST_GAIN, 2 * error_of_slowest(rows, times)), part * LEAST_GAIN_S
@@ -140,14 +144,13 @@ class Balance:
             return None
         costs = self._costs(times, fixed).repeat(self._ranks).tolist()
         shares = fastest(costs, self._bounds, sum(self.base), fixed)
-        return self._move(shares, times, BLOCKS, needed, fixed)
+        return self._move(shares, times, self._blocks.medians(BLOCKS, each), needed, fixed)
 
     def _move(
-        self, shares: Shares, times: Floats, blocks: int, needed: tuple[float, float], fixed: float
+        self, shares: Shares, times: Floats, parts: Sequence[Floats], needed: tuple[float, float], fixed: float
     ) -> Move | None:
-        """A change of shares that each of the newest blocks finds worth it."""
-        newest = self._blocks.medians()[-blocks:]
-        gains = [self._gain(times_of_block, shares, fixed) for times_of_block in newest]
+        """A change of shares that each part of the newest times finds worth it."""
+        gains = [self._gain(of_part, shares, fixed) for of_part in parts]
         if any(gain < needed[0] or gain_s < needed[1] for gain, gain_s in gains):
             return None
         return Move(shares, *self._named(self._costs(times, fixed)), self._gain(times, shares, fixed)[0])
@@ -175,7 +178,7 @@ class Balance:
         """Speeds of the replicas, and which of them are slow since when."""
         usual = statistics.median_low(costs.tolist())
         speeds = tuple((usual / costs).tolist())
-        since = self._blocks.first_step
+        since = self._blocks.first_step()
         self._slow = {i: self._slow.get(i, since) for i, speed in enumerate(speeds) if speed < SLOW}
         return speeds, dict(self._slow)
 

@@ -26,11 +26,12 @@ class BusyBlocks:
     Args:
         left_out: steps before the first one that counts.
         enough: blocks that a decision needs at least.
+        kept: newest blocks that are kept.
     """
 
-    def __init__(self, left_out: int = WARM_UP, enough: int = BLOCKS) -> None:
+    def __init__(self, left_out: int = WARM_UP, enough: int = BLOCKS, kept: int = BLOCKS) -> None:
         self._enough = enough
-        self._blocks: deque[tuple[int, list[Floats]]] = deque(maxlen=BLOCKS)
+        self._blocks: deque[tuple[int, list[Floats]]] = deque(maxlen=kept)
         self._rows: list[Floats] = []
         self._first, self._worked_s, self._apart_s, self._left_out = 0, 0.0, 0.0, left_out
 
@@ -56,28 +57,18 @@ class BusyBlocks:
         """Number of blocks."""
         return len(self._blocks)
 
-    @property
-    def full(self) -> bool:
-        """True if there are as many blocks as any decision needs."""
-        return len(self._blocks) == BLOCKS
+    def first_step(self, blocks: int = BLOCKS) -> int:
+        """The first step of the newest blocks, so many or as many as there are."""
+        return self._blocks[-min(blocks, len(self._blocks))][0]
 
-    @property
-    def first_step(self) -> int:
-        """The first step of the oldest block."""
-        return self._blocks[0][0]
-
-    @property
-    def rows(self) -> list[Floats]:
-        """The times of all steps in the blocks."""
-        return self.newest(BLOCKS)
-
-    def newest(self, blocks: int) -> list[Floats]:
+    def newest(self, blocks: int = BLOCKS) -> list[Floats]:
         """The times of all steps in so many of the blocks."""
         return [row for _, rows in list(self._blocks)[-blocks:] for row in rows]
 
-    def medians(self) -> list[Floats]:
-        """The median times of each block."""
-        return [medians(rows) for _, rows in self._blocks]
+    def medians(self, count: int = BLOCKS, each: int = 1) -> list[Floats]:
+        """The median times of parts of so many blocks each, which together are the newest."""
+        blocks = [rows for _, rows in self._blocks][-count * each :]
+        return [medians([row for rows in blocks[at : at + each] for row in rows]) for at in range(0, len(blocks), each)]
 
 
 def medians(rows: Sequence[Floats]) -> Floats:

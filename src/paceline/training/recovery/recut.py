@@ -87,13 +87,13 @@ class Stages:
         """
         if not self._blocks.add(step, busy_s):
             return False
-        times = medians(self._blocks.rows)
+        times = medians(self._blocks.newest())
         slow = int(times.argmax())
         if any(block[slow] <= UNEVEN * block.mean() for block in self._blocks.medians()):
             self._since = None
             return False
         if self._since is None or self._since[0] != slow:
-            self._since = slow, self._blocks.first_step
+            self._since = slow, self._blocks.first_step()
         return True
 
     def better(self, costs: Sequence[float], lengths: Lengths) -> Recut | None:
@@ -106,7 +106,7 @@ class Stages:
             lengths: segments of each stage now.
         """
         assert self._since is not None, "the stages were uneven"
-        rows, work = self._blocks.rows, self.pipe.per_rank(costs, lengths)
+        rows, work = self._blocks.newest(), self.pipe.per_rank(costs, lengths)
         times = medians(rows)
         found = proposed(self.pipe, costs, lengths, times)
         if found == lengths:
