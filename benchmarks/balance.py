@@ -12,7 +12,8 @@ the model):
 - `share_of_hosts_alone`: the first, of the sum of the hosts' samples per second when each trains for itself on its
   part of the batch, all at one time, as they are one machine: the mean of that before the run and after it. The table
   has both, which tell how far the machine drifted.
-- `even_again_steps`: from the step in which the slow host got its full speed back to the first one of even shares.
+- `even_again_steps`: from the step in which the slow host got its full speed back to the first one in which it has an
+  even share again, to a tenth: hosts that are one machine are never equally fast.
 - `loss_difference`: largest relative difference of the losses to those of even shares, over as many steps as these were
   dealt.
 - of `pipeline_`, a GPT in two stages on two hosts, the last one of which has half the cores: `speedup_of_recut` (step
@@ -243,11 +244,11 @@ class Trained:
         return float(statistics.median(step["step_s"] for step in self.steps[0] if first < step["time"] <= last))
 
     def even_again_steps(self) -> int | None:
-        """Steps from the release to even shares; None if they did not come."""
+        """Steps from the release until the slow host, the last, has an even share; None if it did not come."""
         assert self.released_at is not None
         for steps in zip(*self.steps, strict=False):
-            shares = {step["local_samples"] for step in steps}
-            if steps[0]["step"] > self.released_at and max(shares) - min(shares) <= 1:
+            even = steps[0]["samples"] / len(steps)
+            if steps[0]["step"] > self.released_at and abs(steps[-1]["local_samples"] - even) <= 0.1 * even + 1:
                 return int(steps[0]["step"]) - self.released_at
         return None
 
