@@ -111,7 +111,10 @@ class SealedWire:
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def send(self, parts: list[memoryview]) -> int:
-        """Seal a record, two where the first is small, and give the kernel what it takes of them."""
+        """Seal one record, or two where the first is small.
+
+        The kernel gets what it takes of them.
+        """
         self.flush()
         if self._sent_bytes >= _MOST_BYTES:
             raise ConnectionError("its keys have served their time")
