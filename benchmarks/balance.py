@@ -6,14 +6,14 @@ Needs root: four hosts are emulated on this machine, whose control groups allow 
 last one half of that. Figures, of each case (`gpt_`, `cnn_`, and `gpt_fsdp_`, whose replicas are two ranks that shard
 the model):
 - `share_of_sum_of_speeds`: samples per second of the four replicas together, once the shares have settled / the sum of
-  the ranks' speeds in the same steps: samples of a rank / the time in which it neither communicates nor waits. The
-  median over steps; the speed of the machine may drift meanwhile.
+  those of the hosts when each trains for itself on a quarter of the batch, all at one time, as they are one machine:
+  the mean of that before the runs and after them. The table has both, which tell how far the machine drifted.
 - `even_share_of_sum_of_speeds`: the same with even shares (`balance=off`), as DDP deals them.
-- `share_of_hosts_alone`: the first, of the sum of the hosts' samples per second when each trains for itself on its
-  part of the batch, all at one time, as they are one machine: the mean of that before the run and after it. The table
-  has both, which tell how far the machine drifted.
-- `even_again_steps`: from the step in which the slow host got its full speed back to the first one in which it has an
-  even share again, to a tenth: hosts that are one machine are never equally fast.
+- `share_in_step`, `even_share_in_step`: samples per second / the sum of the ranks' speeds in the same step, the median
+  of the steps. A rank's speed is its samples / the time in which it neither communicates nor waits, so drift of the
+  machine does not count, and nor does what training together costs while computing.
+- `even_again_steps`: from the step in which the slow host got its full speed back to the first one of even shares;
+  `nearly_even_again_steps`: to the first in which that host's share is even to a tenth.
 - `loss_difference`: largest relative difference of the losses to those of even shares, over as many steps as these were
   dealt.
 - of `pipeline_`, a GPT in two stages on two hosts, the last one of which has half the cores: `speedup_of_recut` (step
@@ -55,6 +55,7 @@ HOSTS, FULL, HALF = 4, 0.45, 0.225  # cores of a host: some are left for the com
 ALONE_STEPS, RELEASED_STEPS, PIPELINE_SETTLED = 12, 25, 30
 EQUAL_STEPS, WARM_UP, ROUNDS = 20, 5, 5
 EVEN_STEPS = 30  # which losses are compared in, the shares having moved for a third of them
+NEARLY = 0.1  # of an even share
 PIPELINE_STEPS = 250  # enough for another cut to be worth it
 DEADLINE_S = 1800.0
 BASE = {
@@ -99,19 +100,24 @@ class Found:
 
     alone: list[list[float]]  # of each host, training for itself beside the others: before the run and after it
     settled: float
-    share: float
-    even_share: float
+    even: float
+    share_in_step: float
+    even_share_in_step: float
     even_again_steps: int | None
+    nearly_even_again_steps: int | None
     loss_difference: float
     cost: Interval
 
     def figures(self) -> dict[str, float | None]:
         """The figures by name."""
+        sum_of_speeds = statistics.fmean(map(sum, self.alone))
         return {
-            "share_of_sum_of_speeds": self.share,
-            "even_share_of_sum_of_speeds": self.even_share,
-            "share_of_hosts_alone": self.settled / statistics.fmean(map(sum, self.alone)),
+            "share_of_sum_of_speeds": self.settled / sum_of_speeds,
+            "even_share_of_sum_of_speeds": self.even / sum_of_speeds,
+            "share_in_step": self.share_in_step,
+            "even_share_in_step": self.even_share_in_step,
             "even_again_steps": self.even_again_steps,
+            "nearly_even_again_steps": self.nearly_even_again_steps,
             "loss_difference": self.loss_difference,
             "balance_cost": self.cost.middle,
         }
@@ -146,8 +152,8 @@ def measured(case: Case, rounds: int) -> Found:
         uneven = [FULL] * (HOSTS - 1) + [HALF]
         before = run.alone(uneven)
         followed = run.trained("auto", uneven, case.slow_steps + RELEASED_STEPS, released=True)
-        after = run.alone(uneven)
         even = run.trained("off", uneven, EVEN_STEPS)
+        after = run.alone(uneven)
         ratios = []
         for number in range(rounds):
             times = {
@@ -158,9 +164,11 @@ def measured(case: Case, rounds: int) -> Found:
         return Found(
             [before, after],
             followed.batch / followed.step_s(case.settled_step, case.slow_steps),
-            followed.share_of_speeds(case.settled_step, case.slow_steps),
-            even.share_of_speeds(WARM_UP, EVEN_STEPS),
-            followed.even_again_steps(),
+            even.batch / even.step_s(WARM_UP, EVEN_STEPS),
+            followed.share_in_step(case.settled_step, case.slow_steps),
+            even.share_in_step(WARM_UP, EVEN_STEPS),
+            followed.steps_until(lambda shares: max(shares) - min(shares) <= 1),
+            followed.steps_until(lambda shares: abs(shares[-1] / statistics.fmean(shares) - 1) <= NEARLY),
             max(abs(a - b) / abs(b) for a, b in zip(followed.losses, even.losses, strict=False)),
             median_interval(ratios or [1.0]),
         )
@@ -224,7 +232,7 @@ class Trained:
         times = [step["step_s"] for step in self.steps[0] if first < step["step"] <= last]
         return float(statistics.median(times))
 
-    def share_of_speeds(self, first: int, last: int) -> float:
+    def share_in_step(self, first: int, last: int) -> float:
         """Samples per second / the sum of the ranks' speeds, the median of the steps after `first`, up to `last`."""
         shares = []
         for ranks in zip(*self.steps, strict=False):
@@ -243,13 +251,12 @@ class Trained:
         """Median time of the steps that ended between two times."""
         return float(statistics.median(step["step_s"] for step in self.steps[0] if first < step["time"] <= last))
 
-    def even_again_steps(self) -> int | None:
-        """Steps from the release until the slow host, the last, has an even share; None if it did not come."""
+    def steps_until(self, are_even: Callable[[list[int]], bool]) -> int | None:
+        """Steps from the release to the first one with such samples of the ranks; None if it did not come."""
         assert self.released_at is not None
-        for steps in zip(*self.steps, strict=False):
-            even = steps[0]["samples"] / len(steps)
-            if steps[0]["step"] > self.released_at and abs(steps[-1]["local_samples"] - even) <= 0.1 * even + 1:
-                return int(steps[0]["step"]) - self.released_at
+        for ranks in zip(*self.steps, strict=False):
+            if ranks[0]["step"] > self.released_at and are_even([rank["local_samples"] for rank in ranks]):
+                return int(ranks[0]["step"]) - self.released_at
         return None
 
 

@@ -76,11 +76,13 @@ def test_a_record_is_no_longer_than_agreed_and_needs_no_copy_of_what_is_large() 
         assert sender.send([memoryview(bytes(12)), memoryview(bytes(45)), large]) == 57 + RECORD_BYTES
         receiver, place = SealedWire(other, *reversed(KEYS)), memoryview(bytearray(2 * RECORD_BYTES))
         assert receiver.receive(place) == 57
-        while (count := _received(receiver, place)) is None:
-            with suppress(BlockingIOError):
-                sender.flush()
-        assert count == RECORD_BYTES
-        assert place[:count] == large[:count]
+        for alone in (False, True):
+            assert not alone or sender.send([large]) == RECORD_BYTES
+            while (count := _received(receiver, place)) is None:
+                with suppress(BlockingIOError):
+                    sender.flush()
+            assert count == RECORD_BYTES
+            assert place[:count] == large[:count]
         one.close()
         assert receiver.receive(place) == 0
 

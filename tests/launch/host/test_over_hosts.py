@@ -343,8 +343,8 @@ def test_a_run_with_fewer_hosts_than_the_least_waits_and_ends_when_none_comes_ba
     assert zero.says("the others wait for it, 40 s at most", "rank 1 is back")
     assert zero.says("1 host left, and this run goes on with 2 at least: host ", "Go on with --resume and 2 hosts")
     assert {event["waits_s"] for event in events(run, "host_lost")} == {40.0}
-    lost_at, newest = events(run, "host_lost")[-1]["time"], max(step["time"] for step in Run(run).steps())
-    assert newest < lost_at + 20, "it went on with too few"
+    lost_at = events(run, "host_lost")[-1]["time"]
+    assert sum(step["time"] > lost_at for step in Run(run).steps()) <= 1, "it went on with too few"
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ class Balance:
         if uneven[fixed] > 1 + max(EVEN, 2 * error_of_slowest(rows, times)):
             return None
         least = FURTHER * LEAST_GAIN, FURTHER * LEAST_GAIN_S
-        return self._move(self.base, times, self._blocks.medians(BACK_BLOCKS), least, fixed)
+        return self._move(self.base, times, (BACK_BLOCKS, 1), least, fixed)
 
     def _further(self, each: int) -> Move | None:
         """To shares that are faster by more than noise, in parts of so many blocks."""
@@ -144,16 +144,21 @@ class Balance:
             return None
         costs = self._costs(times, fixed).repeat(self._ranks).tolist()
         shares = fastest(costs, self._bounds, sum(self.base), fixed)
-        return self._move(shares, times, self._blocks.medians(BLOCKS, each), needed, fixed)
+        return self._move(shares, times, (BLOCKS, each), needed, fixed)
 
     def _move(
-        self, shares: Shares, times: Floats, parts: Sequence[Floats], needed: tuple[float, float], fixed: float
+        self, shares: Shares, times: Floats, window: tuple[int, int], needed: tuple[float, float], fixed: float
     ) -> Move | None:
-        """A change of shares that each part of the newest times finds worth it."""
-        gains = [self._gain(of_part, shares, fixed) for of_part in parts]
+        """A change of shares that each part of the newest times finds worth it.
+
+        Args:
+            window: number of parts, and blocks of each.
+        """
+        gains = [self._gain(of_part, shares, fixed) for of_part in self._blocks.medians(*window)]
         if any(gain < needed[0] or gain_s < needed[1] for gain, gain_s in gains):
             return None
-        return Move(shares, *self._named(self._costs(times, fixed)), self._gain(times, shares, fixed)[0])
+        named = self._named(self._costs(times, fixed), self._blocks.first_step(math.prod(window)))
+        return Move(shares, *named, self._gain(times, shares, fixed)[0])
 
     def _costs(self, times: Floats, fixed: float) -> Floats:
         """Seconds that each replica takes for a sample."""
@@ -174,11 +179,10 @@ class Balance:
         saved_s = slowest_s - self._busy_s(times, shares, fixed)
         return saved_s / slowest_s, saved_s
 
-    def _named(self, costs: Floats) -> tuple[tuple[float, ...], dict[int, int]]:
+    def _named(self, costs: Floats, since: int) -> tuple[tuple[float, ...], dict[int, int]]:
         """Speeds of the replicas, and which of them are slow since when."""
         usual = statistics.median_low(costs.tolist())
         speeds = tuple((usual / costs).tolist())
-        since = self._blocks.first_step()
         self._slow = {i: self._slow.get(i, since) for i, speed in enumerate(speeds) if speed < SLOW}
         return speeds, dict(self._slow)
 

@@ -58,8 +58,8 @@ class BusyBlocks:
         return len(self._blocks)
 
     def first_step(self, blocks: int = BLOCKS) -> int:
-        """The first step of the newest blocks, so many or as many as there are."""
-        return self._blocks[-min(blocks, len(self._blocks))][0]
+        """The first step of so many of the newest blocks."""
+        return self._blocks[-blocks][0]
 
     def newest(self, blocks: int = BLOCKS) -> list[Floats]:
         """The times of all steps in so many of the blocks."""
