@@ -11,6 +11,7 @@ from commands import paceline
 from federate.processes import write_federated_job
 from paceline.report.run_charts import run_charts
 from paceline.report.run_record import RunRecord
+from paceline.report.run_view import RunView
 from paceline.training.record.run import Run
 
 
@@ -30,4 +31,8 @@ def test_rounds_show_clients_bytes_and_the_spread_over_clients(tmp_path: Path) -
     assert "privacy" not in found
     page = paceline("report", "run", folder=tmp_path)
     assert page.code == 0, page.err
-    assert "Clients of each round" in (tmp_path / "run" / "report.html").read_text()
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "Clients of each round" in text
+    verdict = RunView(Run(tmp_path / "run")).verdict
+    assert f"Trained {len(lines)} rounds in" in verdict
+    assert f"ended at round {len(lines)}" in text

@@ -62,6 +62,7 @@ class Setting:
     follows_steps: bool = False
     replica_ranks: int = 1
     workers: int | None = None
+    server_copies: int = 1
     number: int = 0
 
     @property
@@ -70,7 +71,8 @@ class Setting:
 
     def begin(self, places: list[str]) -> Begin:
         """Message that begins the attempt on another host; `places` names each rank's host."""
-        limits = self.start_deadline_s, self.recovers, self.replica_ranks
+        spares_hosts = self.recovers or self.workers is not None
+        limits = self.start_deadline_s, self.recovers, spares_hosts, self.replica_ranks
         return Begin(self.number, list(self.module_args), dict(self.env), *limits, places, port=self.port or 0)
 
 
@@ -112,7 +114,7 @@ class Attempt:
             self.recovery = self._recovery()
             self._made.callback(self._close_ranks)
             self._prepare()
-            self._rendezvous = self._made.enter_context(rendezvous(self.setting.places, folder, self.setting.port))
+            self.rendezvous = self._made.enter_context(rendezvous(self.setting.places, folder, self.setting.port))
             with self._listener() as listener:
                 for number in range(self.setting.ranks):
                     self.ranks.append(self._start(number, listener))
@@ -158,9 +160,10 @@ class Attempt:
 
     def _recovery(self) -> Recovery | Independent | None:
         """Recovery from lost ranks; None stops all."""
-        if self.setting.workers is not None:
-            return Independent(self, self.setting.workers, self.setting.replica_ranks)
-        return Recovery(self) if self.setting.recovers else None
+        setting = self.setting
+        if setting.workers is not None:
+            return Independent(self, setting.workers, setting.replica_ranks, setting.server_copies)
+        return Recovery(self) if setting.recovers else None
 
     def _listener(self) -> AbstractContextManager[socket.socket | None]:
         """A socket for torch's own store, if a port was asked for."""
@@ -239,8 +242,8 @@ class Attempt:
             status_file=record.with_name("status"),
             error_file=record,
             launcher=os.getpid(),
-            store=self._rendezvous.store,
-            key_fd=self._rendezvous.key_fd,
+            store=self.rendezvous.store,
+            key_fd=self.rendezvous.key_fd,
             store_fd=listener.fileno() if listener and number == 0 else None,
             inherited_fds=setting.inherited,
             # the ranks of other hosts go on without it: SIGTERM would have it ask them to stop

@@ -2,7 +2,7 @@
 
 These are workers and servers of `sync=server`. A worker is one rank, or several that hold the model together; where one
 of these is lost, all are started again. Servers end once all workers have. Workers but the first leave and come back as
-`paceline scale` asks.
+`paceline scale` asks, and with their hosts. The servers are told by epochs who takes part.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.engine.status import RankStatus
+from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.launch.failure import hang, killed, shortened
+from paceline.launch.host.remote import RemoteRank
 from paceline.launch.membership import noted
 from paceline.launch.recovery import most_losses
 from paceline.launch.scaling import about_to_leave, all_take_part, named
+from paceline.training.recovery.member import announce
 
 if TYPE_CHECKING:
     from paceline.launch.attempt import Attempt
-    from paceline.launch.host.remote import RemoteRank
     from paceline.launch.started import StartedRank
 
 
@@ -39,19 +41,26 @@ class Independent:
     Args:
         workers: how many end by themselves; the others serve them.
         size: ranks of a worker.
+        copies: processes of a server.
+
+    Raises:
+        LaunchError: a host has not come yet, without which the run cannot begin.
     """
 
     too_few: str | None = None
 
-    def __init__(self, attempt: Attempt, workers: int, size: int) -> None:
-        self.attempt, self.workers, self.size = attempt, workers, size
+    def __init__(self, attempt: Attempt, workers: int, size: int, copies: int) -> None:
+        self.attempt, self.workers, self.size, self.copies = attempt, workers, size, copies
         self._most = most_losses()
         # by the first rank of a worker, or a server's only one
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
-        self._out: set[int] = set()  # workers that are not started again
+        self._out: set[int] = set()  # workers and servers that are not there, by their first rank
+        self._away: dict[int, list[int]] = {}  # those of them to start when their host is back, by its number
+        self._epoch = Epoch(-1, ())
         self._leaving: set[int] = set()
         self._why: dict[int, str] = {}
         self.hurries = True
+        self._begin_without_absent()
 
     @property
     def counted(self) -> Sequence[int]:
@@ -61,7 +70,9 @@ class Independent:
     def turn(self) -> bool:
         """Start lost ranks again; True once all workers have ended."""
         attempt = self.attempt
+        self._note_hosts()
         self._note_left()
+        self._announce()
         if all(rank.code == 0 for first in set(self._firsts) - self._out for rank in self._ranks_of(first)):
             attempt.end_others()
             return True
@@ -110,10 +121,14 @@ class Independent:
         """Start a worker again that has left, or was left out.
 
         Raises:
-            LaunchError: all take part.
+            LaunchError: all take part, or are awaited.
         """
-        out = [first for first in self._firsts[1:] if all(rank.code is not None for rank in self._ranks_of(first))]
+        ended = [first for first in self._firsts[1:] if all(rank.code is not None for rank in self._ranks_of(first))]
+        out = [first for first in ended if not self._is_away(first)]
         if not out:
+            if ended:
+                hosts = ", ".join(str(number) for number, firsts in sorted(self._away.items()) if firsts)
+                raise LaunchError(f"host number {hosts or 'of those workers'} may come at any time")
             raise all_take_part(self.workers, "workers")
         first = out[0]
         self._out.discard(first)
@@ -123,6 +138,80 @@ class Independent:
             self.attempt.start_again(rank.number)
         self._tell_scaled(1, first)
         return f"{named(self._numbers_of(first))} will take pieces as soon as started"
+
+    def _begin_without_absent(self) -> None:
+        """Begin without the hosts that have not come yet."""
+        remote = self.attempt.remote
+        for link in remote.spared if remote else ():
+            places = enumerate(self.attempt.setting.places)
+            numbers = [number for number, place in places if place.number == link.number]
+            if not self._can_go(numbers):
+                raise LaunchError(
+                    f"this run cannot begin without {link.who}, which has its first worker, or all processes of a "
+                    "server. Start more hosts."
+                )
+            self._await(link.number, {self._first_of(number) for number in numbers})
+
+    def _note_hosts(self) -> None:
+        """Go on without lost hosts, and start the ranks of those that are back."""
+        remote = self.attempt.remote
+        if remote is None or self.attempt.signals.first is not None:
+            return
+        for link, numbers, why in remote.spare(self._can_go):
+            firsts = {self._first_of(number) for number in numbers}
+            for first in firsts:
+                self._kill_rest(first)
+            again = self._await(link.number, firsts)
+            revived = again and remote.hosts.returns is not None and remote.hosts.returns.revives
+            told = {"ranks": numbers, "reason": why, "again": again, "waits_s": None, "revived": revived}
+            self._tell("host_lost", host=link.name, number=link.number, alone=True, **told)
+        for link in remote.returned():
+            firsts = set(self._away.pop(link.number, []))
+            self._out -= firsts
+            numbers = sorted(number for first in firsts for number in self._numbers_of(first))
+            self._tell("host_back", host=link.name, number=link.number, ranks=numbers)
+            for number in numbers:
+                self.attempt.start_again(number)
+
+    def _can_go(self, numbers: Sequence[int]) -> bool:
+        """True if the run goes on without these ranks.
+
+        It needs the first worker, and a process of each server.
+        """
+        gone = self._out | {self._first_of(number) for number in numbers}
+        begin = self.workers * self.size
+        servers = [
+            set(range(part, part + self.copies)) for part in range(begin, self.attempt.setting.ranks, self.copies)
+        ]
+        return 0 not in gone and not any(server <= gone for server in servers)
+
+    def _await(self, host: int, firsts: set[int]) -> bool:
+        """Have workers and servers wait for their lost host.
+
+        False where none of them may come again.
+        """
+        assert self.attempt.remote is not None
+        now, already = time.monotonic(), self._out & firsts
+        again = [first for first in sorted(firsts - already) if noted(self._losses[first], now) <= self._most]
+        self._away[host] = again if self.attempt.remote.expect(host, again=bool(again)) else []
+        self._out |= firsts
+        return bool(self._away[host])
+
+    def _is_away(self, first: int) -> bool:
+        """True for a worker of which a host is lost."""
+        return any(isinstance(rank, RemoteRank) and rank.link.lost is not None for rank in self._ranks_of(first))
+
+    def _announce(self) -> None:
+        """Tell the servers who takes part, where that has changed."""
+        members = tuple(
+            number for number in range(self.attempt.setting.ranks) if self._first_of(number) not in self._out
+        )
+        if members == self._epoch.members:
+            return
+        self._epoch = Epoch(self._epoch.number + 1, members)
+        announce(self.attempt.board, self.attempt.folder, self._epoch, self._epoch)
+        if self.attempt.remote:
+            self.attempt.remote.announce(self._epoch, self._epoch)
 
     def _note_left(self) -> None:
         """Tell of workers that have left as they were asked to.
@@ -141,9 +230,11 @@ class Independent:
                 self._tell_scaled(-1, first)
 
     def _tell_scaled(self, by: int, first: int) -> None:
+        self._tell("scaled", by=by, ranks=self._numbers_of(first), host=None)
+
+    def _tell(self, event: str, **details: Any) -> None:
         if self.attempt.on_event:
-            told = {"by": by, "ranks": self._numbers_of(first), "host": None, "epoch": 0}
-            self.attempt.on_event("scaled", told)
+            self.attempt.on_event(event, {**details, "epoch": 0})
 
     def _replace(self, number: int) -> None:
         """Start a lost rank again with its worker's others, unless it was lost too often."""
@@ -162,11 +253,9 @@ class Independent:
         spared = first > 0 and self._works(number)
         if not again and spared:
             self._out.add(first)
-        if self.attempt.on_event:
-            waiting = [rank for rank in self._numbers_of(first) if rank != number]
-            told = {"rank": number, "waiting": waiting, "reason": why, "stack": shortened(end.stack), "again": again}
-            ends = not again and not spared
-            self.attempt.on_event("lost", {**told, "ends": ends, "waits": False, "alone": True, "epoch": 0})
+        waiting = [rank for rank in self._numbers_of(first) if rank != number]
+        told = {"rank": number, "waiting": waiting, "reason": why, "stack": shortened(end.stack), "again": again}
+        self._tell("lost", ends=not again and not spared, waits=False, alone=True, **told)
 
     def _kill_rest(self, first: int) -> None:
         """End the other ranks of a worker, before they tell of the loss."""
@@ -179,6 +268,8 @@ class Independent:
 
     def _is_lost(self, number: int) -> bool:
         rank = self.attempt.ranks[number]
+        if isinstance(rank, RemoteRank) and rank.link.lost is not None:
+            return False  # its host is
         return rank.code is not None and rank.code < 0 and not rank.record.exists()
 
     @property

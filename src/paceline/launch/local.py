@@ -50,6 +50,7 @@ def launch(
     follows_steps: bool = False,
     replica_ranks: int = 1,
     workers: int | None = None,
+    server_copies: int = 1,
     adopts: Hosts | None = None,
 ) -> Launched:
     """Call a function on every rank, in its place, and wait until all have ended.
@@ -85,6 +86,7 @@ def launch(
         replica_ranks: ranks of a replica, which go on together or not at all.
         workers: where no group joins the ranks, how many of the first ones end by themselves; the others serve them.
             Each that is killed or hangs is started again, while the others go on.
+        server_copies: processes of each server, any of which may be lost while another is there.
         adopts: hosts whose ranks go on, instead of a start.
 
     Raises:
@@ -111,6 +113,7 @@ def launch(
         follows_steps=follows_steps,
         replica_ranks=replica_ranks,
         workers=workers,
+        server_copies=server_copies,
     )
     failed_at_s: list[float] = []
     with StopSignals() as signals, _CursorShown():

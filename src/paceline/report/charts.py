@@ -170,9 +170,9 @@ def lines(
     return figure
 
 
-def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]]) -> go.Figure:
+def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]], noun: str = "step") -> go.Figure:
     """The parts of the step time over training, as stacked areas that sum to it."""
-    figure = empty_figure("steps", "ms per step")
+    figure = empty_figure(f"{noun}s", f"ms per {noun}")
     for part, definition in PARTS.items():
         x, y = _thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
         figure.add_scatter(

@@ -43,6 +43,7 @@ _PARTS = {  # those of `paceline.engine.meter.PARTS`, in its order
 _FIGURES = {
     "throughput": ("throughput", "Samples per second = global batch / median step time, warm-up excluded."),
     "tokens": ("token throughput", "Tokens per second = throughput × tokens per sample."),
+    "round_time": ("round time", "Median wall-clock time of one round of clients, warm-up excluded."),
     "step_time": ("step time", "Median wall-clock time of one optimizer step, warm-up excluded."),
     "global_batch": ("global batch", "Samples per optimizer step, over all devices."),
     "training_time": (

@@ -84,8 +84,8 @@ def losses(record: RunRecord) -> Iterator[Chart]:
     clock_of = record.clock_of
     evaluated = [e for e in record.evaluations if "loss" in e["metrics"] and e["step"] in clock_of]
     each = charts.steps_per_point(len(values))
-    note = f"Each point is the mean of {each:,} steps." if each > 1 else ""
-    places: dict[str, dict[int, float]] = {"steps": {s["step"]: s["step"] for s in steps}, "time": clock_of}
+    note = f"Each point is the mean of {each:,} {record.noun}s." if each > 1 else ""
+    places: dict[str, dict[int, float]] = {f"{record.noun}s": {s["step"]: s["step"] for s in steps}, "time": clock_of}
     for over, place in places.items():
         training = charts.Line("training", list(place.values()), values)
         held_out = charts.Line(
@@ -126,7 +126,7 @@ def metrics(record: RunRecord) -> Iterator[Chart]:
         steps, values = zip(*measured, strict=True)
         line = charts.Line(name, steps, values, charts.GREEN, marked=True)
         label = f"{name} on validation samples; newest {digits(values[-1])}."
-        figure = charts.lines([line], "steps", name)
+        figure = charts.lines([line], f"{record.noun}s", name)
         yield Chart(f"metric-{number}", figure, label, f"Validation: {name}", ["held_out"])
 
 
@@ -148,9 +148,9 @@ def _throughput(record: RunRecord) -> Chart:
 def _parts(record: RunRecord) -> Chart:
     steps = timed(record.ranks[0])
     figure = charts.parts_over_steps(
-        [s["step"] for s in steps], {part: [s[f"{part}_s"] for s in steps] for part in PARTS}
+        [s["step"] for s in steps], {part: [s[f"{part}_s"] for s in steps] for part in PARTS}, record.noun
     )
-    label = "Time of rank 0’s steps over the run, part by part."
+    label = f"Time of rank 0’s {record.noun}s over the run, part by part."
     return Chart("parts", figure, label, "Where rank 0’s time went", list(PARTS))
 
 

@@ -40,6 +40,11 @@ class RunRecord:
     machine: str
     gaps: list[str]
 
+    @property
+    def noun(self) -> str:
+        """Name of its steps: a federated run has rounds."""
+        return "round" if any("chosen" in step for step in self.ranks.get(0, [])[:1]) else "step"
+
     @classmethod
     def read(cls, run: Run) -> RunRecord:
         """Read what can be read. Broken lines are counted and left out."""

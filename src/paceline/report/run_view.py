@@ -82,7 +82,7 @@ class RunView:
                 + " ".join(self.record.gaps)
             )
         self.steps, self.events = self.record.ranks[0], self.record.events
-        self.timed = timed(self.steps)
+        self.timed, self.noun = timed(self.steps), self.record.noun
         self.parts = list(PARTS)
         self.began = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.steps[0]["time"]))
         self.start = self._newest("start", "resume") or {}
@@ -99,7 +99,7 @@ class RunView:
     def verdict(self) -> str:
         """The run's progress and end, in one sentence."""
         newest = self.steps[-1]["step"]
-        steps = units.count(newest, "step")
+        steps = units.count(newest, self.noun)
         if self.end is None:
             return f"{steps} so far: the run has not ended, or it crashed."
         took, reason = units.seconds(self._elapsed_s), str(self.end.get("reason"))
@@ -112,22 +112,24 @@ class RunView:
     @property
     def cards(self) -> list[Card]:
         """The figures of the headline."""
-        too_few, who = f"needs {WARM_UP_STEPS + 1} steps", units.count(len(self.record.ranks), "rank")
+        too_few, who = f"needs {WARM_UP_STEPS + 1} {self.noun}s", units.count(len(self.record.ranks), "rank")
         if sync_info(self.run.plan.sync).served:
             who = units.count(self.run.plan.dp, "worker")
         cards = [Card("throughput", units.rate(self.throughput) if self.timed else too_few, f"on {who}")]
         reached = self.end is not None and str(self.end.get("reason")).startswith(TARGETS)
-        until = "from the first step" if self.end is not None else "until the newest step"
+        until = f"from the first {self.noun}" if self.end is not None else f"until the newest {self.noun}"
         cards.append(Card("time_to_target" if reached else "training_time", units.seconds(self._elapsed_s), until))
         if self.timed:
             median_s = statistics.median(s["step_s"] for s in self.timed)
-            cards.append(Card("step_time", units.seconds(median_s), f"over {units.count(len(self.timed), 'step')}"))
+            cards.append(
+                Card(f"{self.noun}_time", units.seconds(median_s), f"over {units.count(len(self.timed), self.noun)}")
+            )
         metrics: dict[str, float] = (self._newest("evaluation") or {"metrics": {}})["metrics"]
         name = next((n for n in metrics if n != "loss"), None)
         if name is not None:
             return [*cards, Card("held_out", units.number(metrics[name]), f"{name}, newest")]
         losses = [s["loss"] for s in self.steps if s["loss"] is not None]
-        return [*cards, Card("loss", units.number(losses[-1]) if losses else "never finite", "newest step")]
+        return [*cards, Card("loss", units.number(losses[-1]) if losses else "never finite", f"newest {self.noun}")]
 
     @property
     def throughput(self) -> float:
@@ -167,7 +169,7 @@ class RunView:
         shares = {part: statistics.fmean(parts[part] for parts in each) / step_s for part in PARTS}
         largest = sorted(shares.items(), key=lambda x: -x[1])
         named = [f"{units.percent(share)} {PARTS[part].name}" for part, share in largest if share >= 0.005]
-        return [f"A step takes {units.seconds(step_s)} on average: {listed(named)}.", *self._slow_rank(step_s)]
+        return [f"A {self.noun} takes {units.seconds(step_s)} on average: {listed(named)}.", *self._slow_rank(step_s)]
 
     @cached_property
     def sync(self) -> SyncView:
@@ -201,7 +203,7 @@ class RunView:
     def breakdown(self) -> Chart | None:
         """The mean step of each rank; none without steps after the warm-up."""
         bars = [charts.Bar("", f"rank {rank}", parts) for rank, parts in self.mean_parts_s.items()]
-        label = " ".join(["Mean step of each rank, part by part.", *self.sentences])
+        label = " ".join([f"Mean {self.noun} of each rank, part by part.", *self.sentences])
         return Chart("breakdown", charts.breakdown(bars), label) if bars else None
 
     # What happened, and what is not known
@@ -212,8 +214,8 @@ class RunView:
         notes = [*([SYNTHETIC] if self.synthetic else []), *self.record.gaps]
         if not self.timed:
             notes.append(
-                f"Throughput, step time and the breakdown are not shown: they need {WARM_UP_STEPS + 1} timed steps, "
-                f"as the first {WARM_UP_STEPS} are warm-up, and this run has {len(self.steps)}."
+                f"Throughput, {self.noun} time and the breakdown are not shown: they need {WARM_UP_STEPS + 1} timed "
+                f"{self.noun}s, as the first {WARM_UP_STEPS} are warm-up, and this run has {len(self.steps)}."
             )
         if not any("use" in s for steps in self.record.ranks.values() for s in steps):
             notes.append("Memory is not shown: no reading of it was written.")
@@ -225,23 +227,22 @@ class RunView:
         told = [
             (f"{event['time'] - self.events[0]['time']:,.1f} s", sentence, event["event"] in TROUBLE)
             for event in self.events
-            if (sentence := _sentence(event)) is not None
+            if (sentence := self._sentence(event)) is not None
         ]
         if len(told) > EVENTS:
             told = [("", f"{len(told) - EVENTS:,} earlier events are in events.jsonl", False), *told[-EVENTS:]]
         if saved := [e for e in self.events if e["event"] == "checkpoint_saved"]:
-            newest = f"the newest at step {saved[-1].get('step')}"
+            newest = f"the newest at {self.noun} {saved[-1].get('step')}"
             told.append(("", f"{units.count(len(saved), 'checkpoint')} saved, {newest}", False))
         return told
 
-
-def _sentence(event: dict[str, Any]) -> str | None:
-    try:
-        match event["event"]:
-            case "start":
-                return f"started with plan {event.get('plan')}, {event.get('parameters', 0):,} parameters"
-            case "end":
-                return f"ended at step {event.get('step')}: {event.get('reason')}"
-        return event_sentence(event)
-    except (KeyError, TypeError, ValueError):
-        return f"{event['event']} (its line is not as paceline writes it)"
+    def _sentence(self, event: dict[str, Any]) -> str | None:
+        try:
+            match event["event"]:
+                case "start":
+                    return f"started with plan {event.get('plan')}, {event.get('parameters', 0):,} parameters"
+                case "end":
+                    return f"ended at {self.noun} {event.get('step')}: {event.get('reason')}"
+            return event_sentence(event)
+        except (KeyError, TypeError, ValueError):
+            return f"{event['event']} (its line is not as paceline writes it)"

@@ -289,6 +289,7 @@ def _launch_ranks(
             follows_steps=plan.compile == "off",
             replica_ranks=plan.ranks // plan.dp,
             workers=plan.dp if served else None,
+            server_copies=ServerProcesses.of(plan.sync).each if served else 1,
             adopts=hosts if _goes_on_in_place(hosts) else None,
         )
 

@@ -62,6 +62,6 @@ def test_host_0_that_was_started_again_hears_of_the_coordinator_of_its_run_only(
 def test_a_run_goes_on_without_the_host_that_has_no_rank_of_some_replica(
     places: str, replica_ranks: int, spared: bool
 ) -> None:
-    begin = Begin(0, [], {}, 1.0, recovers=True, replica_ranks=replica_ranks, places=list(places))
+    begin = Begin(0, [], {}, 1.0, True, spares_hosts=True, replica_ranks=replica_ranks, places=list(places))
     assert begin.spares("a") is spared
     assert not msgspec.structs.replace(begin, recovers=False).spares("a")

@@ -239,6 +239,25 @@ def test_a_worker_that_comes_back_under_its_name_takes_the_place_of_the_former_o
         a.ask(push([1, 0, 0, 0], ticket=(0, 0)))
 
 
+@pytest.mark.parametrize("expelled", [False, True])
+def test_the_former_one_may_not_take_its_place_back(expelled: bool) -> None:
+    (a,) = started(settings_of(pieces=2))
+    a.ask(Open(1))
+    a.ask(Take())
+    if expelled:  # its host was taken for lost
+        Asker(a.machine, "another").ask(Leave("a"))
+    again = Asker(a.machine, "a")
+    again.identity = "another process"
+    again.ask(Join())
+    kept = Machine(a.machine.settings)
+    kept.load(a.machine.state())
+    for machine in (a.machine, kept):
+        a.machine = machine
+        with pytest.raises(ServerRefused, match="another process has joined as a since"):
+            a.ask(Join())
+        assert machine.clients.identities() == {"a": "another process"}
+
+
 def test_tickets_wait_for_the_batches_that_the_staleness_asks_for() -> None:
     a, b = started(settings_of(pieces=2, staleness=0), "a", "b")
     a.ask(Open(2))

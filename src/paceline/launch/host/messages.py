@@ -208,6 +208,7 @@ class Begin(Struct, tag=True, frozen=True):
 
     Attributes:
         recovers: the run goes on without ranks that are lost.
+        spares_hosts: it goes on without a host that is lost, where it can.
         replica_ranks: ranks of a replica.
         places: name of each rank's host.
         folder: that the ranks read and write, as the coordinator names it.
@@ -224,6 +225,7 @@ class Begin(Struct, tag=True, frozen=True):
     env: dict[str, str]
     start_deadline_s: float
     recovers: bool
+    spares_hosts: bool
     replica_ranks: int
     places: list[str]
     folder: str = ""

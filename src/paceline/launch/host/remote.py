@@ -7,7 +7,7 @@ import secrets
 import select
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -156,7 +156,7 @@ class RemoteRanks:
         Raises:
             LaunchError: a host is lost, or is not there and has to be.
         """
-        if self.spared and not begin.recovers:
+        if self.spared and not begin.spares_hosts:
             raise LaunchError(
                 f"this run cannot begin without {', '.join(link.who for link in self.spared)}: only runs that "
                 f"recover in place ({NEEDS}) take in others later. Start all hosts."
@@ -179,7 +179,7 @@ class RemoteRanks:
 
     def _whole(self, begin: Begin) -> Begin:
         """With what hosts have to know of this one. It listens for their pulses from now on."""
-        if begin.recovers:
+        if begin.spares_hosts:
             self._pulses = Pulses(
                 lambda messages, take: self.hosts.listener(messages, on_message=take),
                 self._fall_silent,
@@ -272,12 +272,21 @@ class RemoteRanks:
         link.send(Start(environment.to_env()))
         return rank
 
-    def spare(self) -> list[tuple[Link, list[int], str]]:
-        """Go on without the hosts that are lost: each with its ranks, and a sentence."""
+    def spare(self, may_go: Callable[[list[int]], bool] = lambda _: True) -> list[tuple[Link, list[int], str]]:
+        """Go on without the hosts that are lost: each with its ranks, and a sentence.
+
+        Args:
+            may_go: whether the run can go on without these ranks, those before being gone.
+        """
         self._end_lost()
-        lost = [link for link in self.links if link.lost is not None and link not in self.spared]
-        self.spared += lost
-        return [(link, [rank.number for rank in self._ranks_of(link)], self._of_lost(link)) for link in lost]
+        spared = []
+        for link in self.links:
+            if link.lost is not None and link not in self.spared:
+                numbers = [rank.number for rank in self._ranks_of(link)]
+                if may_go(numbers):
+                    self.spared.append(link)
+                    spared.append((link, numbers, self._of_lost(link)))
+        return spared
 
     def announce(self, current: Epoch, newest: Epoch) -> None:
         """Tell the ranks of other hosts of the epochs of the run."""

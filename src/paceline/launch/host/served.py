@@ -227,7 +227,7 @@ class ServedAttempt:
                 store_fd=None,
                 inherited_fds=(),
                 # the others go on without it: SIGTERM would have it ask them to stop
-                grace_s=0 if self.begin.recovers else told.grace_s,
+                grace_s=0 if self.begin.spares_hosts else told.grace_s,
             )
             rank = self.starter.start(environment, None)
         except (LaunchError, ValueError) as error:

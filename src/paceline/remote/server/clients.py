@@ -26,6 +26,7 @@ class Client:
         read: version that its last push was computed with.
         staleness: how often a push was so many steps late.
         clock: pushes, counted from the slowest member's when it joined.
+        replaced: another client has joined under its name.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Client:
     bytes: int = 0
     read: int = -1
     clock: int = 0
+    replaced: bool = False
     staleness: Counter[int] = field(default_factory=Counter)
 
     def note_push(self, read: int, behind: int) -> None:
@@ -84,8 +86,10 @@ class Clients:
         client = self._all[identity]
         client.sequence, client.reply = sequence, reply
 
-    def must_have_room(self, name: str) -> None:
-        """Refuse one more member than allowed. Raises ServerRefused."""
+    def must_be_free(self, name: str, identity: str) -> None:
+        """Refuse one more member than allowed, and one whose place another has taken. Raises ServerRefused."""
+        if identity in self._all and self._all[identity].replaced:
+            raise ServerRefused(f"another process has joined as {name} since, and has taken this one's place")
         if len(self._members) >= self._most and name not in self._members:
             raise ServerRefused(f"{name} joins as one too many: {self._most:,} members are allowed (most_members)")
 
@@ -99,9 +103,11 @@ class Clients:
         """The record of a member."""
         return self._all[self._members[name]]
 
-    def former(self, name: str, identity: str) -> str | None:
-        """The name, if another client has it."""
-        return name if self._members.get(name, identity) != identity else None
+    def replace(self, name: str, identity: str) -> bool:
+        """True if another member has the name, and is to leave. None that has had it may come again."""
+        for other, client in self._all.items():
+            client.replaced |= client.name == name and other != identity
+        return self._members.get(name, identity) != identity
 
     def join(self, name: str, identity: str) -> None:
         """Add a member, whose clock begins at the slowest one's."""

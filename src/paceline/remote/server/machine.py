@@ -83,7 +83,7 @@ class Machine:
         """Refuse what is wrong. Nothing changes. Raises ServerRefused, saying what to do."""
         match operation.action:
             case Join():
-                self.clients.must_have_room(operation.name)
+                self.clients.must_be_free(operation.name, operation.identity)
             case Leave() | Initialize():
                 pass
             case Open() if self.tickets is not None:
@@ -123,8 +123,8 @@ class Machine:
         reply = Reply(self.parameters.version)
         match action:
             case Join():
-                if former := self.clients.former(name, identity):
-                    self._lose(former)
+                if self.clients.replace(name, identity):
+                    self._lose(name)
                 self.clients.join(name, identity)
             case Leave(client):
                 self._lose(client or name, None if client else identity)

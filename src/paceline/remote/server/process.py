@@ -127,6 +127,18 @@ class ParameterServer:
                 "strangers": self.strangers,
             }
 
+    def expel(self, name: str) -> None:
+        """End the membership of a client that is known to be gone.
+
+        The backup does nothing.
+
+        Raises:
+            ServerRefused: the disk is full.
+        """
+        with self._turn:
+            if self._log.primary and name in self._log.machine.clients.members:
+                self._lose(name)
+
     def close(self) -> None:
         """Stop serving. Clients that wait are told that the server is lost."""
         with self._turn:
@@ -355,12 +367,16 @@ class ParameterServer:
                 for identity in due if self._log.primary else ():
                     name, _ = self._absent[identity]
                     if identity not in self._connected and self._log.machine.clients.identities().get(name) == identity:
-                        self._sequence += 1
                         try:
-                            self._log.commit(Operation(self._name, self._identity, self._sequence, Leave(name)))
+                            self._lose(name)
                         except ServerRefused:
                             break  # the disk is full: it leaves when there is room
                     del self._absent[identity]
+
+    def _lose(self, name: str) -> None:
+        """Have a client leave; its tickets are dealt again."""
+        self._sequence += 1
+        self._log.commit(Operation(self._name, self._identity, self._sequence, Leave(name)))
 
 
 def _as_list(reply: Reply) -> list[Any]:

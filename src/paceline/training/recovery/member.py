@@ -53,12 +53,10 @@ class Member:
         while True:
             number = next_number(self.board.current_epoch, self.board.wanted_epoch, self.epoch.number)
             if number is not None and number > self._out_of:
-                try:
-                    members = json.loads(_members_file(self.folder, number).read_text())
-                except FileNotFoundError:  # a newer one has just been announced
+                epoch = announced(self.folder, number)
+                if epoch is None:
                     time.sleep(_LOOK_S)
                     continue
-                epoch = Epoch(number, tuple(members))
                 if self.number in epoch.members:
                     self.epoch = epoch
                     if (store := store_file(self.folder)).exists():
@@ -84,6 +82,14 @@ def announce(board: StatusBoard, folder: Path, current: Epoch, newest: Epoch) ->
     for file in folder.glob(_members_file(folder, "*").name):
         if int(file.stem.partition("-")[2]) < current.number:
             file.unlink()
+
+
+def announced(folder: Path, number: int) -> Epoch | None:
+    """An epoch that was announced; None where a newer one has just been."""
+    try:
+        return Epoch(number, tuple(json.loads(_members_file(folder, number).read_text())))
+    except FileNotFoundError:
+        return None
 
 
 def _members_file(folder: Path, epoch: int | str) -> Path:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from paceline.device import use
 from paceline.engine.engine import Engine
 from paceline.engine.status import StatusBoard
 from paceline.epoch import Epoch, watch_epoch
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, ServerRefused
 from paceline.job.partition import Partition
 from paceline.plans.sync_info import ServerProcesses
 from paceline.rank_environment import RankEnvironment
@@ -34,6 +34,7 @@ from paceline.split.parts import whole_parts
 from paceline.sync.compress.alone import Feedback, decoder
 from paceline.training.build import build_engine, built, check_device, seed_all
 from paceline.training.record.run import Run
+from paceline.training.recovery.member import announced
 from paceline.training.served.log import PieceLog
 from paceline.training.served.loop import FirstWorker
 from paceline.training.served.pieces import Pieces
@@ -44,7 +45,7 @@ from paceline.training.stop_signals import stop_signals
 
 SETTINGS, ENDED, ADDRESS = "served/settings", "served/ended", "served/address"  # keys of the run's store
 _LOOK_S = 0.02  # from one look at whether a border is over to the next
-_ALIVE_S = 1.0  # between two marks of a server that it lives
+_ALIVE_S = 0.25  # between two marks of a server that it lives, and looks at who takes part
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -79,9 +80,28 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
             ParameterServer(where, key, settings, part=part, servers=servers.parts, views=views, decode=decode)
         )
         store.set(f"{ADDRESS}/{number}", as_text(server.address).encode())
+        assert environment.status_file is not None
+        folder, epoch = environment.status_file.parent, Epoch(-1, ())
         while not server.ended.wait(_ALIVE_S):
             # "done" has no limit of its own but the deadline, and no signal is for it
             board.mark("done", 0)
+            if board.current_epoch != epoch.number and (found := announced(folder, board.current_epoch)):
+                epoch = found
+                _expel(server, run, epoch)
+
+
+def _expel(server: ParameterServer, run: Run, epoch: Epoch) -> None:
+    """Deal the pieces of workers again that take part no more."""
+    firsts = range(0, run.plan.ranks, run.plan.ranks // run.plan.dp)
+    for first in firsts:
+        if first not in epoch.members:
+            with suppress(ServerRefused):
+                server.expel(_name(first))
+
+
+def _name(first: int) -> str:
+    """A worker's name for the servers, by its first rank."""
+    return f"rank {first}"
 
 
 def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
@@ -108,7 +128,7 @@ def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
             store.set(SETTINGS, written(settings_of(job, run.plan, tensors_of(engine.model, whole), total)))
         client = None
         if group.rank == 0:
-            client = held.enter_context(_client(run, store, f"rank {environment.rank}"))
+            client = held.enter_context(_client(run, store, _name(environment.rank)))
             client.join()
         pieces = Pieces(job, _partition(engine), run.plan.dp, own.rank, own.size)
         worker = Worker(engine, client, pieces, whole)
