@@ -61,7 +61,8 @@ def timed(echo: Echo, bytes: int, calls: int) -> list[float]:
 def serve_paceline(settings: Settings) -> Iterator[int]:
     """Over a Unix socket in the folder, or over TLS with the run's key."""
     from paceline.channel.key import read_key
-    from paceline.remote.service import Service, quick
+    from paceline.remote.marks import quick
+    from paceline.remote.service import Service
 
     def echo(_: Any, value: Tensor) -> Tensor:
         return value

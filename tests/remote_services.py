@@ -16,7 +16,8 @@ from torch import Tensor
 
 from forked import python
 from paceline.channel.key import RunKey, read_key, write_key
-from paceline.remote.service import Caller, Service, in_order, quick
+from paceline.remote.marks import LATER, at_once, in_order, quick
+from paceline.remote.service import Caller, Service
 from paceline.remote.values import sendable
 
 DEADLINE_S = 30.0
@@ -71,6 +72,7 @@ class State:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
+        self.threads: list[str] = []
         self.left: list[str] = []
         self.open = threading.Event()
         self.changed = threading.Condition()
@@ -89,6 +91,16 @@ class State:
         """Return once `release` was called."""
         assert self.open.wait(DEADLINE_S)
         return "released"
+
+    def taken(self, caller: Caller, values: Tensor) -> Tensor:
+        """Twice the argument, in its memory, once `release` was called."""
+        assert self.open.wait(DEADLINE_S)
+        self.threads.append(threading.current_thread().name)
+        return values.mul_(2)
+
+    def taken_now(self, caller: Caller, values: Tensor) -> Any:
+        """`taken`, where that waits for nobody."""
+        return self.taken(caller, values) if self.open.is_set() else LATER
 
     @quick
     def release(self, caller: Caller) -> None:
@@ -111,7 +123,8 @@ class State:
         """All that is served."""
         alone = {f.__name__: f for f in (echo, doubled, fail, unsendable, count, end)}
         own = {f.__name__: f for f in (self.note, self.noted, self.wait, self.release, self.who_left)}
-        return {**alone, **own}
+        taken = at_once(lambda *args: self.taken(*args), self.taken_now)
+        return {**alone, **own, "taken": taken, "threads": lambda caller: self.threads}
 
 
 @contextmanager

@@ -66,6 +66,19 @@ def test_answers_that_are_kept_stay_as_they_were_while_others_come(served: Serve
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(sent, kept, strict=True))
 
 
+@pytest.mark.parametrize("count", [3, 200_000])
+def test_a_call_runs_where_it_is_read_but_for_one_that_waits_for_a_later_call(served: Served, count: int) -> None:
+    client, _ = served
+    sent = torch.rand(count)
+    waiting = client.begin("taken", sent)
+    assert not waiting.done
+    client.call("release")
+    assert torch.equal(waiting.result(), 2 * sent)
+    assert torch.equal(client.call("taken", sent), 2 * sent)
+    waited, read = client.call("threads")
+    assert (waited, read) == ("paceline-remote-call", "paceline-remote-caller")
+
+
 def test_many_threads_call_at_once_and_each_gets_its_own_answer(served: Served) -> None:
     client, _ = served
     wrong: list[Any] = []

@@ -1,7 +1,7 @@
 """Service: serves named functions to clients of the run.
 
 Each client has a thread that reads its calls. It hands them to a pool of threads, or calls the function itself where
-that is marked `quick`.
+that is marked `quick`, or `at_once` and waits for nobody: no other thread has to wake then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from paceline.channel.connection import HANDSHAKE_S, Connection
 from paceline.channel.key import RunKey
@@ -25,6 +25,7 @@ from paceline.channel.listener import Listener, Where
 from paceline.errors import ChannelError, DeadlineError, RemoteError
 from paceline.nearest import nearest
 from paceline.remote.client import STREAM_AHEAD
+from paceline.remote.marks import LATER
 from paceline.remote.messages import (
     VERSION,
     Answer,
@@ -42,24 +43,11 @@ from paceline.remote.pool import Pool
 from paceline.remote.talk import Talk, frame_limits
 from paceline.remote.values import pack
 
-F = TypeVar("F", bound=Callable[..., Any])
 _MOST_NAME = 200  # characters
 _MOST_TRACEBACK = 2**16
 _MOST_REFUSED = 512  # connections that wait for their client to read why
 _END_S = 5.0  # for threads, when a service is closed
 _QUIET_S = 3600.0  # a client may say nothing for any time; one wait takes at most so long
-
-
-def quick(function: F) -> F:
-    """Have a function run in the thread that reads its calls. It must never wait."""
-    function.__dict__["remote_mark"] = "quick"
-    return function
-
-
-def in_order(function: F) -> F:
-    """Have a client's calls of functions so marked run in order, one at a time."""
-    function.__dict__["remote_mark"] = "in order"
-    return function
 
 
 class Limits(NamedTuple):
@@ -218,10 +206,11 @@ class Service:
 class _Task:
     """One call of a client."""
 
-    __slots__ = ("block", "call", "credits", "forgotten", "function", "nbytes")
+    __slots__ = ("arguments", "block", "call", "credits", "forgotten", "function", "nbytes")
 
     def __init__(self, call: Call, block: memoryview | None, function: Callable[..., Any]) -> None:
         self.call, self.block, self.function = call, block, function
+        self.arguments: list[Any] | None = None  # once they are unpacked
         self.nbytes = 0 if block is None else len(block)
         self.forgotten = False
         self.credits = threading.Semaphore(STREAM_AHEAD) if call.stream else None
@@ -285,6 +274,8 @@ class _Served:
         if mark == "quick" and not call.stream:
             self._run(task)
             return
+        if mark == "at once" and not call.stream and self._run(task, is_trial=True):
+            return
         self._admit(task)
         if mark != "in order":
             self._pool.put(lambda: self._run_admitted(task))
@@ -330,16 +321,20 @@ class _Served:
                 self._attached -= task.nbytes
                 self._changed.notify_all()
 
-    def _run(self, task: _Task) -> None:
-        """Call the function, and send what comes of it."""
+    def _run(self, task: _Task, *, is_trial: bool = False) -> bool:
+        """Call the function, and send its result; False where its trial would have to wait."""
         if task.forgotten or self._ended:
-            return
+            return True
         call = task.call
         try:
             if call.stream:
                 self._run_stream(task)
-                return
-            packed = pack(self._called(task), self.caller)
+                return True
+            result = self._tried(task) if is_trial else self._called(task)
+            if result is LATER:
+                return False
+            packed = pack(result, self.caller)
+            del result
             self._talk.send(Answer(call.number, [], packed.tree, None), packed)
         except RemoteError as error:  # of values, or of a call that the function made itself
             self._raised(call, error.kind and "RemoteError", str(error), error)
@@ -348,13 +343,27 @@ class _Served:
                 self._raised(call, "ChannelError", str(error), error)
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller
             self._raised(call, type(error).__qualname__, _text_of(error), error)
+        return True
+
+    def _unpacked(self, task: _Task) -> list[Any]:
+        if task.arguments is None:
+            task.arguments = self._talk.value(task.call.arguments, task.block)
+            task.block = task.call.arguments = None
+        if not isinstance(task.arguments, list):
+            raise RemoteError("the arguments of a call are a list")
+        return task.arguments
+
+    def _tried(self, task: _Task) -> Any:
+        """The result of the function's trial; then its arguments end here, as in `_called`."""
+        result = task.function.__dict__["remote_trial"](self.caller, *self._unpacked(task))
+        if result is not LATER:
+            task.arguments = None
+        return result
 
     def _called(self, task: _Task) -> Any:
         """The result of the function. Its arguments end here, so that their memory returns with the answer."""
-        arguments = self._talk.value(task.call.arguments, task.block)
-        task.block = task.call.arguments = None
-        if not isinstance(arguments, list):
-            raise RemoteError("the arguments of a call are a list")
+        arguments = self._unpacked(task)
+        task.arguments = None
         result = task.function(self.caller, *arguments)
         if inspect.isgenerator(result) and not task.call.stream:
             result.close()

@@ -63,7 +63,7 @@ class Front:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The functions that clients call."""
-        from paceline.remote.service import quick
+        from paceline.remote.marks import quick
 
         calls: dict[str, Callable[..., Any]] = {
             "job": self._job,

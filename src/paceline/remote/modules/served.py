@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import RemoteError
 from paceline.nearest import nearest
+from paceline.remote.marks import quick
 from paceline.remote.modules.held import HeldObjects
 from paceline.remote.modules.lanes import Lane
 from paceline.remote.modules.leases import Leases
@@ -20,7 +21,7 @@ from paceline.remote.modules.randomness import RandomState
 from paceline.remote.modules.served_module import ForwardCall, ServedModule
 from paceline.remote.modules.served_optimizer import ServedOptimizer
 from paceline.remote.modules.tensors import Held, mapped
-from paceline.remote.service import Caller, quick
+from paceline.remote.service import Caller
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,

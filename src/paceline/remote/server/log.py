@@ -92,6 +92,11 @@ class Log:
         backup = self._backup
         return backup is not None and backup.counts and not backup.lost
 
+    @property
+    def is_copied(self) -> bool:
+        """True if answers wait for the disk or a backup."""
+        return self._journal is not None or self._backup is not None
+
     def start(self, address: str) -> None:
         """Take a role, primary or backup, and keep to the views until `close`."""
         self._own = address

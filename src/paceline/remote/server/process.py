@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.channel.key import RunKey
 from paceline.errors import ChannelError, DeadlineError, ServerLost, ServerRefused
+from paceline.remote.marks import LATER, at_once, quick
 from paceline.remote.server.combine import rows_must_be_owned
 from paceline.remote.server.journal import Journal
 from paceline.remote.server.log import Elsewhere, Log, wait_for
@@ -25,11 +26,12 @@ from paceline.remote.server.operations import Action, Leave, Operation, Push, Re
 from paceline.remote.server.settings import ServerSettings
 from paceline.remote.server.sums import Place, Sums
 from paceline.remote.server.views import Address, OwnViews, Views, as_text
-from paceline.remote.service import Caller, Limits, Service, quick
+from paceline.remote.service import Caller, Limits, Service
 
 GRACE_S = 5.0  # a client without a connection is lost after it
 MOST_WAIT_S = 1.0  # in the server; the client asks again, and so finds out that a server hangs
 _MOST_SUM_S = 3600.0
+_WAITS = {"act": 2, "pull": 2, "pull_rows": 4}  # functions that may wait, and which argument says how long
 Decode = Callable[[Tensor, int], Tensor]
 _LIMITS = Limits(message_bytes=2**22, attached_bytes=2**34, calls_at_once=256, callers=4096)
 
@@ -173,7 +175,20 @@ class ParameterServer:
             "alive": self._log.alive,
         }  # they wait for nobody
         told = {name: self._told(function) for name, function in functions.items()}
+        for name, place in _WAITS.items():
+            at_once(told[name], self._trial(told[name], place))
         return told | {name: quick(self._told(function)) for name, function in ordered.items()}
+
+    def _trial(self, told: Callable[..., list[Any]], place: int) -> Callable[..., Any]:
+        """The function where it answers without a wait, for its turn or a copy."""
+
+        def answer(caller: Caller, *args: Any) -> Any:
+            if self._log.is_copied:
+                return LATER
+            found = told(caller, *args[:place], 0.0, *args[place + 1 :])
+            return LATER if found[0] == "waits" else found
+
+        return answer
 
     def _told(self, function: Callable[..., Any]) -> Callable[..., list[Any]]:
         """The function with its refusals as values, which need no traceback."""
