@@ -57,7 +57,6 @@ def test_a_rule_is_read_with_its_settings_and_their_defaults(
         ("diloco:8,lr=1,lr=2", "each key once"),
         ("server:4", "server takes no '4'; it takes staleness=, period=, servers="),
         ("server:staleness=-1", "staleness is by how many global batches a worker may be ahead"),
-        ("server:staleness=2,period=3", "staleness=0 with a period, or period=1"),
         ("server:lr=0.1", "only a period of 2 or more has"),
         ("server:staleness=1,staleness=2", "each key once"),
     ],

@@ -25,7 +25,8 @@ def made_ready(engine: Engine, model: nn.Module, plan: Plan) -> nn.Module:
     if plan.threads:
         torch.set_num_threads(plan.threads)
     if engine.split is None:
-        rows = sync_info(plan.sync).served
+        info = sync_info(plan.sync)
+        rows = info.served and info.sends == "gradients"
         model = prepared(model, settings.batch_norm, engine.precision, engine.group, rows=rows)
         model.to(engine.device)
     for outside in engine.extra.values():

@@ -81,9 +81,7 @@ def _check_diloco(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _check_server(arguments: Mapping[str, Any]) -> str | None:
-    """Check the staleness against the period: replicas that are joined in each period have none."""
-    if arguments["staleness"] and arguments["period"] > 1:
-        return "deltas are pushed by all replicas together: staleness=0 with a period, or period=1"
+    """Check the arguments of servers against each other."""
     if arguments["period"] == 1 and (arguments["lr"], arguments["momentum"]) != (
         _OUTER_LR.default,
         _OUTER_MOMENTUM.default,
@@ -96,8 +94,9 @@ def _check_server(arguments: Mapping[str, Any]) -> str | None:
 
 def _variants_of_server(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Description of the server rule that pushes deltas, or waits for nobody."""
+    found: dict[str, Any] = {}
     if arguments["period"] > 1:
-        return {
+        found |= {
             "rule": "paceline.sync.server:ServerDeltas",
             "exact": False,
             "every_step": False,
@@ -106,14 +105,15 @@ def _variants_of_server(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
             "needs_inner": True,
         }
     if arguments["staleness"]:
-        return {
-            "rule": "paceline.sync.served:Served",
+        found |= {
+            "rule": "paceline.sync.served:ServedDeltas" if found else "paceline.sync.served:Served",
             "exact": False,
             "every_step": False,
             "served": True,
             "several_optimizers": False,
+            "needs_inner": False,
         }
-    return {}
+    return found
 
 
 _OUTER_LR = Argument(between(0, 10, open_below=True), 0.7, "the outer learning rate, above 0")

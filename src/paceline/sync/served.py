@@ -7,6 +7,7 @@ workers' loop.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -38,6 +39,30 @@ class Served(SyncRule):
 
     def after_backward(self, step: int, scalars: Tensor) -> Agreement:
         return Agreement([_numbers(p) for p in self.parameters if p.grad is not None], scalars)
+
+
+class ServedDeltas(Served):
+    """Train alone for a round of steps; the workers' loop pushes the change.
+
+    `update` is the step of this worker's optimizer; servers take the outer one (DiLoCo: Douillard et al., 2023,
+    arXiv:2311.08105) on each push. Between rounds a worker keeps its optimizer's state.
+
+    Attributes:
+        outer: state of the servers' optimizer at the last border, by the parameters' names; on the first worker.
+    """
+
+    def __init__(self, **arguments: object) -> None:
+        super().__init__(**arguments)
+        self.outer: dict[str, dict[str, Tensor]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"{key}/{name}": value for name, state in self.outer.items() for key, value in state.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.outer = {}
+        for full, value in state.items():
+            key, _, name = full.partition("/")
+            self.outer.setdefault(name, {})[key] = value
 
 
 def _numbers(parameter: nn.Parameter) -> Tensor:

@@ -14,7 +14,7 @@ from paceline.data.loader import Position
 from paceline.engine.engine import StepResult
 from paceline.remote.server import Pushed, Ticket
 from paceline.training.served.log import LoggedBatches, LoggedPiece, PieceLog
-from paceline.training.served.worker import Piece
+from paceline.training.served.worker import Computed, Piece
 
 PIECES = 3
 
@@ -66,6 +66,5 @@ def test_what_workers_send_some_together_is_read_once(store: StoreClient) -> Non
 def computed(batch: int, number: int) -> Piece:
     """A piece as a worker has computed it."""
     result = StepResult(batch + 1, 1.5, 4, 2.0, None, {}, None)
-    return Piece(
-        Ticket(2 * batch + number, batch, number, 0, 0), Position(0, batch, 4, 4), result, Pushed(1, 0, True, True)
-    )
+    part = Computed(batch, Position(0, batch, 4, 4), result)
+    return Piece(Ticket(2 * batch + number, batch, number, 0, 0), [part], Pushed(1, 0, True, True))

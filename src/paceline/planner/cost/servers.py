@@ -15,15 +15,15 @@ def exchanged(layout: Layout, parameters: float) -> tuple[float, float]:
     """Numbers that a replica pushes in a step, and gets back.
 
     Servers that own the parameters take only rows of sparse tables that its samples look up, and send those that all
-    replicas have changed. Elsewhere, and where a replica has several ranks, tables have dense gradients. Of these the
-    first rank pushes for all.
+    replicas have changed. Elsewhere, with a period, and where a replica has several ranks, tables are dense. Of these
+    ranks the first pushes for all.
 
     Args:
         parameters: numbers of a rank's gradients.
     """
     if layout.served:
         parameters *= prod(getattr(layout, axis) for axis in _HOLD_PARTS)
-    tables = layout.trace.sparse if layout.served and not _divided(layout) else ()
+    tables = layout.trace.sparse if layout.served and layout.sync_every == 1 and not _divided(layout) else ()
     dense = parameters - sum(table.rows * table.width for table in tables)
     samples = layout.samples * layout.microbatches
     own, everyones = (sum(table.touched(n * samples) for table in tables) for n in (1, layout.dp))
@@ -64,5 +64,5 @@ def served_s(layout: Layout, up_s: float, down_s: float, work_s: float, apply_s:
     load = layout.dp / layout.servers
     if not layout.served:
         return max(1.0, load) * (up_s + down_s) / layout.sync_every
-    alone_s = up_s + down_s + apply_s
+    alone_s = (up_s + down_s + apply_s) / layout.sync_every
     return max(alone_s, load * alone_s - work_s)

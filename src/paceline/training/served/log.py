@@ -17,7 +17,7 @@ _MOST = 2000  # pieces of a message, some hundred kilobytes
 
 @dataclass(frozen=True)
 class LoggedPiece:
-    """Record of a piece; loss and norm are None where nothing was computed."""
+    """Record of a worker's part of a batch; without samples loss and norm are None."""
 
     batch: int
     piece: int
@@ -28,19 +28,21 @@ class LoggedPiece:
     problem: str | None
 
     @classmethod
-    def of(cls, done: Piece) -> LoggedPiece:
-        """The record of a computed piece, of the rank that pushed it."""
-        result, ticket = done.result, done.ticket
+    def of(cls, done: Piece) -> list[LoggedPiece]:
+        """The records of a piece that was computed and pushed, one of each global batch."""
         assert done.pushed is not None
-        return cls(
-            ticket.batch,
-            ticket.piece,
-            done.position.total,
-            None if result is None else result.loss,
-            None if result is None else result.grad_norm,
-            done.pushed.staleness,
-            None if result is None else result.problem,
-        )
+        return [
+            cls(
+                batch,
+                done.ticket.piece,
+                position.total,
+                None if result is None else result.loss,
+                None if result is None else result.grad_norm,
+                done.pushed.staleness,
+                None if result is None else result.problem,
+            )
+            for batch, position, result in done.parts
+        ]
 
 
 class PieceLog:
@@ -59,7 +61,7 @@ class PieceLog:
     def add(self, done: Piece) -> None:
         """Note a piece whose push was accepted."""
         if done.pushed is not None and done.pushed.accepted:
-            self._waiting.append(LoggedPiece.of(done))
+            self._waiting += LoggedPiece.of(done)
         if len(self._waiting) >= _MOST or time.monotonic() - self._sent_at > _EVERY_S:
             self.send()
 

@@ -21,9 +21,11 @@ from paceline.training.loop import Loop
 from paceline.training.record.callback import StepInfo
 from paceline.training.record.run import Run
 from paceline.training.served.log import LoggedBatches, LoggedPiece
+from paceline.training.served.rounds import next_border
 from paceline.training.served.worker import Worker
 from paceline.units import count
 
+BEGIN = "served/begin"  # key of the run's store: batches before the first round
 _PROGRESS = "served/progress"  # key of the run's store: what the first worker needs when it is started again
 _AHEAD_S = 2.0  # of training that may be dealt at once: after that long a signal is heeded
 _FIRST_AHEAD = 16  # batches, before their time is known
@@ -47,6 +49,8 @@ class FirstWorker(Loop):
         if (progress := self._share(found)) is not None:
             return self._return(progress)
         reason = super()._begin()
+        if self.client is not None:
+            self.store.set(BEGIN, str(self.engine.step_count).encode())
         self.worker.hand_over(self.engine.step_count, ServerProcesses.of(self.run_directory.plan.sync).parts)
         self._opened = self.engine.step_count
         self.log = LoggedBatches(self.store, self.workers, self.workers, self._opened)
@@ -57,16 +61,17 @@ class FirstWorker(Loop):
     def _sentence(self) -> str:
         """The rule of this run in words."""
         plan = self.run_directory.plan
-        servers, staleness = ServerProcesses.of(plan.sync), SyncSpec.parse(plan.sync).arguments["staleness"]
+        spec, servers = SyncSpec.parse(plan.sync), ServerProcesses.of(plan.sync)
+        staleness, period = spec.arguments["staleness"], spec.period
         own = "a server owns" if servers.parts == 1 else f"{servers.parts} servers own"
         backup = ", with a backup each" if servers.each > 1 else ""
-        batches = "" if math.isinf(staleness) else count(int(staleness), "global batch", "global batches")
+        nouns = ("global batch", "global batches") if period == 1 else (f"round of {period} batches", "such rounds")
+        batches = "" if math.isinf(staleness) else count(int(staleness), *nouns)
         ahead = f"at most {batches} ahead" if batches else "nobody waits"
+        learned = f"how far they came in {period} steps with pieces of the batches"
+        pushed = "the gradients of pieces of the batches" if period == 1 else learned
         coded = "" if plan.compress == "none" else f", coded by {plan.compress}"
-        return (
-            f"sync=server: {own} the parameters{backup}; {plan.dp} workers push the gradients of pieces of the batches"
-            f"{coded}, {ahead}"
-        )
+        return f"sync=server: {own} the parameters{backup}; {plan.dp} workers push {pushed}{coded}, {ahead}"
 
     def _return(self, progress: dict[str, Any]) -> str | None:
         """Go on behind the newest border."""
@@ -110,12 +115,13 @@ class FirstWorker(Loop):
         if done is None:
             self._border_reached = True
             return
-        if done.result is not None:
-            self._votes |= done.result.votes
-            if done.result.problem is not None:
-                self._rewound(done.result)
+        for result in [part.result for part in done.parts if part.result is not None]:
+            self._votes |= result.votes
+            if result.problem is not None:
+                self._rewound(result)
         if done.pushed is not None and done.pushed.accepted:
-            self.log.add(LoggedPiece.of(done))
+            for piece in LoggedPiece.of(done):
+                self.log.add(piece)
         if self.client is not None:
             self._write()
 
@@ -125,10 +131,11 @@ class FirstWorker(Loop):
         if self.client is None or self._votes or self._opened >= border:
             return
         ahead = _FIRST_AHEAD if self._batch_s is None else max(_FIRST_AHEAD, math.ceil(_AHEAD_S / self._batch_s))
-        wanted = min(border, max(self.log.next, self.engine.step_count) + ahead)
+        rounds = self.worker.rounds
+        wanted = min(border, rounds.whole(max(self.log.next, self.engine.step_count) + ahead))
         if wanted > self._opened:
             self._opened = wanted
-            self.client.open(wanted)
+            self.client.open(rounds.until(wanted))
 
     def _reached(self, border: int) -> bool:
         """True if all that was dealt is applied, and no more is to be."""
@@ -136,11 +143,8 @@ class FirstWorker(Loop):
 
     def _next_border(self) -> int:
         """The step after which something is due."""
-        step, evaluate, self._border_reached = self.engine.step_count, self.job.evaluate, False
-        measured = evaluate.every_steps or evaluate.every_epochs * self.epoch_steps
-        every = [n for n in (measured, self.job.checkpoint.every_steps) if n is not None]
-        due = [(step // n + 1) * n for n in every]
-        return min([*due, self.total_steps] if self.total_steps is not None else due)
+        self._border_reached = False
+        return next_border(self.job, self.epoch_steps, self.total_steps, self.engine.step_count)
 
     def _take_over(self, step: int) -> None:
         """Have the state of the servers in this engine."""

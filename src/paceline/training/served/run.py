@@ -24,8 +24,9 @@ from paceline.engine.engine import Engine
 from paceline.engine.status import StatusBoard
 from paceline.epoch import Epoch, watch_epoch
 from paceline.errors import LaunchError, ServerRefused
+from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.plans.sync_info import ServerProcesses
+from paceline.plans.sync_info import ServerProcesses, SyncSpec
 from paceline.rank_environment import RankEnvironment
 from paceline.remote.server.client import ServerClient
 from paceline.remote.server.process import ParameterServer
@@ -36,8 +37,9 @@ from paceline.training.build import build_engine, built, check_device, seed_all
 from paceline.training.record.run import Run
 from paceline.training.recovery.member import announced
 from paceline.training.served.log import PieceLog
-from paceline.training.served.loop import FirstWorker
+from paceline.training.served.loop import BEGIN, FirstWorker
 from paceline.training.served.pieces import Pieces
+from paceline.training.served.rounds import Rounds, next_border
 from paceline.training.served.settings import read, settings_of, tensors_of, written
 from paceline.training.served.whole import Whole
 from paceline.training.served.worker import Worker
@@ -124,14 +126,14 @@ def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
         seed_all(job.seed * 1_000_003 + 1 + number * own.size + own.rank)
         whole = Whole(group, _trained(engine), engine.parts or whole_parts(engine.model))
         if environment.rank == 0:
-            total = job.stop.total_steps(_partition(engine).steps_per_epoch)
-            store.set(SETTINGS, written(settings_of(job, run.plan, tensors_of(engine.model, whole), total)))
+            tensors = tensors_of(engine.model, whole, SyncSpec.parse(run.plan.sync).period)
+            store.set(SETTINGS, written(settings_of(job, run.plan, tensors, _total_steps(job, engine))))
         client = None
         if group.rank == 0:
             client = held.enter_context(_client(run, store, _name(environment.rank)))
             client.join()
         pieces = Pieces(job, _partition(engine), run.plan.dp, own.rank, own.size)
-        worker = Worker(engine, client, pieces, whole)
+        worker = Worker(engine, client, pieces, whole, lambda: _rounds(run, engine, store))
         if number == 0:
             FirstWorker(run, worker, data, group, store).run()
             store.set(ENDED, b"1")
@@ -176,6 +178,19 @@ def _own_group(run: Run, environment: RankEnvironment, worker: int) -> Iterator[
 
 def _trained(engine: Engine) -> dict[str, nn.Parameter]:
     return {name: p for name, p in engine.named_parameters().items() if p.requires_grad}
+
+
+def _rounds(run: Run, engine: Engine, store: StoreClient) -> Rounds:
+    """Batches of each ticket, the same for all workers."""
+    job, period = run.job, SyncSpec.parse(run.plan.sync).period
+    epoch_steps, total_steps = _partition(engine).steps_per_epoch, _total_steps(job, engine)
+    # without rounds a ticket has the number of its batch, which the servers' schedule counts
+    begin = 0 if period == 1 else int(store.get(BEGIN))
+    return Rounds(period, begin, lambda step: next_border(job, epoch_steps, total_steps, step))
+
+
+def _total_steps(job: Job, engine: Engine) -> int | None:
+    return job.stop.total_steps(_partition(engine).steps_per_epoch)
 
 
 def _partition(engine: Engine) -> Partition:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -23,16 +24,14 @@ def settings_of(job: Job, plan: Plan, tensors: tuple[TensorSpec, ...], total_ste
     """Settings of the servers of a run, which own these tensors.
 
     A push is the mean gradient of a piece, which counts for its share of the global batch: its learning rate is the
-    job's divided by the pieces.
+    job's divided by the pieces. With a period it is a change of the parameters, and the optimizer the outer one.
     """
-    pieces, staleness = plan.dp, float(SyncSpec.parse(plan.sync).arguments["staleness"])
-    optimizer = job.optimizer.model_dump(exclude_defaults=True) | {"lr": job.optimizer.lr / pieces}
-    schedule = job.schedule.model_dump(exclude_defaults=True)
-    schedule |= {key: schedule[key] * pieces for key in _COUNTED if schedule.get(key)}
-    if "milestones" in schedule:
-        schedule["milestones"] = [milestone * pieces for milestone in schedule["milestones"]]
-    steps = None if total_steps is None else total_steps * pieces
-    group = GroupSettings(optimizer=optimizer, schedule=schedule, total_steps=steps, tensors=tensors)
+    pieces, spec = plan.dp, SyncSpec.parse(plan.sync)
+    staleness = float(spec.arguments["staleness"])
+    if spec.period > 1:
+        group = GroupSettings(tensors=tensors, optimizer=_outer(pieces, spec.arguments))
+    else:
+        group = _of_gradients(job, pieces, tensors, total_steps)
     return ServerSettings(
         groups=(group,),
         fingerprint=_fingerprint(tensors, group),
@@ -42,13 +41,35 @@ def settings_of(job: Job, plan: Plan, tensors: tuple[TensorSpec, ...], total_ste
     )
 
 
-def tensors_of(model: nn.Module, whole: Whole) -> tuple[TensorSpec, ...]:
-    """The tensors that servers own of a worker's model. Where it is divided, tables have dense gradients.
+def _outer(pieces: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The outer optimizer, taken on every push instead of once a round.
+
+    Over the pushes of a round the momentum decays as in one outer step, and a steady change moves the parameters as
+    far.
+    """
+    decay = arguments["momentum"] ** (1 / pieces)
+    rate = arguments["lr"] / pieces * (1 - decay) / (1 - arguments["momentum"])
+    return {"name": "sgd", "lr": rate, "momentum": decay, "nesterov": decay > 0}
+
+
+def _of_gradients(job: Job, pieces: int, tensors: tuple[TensorSpec, ...], total_steps: int | None) -> GroupSettings:
+    """The job's optimizer and schedule, for pushes of gradients."""
+    optimizer = job.optimizer.model_dump(exclude_defaults=True) | {"lr": job.optimizer.lr / pieces}
+    schedule = job.schedule.model_dump(exclude_defaults=True)
+    schedule |= {key: schedule[key] * pieces for key in _COUNTED if schedule.get(key)}
+    if "milestones" in schedule:
+        schedule["milestones"] = [milestone * pieces for milestone in schedule["milestones"]]
+    steps = None if total_steps is None else total_steps * pieces
+    return GroupSettings(optimizer=optimizer, schedule=schedule, total_steps=steps, tensors=tensors)
+
+
+def tensors_of(model: nn.Module, whole: Whole, period: int) -> tuple[TensorSpec, ...]:
+    """The tensors that servers own of a worker's model. Where it is divided, or with a period, tables are dense.
 
     Raises:
         ServerRefused: a parameter is of a kind that servers do not hold.
     """
-    sparse = set[str]() if whole.divides else _sparse(model)
+    sparse = set[str]() if whole.divides or period > 1 else _sparse(model)
     return tuple(
         TensorSpec(name, shape, str(whole.dtypes[name]).removeprefix("torch."), sparse=name in sparse)
         for name, shape in whole.shapes.items()

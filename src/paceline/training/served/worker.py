@@ -5,7 +5,8 @@ It is one rank, or several that hold the model together: then the first speaks w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -17,22 +18,30 @@ from paceline.errors import PlanError
 from paceline.remote.server.client import Pushed, ServerClient
 from paceline.remote.server.line import NoMember
 from paceline.remote.server.tickets import Ticket
-from paceline.sync.served import Served
+from paceline.sync.served import Served, ServedDeltas
 from paceline.training.served.pieces import Pieces
+from paceline.training.served.rounds import Rounds
 from paceline.training.served.state import TrainedState, for_servers, of_servers
 from paceline.training.served.whole import Whole
 
 
+class Computed(NamedTuple):
+    """The worker's part of one global batch; without samples there is no result."""
+
+    batch: int
+    position: Position
+    result: StepResult | None
+
+
 class Piece(NamedTuple):
-    """One computed piece.
+    """Work for one ticket: a part of each global batch of its round.
 
     Attributes:
         pushed: the servers' answer; None on ranks that do not speak with them.
     """
 
     ticket: Ticket
-    position: Position
-    result: StepResult | None
+    parts: list[Computed]
     pushed: Pushed | None
 
 
@@ -41,16 +50,25 @@ class Worker:
 
     Args:
         client: this worker's connections to the servers; None on all its ranks but the first.
+        rounds: called when the first ticket is there, or to begin with parameters.
 
     Attributes:
         whole: joins what the worker's ranks hold.
     """
 
-    def __init__(self, engine: Engine, client: ServerClient | None, pieces: Pieces, whole: Whole) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        client: ServerClient | None,
+        pieces: Pieces,
+        whole: Whole,
+        rounds: Callable[[], Rounds],
+    ) -> None:
         if not isinstance(engine.rule, Served):
             raise PlanError(f"sync={engine.plan.sync} has no servers that own parameters: sync=server:staleness=inf")
         self.engine, self.client, self.pieces, self.whole, self.rule = engine, client, pieces, whole, engine.rule
-        self.rule.update = self._push
+        self._rounds, self._alone = rounds, isinstance(self.rule, ServedDeltas)
+        self.rule.update = engine.optimizer.step if self._alone else self._push_gradients
         self.trained: dict[str, nn.Parameter] = {n: p for n, p in engine.named_parameters().items() if p.requires_grad}
         # where the client pulls to: the parameters themselves, or whole ones, of which each rank gets its parts
         self.values: Mapping[str, Tensor] = {name: p.data for name, p in self.trained.items()}
@@ -63,6 +81,11 @@ class Worker:
         self._next: Ticket | None = None  # dealt with the last push
         self._pushed: Pushed | None = None
         self._has_pushed = False
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        """The global batches of each ticket."""
+        return self._rounds()
 
     def advance(self) -> Piece | None:
         """Compute and push the next piece; None where everything up to the border is applied."""
@@ -91,7 +114,7 @@ class Worker:
 
     def hand_over(self, batches: int, servers: int) -> None:
         """Give the servers the engine's parameters and optimizer state, after so many global batches."""
-        values = self.whole.gather(self.trained)
+        values, rounds = self.whole.gather(self.trained), self.rounds.until(batches)
         optimizer = self._optimizer_state() if batches else {}
         if self.client is None:
             pass
@@ -99,8 +122,8 @@ class Worker:
             self.client.initialize(values)
         else:
             settings = self.client.settings
-            self.client.load_state(for_servers(TrainedState(values, optimizer), settings, servers, batches))
-        self.pull(batches)
+            self.client.load_state(for_servers(TrainedState(values, optimizer), settings, servers, rounds))
+        self.pull(rounds)
 
     def take_over(self) -> None:
         """Put the servers' parameters and optimizer state into the engine."""
@@ -112,26 +135,48 @@ class Worker:
             self._put_optimizer_state(found.optimizer)
 
     def _computed(self, ticket: Ticket, *, pulls: bool) -> Piece:
-        engine = self.engine
-        samples, position = self.pieces.samples(ticket.batch, ticket.piece)
-        engine.step_count, self._ticket, self._pushed, self._has_pushed = ticket.batch, ticket, None, False
-        engine.on_phase("data", ticket.batch + 1)
+        self._ticket, self._pushed, self._has_pushed = ticket, None, False
+        batches = self.rounds.batches(ticket.batch)
+        self.engine.on_phase("data", batches.start + 1)
         if pulls:
             self.pull(ticket.needs)
-        result = None
-        if position.total:
-            result = engine.step(engine.loader.read(samples, position))
+        before = self._copied() if self._alone else {}
+        parts = [self._step(batch, ticket.piece) for batch in batches]
+        if self._alone and any(part.result is not None for part in parts):
+            self._push(self._change_since(before), is_delta=True)
         if not self._has_pushed and self.client is not None:
             # no samples, or numbers that are not finite and that the job skips
             self._pushed = self.client.push({}, ticket=ticket)
-        return Piece(ticket, position, result, self._pushed)
+        return Piece(ticket, parts, self._pushed)
 
-    def _push(self) -> None:
+    def _step(self, batch: int, piece: int) -> Computed:
+        """Compute this worker's part of a global batch."""
+        engine = self.engine
+        samples, position = self.pieces.samples(batch, piece)
+        engine.step_count = batch
+        engine.on_phase("data", batch + 1)
+        result = engine.step(engine.loader.read(samples, position)) if position.total else None
+        return Computed(batch, position, result)
+
+    def _push_gradients(self) -> None:
         """Push the gradients, in the place of an optimizer step."""
-        gradients = self.whole.gather({name: p.grad for name, p in self.trained.items()})
+        self._push(self.whole.gather({name: p.grad for name, p in self.trained.items()}))
+
+    def _copied(self) -> dict[str, Tensor]:
+        """The parameters as the servers have them, which steps of this worker do not change."""
+        return {name: value.clone() for name, value in self.values.items()}
+
+    def _change_since(self, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Change of the parameters; nothing but on the first rank."""
+        return {name: value - before[name] for name, value in self.whole.gather(self.trained).items()}
+
+    def _push(self, tensors: Mapping[str, Tensor], *, is_delta: bool = False) -> None:
+        """Push, and get what has changed."""
         self._has_pushed = self._fresh = True
         if self.client is not None:
-            self._pushed = self.client.push_and_pull(gradients, self.values, ticket=self._ticket, take=True)
+            self._pushed = self.client.push_and_pull(
+                tensors, self.values, ticket=self._ticket, delta=is_delta, take=True
+            )
             self._next = self._pushed.next
             if self._next is not None and len(self.client.lines) == 1:
                 # dealt before the parameters were read, which so hold what it needs
@@ -150,7 +195,9 @@ class Worker:
             self.whole.spread(self.values, self.trained)
 
     def _optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Whole state of the optimizer; nothing but on the first rank."""
+        """Whole state of the servers' optimizer; nothing but on the first rank."""
+        if isinstance(self.rule, ServedDeltas):
+            return dict(self.rule.outer)
         states = {name: self.engine.optimizer.state.get(p, {}) for name, p in self.trained.items()}
         if not self.whole.divides:
             return states
@@ -165,7 +212,10 @@ class Worker:
         return found
 
     def _put_optimizer_state(self, whole: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give each rank its parts of the optimizer's state."""
+        """Give each rank its parts of the state of the servers' optimizer."""
+        if isinstance(self.rule, ServedDeltas):
+            self.rule.outer = {name: dict(state) for name, state in whole.items()}
+            return
         optimizer = self.engine.optimizer
         if not self.whole.divides:
             for name, p in self.trained.items():
