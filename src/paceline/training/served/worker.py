@@ -167,8 +167,14 @@ class Worker:
         return {name: value.clone() for name, value in self.values.items()}
 
     def _change_since(self, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Change of the parameters; nothing but on the first rank."""
-        return {name: value - before[name] for name, value in self.whole.gather(self.trained).items()}
+        """Change of the parameters; nothing but on the first rank.
+
+        They are as before then, should the servers refuse the push and send nothing new.
+        """
+        change = {name: value - before[name] for name, value in self.whole.gather(self.trained).items()}
+        for name, value in self.values.items():
+            value.copy_(before[name])
+        return change
 
     def _push(self, tensors: Mapping[str, Tensor], *, is_delta: bool = False) -> None:
         """Push, and get what has changed."""
