@@ -118,6 +118,19 @@ def test_ranks_of_any_host_are_replaced_while_the_others_go_on(tmp_path: Path) -
     assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)
 
 
+@pytest.mark.slow
+def test_a_host_that_dies_again_and_again_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
+    often = {"PACELINE_LOSSES_PER_HOUR": "100"}
+    with started("paceline", "train", endless(tmp_path), *OPTIONS, folder=tmp_path, environment=often) as process:
+        sizes = []
+        for count in range(1, 5):
+            wait_for_step(max([5, *(step + 5 for step in losses(tmp_path / "run"))]), tmp_path / "run", process)
+            sizes.append((len(processes_of(process)), psutil.Process(process.pid).num_fds()))
+            host_process_of(process).kill()
+            wait_for(partial(_are_back, tmp_path / "run", count), process)
+    assert sizes[-1] == sizes[1], "after the first loss nothing is added"
+
+
 def _are_back(run: Path, count: int) -> bool:
     return len(events(run, "healed")) >= count
 

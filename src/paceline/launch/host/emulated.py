@@ -105,6 +105,7 @@ def _started(
             starter.prepare(_START_S, lambda: False)
 
             def start(number: int) -> None:
+                _forget_ended(processes)
                 environment = RankEnvironment(
                     number,
                     place.count,
@@ -132,6 +133,14 @@ def _check(processes: Sequence[StartedRank]) -> None:
             record = ErrorRecord.read(process.record)
             why = record.message if record else "it was killed"
             raise LaunchError(f"the host process of emulated host {process.number} has ended: {why}")
+
+
+def _forget_ended(processes: list[StartedRank]) -> None:
+    """Forget host processes that have ended, so that neither zombies nor descriptors add up."""
+    for process in [process for process in processes if _has_ended(process)]:
+        process.note_end()
+        os.close(process.pidfd)
+        processes.remove(process)
 
 
 def _end(processes: Sequence[StartedRank]) -> None:

@@ -124,6 +124,7 @@ class RemoteRanks:
         self._begin: Begin | None = None
         self._announced: Announce | None = None
         self._ready: list[Link] = []  # that have come back
+        self._preparing: list[Link] = []  # that look for the token
         self._token: Path | None = None
         self._pulses: Pulses | None = None
         self.ranks: dict[int, RemoteRank] = {}
@@ -169,7 +170,8 @@ class RemoteRanks:
         for link in there:
             if not self._until(link, Ready, _READY_S):
                 raise LaunchError(self._of_lost(link))
-        token.unlink(missing_ok=True)
+        self._preparing.clear()
+        self._hide_token()
 
     @property
     def spares_this_host(self) -> bool:
@@ -190,14 +192,22 @@ class RemoteRanks:
         return msgspec.structs.replace(begin, folder=folder, folders=folders, pulse_port=port, silence_s=silence_s)
 
     def _show_token(self) -> Path:
-        """A new file in the folder, by which a host sees whether it shares that."""
-        self._token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
-        self._token.touch(mode=0o600)
+        """File in the folder, by which hosts see whether they share that."""
+        if self._token is None:
+            self._token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
+            self._token.touch(mode=0o600)
         return self._token
+
+    def _hide_token(self) -> None:
+        """Remove the file, unless some look for it."""
+        if self._token and all(link.lost is not None for link in self._preparing):
+            self._token.unlink(missing_ok=True)
+            self._token = None
 
     def _prepare(self, link: Link, token: Path) -> None:
         """Have a host prepare for its ranks."""
         assert self._begin is not None
+        self._preparing.append(link)
         link.send(msgspec.structs.replace(self._begin, host=link.number, token=token.name))
         for name in self.folder.files:
             for part in parts_of(self.folder.path / name, self.folder.path):
@@ -234,9 +244,7 @@ class RemoteRanks:
             self.hosts.replace(link)
             self.links = [link if link.number == other.number else other for other in self.links]
             link.watch(self.poll)
-            if self._token:
-                self._token.unlink(missing_ok=True)
-            self._prepare(link, self._show_token())
+            self._prepare(link, self._show_token())  # which others may look for, too
             if self._announced is not None:
                 link.send(self._announced)
         ready, self._ready = self._ready, []
@@ -257,7 +265,7 @@ class RemoteRanks:
             if link.lost is not None:
                 continue
             if link.held is None:
-                self._prepare(link, self._token or self._show_token())
+                self._prepare(link, self._show_token())
                 continue
             for number, pid, epoch in link.held.ranks:
                 self.ranks[number].pid, self.ranks[number].code = pid, None
@@ -370,8 +378,10 @@ class RemoteRanks:
 
     def _obey(self, link: Link, message: Any) -> None:
         match message:
-            case Ready():
+            case Ready() if link in self._preparing:
                 self._ready.append(link)
+                self._preparing.remove(link)
+                self._hide_token()
             case Rows():
                 self._note(link, message)
             case Put():
