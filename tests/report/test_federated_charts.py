@@ -33,6 +33,7 @@ def test_rounds_show_clients_bytes_and_the_spread_over_clients(tmp_path: Path) -
     assert page.code == 0, page.err
     text = (tmp_path / "run" / "report.html").read_text()
     assert "Clients of each round" in text
-    verdict = RunView(Run(tmp_path / "run")).verdict
-    assert f"Trained {len(lines)} rounds in" in verdict
+    view = RunView(Run(tmp_path / "run"))
+    assert f"Trained {len(lines)} rounds in" in view.verdict
+    assert view.breakdown is None or view.breakdown.figure.layout.xaxis.title.text == "ms per round"
     assert f"ended at round {len(lines)}" in text

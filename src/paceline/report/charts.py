@@ -82,7 +82,7 @@ class Panel:
     factor: float = 1.0
 
 
-def breakdown(bars: Sequence[Bar]) -> go.Figure:
+def breakdown(bars: Sequence[Bar], noun: str = "step") -> go.Figure:
     """One step of each rank as stacked bars of its parts, under group headings.
 
     A tick marks the ideal.
@@ -90,7 +90,7 @@ def breakdown(bars: Sequence[Bar]) -> go.Figure:
     longest = max(sum(bar.parts_s.values()) for bar in bars)
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
     places, headings, rows = _rows(bars)
-    figure = empty_figure(f"{unit} per step", "")
+    figure = empty_figure(f"{unit} per {noun}", "")
     for part, definition in PARTS.items():
         figure.add_bar(
             y=places,

@@ -204,7 +204,7 @@ class RunView:
         """The mean step of each rank; none without steps after the warm-up."""
         bars = [charts.Bar("", f"rank {rank}", parts) for rank, parts in self.mean_parts_s.items()]
         label = " ".join([f"Mean {self.noun} of each rank, part by part.", *self.sentences])
-        return Chart("breakdown", charts.breakdown(bars), label) if bars else None
+        return Chart("breakdown", charts.breakdown(bars, self.noun), label) if bars else None
 
     # What happened, and what is not known
 
