@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -136,3 +138,12 @@ def test_a_message_that_was_given_back_is_taken_once_more(meeting: Meeting) -> N
         assert connection.receive(DEADLINE_S) == message
         assert connection.take() is None
         connection.close()
+
+
+def test_a_loss_that_was_written_and_not_yet_told_is_known_from_the_record(tmp_path: Path) -> None:
+    assert takeover.noted_lost(str(tmp_path)) == set()
+    told = [("host_lost", "b"), ("host_lost", "c"), ("host_back", "b"), ("epoch", "d"), ("host_lost", "b")]
+    lines = [json.dumps({"event": event, "host": host}) for event, host in told]
+    (tmp_path / "events.jsonl").write_text("\n".join([*lines, "no event", '{"event": "host_back", "host": "c"}', "{"]))
+    assert takeover.noted_lost(str(tmp_path)) == {"b"}
+    assert takeover.noted_lost("s3://bucket/run") == set()

@@ -10,6 +10,7 @@ who has it trains.
 from __future__ import annotations
 
 import errno
+import json
 import queue
 import sys
 import time
@@ -24,6 +25,7 @@ from paceline.channel.connection import HANDSHAKE_S, Connection, connect
 from paceline.channel.key import RunKey
 from paceline.cluster.cluster import Host
 from paceline.errors import ChannelError, DeadlineError, LaunchError
+from paceline.files import whole_lines
 from paceline.launch.host.gather import refuse, take, taken_in, welcomed
 from paceline.launch.host.hosts import Hosts
 from paceline.launch.host.link import AbsentLink, Link
@@ -186,7 +188,7 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
 
 def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None:
     """Add the hosts that have not met, which may come back."""
-    met = {host.name for host in hosts.cluster.hosts}
+    met, noted = {host.name for host in hosts.cluster.hosts}, noted_lost(succession.run)
     for number, host in enumerate(succession.hosts):
         if host.name not in met:
             own_number, has = len(hosts.cluster.hosts), _host_of(host)
@@ -194,9 +196,26 @@ def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None
                 hosts.add(AbsentLink(own_number, host.name, has))
                 continue
             link = Link(before.connection, own_number, host.name, host.address, has)
-            link.standby_port, link.is_known_lost = host.port, host.lost
+            link.standby_port, link.is_known_lost = host.port, host.lost or host.name in noted
             link.lose("it was lost before" if host.lost else before.lost or "" if not number else "it has not come")
             hosts.add(link)
+
+
+def noted_lost(run: str) -> set[str]:
+    """Names of the hosts whose loss is in a run's record, and no return.
+
+    The coordinator may have written it, and have been lost before it told the others.
+    """
+    lost: set[str] = set()
+    with suppress(OSError):
+        for line in () if is_url(run) else whole_lines(Path(run) / "events.jsonl"):
+            with suppress(ValueError, KeyError, TypeError):
+                event = json.loads(line)
+                if event["event"] == "host_lost":
+                    lost.add(event["host"])
+                elif event["event"] == "host_back":
+                    lost.discard(event["host"])
+    return lost
 
 
 def _older(past: Past, by_s: float) -> Past:
