@@ -31,6 +31,9 @@ Ints = NDArray[np.int64]
 _AT_ONCE_BYTES = 2**28  # of the stacked parameters of clients that train together
 _READ_BYTES = 2**24  # of samples that are read together
 _MOST_GRAPHS, _MOST_TIMETABLES = 256, 4
+_NARROW = (
+    16  # classes; for fewer, torch's softmax on CPUs is several times as fast along another than the last dimension
+)
 _TOGETHER = 2  # what random numbers are for: those of clients that train together
 _COUPLED = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
@@ -229,9 +232,10 @@ def shared_loss(loss: Any, output: Any, batch: Any, shares: Tensor, *, all_count
         each = each.flatten(1).mean(dim=1) if each.dim() > 1 else each
         return (each * shares).sum()
     if all_counted and loss.weight is None and not loss.label_smoothing:
-        logits, labels = classes_on_dim_1(logits_of(output), target)
-        picked = F.log_softmax(logits, dim=1).gather(1, labels.unsqueeze(1))
-        return -(picked.view(len(shares), -1).mean(dim=1) * shares).sum()
+        picked = _picked(*classes_on_dim_1(logits_of(output), target))
+        if picked.numel() == len(shares):
+            return -(picked.reshape(len(shares)) * shares).sum()
+        return -(picked.reshape(len(shares), -1).mean(dim=1) * shares).sum()
     padding = (shares == 0).view(-1, *[1] * (target.dim() - 1))
     counted = torch.where(padding, IGNORED, target)
     logits, labels = classes_on_dim_1(logits_of(output), counted)
@@ -241,3 +245,11 @@ def shared_loss(loss: Any, output: Any, batch: Any, shares: Tensor, *, all_count
     )
     items = loss.items(counted)
     return total / torch.where(items > 0, items, 1)
+
+
+def _picked(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probability of each label; logits have the classes on dimension 1."""
+    if logits.dim() == 2 and logits.shape[1] < _NARROW:
+        by_class = F.log_softmax(logits.t().contiguous(), dim=0)
+        return by_class.gather(0, labels.unsqueeze(0))
+    return F.log_softmax(logits, dim=1).gather(1, labels.unsqueeze(1))
