@@ -150,7 +150,9 @@ class Independent:
                     f"this run cannot begin without {link.who}, which has its first worker, or all processes of a "
                     "server. Start more hosts."
                 )
-            self._await(link.number, {self._first_of(number) for number in numbers})
+            firsts = {self._first_of(number) for number in numbers}
+            self._out |= firsts
+            self._await(link.number, sorted(firsts))
 
     def _note_hosts(self) -> None:
         """Go on without lost hosts, and start the ranks of those that are back."""
@@ -158,17 +160,24 @@ class Independent:
         if remote is None or self.attempt.signals.first is not None:
             return
         for link, numbers, why in remote.spare(self._can_go):
-            firsts = {self._first_of(number) for number in numbers}
-            for first in firsts:
+            there, now = {self._first_of(number) for number in numbers}, time.monotonic()
+            lost = sorted(there - self._out)
+            for first in lost:
                 self._kill_rest(first)
-            again = self._await(link.number, firsts)
+            self._out.update(lost)
+            again = self._await(
+                link.number,
+                [n for n in lost if noted(self._losses[n], now) <= self._most],
+                # workers of which another host is lost already
+                needed=any(there & set(firsts) for firsts in self._away.values()),
+            )
             revived = again and remote.hosts.returns is not None and remote.hosts.returns.revives
             told = {"ranks": numbers, "reason": why, "again": again, "waits_s": None, "revived": revived}
             self._tell("host_lost", host=link.name, number=link.number, alone=True, **told)
         for link in remote.returned():
-            firsts = set(self._away.pop(link.number, []))
-            self._out -= firsts
-            numbers = sorted(number for first in firsts for number in self._numbers_of(first))
+            firsts = [first for first in self._away.pop(link.number, []) if not self._waits_for_another(first)]
+            self._out.difference_update(firsts)
+            numbers = [number for first in firsts for number in self._numbers_of(first)]
             self._tell("host_back", host=link.name, number=link.number, ranks=numbers)
             for number in numbers:
                 self.attempt.start_again(number)
@@ -185,17 +194,27 @@ class Independent:
         ]
         return 0 not in gone and not any(server <= gone for server in servers)
 
-    def _await(self, host: int, firsts: set[int]) -> bool:
-        """Have workers and servers wait for their lost host.
+    def _await(self, host: int, firsts: Sequence[int], *, needed: bool = False) -> bool:
+        """Start these workers and servers when their lost host is back.
 
-        False where none of them may come again.
+        False where it may not come again.
         """
         assert self.attempt.remote is not None
-        now, already = time.monotonic(), self._out & firsts
-        again = [first for first in sorted(firsts - already) if noted(self._losses[first], now) <= self._most]
-        self._away[host] = again if self.attempt.remote.expect(host, again=bool(again)) else []
-        self._out |= firsts
-        return bool(self._away[host])
+        comes = self.attempt.remote.expect(host, again=bool(firsts) or needed)
+        self._away[host] = list(firsts) if comes else []
+        return comes
+
+    def _waits_for_another(self, first: int) -> bool:
+        """True for a worker of which another host is lost, too.
+
+        It is started when that one is back.
+        """
+        remote, places = self.attempt.remote, self.attempt.setting.places
+        lost = {link.number for link in remote.links if link.lost is not None} if remote else set()
+        others = sorted(lost & {places[number].number for number in self._numbers_of(first)})
+        if others:
+            self._away.setdefault(others[0], []).append(first)
+        return bool(others)
 
     def _is_away(self, first: int) -> bool:
         """True for a worker of which a host is lost."""

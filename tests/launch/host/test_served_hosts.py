@@ -95,3 +95,27 @@ def test_a_worker_is_added_with_a_host_that_comes_later(tmp_path: Path) -> None:
     assert [end.code for end in ends] == [143] * 3, ends[0].err
     assert ends[0].says("2 of at most 3 hosts are there", "(number 2) has come")
     assert not events(run, "restart")
+
+
+def test_a_worker_on_two_hosts_that_are_both_lost_is_back_with_the_later_one(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("emulate: {hosts: 4}\n")
+    job = write_job(tmp_path / "job.yaml", global_batch=24, stop={"steps": 10**6}, evaluate={"every_steps": 50})
+    run, plan = tmp_path / "run", "dp=2 fsdp=2 sync=server:staleness=inf,backup=off"
+    options = ("--cluster", "cluster.yaml", "--plan", plan, "--run", run)
+    with started("paceline", "train", job, *options, folder=tmp_path) as process:
+        wait_for_step(5, run, process)
+        wait_for(lambda: "rank 2" in pieces(run), process)
+        cut_of(process.pid, host=2)
+        cut_of(process.pid, host=3)
+        wait_for_events(run, "host_lost", 2, process)
+        mend_of(process.pid, host=2)
+        wait_for_events(run, "host_back", 1, process)
+        mend_of(process.pid, host=3)
+        wait_for_events(run, "host_back", 2, process)
+        before = pieces(run)["rank 2"]
+        wait_for(lambda: pieces(run)["rank 2"] > before, process)
+        process.send_signal(signal.SIGTERM)
+        outcome = ended(process)
+    assert outcome.code == 143, outcome.err
+    assert [event["ranks"] for event in events(run, "host_back")] == [[], [2, 3]]
+    assert not events(run, "restart")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -61,6 +62,47 @@ def test_what_workers_send_some_together_is_read_once(store: StoreClient) -> Non
     log.read()
     log.read()
     assert [n for n, _ in log.whole()] == [0, 1, 2]
+
+
+class DyingStore:
+    """The store for a worker that is killed after so many calls that change it."""
+
+    def __init__(self, store: StoreClient, calls: int) -> None:
+        self._store, self._left = store, calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("add", "set", "set_all", "append"):
+            self._left -= 1
+            if self._left < 0:
+                raise KeyboardInterrupt
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_a_worker_that_was_killed_while_it_told_is_heard_when_it_is_back(calls: int, store: StoreClient) -> None:
+    dying = PieceLog(DyingStore(store, calls), 1)  # type: ignore[arg-type]
+    dying.add(computed(0, 0))
+    with suppress(KeyboardInterrupt):
+        dying.send()
+    again = PieceLog(store, 1)
+    again.add(computed(1, 0))
+    again.send()
+    assert heard(store)[-1:] == [1]
+
+
+def test_a_first_worker_that_is_back_hears_what_was_told_since(store: StoreClient) -> None:
+    told = PieceLog(store, 1)
+    for batch in range(2):
+        told.add(computed(batch, 0))
+        told.send()
+        assert heard(store) == [batch], "each time by another process"
+
+
+def heard(store: StoreClient) -> list[int]:
+    """Batches of which a new reader hears."""
+    log = LoggedBatches(store, 2, 1, 0)
+    log.read()
+    return [number for number, pieces in log.whole(9) if pieces]
 
 
 def computed(batch: int, number: int) -> Piece:

@@ -12,6 +12,7 @@ from paceline.channel.store import StoreClient
 from paceline.training.served.worker import Piece
 
 _EVERY_S = 0.25  # a message to the store
+_COUNT = "served/logged/{}"  # key of the run's store: messages of a worker
 _MOST = 2000  # pieces of a message, some hundred kilobytes
 
 
@@ -55,6 +56,8 @@ class PieceLog:
 
     def __init__(self, store: StoreClient, worker: int) -> None:
         self.store, self.worker = store, worker
+        # where a process of this worker before, which was killed, has left off
+        self._number = _count(store, worker)
         self._waiting: list[LoggedPiece] = []
         self._sent_at = time.monotonic()
 
@@ -68,8 +71,12 @@ class PieceLog:
     def send(self) -> None:
         """Send what waits."""
         if self._waiting:
-            number = self.store.add(f"served/logged/{self.worker}", 1)
-            self.store.set(_key(self.worker, number), json.dumps([asdict(piece) for piece in self._waiting]).encode())
+            self._number += 1
+            told = json.dumps([asdict(piece) for piece in self._waiting]).encode()
+            # in one, as this process may be killed at any time, and who reads waits for each number
+            self.store.set_all(
+                {_key(self.worker, self._number): told, _COUNT.format(self.worker): str(self._number).encode()}
+            )
             self._waiting = []
         self._sent_at = time.monotonic()
 
@@ -94,11 +101,13 @@ class LoggedBatches:
     def read(self) -> None:
         """Take in what the other workers have sent."""
         for worker in range(1, self.workers):
-            while self.store.check([_key(worker, self._read[worker] + 1)]):
-                self._read[worker] += 1
-                for told in json.loads(self.store.get(_key(worker, self._read[worker]))):
-                    self.add(LoggedPiece(**told))
-                self.store.delete(_key(worker, self._read[worker]))
+            count = _count(self.store, worker)
+            for key in (_key(worker, number) for number in range(self._read[worker] + 1, count + 1)):
+                if self.store.check([key]):  # a first worker before, which was killed, has taken it in otherwise
+                    for told in json.loads(self.store.get(key)):
+                        self.add(LoggedPiece(**told))
+                    self.store.delete(key)
+            self._read[worker] = count
 
     def whole(self, until: int | None = None) -> Iterator[tuple[int, list[LoggedPiece]]]:
         """Batches in order whose pieces are all known.
@@ -109,6 +118,12 @@ class LoggedBatches:
         while len(self._known[self.next]) == self.pieces or (until is not None and self.next < until):
             self.next += 1
             yield self.next - 1, list(self._known.pop(self.next - 1).values())
+
+
+def _count(store: StoreClient, worker: int) -> int:
+    """Messages that a worker's processes have sent."""
+    key = _COUNT.format(worker)
+    return int(store.get(key)) if store.check([key]) else 0
 
 
 def _key(worker: int, number: int) -> str:
