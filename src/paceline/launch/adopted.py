@@ -46,7 +46,7 @@ class AdoptedAttempt(Attempt):
             remote = self.hosts.remote(numbers, self.board, self.folder, folder, self.signals, self.poll)
             self.remote = self._made.enter_context(remote)
             self._made.callback(self._close_ranks)
-            self.rendezvous = self.next_epoch.rendezvous
+            self._rendezvous = self.next_epoch.rendezvous
             self.remote.adopt(setting.begin(served.begin.places))
             self._take(self.remote)
             self._made = self._made.pop_all()

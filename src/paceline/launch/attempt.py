@@ -114,7 +114,7 @@ class Attempt:
             self.recovery = self._recovery()
             self._made.callback(self._close_ranks)
             self._prepare()
-            self.rendezvous = self._made.enter_context(rendezvous(self.setting.places, folder, self.setting.port))
+            self._rendezvous = self._made.enter_context(rendezvous(self.setting.places, folder, self.setting.port))
             with self._listener() as listener:
                 for number in range(self.setting.ranks):
                     self.ranks.append(self._start(number, listener))
@@ -242,8 +242,8 @@ class Attempt:
             status_file=record.with_name("status"),
             error_file=record,
             launcher=os.getpid(),
-            store=self.rendezvous.store,
-            key_fd=self.rendezvous.key_fd,
+            store=self._rendezvous.store,
+            key_fd=self._rendezvous.key_fd,
             store_fd=listener.fileno() if listener and number == 0 else None,
             inherited_fds=setting.inherited,
             # the ranks of other hosts go on without it: SIGTERM would have it ask them to stop

@@ -127,8 +127,12 @@ class Independent:
         out = [first for first in ended if not self._is_away(first)]
         if not out:
             if ended:
-                hosts = ", ".join(str(number) for number, firsts in sorted(self._away.items()) if firsts)
-                raise LaunchError(f"host number {hosts or 'of those workers'} may come at any time")
+                if hosts := ", ".join(str(number) for number, firsts in sorted(self._away.items()) if firsts):
+                    raise LaunchError(f"host number {hosts} may come at any time: start the same command there")
+                raise LaunchError(
+                    f"the host of {named(ended)} was lost too often, and is left out. To have it back, end the run "
+                    "(Ctrl-C saves), and go on with --resume."
+                )
             raise all_take_part(self.workers, "workers")
         first = out[0]
         self._out.discard(first)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ended, events, losses, started, wait_for, wait_for_events, wait_for_step, write_job
+from commands import ended, events, losses, paceline, started, wait_for, wait_for_events, wait_for_step, write_job
 from host_processes import host_processes as started_on
 from host_processes import outcomes
 from hosts import cut_of, mend_of
@@ -119,3 +119,24 @@ def test_a_worker_on_two_hosts_that_are_both_lost_is_back_with_the_later_one(tmp
     assert outcome.code == 143, outcome.err
     assert [event["ranks"] for event in events(run, "host_back")] == [[], [2, 3]]
     assert not events(run, "restart")
+
+
+def test_a_host_that_was_lost_too_often_is_left_out_and_asking_for_more_workers_says_so(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("emulate: {hosts: 2}\n")
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 10**6}, evaluate={"every_steps": 50})
+    options = ("--cluster", "cluster.yaml", "--plan", "dp=2 sync=server:staleness=inf,backup=off", "--run", "run")
+    run, once = tmp_path / "run", {"PACELINE_LOSSES_PER_HOUR": "1"}
+    with started("paceline", "train", job, *options, folder=tmp_path, environment=once) as process:
+        wait_for_step(5, run, process)
+        for losses_so_far in (1, 2):
+            host_processes(process)[0].kill()
+            wait_for_events(run, "host_lost", losses_so_far, process)
+            if losses_so_far == 1:
+                wait_for_events(run, "host_back", 1, process)
+        asked = paceline("scale", run, "+1", folder=tmp_path)
+        wait_for_step(max(losses(run)) + 50, run, process)
+        process.send_signal(signal.SIGTERM)
+        outcome = ended(process)
+    assert "the host of rank 1 was lost too often, and is left out" in asked.error
+    assert outcome.code == 143, outcome.err
+    assert [event["again"] for event in events(run, "host_lost")] == [True, False]

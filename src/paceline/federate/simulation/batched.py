@@ -31,9 +31,7 @@ Ints = NDArray[np.int64]
 _AT_ONCE_BYTES = 2**28  # of the stacked parameters of clients that train together
 _READ_BYTES = 2**24  # of samples that are read together
 _MOST_GRAPHS, _MOST_TIMETABLES = 256, 4
-_NARROW = (
-    16  # classes; for fewer, torch's softmax on CPUs is several times as fast along another than the last dimension
-)
+_NARROW = 16  # classes; for fewer, torch's softmax on CPUs is slow along the last dimension
 _TOGETHER = 2  # what random numbers are for: those of clients that train together
 _COUPLED = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
