@@ -30,8 +30,8 @@ class Accelerator:
     Attributes:
         name: in the catalogue, such as `H100-SXM`.
         kind: torch's type, `cuda` also for AMD's; `cpu` for a core.
-        peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`, `fp8`; 16-bit
-            products are summed in fp32. A precision that the hardware does not have stands there with the peak of the
+        peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `fp4`;
+            16-bit products are summed in fp32. A precision that the hardware does not have stands there with the peak of the
             one that it is computed in.
         memory_bytes: memory of the device.
         memory_bandwidth: bytes per second.
@@ -42,6 +42,13 @@ class Accelerator:
             rate.
         multiprocessors: streaming multiprocessors (compute units) among which the tiles of a product are divided.
         sustained: part of `peak_flops` that lasts within its power, where that binds.
+        generation: of its units for products and attention: `ampere`, `hopper`, `blackwell`, `cdna3`, `tpu`, …; "" if
+            unknown.
+        power_w: watts at full load, its memory's included; None if unknown.
+        host_link: link to its host's memory.
+        host_memory_bytes: memory of its host, for each device.
+        machine: devices of one operating system, where `per_host` counts those of a domain of several; 0: `per_host`.
+        torus: dimensions of the torus that joins its domain; 0: a switch, or links between all.
         sources: for each attribute, or `all`, where the figure is printed.
     """
 
@@ -57,6 +64,12 @@ class Accelerator:
     network: LinkSpec = LinkSpec("network, 100 Gbit/s", 12.5e9, 14e-6)
     multiprocessors: int = 128
     sustained: float = 1.0
+    generation: str = ""
+    power_w: float | None = None
+    host_link: LinkSpec = LinkSpec("PCIe 4 x16", 32e9, 5.7e-6)
+    host_memory_bytes: int = 128 * 2**30
+    machine: int = 0
+    torus: int = 0
 
     @property
     def is_core(self) -> bool:
