@@ -9,36 +9,40 @@ from collections.abc import Iterator
 
 from paceline.job.read.dimensions import Dimensions
 from paceline.trace.model_info import ModelInfo, ParameterShape
+from paceline.trace.weights import Layer, encoder_layers, further_layers, layers, norm, vectors, weights
 
-_Sizes = tuple[tuple[str, tuple[int, ...]], ...]
+_Sizes = tuple[tuple[str, tuple[int, ...], bool], ...]
 
 
 def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
     """Model info like that of a GPT-2 or, if `gated`, of a Llama without biases.
 
-    Llama's norms have no shifts. Its layers are `layers.0`, `layers.1`, …
+    Llama's norms have no shifts. Its layers are `layers.0`, `layers.1`, …, those of an encoder `encoder.0`, …
     """
-    blocks = tuple(f"layers.{layer}" for layer in range(d.layers))
-    layer, outside = _layer(d), dict(_outside(d))
+    stacks = {"encoder": encoder_layers(d), "layers": layers(d), "further": further_layers(d)}
+    blocks = {f"{stack}.{n}": layer for stack, found in stacks.items() for n, layer in enumerate(found)}
+    parameters = {layer: _layer(d, layer) for layer in dict.fromkeys(blocks.values())}
+    outside = dict(_outside(d))
     inside = (
-        ParameterShape(f"{block}.{name}", sizes, True, block, "experts" in name)
-        for block in blocks
-        for name, sizes in layer
+        ParameterShape(f"{block}.{name}", sizes, True, block, expert)
+        for block, layer in blocks.items()
+        for name, sizes, expert in parameters[layer]
     )
-    first, last = (_shapes(outside, names) for names in (("tokens", "positions"), ("norm", "head")))
+    before, after = ("tokens", "positions", "segments", "embedding_norm", "encoder_norm"), ("norm", "head", "pooler")
+    first, last = (_shapes(outside, names) for names in (before, after))
     return ModelInfo(
         modules=(
             "tokens",
             *(("positions",) if d.positions else ()),
-            "layers",
-            *_modules(blocks, layer),
+            *(stack for stack, found in stacks.items() if found),
+            *(name for block, layer in blocks.items() for name in _modules(block, parameters[layer])),
             "norm",
             "head",
         ),
-        blocks=blocks,
+        blocks=tuple(blocks),
         parameters=(*first, *inside, *last),
         tied=(("tokens.weight", "head.weight"),) if d.tied else (),
-        heads=(d.heads,),
+        heads=tuple(dict.fromkeys((d.heads, *((d.mamba.heads,) if d.mamba else ())))),
         key_value_heads=(d.key_value_heads,) if d.key_value_heads != d.heads else (),
         vocabulary=(d.vocab,),
         experts=(d.experts,) if d.experts > 1 else (),
@@ -47,38 +51,40 @@ def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
     )
 
 
-def _layer(d: Dimensions) -> _Sizes:
-    """Parameters of one layer: names and sizes."""
-    narrow = d.hidden // d.heads * d.key_value_heads
-    linear = (("attention.query_key_value", d.hidden + 2 * narrow, d.hidden), ("attention.out", d.hidden, d.hidden))
-    up = (("mlp.gate", "mlp.up") if d.gated else ("mlp.up",), d.feed_forward, d.hidden)
-    feed_forward = (*((name, *up[1:]) for name in up[0]), ("mlp.down", d.hidden, d.feed_forward))
-    experts = tuple(
-        (name.replace("mlp", "mlp.experts"), (d.experts, out, into)) for name, out, into in feed_forward if d.experts
-    )
-    whole = linear if d.experts else (*linear, *feed_forward)
-    router = (("mlp.router.weight", (d.experts, d.hidden)),) if d.experts else ()
+def _layer(d: Dimensions, layer: Layer) -> _Sizes:
+    """Parameters of one layer: names, sizes, and whether they are experts'."""
+    own = weights(d, layer)
     return (
-        *_norm("attention_norm", d),
-        *((f"{name}.weight", (out, into)) for name, out, into in whole),
-        *((f"{name}.bias", (out,)) for name, out, _ in (*linear, *feed_forward) if not d.gated),
-        *_norm("mlp_norm", d),
-        *router,
-        *experts,
+        *((name, (size,), False) for name, size in vectors(d, layer)),
+        *(
+            (f"{weight.name}.weight", (*((weight.experts,) if weight.experts else ()), weight.out, weight.into), True)
+            if weight.experts
+            else (f"{weight.name}.weight", (weight.out, weight.into), False)
+            for weight in own
+        ),
     )
 
 
 def _outside(d: Dimensions) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Parameters outside of all layers."""
     yield "tokens.weight", (d.vocab, d.hidden)
     if d.positions:
-        yield "positions.weight", (d.seq, d.hidden)
-    yield from _norm("norm", d)
+        yield "positions.weight", (d.table, d.hidden)
+    if d.segments:
+        yield "segments.weight", (d.segments, d.hidden)
+        yield from ((name, (size,)) for name, size in norm("embedding_norm", d))
+    if d.encoder_layers:
+        yield from ((name, (size,)) for name, size in norm("encoder_norm", d))
+    yield from ((name, (size,)) for name, size in norm("norm", d))
     if not d.tied:
         yield "head.weight", (d.vocab, d.hidden)
-
-
-def _norm(name: str, d: Dimensions) -> _Sizes:
-    return ((f"{name}.weight", (d.hidden,)), *(() if d.gated else ((f"{name}.bias", (d.hidden,)),)))
+    if d.predicted is not None:
+        yield "head.bias", (d.vocab,)
+        yield "head.dense.weight", (d.hidden, d.hidden)
+        yield "head.dense.bias", (d.hidden,)
+    if d.pooled:
+        yield "pooler.weight", (d.hidden, d.hidden)
+        yield "pooler.bias", (d.hidden,)
 
 
 def _shapes(outside: dict[str, tuple[int, ...]], modules: tuple[str, ...]) -> Iterator[ParameterShape]:
@@ -90,11 +96,9 @@ def _shapes(outside: dict[str, tuple[int, ...]], modules: tuple[str, ...]) -> It
     )
 
 
-def _modules(blocks: tuple[str, ...], layer: _Sizes) -> Iterator[str]:
-    own = dict.fromkeys(part for name, _ in layer for part in _parents(name))
-    for block in blocks:
-        yield block
-        yield from (f"{block}.{name}" for name in own)
+def _modules(block: str, parameters: _Sizes) -> Iterator[str]:
+    yield block
+    yield from (f"{block}.{name}" for name in dict.fromkeys(part for name, *_ in parameters for part in _parents(name)))
 
 
 def _parents(name: str) -> Iterator[str]:

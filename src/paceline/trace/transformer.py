@@ -1,19 +1,24 @@
 """Trace of a transformer from its dimensions alone: no module, no torch.
 
-Counts follow Korthikanti et al. (2022, arXiv:2205.05198).
+Counts follow Korthikanti et al. (2022, arXiv:2205.05198), those of latent attention, mixtures and state spaces the same
+rules: what a kernel reads and writes, and what its backward pass needs again.
 """
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from paceline.job.read.dimensions import Dimensions
 from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
+from paceline.trace.layer_work import Work, work
+from paceline.trace.weights import Layer, Weight, encoder_layers, further_layers, layers, vectors, weights
 
-# 2 norms, 6 products, 3 biases, softmax, 2 residuals, dropout, 4 copies that move heads first and back
-LAYER_KERNELS = 19
 # norm, product, cast, and the cross entropy's maximum, difference, exponential, sums, gather, logarithm
 HEAD_KERNELS = 14
 # with those that prepare the data and the mask
 EMBEDDING_KERNELS = 16
+# of a head for masked tokens besides: gather, product, bias, activation, norm, bias of the vocabulary
+MASKED_KERNELS = 6
 # a mask of one byte beside numbers of two
 MASK = 0.5
 
@@ -24,70 +29,74 @@ def transformer(d: Dimensions) -> ModelTrace:
     Activations saved for the backward pass are those of §4.1: per token and layer `34 + 5 · heads · seq / hidden` times
     `hidden` bytes with two-byte elements, of which tensor parallelism divides `24 + 5 · heads · seq / hidden`.
     """
-    layer = _layer(d)
+    stacks = encoder_layers(d), (*layers(d), *further_layers(d))
+    by_layer = {layer: _layer(d, layer) for layer in dict.fromkeys(stacks[0] + stacks[1])}
+    encoder, decoder = ([by_layer[layer] for layer in stack] for stack in stacks)
     tied = d.vocab * d.hidden if d.tied else 0
-    return ModelTrace((_embedding(d), *([layer] * d.layers), _head(d)), tokens=d.seq, tied=tied)
+    between = (_between(d),) if encoder else ()
+    return ModelTrace((_embedding(d), *encoder, *between, *decoder, _head(d)), tokens=d.seq, tied=tied)
 
 
-def _layer(d: Dimensions) -> BlockTrace:
-    head = d.hidden // d.heads
-    narrow = head * d.key_value_heads  # of keys, and of values
-    squares = float(d.heads) * d.seq * d.seq
-    mask = MASK if d.dropout and not d.gated else 0.0
-    wide = d.feed_forward * (d.top_k if d.experts else 1)
+def active_parameters(d: Dimensions) -> int:
+    """Number of parameters that one token meets: all but those of the experts that it is not sent to."""
+    trace = transformer(d)
+    experts = sum(block.experts for block in trace)
+    return trace.parameters - experts + (experts // d.experts * d.top_k if d.experts else 0)
+
+
+def _layer(d: Dimensions, layer: Layer) -> BlockTrace:
+    tokens = d.source if layer.encodes else d.seq
+    own, done = weights(d, layer), work(d, layer, tokens)
+    parts = Work.total(done)
+    divided = sum(weight.numel for weight in own if weight.divided != "none" and not weight.experts)
+    whole = sum(weight.numel for weight in own if weight.divided == "none")
+    mixture = layer.feed_forward == "mixture"
     return BlockTrace(
-        kind="layer",
-        name="layers",
-        gemms=(
-            Gemm(d.seq, d.hidden + 2 * narrow, d.hidden, divided="n"),
-            Gemm(d.seq, d.seq, head, batch=d.heads, divided="batch", causal=d.causal),
-            Gemm(d.seq, head, d.seq, batch=d.heads, divided="batch", causal=d.causal),
-            Gemm(d.seq, d.hidden, d.hidden, divided="k"),
-            *_feed_forward_gemms(d),
-        ),
-        inside=d.seq * (d.hidden + 2.0 * narrow + 2.0 * d.hidden + (3.0 if d.gated else 2.0) * wide),
-        # two norms read and write, two residuals read two, and a mask, and write one
-        outside=d.seq * d.hidden * (10.0 + 2 * mask),
-        # softmax reads and writes, dropout reads, writes and keeps a mask
-        scores=squares * (4.0 + mask if mask else 2.0),
-        kept_inside=d.seq * (2.0 * d.hidden + 2.0 * narrow + (3.0 if d.gated else 2.0) * wide),
-        kept_outside=d.seq * d.hidden * (4.0 + 2 * mask),
-        kept_scores=squares * (2.0 + mask if mask else 1.0),
-        kernels=LAYER_KERNELS + (1 if d.gated else 0) + (12 if d.experts else 0),
-        matrices=d.hidden * (2 * d.hidden + 2 * narrow) + (0 if d.experts else _matrix(d)),
-        vectors=_vectors(d, narrow),
-        experts=d.experts * _matrix(d),
-        boundary=float(d.seq * d.hidden),
-        reductions=2,
-        keys=2.0 * d.seq * narrow,
-        routed=float(d.seq * d.hidden * d.top_k) if d.experts else 0.0,
+        kind=layer.kind,
+        name="encoder" if layer.encodes else "layers",
+        gemms=_gemms(d, own, done, tokens),
+        inside=parts.inside,
+        outside=parts.outside,
+        scores=parts.scores,
+        kept_inside=parts.kept_inside,
+        kept_outside=parts.kept_outside,
+        kept_scores=parts.kept_scores,
+        kernels=parts.kernels,
+        matrices=divided,
+        vectors=whole + sum(size for _, size in vectors(d, layer)),
+        experts=sum(weight.numel * weight.experts for weight in own),
+        boundary=float(tokens * d.hidden),
+        reductions=1 if d.parallel else layer.parts,
+        keys=parts.keys,
+        routed=float(tokens * (d.expert_hidden or d.hidden) * d.top_k) if mixture else 0.0,
     )
 
 
-def _vectors(d: Dimensions, narrow: int) -> int:
-    """Number of norms' and biases' parameters.
-
-    Gated models are assumed to have no biases and norms without a shift (as Llama's).
-    """
-    if d.gated:
-        return 2 * d.hidden + d.hidden * d.experts
-    return 4 * d.hidden + 3 * d.hidden + 2 * narrow + d.feed_forward + d.hidden * d.experts
-
-
-def _matrix(d: Dimensions) -> int:
-    return d.hidden * d.feed_forward * (3 if d.gated else 2)
-
-
-def _feed_forward_gemms(d: Dimensions) -> tuple[Gemm, ...]:
-    rows = float(d.seq * (d.top_k if d.experts else 1))
-    up = Gemm(rows, d.feed_forward, d.hidden, divided="n", times=2 if d.gated else 1, experts=d.experts)
-    down = Gemm(rows, d.hidden, d.feed_forward, divided="k", experts=d.experts)
-    router = (Gemm(d.seq, d.experts, d.hidden),) if d.experts else ()
-    return (*router, up, down)
+def _gemms(d: Dimensions, own: tuple[Weight, ...], done: dict[str, Work], tokens: int) -> tuple[Gemm, ...]:
+    """Products with weights, those without after the ones that make their operands."""
+    found: list[Gemm] = []
+    for part, of_part in groupby(own, key=lambda weight: weight.name.partition(".")[0]):
+        products = [
+            Gemm(
+                float((d.source if weight.source else tokens) * (d.top_k if weight.experts else 1)),
+                weight.out,
+                weight.into,
+                divided=weight.divided,
+                times=len(list(equal)),
+                experts=weight.experts,
+            )
+            for weight, equal in groupby(of_part, key=lambda weight: weight._replace(name=""))
+        ]
+        squares = done[part].gemms if part in done else ()
+        # the last weight is that of the output
+        found += [*products[:-1], *squares, products[-1]]
+    return tuple(found)
 
 
 def _embedding(d: Dimensions) -> BlockTrace:
-    numbers = float(d.seq * d.hidden)
+    tokens = d.source if d.encoder_layers else d.seq
+    numbers = float(tokens * d.hidden)
+    learned = (d.table + d.segments) * d.hidden + (_norm(d) if d.segments else 0)
     return BlockTrace(
         kind="embedding",
         name="embedding",
@@ -95,26 +104,50 @@ def _embedding(d: Dimensions) -> BlockTrace:
         kept_outside=numbers * MASK,
         kernels=EMBEDDING_KERNELS,
         matrices=d.vocab * d.hidden,
-        vectors=d.seq * d.hidden if d.positions else 0,
+        vectors=learned,
         boundary=numbers,
+        reductions=1,
+    )
+
+
+def _between(d: Dimensions) -> BlockTrace:
+    """The encoder's last norm, and the embedding of the decoder's tokens with the table of the encoder's."""
+    source, tokens = float(d.source * d.hidden), float(d.seq * d.hidden)
+    return BlockTrace(
+        kind="between",
+        name="between",
+        outside=source * 2.0 + tokens * 5.0,
+        kept_outside=source + tokens * MASK,
+        kernels=EMBEDDING_KERNELS // 2,
+        vectors=_norm(d),
+        boundary=tokens + source,
         reductions=1,
     )
 
 
 def _head(d: Dimensions) -> BlockTrace:
     """The last norm, the product with the vocabulary and the loss, computed in four-byte elements."""
-    logits = float(d.seq * d.vocab)
+    predictions = 1 + d.mtp
+    rows = d.seq * (d.predicted or 1.0)
+    logits = float(rows * d.vocab) * predictions
+    dense = (Gemm(rows, d.hidden, d.hidden),) if d.predicted else ()
+    pooler = (Gemm(1.0, d.hidden, d.hidden),) if d.pooled else ()
+    whole = _norm(d) + sum(gemm.n * gemm.k + gemm.n for gemm in (*dense, *pooler))
     return BlockTrace(
         kind="head",
         name="head",
-        gemms=(Gemm(d.seq, d.vocab, d.hidden, divided="n"),),
+        gemms=(*pooler, *dense, Gemm(rows, d.vocab, d.hidden, divided="n", times=predictions)),
         inside=logits * 6.0,
-        outside=d.seq * d.hidden * 3.0,
+        outside=rows * d.hidden * (3.0 + (5.0 if d.predicted else 0.0)),
         kept_inside=logits * 3.0,
-        kept_outside=d.seq * d.hidden * 2.0,
-        kernels=HEAD_KERNELS,
+        kept_outside=rows * d.hidden * (2.0 + (3.0 if d.predicted else 0.0)),
+        kernels=HEAD_KERNELS * predictions + (MASKED_KERNELS if d.predicted else 0) + (4 if d.pooled else 0),
         matrices=d.vocab * d.hidden,
-        vectors=d.hidden if d.gated else 2 * d.hidden,
+        vectors=whole + (d.vocab if d.predicted else 0),
         boundary=float(d.seq),  # the loss of each token
         reductions=1,
     )
+
+
+def _norm(d: Dimensions) -> int:
+    return 2 * d.hidden if d.biased else d.hidden
