@@ -1,4 +1,4 @@
-"""Work of a layer's parts beside the products with weights: attention, state spaces, other kernels, what is kept."""
+"""Work of a layer's parts beside the products with weights, and what is kept."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def work(d: Dimensions, layer: Layer, tokens: int) -> dict[str, Work]:
 
 
 def _residuals(d: Dimensions, layer: Layer, tokens: int) -> Work:
-    """Norms and residuals of all parts: a norm reads and writes, a residual reads two, and a mask, and writes one."""
+    """Norms and residuals of all parts.
+
+    A norm reads and writes, a residual reads two, and a mask, and writes one.
+    """
     mask, parts = _mask(d), layer.parts
     norms = 1 if d.parallel else parts
     adds = 4.0 if d.parallel and parts > 1 else 3.0 * parts
@@ -95,7 +98,10 @@ def _cross_attention(d: Dimensions, tokens: int) -> Work:
 
 
 def _latent_attention(d: Dimensions, tokens: int) -> Work:
-    """Attention with wider queries and keys than values; the two narrow vectors are whole on every rank of tp."""
+    """Attention with wider queries and keys than values.
+
+    The two narrow vectors are whole on every rank of tp.
+    """
     assert d.mla is not None
     wide, values = d.heads * (d.mla.nope + d.mla.rope), d.heads * d.mla.value
     ranks = (d.mla.q_rank or 0) + d.mla.kv_rank
@@ -127,7 +133,10 @@ def _squares(d: Dimensions, tokens: int, seen: int, width: int, values: int, cau
 
 
 def _seen(window: int, tokens: int) -> int:
-    """Mean number of tokens that one sees in a window, in whole tiles: the first tokens see fewer."""
+    """Mean number of tokens that one sees in a window, in whole tiles.
+
+    The first tokens see fewer.
+    """
     if not window or window >= tokens:
         return tokens
     mean = window - window * window / (2 * tokens)

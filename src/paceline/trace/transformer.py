@@ -38,7 +38,10 @@ def transformer(d: Dimensions) -> ModelTrace:
 
 
 def active_parameters(d: Dimensions) -> int:
-    """Number of parameters that one token meets: all but those of the experts that it is not sent to."""
+    """Number of parameters that one token meets.
+
+    Those of the experts that it is not sent to are not counted.
+    """
     trace = transformer(d)
     experts = sum(block.experts for block in trace)
     return trace.parameters - experts + (experts // d.experts * d.top_k if d.experts else 0)
@@ -111,7 +114,10 @@ def _embedding(d: Dimensions) -> BlockTrace:
 
 
 def _between(d: Dimensions) -> BlockTrace:
-    """The encoder's last norm, and the embedding of the decoder's tokens with the table of the encoder's."""
+    """The encoder's last norm, and the embedding of the decoder's tokens.
+
+    Its table is the encoder's.
+    """
     source, tokens = float(d.source * d.hidden), float(d.seq * d.hidden)
     return BlockTrace(
         kind="between",

@@ -1,4 +1,7 @@
-"""Layers of a transformer by its dimensions, and their weights: one list for the trace and for the plan checks."""
+"""Layers of a transformer by its dimensions, and their weights.
+
+The trace and the plan checks read the same list.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,10 @@ def layers(d: Dimensions) -> tuple[Layer, ...]:
 
 
 def further_layers(d: Dimensions) -> tuple[Layer, ...]:
-    """Layers that predict further tokens, each like the last layer with attention and a feed-forward part."""
+    """Layers that predict further tokens.
+
+    Each is like the last layer, with attention and a feed-forward part.
+    """
     last = layers(d)[-1]
     if d.pattern is not None:
         last = Layer("", feed_forward="mixture" if d.experts else "dense")
@@ -101,7 +107,7 @@ def weights(d: Dimensions, layer: Layer) -> tuple[Weight, ...]:
 
 
 def vectors(d: Dimensions, layer: Layer) -> tuple[tuple[str, int], ...]:
-    """Names and sizes of a layer's norms and biases, and of a state space's other vectors."""
+    """Names and sizes of a layer's norms, biases and other vectors."""
     norms = [name for name, there in (("attention", layer.mixer), ("cross_attention", layer.cross)) if there]
     norms += ["mlp"] if layer.feed_forward and not (d.parallel and layer.mixer) else []
     norms += ["embedding", "output"] if layer.joins else []
