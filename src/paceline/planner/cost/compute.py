@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from paceline.cluster.catalogue.hardware import Accelerator
 from paceline.planner.cost import constants
+from paceline.planner.cost.attention import fused_attention_s
 from paceline.planner.cost.layout import BYTES, Layout, Precision
 from paceline.trace.graph import BlockTrace, Gemm
 
@@ -31,6 +33,16 @@ class BlockConfig(NamedTuple):
     floor_s: float
     derating: float
     added_bytes: float
+    products: str
+    # of a step's microbatches, in how many weights are cast to `products`
+    casts: float
+    vector: float
+    expert_ranks: int
+    lora: int
+    overlaps_tp: float
+    overlaps_ep: float
+    node_limit: int
+    ulysses: bool
 
 
 class BlockTime(NamedTuple):
@@ -49,8 +61,18 @@ class BlockTime(NamedTuple):
 def block_config(layout: Layout) -> BlockConfig:
     """The part of a layout that a block's time depends on."""
     framework, device = layout.framework, device_of(layout)
-    floor = max(device.launch_s, constants.LAUNCH_S)
-    adds_up = layout.microbatches > 1 and not (layout.fsdp > 1 and layout.zero == 3)
+    floor = (
+        0.0
+        if framework.graphs or (not device.is_gpu and not device.is_core)
+        else max(device.launch_s, constants.LAUNCH_S)
+    )
+    regathers = layout.fsdp > 1 and layout.zero == 3
+    adds_up = layout.microbatches > 1 and not regathers and not layout.lora
+    low = (
+        layout.products
+        if layout.products in LOW and peak_flops(device, layout.products) > peak_flops(device, "bf16")
+        else ""
+    )
     return BlockConfig(
         device,
         layout.samples,
@@ -67,6 +89,15 @@ def block_config(layout: Layout) -> BlockConfig:
         floor,
         framework.derating,
         3 * layout.gradient_bytes if adds_up else 0.0,
+        low,
+        1.0 if regathers else 1.0 / layout.microbatches,
+        framework.vector,
+        layout.expert_ranks,
+        layout.lora,
+        framework.overlaps_tp,
+        framework.overlaps_ep,
+        framework.node_limit,
+        layout.ulysses,
     )
 
 
@@ -85,38 +116,87 @@ def _cores(core: Accelerator, count: int) -> Accelerator:
 @lru_cache(maxsize=200_000)
 def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     """Times of a block for one microbatch, without communication."""
-    fused = [gemm for gemm in block.gemms if gemm.batch and config.attention]
+    if config.products and block.kind in ("embedding", "head"):
+        config = config._replace(products="")
     weights = [gemm for gemm in block.gemms if not (gemm.batch and config.attention)]
-    attention = sum(_fused_attention_s(gemm, config) for gemm in fused)
+    fused = [_fused_s(gemm, config) for gemm in block.gemms if gemm.batch and config.attention]
+    attention, attention_backward = (sum(times) for times in zip(*fused, strict=True)) if fused else (0.0, 0.0)
     forward = sum(gemm_s(gemm, config) for gemm in weights) + attention
-    backward = sum(gemm_s(gemm, config, backward=True) for gemm in weights) + attention * constants.FUSED_BACKWARD
+    backward = sum(gemm_s(gemm, config, backward=True) for gemm in weights) + attention_backward
     unfused = _softmax_is_unfused(block, config)
     scores = (
         0.0
         if config.attention
         else _pass_s(block.scores / config.tp / config.cp, config) * (constants.UNFUSED_SOFTMAX if unfused else 1)
     )
-    inside = block.inside * (config.loss if block.kind == "head" else 1.0)
-    other = _pass_s(
-        inside / config.tp / config.cp + block.outside / (config.tp if config.sequence else 1) / config.cp, config
-    )
+    other = _other_s(block, config)
     squares = scores + attention + sum(gemm_s(gemm, config) for gemm in weights if gemm.batch)
-    held = block.matrices / config.tp + block.experts / config.tp / config.ep
-    added = held * config.added_bytes / _vector_bandwidth(config.device)
-    kernels = (block.kernels + (constants.UNFUSED_KERNELS if unfused else 0)) * config.kernels
+    added = held_weights(block, config) * config.added_bytes / _vector_bandwidth(config.device)
+    cast, cast_backward = _casts_s(weights, block, config)
+    kernels = _kernels(block, config, unfused)
     starts = kernels * constants.KERNEL_S if config.device.is_gpu else 0.0
     launch = kernels * config.floor_s * (1 + constants.LAUNCH_TP * (config.tp - 1))
     slow = config.derating
     trained = 1.0 if block.trained else 0.0
-    others_backward = constants.VECTOR_BACKWARD * other + constants.SCORES_BACKWARD * scores + added
+    others_backward = constants.VECTOR_BACKWARD * other + constants.SCORES_BACKWARD * scores + added + cast_backward
+    throttled = _throttled(forward + backward, other + scores + cast + others_backward + 3 * starts, 3 * launch, config)
+    forward, backward, squares = forward * throttled, backward * throttled, squares * throttled
     return BlockTime(
-        (forward + other + scores) * slow + starts,
+        (forward + other + scores + cast) * slow + starts,
         ((backward + others_backward) * slow + 2 * starts) * trained,
         squares * slow,
         gemm_s(block.gemms[-1], config) * slow if block.gemms else 0.0,
         launch,
         2 * launch * trained,
     )
+
+
+def _throttled(products_s: float, others_s: float, launch_s: float, config: BlockConfig) -> float:
+    """How much longer products take where their power slows the clock.
+
+    A device that is busy with products all the time keeps `sustained` of its clock; with less to do, more.
+    """
+    if not products_s:
+        return 1.0
+    share = products_s / max(products_s + others_s, launch_s)
+    return 1 / (1 - (1 - config.device.sustained) * share)
+
+
+def held_weights(block: BlockTrace, config: BlockConfig) -> float:
+    """Numbers of weights that one rank has of a block."""
+    divided = config.expert_ranks or config.tp * config.ep
+    return block.matrices / config.tp + block.experts / divided
+
+
+def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
+    """Kernels of a forward pass; casts to low precision come on top of those of the trace."""
+    casts = sum(not gemm.batch for gemm in block.gemms) if config.products else 0
+    adapters = 4 * sum(not gemm.batch for gemm in block.gemms) if config.lora else 0
+    return (block.kernels + casts + adapters + (constants.UNFUSED_KERNELS if unfused else 0)) * config.kernels
+
+
+def _other_s(block: BlockTrace, config: BlockConfig) -> float:
+    """Seconds of the kernels that only read and write, forward, without attention's squares."""
+    head = block.kind == "head"
+    inside = block.inside * (config.loss if head else config.vector)
+    # tokens are ordered by expert and back: read and written, twice
+    outside = (block.outside + 4 * block.routed) * config.vector
+    return _pass_s(inside / config.tp / config.cp + outside / (config.tp if config.sequence else 1) / config.cp, config)
+
+
+def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
+    """Seconds of casts to low precision, forward and backward: inputs and weights, then gradients of results."""
+    if not config.products:
+        return 0.0, 0.0
+    forward = backward = 0.0
+    for gemm in weights:
+        if not gemm.batch:
+            rows = gemm.rows * config.samples / config.cp * gemm.times
+            forward += rows * gemm.k / (config.tp if gemm.divided == "k" else 1)
+            backward += rows * gemm.n / (config.tp if gemm.divided == "n" else 1)
+    forward += held_weights(block, config) * config.casts
+    each = constants.CAST_BYTES / _vector_bandwidth(config.device)
+    return forward * each, backward * each
 
 
 def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
@@ -129,48 +209,46 @@ def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
 def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
     """Seconds of all products of this shape in a microbatch, forward or backward.
 
-    The backward pass has two products for each.
+    The backward pass has two products for each, and one where the weight is not trained.
     """
     rows, n, k = gemm.rows / config.cp, float(gemm.n), float(gemm.k)
-    times = float(gemm.times)
+    times, tp = float(gemm.times), config.tp
     if gemm.batch:
-        times *= gemm.batch * config.samples / (config.tp if gemm.divided != "none" else 1)
+        times *= gemm.batch * config.samples / (tp if gemm.divided != "none" else 1)
     elif gemm.experts:
-        rows *= config.samples * config.ep / gemm.experts
-        times *= gemm.experts / config.ep
+        among = config.expert_ranks or config.ep
+        # with experts whole on some of the ranks of tp, each of these has its part of the tokens
+        rows *= config.samples * among / gemm.experts / (tp if config.expert_ranks else 1)
+        times *= gemm.experts / among
+        tp = 1 if config.expert_ranks else tp
     else:
         rows *= config.samples
     if gemm.divided == "n":
-        n /= config.tp
+        n /= tp
     elif gemm.divided == "k":
-        k /= config.tp
-    if gemm.batch:
-        if backward:
-            return _both(config, rows, n, k, times)
-        return product_s(config.device, config.precision, rows, n, k, times)
-    many = times if gemm.experts else 1.0
-    repeated = 1.0 if gemm.experts else times
-    if backward:
-        return repeated * _both(config, rows, n, k, many)
-    return repeated * product_s(config.device, config.precision, rows, n, k, many)
-
-
-def _both(config: BlockConfig, rows: float, n: float, k: float, many: float) -> float:
-    """Seconds of the products for the gradients of both operands."""
-    device, precision = config.device, config.precision
-    return product_s(device, precision, rows, k, n, many) + product_s(device, precision, n, k, rows, many)
+        k /= tp
+    many = times if gemm.batch or gemm.experts else 1.0
+    repeated = times / many
+    precision: str = config.precision if gemm.batch else config.products or config.precision
+    if not backward:
+        return repeated * product_s(config.device, precision, rows, n, k, many)
+    inputs = product_s(config.device, precision, rows, k, n, many)
+    if config.lora and not gemm.batch:
+        return repeated * inputs
+    return repeated * (inputs + product_s(config.device, precision, n, k, rows, many))
 
 
 @lru_cache(maxsize=100_000)
-def product_s(device: Accelerator, precision: Precision, m: float, n: float, k: float, many: float = 1.0) -> float:
+def product_s(device: Accelerator, precision: str, m: float, n: float, k: float, many: float = 1.0) -> float:
     """Seconds of `many` equal products (m × k) · (k × n) at once, bound by arithmetic or memory.
 
     The result is cut into tiles; multiprocessors take one each, in waves, the last of which may be almost empty. Of the
     sizes of tiles that libraries have, the fastest is taken.
     """
-    size = BYTES[precision]
-    moved = many * (m * k + k * n + m * n) * size / _vector_bandwidth(device)
-    alignment = _alignment(n, k, size)
+    low = precision in LOW
+    size = constants.LOW_BYTES[precision] if low else BYTES[precision]
+    moved = many * ((m * k + k * n) * size + m * n * (2 if low else size)) / _vector_bandwidth(device)
+    alignment = 1.0 if low else _alignment(n, k, int(size))
     if not device.is_gpu:
         return max(2 * m * n * k * many / (peak_flops(device, precision) * constants.GEMM_TOP), moved)
     if alignment is None and size == 2 and many > 1:
@@ -179,8 +257,7 @@ def product_s(device: Accelerator, precision: Precision, m: float, n: float, k: 
     each = (
         peak_flops(device, precision)
         * constants.GEMM_TOP
-        * device.sustained
-        * (alignment or constants.UNALIGNED)
+        * (constants.LOW_TOP[precision] if low else alignment or constants.UNALIGNED)
         / units
     )
     fastest = float("inf")
@@ -193,20 +270,31 @@ def product_s(device: Accelerator, precision: Precision, m: float, n: float, k: 
     return max(fastest, moved)
 
 
-def peak_flops(device: Accelerator, precision: Precision) -> float:
+# precisions of products that are lower than 16 bits, and the peak that each uses
+LOW = {"fp8": "fp8", "fp8-row": "fp8", "fp8-block": "fp8", "mxfp8": "fp8", "fp4": "fp4"}
+_WIDER = {
+    "fp4": ("fp8", "bf16"),
+    "fp8": ("bf16", "fp16"),
+    "bf16": ("fp16", "fp32"),
+    "fp16": ("fp32",),
+    "tf32": ("fp32",),
+}
+
+
+def peak_flops(device: Accelerator, precision: str) -> float:
     """Peak FLOP/s of a precision, or of the next wider one."""
-    for name in (precision, *{"bf16": ("fp16", "fp32"), "fp16": ("fp32",), "tf32": ("fp32",)}.get(precision, ())):
+    precision = LOW.get(precision, precision)
+    for name in (precision, *_WIDER.get(precision, ())):
         if name in device.peak_flops:
             return device.peak_flops[name]
     return min(device.peak_flops.values())
 
 
-def _fused_attention_s(gemm: Gemm, config: BlockConfig) -> float:
-    """Seconds of one of attention's two products inside a fused kernel. The kernel skips what a causal mask hides."""
-    flops = gemm.flops * config.samples / config.cp / config.tp * (0.5 if gemm.causal else 1.0)
-    length = gemm.rows
-    reached = constants.FUSED_ATTENTION[min(config.attention, 2)] * length / (length + constants.FUSED_ATTENTION_HALF)
-    return flops / (peak_flops(config.device, config.precision) * reached)
+def _fused_s(gemm: Gemm, config: BlockConfig) -> tuple[float, float]:
+    """Seconds of one of attention's products in a fused kernel, forward and backward."""
+    ranks = config.cp * (config.tp if gemm.divided != "none" else 1)
+    peak = peak_flops(config.device, config.precision)
+    return fused_attention_s(gemm, config.device, config.attention, peak, config.samples, ranks)
 
 
 def _alignment(n: float, k: float, size: int) -> float | None:

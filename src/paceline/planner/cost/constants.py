@@ -7,8 +7,8 @@ one table of runs. The others are properties of the hardware, with the source.
 from __future__ import annotations
 
 # Matrix products
-# of the peak, what a large product reaches on an A100 within its power: 250 TFLOP/s
-GEMM_TOP = 0.80
+# of the peak, what a large product reaches while power does not slow the clock
+GEMM_TOP = 0.93
 # fitted: starting and ending a tile takes as long as so many steps of its inner loop
 GEMM_START_K = 16
 # of the result, and how well each uses a multiprocessor
@@ -22,12 +22,13 @@ UNALIGNED = 0.254  # fitted: below 16 bytes
 # below 16 bytes, many small products do not use tensor cores: this of the fp32 peak
 UNALIGNED_BATCH = 0.9
 
-# Attention in one kernel: of the peak, forward and backward together, long sequences (Dao, 2023, arXiv:2307.08691,
-# figures 4 to 6)
-FUSED_ATTENTION = {1: 0.30, 2: 0.56}
-# the length of a sequence at which half of that is reached
-FUSED_ATTENTION_HALF = 400.0
-FUSED_BACKWARD = 2.5  # five products instead of two
+# Products in less than 16 bits: of what 16-bit ones reach of their peak, by how they are scaled. fp8 of whole tensors and
+# of rows are measured (tables/operations_h100.csv: 1,320 and 1,150 TFLOP/s of 1,979, bf16 706 of 989); others assumed
+LOW_TOP = {"fp8": 0.94, "fp8-row": 0.82, "fp8-block": 0.80, "mxfp8": 0.90, "fp4": 0.75}
+# bytes of a number with its scales
+LOW_BYTES = {"fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "fp4": 0.56}
+# bytes moved for each number that is cast: read, and written for two layouts
+CAST_BYTES = 4.0
 
 # Kernels that only read and write
 # fitted: of the memory's bandwidth
@@ -59,10 +60,17 @@ STEP_S = 0.001
 LINK_TOP_INSIDE = 0.713
 LINK_TOP_BETWEEN = 0.80  # the same between hosts
 COLLECTIVE_S = 3.21e-05  # fitted: to start one
+# ranks along one dimension of a torus
+TORUS_SIDE = 16
+# of what ranks send to experts on average, what the busiest one gets (Megatron Core's benchmarks balance by force: 1.0)
+EXPERT_IMBALANCE = 1.0
 # of the time of bytes that travel while a device computes, how much longer that takes (Galvatron's overlap_coe)
 CONTENTION = 0.126
 # fitted: to hand a microbatch from one stage to the next, beside the link
 PIPELINE_S = 0.000537
+
+# bytes per second of a host's memory, for each device: 8 to 12 channels of DDR5 on two sockets among 8, at two thirds
+HOST_MEMORY_EACH = 50e9
 
 # Failures and checkpoints: assumed, as nothing measures a cluster's storage
 # bytes per second of a host, to and from the storage of checkpoints

@@ -82,7 +82,15 @@ def _catalogue_inputs(layout: Layout) -> StepInputs:
     return StepInputs(
         times=times,
         hop_s=hop,
-        whole_s=pipeline_s(times.forwards, times.backwards, layout.microbatches, hop, layout.pp, layout.schedule),
+        whole_s=pipeline_s(
+            times.forwards,
+            times.backwards,
+            layout.microbatches,
+            hop,
+            layout.pp,
+            layout.schedule,
+            layout.framework.overlaps_hops,
+        ),
         fsdp_s=_fsdp_s(layout, times.slowest),
         dp_s=_dp_s(layout, times.slowest),
         optimizer_s=_optimizer_s(layout, times.slowest),
@@ -91,12 +99,16 @@ def _catalogue_inputs(layout: Layout) -> StepInputs:
 
 
 def _fsdp_s(layout: Layout, slow: StageCost) -> float:
-    """FSDP all-gather and reduce-scatter time that compute cannot overlap, in seconds."""
+    """FSDP all-gather and reduce-scatter time that compute cannot overlap, in seconds.
+
+    Each block is gathered and scattered by itself, with the latency of its group; the next one's is prefetched.
+    """
     if layout.fsdp == 1:
         return 0.0
     link = link_path(layout, "fsdp")
-    gathered = gather_s(slow.parameters * min(layout.parameter_bytes, layout.number_bytes), link)
-    scattered = gather_s(slow.parameters * layout.sync_bytes, link)
+    trained = _trained(layout, slow)
+    gathered = gather_s(slow.parameters * min(layout.parameter_bytes, layout.number_bytes), link, slow.blocks)
+    scattered = gather_s(trained * layout.sync_bytes, link, slow.blocks)
     one = exposed_s(scattered, slow.backward) + scattered / slow.blocks
     # pipelines gather and scatter once a step, for every `zero`
     if layout.pp > 1 or layout.zero == 1:
@@ -108,30 +120,80 @@ def _fsdp_s(layout: Layout, slow: StageCost) -> float:
     return layout.microbatches * (forward + backward)
 
 
+def _trained(layout: Layout, slow: StageCost) -> float:
+    """Numbers of a rank's trained parameters; adapters have two narrow matrices for each wide one."""
+    if not layout.lora:
+        return slow.parameters
+    width = max(block.boundary / layout.trace.tokens for block in layout.trace.blocks)
+    return slow.parameters * min(2 * layout.lora / width, 1.0)
+
+
 def _dp_s(layout: Layout, slow: StageCost) -> float:
-    """Time of the gradients' all-reduce that the last backward pass cannot overlap."""
+    """Time of the gradients' all-reduce that the last backward pass cannot overlap.
+
+    Where each replica updates a part (`zero_dp`), it is a reduce-scatter, and an all-gather of the new parameters.
+    """
     if layout.dp == 1:
         return 0.0
-    shared = slow.parameters / layout.fsdp
+    shared = _trained(layout, slow) / layout.fsdp
     if layout.servers:
         up, down = exchanged(layout, shared)
         up_s, down_s = send_s(up * layout.sync_bytes, layout, "dp"), send_s(down * layout.gradient_bytes, layout, "dp")
         apply_s = _optimizer_s(layout, slow) * up / shared
         joined = 2 * joined_s(layout, shared, lambda nbytes, axis: send_s(nbytes, layout, axis))
         return joined + served_s(layout, up_s, down_s, slow.forward + slow.backward, apply_s)
-    seconds = all_reduce_s(shared * layout.sync_bytes, link_path(layout, "dp")) / layout.sync_every
-    if not layout.framework.overlaps_gradients:
-        return seconds
-    return exposed_s(seconds, slow.backward) + seconds / slow.blocks
+    path, framework = link_path(layout, "dp"), layout.framework
+    shared -= _with_fewer_copies(layout, slow)
+    if not layout.zero_dp:
+        seconds = all_reduce_s(shared * layout.sync_bytes, path) / layout.sync_every
+        if not framework.overlaps_gradients:
+            return seconds
+        return exposed_s(seconds, slow.backward) + seconds / slow.blocks
+    reduced, gathered = (
+        gather_s(shared * size, path) / layout.sync_every
+        for size in (layout.sync_bytes, min(layout.parameter_bytes, layout.number_bytes))
+    )
+    total = 0.0
+    for seconds, hidden, behind in (
+        (reduced, framework.overlaps_gradients, slow.backward),
+        (gathered, framework.overlaps_parameters, slow.forward),
+    ):
+        total += exposed_s(seconds, behind) + seconds / slow.blocks if hidden else seconds
+    return total
+
+
+def _with_fewer_copies(layout: Layout, slow: StageCost) -> float:
+    """Numbers of experts that fewer ranks than dp have copies of, as part of what dp sums."""
+    if not layout.expert_ranks or not slow.experts:
+        return 0.0
+    among = layout.ranks / layout.pp / layout.expert_ranks
+    return slow.experts / layout.fsdp if among < 2 else 0.0
 
 
 def _optimizer_s(layout: Layout, slow: StageCost) -> float:
     """Time to read and write parameters, gradients and the optimizer's state once."""
     shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
+    numbers = _trained(layout, slow) / shards
+    if layout.expert_ranks and layout.zero_dp and slow.experts:
+        among = max(layout.ranks / layout.pp / layout.expert_ranks, 1.0)
+        numbers += slow.experts / layout.fsdp * (1 / among - 1 / layout.dp)
     each = constants.OPTIMIZER_PASSES * (
         2 * layout.parameter_bytes + 2 * layout.gradient_bytes + 2 * layout.optimizer_bytes
     )
-    return slow.parameters / shards * each / (device_of(layout).memory_bandwidth * constants.VECTOR_TOP)
+    if layout.offload and not layout.machines.device.is_core:
+        return _on_host_s(layout, numbers)
+    return numbers * each / (device_of(layout).memory_bandwidth * constants.VECTOR_TOP)
+
+
+def _on_host_s(layout: Layout, numbers: float) -> float:
+    """Time of an update in the host's memory: gradients go there, new parameters come back.
+
+    The host's processors read and write the state (as ZeRO-Offload's Adam, arXiv:2101.06840); its memory is shared.
+    """
+    device = layout.machines.device
+    travel_s = numbers * max(layout.gradient_bytes, layout.number_bytes) / device.host_link.bandwidth
+    state = numbers * (2 * layout.parameter_bytes + layout.gradient_bytes + 2 * layout.optimizer_bytes)
+    return max(2 * travel_s, state / constants.HOST_MEMORY_EACH) + travel_s
 
 
 # fraction of activations that every rank of tp keeps whole: norms, residuals, inputs of matrices

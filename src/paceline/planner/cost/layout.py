@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+# Precision of products with weights, where it is lower than that of activations: scales for a tensor, a row, a block
+# of 128 × 128, or 32 numbers in hardware (OCP MX, 2023).
+Products = Literal["", "fp8", "fp8-row", "fp8-block", "mxfp8", "fp4"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,14 @@ class FrameworkProfile:
         name: such as `paceline`, `Megatron-LM`, `Megatron-DeepSpeed`, `FSDP`.
         derating: multiplies all compute times.
         overlaps_gradients: True if gradients are reduced during the backward pass.
+        overlaps_parameters: True if parameters that ZeRO-1 updates in parts are gathered during the next forward pass.
+        overlaps_tp, overlaps_ep: part of the traffic of tensor and expert parallelism that products hide.
+        overlaps_hops: True if stages of a pipeline send while they compute.
         flash: True if attention is one fused kernel that does not store its scores.
-        attention: the generation of that kernel: FlashAttention 1, or 2 and later.
+        attention: the generation of that kernel: FlashAttention 1, 2, or 3 (also cuDNN's since 9.0).
+        vector: memory traffic of kernels beside products, relative to the trace's; below 1 if more are fused.
+        graphs: True if kernels are replayed as graphs, without Python.
+        node_limit: hosts that a token's experts are on, at most; 0: as chance has it. A token is sent to each once.
         loss: memory traffic of its loss over a vocabulary, relative to torch's.
         kernels: number of kernels launched for each of the trace's; above 1 if it is less fused.
         softmax_of: its fused softmax needs a multiple of so many score matrices; for other numbers it takes several
@@ -45,6 +54,13 @@ class FrameworkProfile:
     name: str = "paceline"
     derating: float = 1.0
     overlaps_gradients: bool = True
+    overlaps_parameters: bool = True
+    overlaps_tp: float = 0.0
+    overlaps_ep: float = 0.0
+    overlaps_hops: bool = False
+    vector: float = 1.0
+    graphs: bool = False
+    node_limit: int = 0
     flash: bool = True
     attention: int = 2
     loss: float = 1.0
@@ -63,6 +79,7 @@ class Machines:
         hosts: number of hosts.
         per_host: devices of each.
         between: link between hosts, in bytes per second of *one device* (a host's divided by its devices).
+        oversubscription: how many times less bandwidth groups have that span more than `oversubscribed_beyond` hosts.
         speeds: each host's speed relative to `device`, if they differ; else ().
         memory_bytes: memory of one device that a job may use; None: the catalogue's.
     """
@@ -77,6 +94,8 @@ class Machines:
     price_per_hour: float | None = None
     # what was measured here; it goes before the catalogue
     calibration: Calibration | None = None
+    oversubscription: float = 1.0
+    oversubscribed_beyond: int = 1
 
     @property
     def devices(self) -> int:
@@ -103,6 +122,11 @@ class Layout:
         servers: parameter servers that sum gradients, or, where `served`, own the parameters; 0: replicas sum by
             themselves.
         order: axes, beginning with those whose ranks are nearest.
+        products: precision of products with weights inside layers, if lower than `precision`.
+        expert_ranks: ranks that a layer's experts are divided among whole, where that is not `ep` (Megatron Core's
+            folding, arXiv:2504.14960: they may be ranks of dp and tp); 0: `ep`, and tp divides each expert.
+        ulysses: True if cp exchanges heads for tokens (arXiv:2309.14509) instead of passing keys around.
+        lora: rank of adapters that are trained in place of the weights; 0: the weights are.
     """
 
     trace: ModelTrace
@@ -138,6 +162,10 @@ class Layout:
     transport: str = "auto"  # between ranks on CPUs
     # the optimizer's update as one kernel
     fused: bool = False
+    products: Products = ""
+    expert_ranks: int = 0
+    ulysses: bool = False
+    lora: int = 0
 
     @property
     def ranks(self) -> int:

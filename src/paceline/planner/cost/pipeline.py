@@ -12,7 +12,13 @@ from paceline.planner.cost.traffic import send_s
 
 
 def pipeline_s(
-    forwards: Sequence[float], backwards: Sequence[float], microbatches: int, hop_s: float, ranks: int, schedule: str
+    forwards: Sequence[float],
+    backwards: Sequence[float],
+    microbatches: int,
+    hop_s: float,
+    ranks: int,
+    schedule: str,
+    overlaps: bool = False,
 ) -> float:
     """Seconds from the first microbatch's start to the last gradient's end.
 
@@ -29,7 +35,7 @@ def pipeline_s(
     if schedule == "zero-bubble":
         # the weights' gradients, a third of the work, fill it (Qi et al., 2023, arXiv:2401.10241)
         fill /= 3
-    hops = 2 * (ranks - 1) + (microbatches - 1) * chunks
+    hops = 2 * (ranks - 1) + (0 if overlaps else (microbatches - 1) * chunks)
     return microbatches * max(busy) + fill + hops * hop_s
 
 

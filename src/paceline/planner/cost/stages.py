@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from paceline.partition import contiguous
 from paceline.planner.cost import constants
-from paceline.planner.cost.compute import BlockConfig, BlockTime, block_config, block_time
+from paceline.planner.cost.compute import BlockConfig, BlockTime, block_config, block_time, held_weights
 from paceline.planner.cost.layout import BYTES, Layout
-from paceline.planner.cost.traffic import LinkPath, all_reduce_s, all_to_all_s, gather_s, link_path
+from paceline.planner.cost.traffic import LinkPath, all_reduce_s, all_to_all_s, expert_path, gather_s, link_path
 from paceline.trace.graph import BlockTrace, ModelTrace
 
 
@@ -35,6 +35,8 @@ class StageCost(NamedTuple):
     ep_s: float = 0.0
     # on one rank, before fsdp
     parameters: float = 0.0
+    # of experts among these
+    experts: float = 0.0
     blocks: float = 0.0
     # compute time of the head beyond its launch time; nothing else is left to launch then
     tail_forward_s: float = 0.0
@@ -117,7 +119,7 @@ def stages(layout: Layout) -> tuple[StageCost, ...]:
 
 def stage_times(layout: Layout) -> StageTimes:
     """Stage costs, and the rank that all others wait for; cached, since searches repeat them."""
-    paths = link_path(layout, "tp"), link_path(layout, "cp"), link_path(layout, "ep")
+    paths = link_path(layout, "tp"), link_path(layout, "cp"), expert_path(layout)
     return _stage_times(layout.trace, block_config(layout), layout.remat, *paths, layout.pp, layout.chunks, layout.cut)
 
 
@@ -179,15 +181,10 @@ def block_cost(
     again, launch_again, reductions = _again(block, time, remat if layer else "none", config.stops_early)
     number_bytes = BYTES[config.precision]
     width = config.samples / config.cp * number_bytes
-    reduced = all_reduce_s(block.boundary * width, tp_path)
-    keys = (
-        (block.keys / config.tp or 2 * block.boundary) * config.samples * number_bytes
-        if config.cp > 1 and layer
-        else 0.0
-    )
-    routed = all_to_all_s(block.routed * width, ep_path)
+    reduced = _shown(all_reduce_s(block.boundary * width, tp_path), config.overlaps_tp)
+    routed = _routed_s(block, config, ep_path) if block.routed else 0.0
     trained = 1 if block.trained else 0
-    held = block.matrices / config.tp + block.vectors + block.experts / config.tp / config.ep
+    experts = block.experts / (config.expert_ranks or config.tp * config.ep)
     return StageCost(
         time.forward_s,
         time.backward_s,
@@ -196,13 +193,40 @@ def block_cost(
         time.launch_backward_s + launch_again,
         block.reductions * reduced,
         trained * (block.reductions + reductions) * reduced,
-        exposed_s(3 * gather_s(keys, cp_path), 3.5 * time.scores_s),
-        6 * routed,
-        held,
+        _context_s(block, config, time, cp_path) if config.cp > 1 and layer else 0.0,
+        (6 if remat == "block" else 4) * routed,
+        held_weights(block, config) + block.vectors,
+        experts,
         1.0,
         0.0 if layer else max(time.forward_s - time.launch_forward_s, 0.0),
         0.0 if layer else max(time.backward_s - time.launch_backward_s, 0.0),
     )
+
+
+def _shown(travel_s: float, hidden: float) -> float:
+    """Communication time that is left where products hide a part of it and slow down."""
+    return travel_s * (1 - hidden + constants.CONTENTION * hidden)
+
+
+def _routed_s(block: BlockTrace, config: BlockConfig, path: LinkPath) -> float:
+    """Exposed seconds of sending a microbatch's tokens to experts, or back."""
+    sent = block.routed * config.samples / config.cp * BYTES[config.precision]
+    if config.sequence or config.expert_ranks:
+        sent /= config.tp
+    copies = block.routed / block.boundary if block.boundary else 1.0
+    travel_s = all_to_all_s(sent * constants.EXPERT_IMBALANCE, path, copies, config.node_limit)
+    return _shown(travel_s, config.overlaps_ep)
+
+
+def _context_s(block: BlockTrace, config: BlockConfig, time: BlockTime, path: LinkPath) -> float:
+    """Exposed seconds of context parallelism: keys and values around a ring, or heads exchanged for tokens."""
+    each = config.samples * BYTES[config.precision]
+    if config.ulysses:
+        keys = block.keys or 2 * block.boundary
+        exchanged = (2 * block.boundary + keys) / config.tp / config.cp * each
+        return 2 * all_to_all_s(exchanged, path)
+    keys = (block.keys / config.tp or 2 * block.boundary) * each
+    return exposed_s(3 * gather_s(keys, path), 3.5 * time.scores_s)
 
 
 def exposed_s(travel_s: float, compute_s: float) -> float:

@@ -1,0 +1,110 @@
+"""Frameworks that others train with, as profiles of the cost model.
+
+How each works, from its documentation and code; `derating` alone is fitted (`benchmarks/published_fit.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.planner.cost.layout import FrameworkProfile, Layout
+
+MEGATRON_ORDER = ("tp", "ep", "cp", "fsdp", "dp", "pp")  # pp's neighbours are the farthest
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework's profile, and the state that it keeps of each parameter, in bytes.
+
+    Attributes:
+        full: True if parameters are kept in fp32 and cast (autocast), not in 16 bits with a master copy.
+        gradient_bytes, sync_bytes: of gradients as they are kept and sent, where parameters have 16 bits.
+        order: axes, beginning with those whose ranks are nearest.
+    """
+
+    profile: FrameworkProfile
+    full: bool = False
+    gradient_bytes: float = 2.0
+    sync_bytes: float = 2.0
+    order: tuple[str, ...] = Layout.order
+
+    @property
+    def name(self) -> str:
+        """Name of the profile."""
+        return self.profile.name
+
+    def laid_out(self, layout: Layout, *, fp32_gradients: bool = False, pure: bool = False) -> Layout:
+        """A layout with this framework's profile, its order of ranks, and its bytes for each parameter.
+
+        Args:
+            fp32_gradients: gradients are added up, and sent, in four bytes.
+            pure: gradients are sent in 16 bits whatever is kept.
+        """
+        layout = replace(layout, framework=self.profile, order=self.order)
+        if layout.precision in ("fp32", "tf32", "fp64") or self.full:
+            size = 8.0 if layout.precision == "fp64" else 4.0
+            return replace(
+                layout, parameter_bytes=size, gradient_bytes=size, optimizer_bytes=2 * size, sync_bytes=self._sent(size)
+            )
+        kept = 4.0 if fp32_gradients else self.gradient_bytes
+        sent = 2.0 if pure else 4.0 if fp32_gradients else self.sync_bytes
+        return replace(layout, parameter_bytes=2.0, gradient_bytes=kept, optimizer_bytes=12.0, sync_bytes=sent)
+
+    def _sent(self, size: float) -> float:
+        return min(size, self.sync_bytes) if self.full else size
+
+
+_MEGATRON = FrameworkProfile(
+    overlaps_gradients=False, overlaps_parameters=False, flash=False, softmax_of=4, stops_early=False
+)
+_EAGER = replace(_MEGATRON, loss=2.5, kernels=5.5)
+# Megatron-LM of 2021 to 2022, and DeepSpeed's copy, whose kernels are fused less
+MEGATRON_DEEPSPEED = Framework(replace(_EAGER, name="Megatron-DeepSpeed"), order=MEGATRON_ORDER)
+MEGATRON_LM = Framework(
+    replace(_MEGATRON, name="Megatron-LM", loss=2.0, kernels=2.0, scatters_hops=True), order=MEGATRON_ORDER
+)
+# Megatron Core with Transformer Engine: cuDNN's attention, traffic of all kinds overlapped
+MEGATRON_CORE = Framework(
+    FrameworkProfile(
+        "Megatron Core",
+        attention=3,
+        loss=1.5,
+        kernels=1.5,
+        overlaps_hops=True,
+        scatters_hops=True,
+        stops_early=False,
+    ),
+    gradient_bytes=4.0,
+    sync_bytes=4.0,
+    order=MEGATRON_ORDER,
+)
+DEEPSPEED = Framework(FrameworkProfile("DeepSpeed", kernels=2.0, stops_early=False))
+FSDP = Framework(FrameworkProfile("FSDP", kernels=1.5), full=True)
+COMPOSER = Framework(FrameworkProfile("Composer FSDP", kernels=1.5), full=True)
+TORCHTITAN = Framework(FrameworkProfile("torchtitan", kernels=2.0, vector=1.6), full=True)
+# torch.compile fuses what only reads and writes
+TORCHTITAN_COMPILED = Framework(FrameworkProfile("torchtitan, compiled", kernels=0.7, vector=0.9), full=True)
+DDP = Framework(FrameworkProfile("DDP", flash=False, kernels=1.5), full=True)
+HOROVOD = Framework(
+    FrameworkProfile("TensorFlow with Horovod", flash=False, kernels=1.0), full=True
+)
+PADDLE = Framework(FrameworkProfile("PaddlePaddle Fleet", flash=False, kernels=1.2), full=True)
+ONEFLOW = Framework(FrameworkProfile("LiBai (OneFlow)", flash=False, kernels=1.0), full=True)
+MAXTEXT = Framework(FrameworkProfile("MaxText (XLA)", kernels=0.7, vector=0.8, graphs=True), full=True)
+OTHER = Framework(FrameworkProfile("other"))
+FRAMEWORKS = (
+    MEGATRON_DEEPSPEED,
+    MEGATRON_LM,
+    MEGATRON_CORE,
+    DEEPSPEED,
+    FSDP,
+    COMPOSER,
+    TORCHTITAN,
+    TORCHTITAN_COMPILED,
+    DDP,
+    HOROVOD,
+    PADDLE,
+    ONEFLOW,
+    MAXTEXT,
+    OTHER,
+)

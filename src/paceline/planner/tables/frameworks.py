@@ -1,0 +1,61 @@
+"""Framework of a table's row, by what it says of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from paceline.cluster.catalogue.hardware import Accelerator
+from paceline.planner.cost import frameworks as known
+from paceline.planner.cost.frameworks import Framework
+from paceline.planner.tables.cells import Cells
+
+# In the order in which they are tried
+_NAMES: tuple[tuple[str, Framework], ...] = (
+    (r"titan.*(?:compile|float8|async)", known.TORCHTITAN_COMPILED),
+    (r"titan", known.TORCHTITAN),
+    (r"maxtext|pax|\bjax|xla|paxml|praxis|levanter|t5x", known.MAXTEXT),
+    (r"megatron-deepspeed|megatron.deepspeed", known.MEGATRON_DEEPSPEED),
+    (r"deepspeed", known.DEEPSPEED),
+    (r"composer|llm-foundry", known.COMPOSER),
+    (r"libai|oneflow", known.ONEFLOW),
+    (r"paddle", known.PADDLE),
+    (r"horovod|\btf\b|tensorflow", known.HOROVOD),
+    (r"fsdp|pytorch 2|lit-?gpt|olmo|lightning|meta internal|nanotron", known.FSDP),
+    (r"ddp|apex|mxnet|dali", known.DDP),
+)
+_MODERN = re.compile(r"core|nemo|bridge|transformer ?engine|\bdev\b|h[12]\d\d|b[23]00|mi3\d\d", re.IGNORECASE)
+_FLASH = re.compile(r"(?<!no )flash(?!\w* not)|transformer_engine|xformers|sdpa|splash", re.IGNORECASE)
+
+
+def framework_of(cells: Cells, device: Accelerator) -> Framework:
+    """The framework of a row, with what the row says of its attention and its launches."""
+    name, notes = cells.get("framework", ""), cells.get("notes", "")
+    found = _by_name(cells, device)
+    profile = found.profile
+    if device.generation in ("pascal", "volta", "turing") and profile.flash:
+        profile = replace(profile, flash=False)  # FlashAttention needs Ampere
+    elif not profile.flash and _FLASH.search(f"{name} {notes}"):
+        profile = replace(profile, flash=True, attention=2)
+    elif re.search(r"no flash|flash\w* off|without flash", notes, re.IGNORECASE):
+        profile = replace(profile, flash=False)
+    if re.search(r"LAUNCH_BLOCKING=1", notes):
+        profile = replace(profile, blocking=True)
+    if re.search(r"async ?tp|userbuffers|tp-comm-overlap=True", f"{name} {notes}", re.IGNORECASE):
+        profile = replace(profile, overlaps_tp=known.OVERLAPPED_TP)
+    return replace(found, profile=profile)
+
+
+def _by_name(cells: Cells, device: Accelerator) -> Framework:
+    name = cells.get("framework", "").lower()
+    for pattern, framework in _NAMES:
+        if re.search(pattern, name):
+            return framework
+    if "megatron" in name or "nemo" in name:
+        about = f"{name} {cells.get('gpu', '')} {cells.get('notes', '')}"
+        return known.MEGATRON_CORE if _MODERN.search(about) else known.MEGATRON_LM
+    if "fsdp" in cells.get("zero_fsdp", "").lower():
+        return known.FSDP
+    if "ddp" in cells.get("zero_fsdp", "").lower():
+        return known.DDP
+    return known.MAXTEXT if device.kind == "tpu" else known.OTHER
