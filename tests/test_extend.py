@@ -89,7 +89,7 @@ def seen(installed: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         "engine": ENGINE.format(port=free_port()),
         "train": TRAIN,
         "refused": REFUSED,
-        "device": COMMAND.format(arguments=["plan", "sizes.yaml", "--cluster", "2x8xH20"]),
+        "device": COMMAND.format(arguments=["plan", "sizes.yaml", "--cluster", "2x8xRTX-6000-Ada"]),
         "tracker": LOOP,
         "panel": COMMAND.format(arguments=["report", "dp=2"]),
     }
@@ -289,9 +289,9 @@ def test_processes_of_an_engine_from_a_package_train_as_its_ranks(runs: Path) ->
 
 
 def test_a_plan_is_made_for_a_device_from_a_package(runs: Path, said: dict[str, list[str]]) -> None:
-    assert "H20" in "".join(said["device"])
-    unknown = paceline("plan", "sizes.yaml", "--cluster", "2x8xH20", folder=runs)
-    assert '"H20" is not in the catalogue of hardware. The nearest there: H200' in unknown.error
+    assert "RTX-6000-Ada" in "".join(said["device"])
+    unknown = paceline("plan", "sizes.yaml", "--cluster", "2x8xRTX-6000-Ada", folder=runs)
+    assert '"RTX-6000-Ada" is not in the catalogue of hardware. The nearest there: RTX-' in unknown.error
 
 
 # A tracker

@@ -14,7 +14,7 @@ OWN_NAMES = re.compile(r"\b(?:TORCH_)?(?:CUDA|NCCL)_[A-Z_]+\b|\bPYTORCH_NVML_BAS
 EXCEPT = {
     "device.py": "the file about devices",
     "cluster/gpus.py": "the GPUs of one maker, asked of its driver",
-    "cluster/catalogue/devices.py": "a catalogue of makers' devices, with sources",
+    "cluster/catalogue/hosts.py": "a catalogue of makers' devices, with sources",
     "cluster/discover.py": "variables that a run records",
     "cluster/doctor/checks.py": "advice about one maker's library",
     "launch/failure.py": "what one maker's library writes when a rank was aborted",

@@ -11,39 +11,47 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, accelerator
+from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, accelerator, at_power, known
+from paceline.cluster.catalogue.hosts import HOP
 from paceline.errors import ClusterError
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "hardware.md"
+PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 HEAD = (
-    "| name | fp64 | fp32 | tf32 | bf16 | fp16 | fp8 | memory, GiB | its GB/s | in a host, GB/s | between "
-    "hosts, Gbit/s | sources |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    f"| name | generation | {' | '.join(PRECISIONS)} | sustained | power, W | memory, GiB | its GB/s | "
+    "in a host, GB/s | between hosts, Gbit/s | host memory, GiB | to it, GB/s | sources |\n"
+    f"|{'---|' * (len(PRECISIONS) + 11)}"
 )
 
 
 def row(device: Accelerator) -> str:
     """As docs/hardware.md has it."""
-    peaks = [
-        f"{device.peak_flops[p] / 1e12:.4g}" if p in device.peak_flops else ""
-        for p in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
-    ]
+    peaks = [f"{device.peak_flops[p] / 1e12:.5g}" if p in device.peak_flops else "" for p in PRECISIONS]
+    link = device.inside
     inside = (
-        f"{device.inside.bandwidth / 1e9:g}, {device.inside.name}, {device.inside.latency_s * 1e6:g} µs, "
-        f"{device.per_host} devices"
+        f"{link.bandwidth / 1e9:g}, {link.name}, {link.latency_s * 1e6:g} µs, {device.per_host} devices"
+        + (f", {device.machine} to a machine" if device.machine else "")
+        + (f", a torus of {device.torus} dimensions" if device.torus else "")
     )
     between = f"{device.network.bandwidth * 8 / 1e9:g}, {device.network.latency_s * 1e6:g} µs"
     sources = "; ".join(
-        text if key == "all" else f"{key}: {text.removeprefix(f'{key}: ')}" for key, text in device.sources.items()
+        text if key == "all" else f"{key}: {text.removeprefix(f'{key}: ')}"
+        for key, text in device.sources.items()
+        if text != HOP
     )
     cells = (
         device.name,
+        device.generation,
         *peaks,
+        f"{device.sustained:.2g}",
+        "" if device.power_w is None else f"{device.power_w:g}",
         f"{device.memory_bytes / 2**30:g}",
         f"{device.memory_bandwidth / 1e9:g}",
         inside,
         between,
+        f"{device.host_memory_bytes / 2**30:g}",
+        f"{device.host_link.bandwidth / 1e9:g}, {device.host_link.name}",
         sources,
     )
     return f"| {' | '.join(cells)} |"
@@ -86,6 +94,41 @@ def test_the_table_in_the_documentation_is_the_catalogue() -> None:
         ("AMD Instinct MI300X", "MI300X"),
         ("TPU v5p", "TPU-v5p"),
         ("v5litepod-16", "TPU-v5e"),
+        ("TPU v6e (Trillium)", "TPU-v6e"),
+        ("TPU v7x (Ironwood)", "TPU-v7x"),
+        ("Ironwood", "TPU-v7x"),
+        ("TPU v4-128", "TPU-v4"),
+        ("TPUv3-8", "TPU-v3"),
+        ("v5litepod-256", "TPU-v5e"),
+        ("DGX-GB300", "GB300"),
+        ("NVIDIA GB200 NVL72", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("DGX-1 V100-SXM2-16GB", "V100-SXM-16"),
+        ("DGX-2 V100-SXM3-32GB", "V100-SXM-32"),
+        ("Tesla V100", "V100-SXM-32"),
+        ("Tesla P100-SXM2-16GB", "P100"),
+        ("NVIDIA GH200 480GB", "GH200-96"),
+        ("NVIDIA GH200 144G HBM3e", "GH200-144"),
+        ("NVIDIA H200 NVL", "H200-NVL"),
+        ("H800 SXM", "H800-SXM"),
+        ("H20-96GB", "H20"),
+        ("NVIDIA A800-SXM4-80GB", "A800-SXM-80"),
+        ("H100-95GB HBM2e lower-TDP", "H100-SXM-96"),
+        ("H100-96GB HBM2e 2.4TB/s 500W (Grand Teton)", "H100-SXM-96"),
+        ("L40S-48GB", "L40S"),
+        ("NVIDIA L20", "L20"),
+        ("A40", "A40"),
+        ("RTX 5090", "RTX-5090"),
+        ("3090", "RTX-3090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("MI355X 288GB", "MI355X"),
+        ("AMD Instinct MI250X 128GB", "MI250X"),
+        ("Trainium2", "Trainium-2"),
+        ("trn2.48xlarge", "Trainium-2"),
+        ("trn1.32xlarge", "Trainium-1"),
+        ("Gaudi2", "Gaudi-2"),
+        ("HL-225", "Gaudi-2"),
+        ("Intel Gaudi 3", "Gaudi-3"),
         ("cpu", "CPU"),
         ("CPU avx512", "CPU-AVX512"),
     ],
@@ -101,7 +144,19 @@ def test_every_entry_is_found_by_its_own_name_in_any_case(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["H1000", "A1000", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "abacus", "", "NVIDIA RTX 6000 Ada Generation"]
+    "name",
+    [
+        "H1000",
+        "A1000",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "abacus",
+        "",
+        "NVIDIA RTX 6000 Ada Generation",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "RTX 3090 Ti",
+        "DeepSeek V3",
+    ],
 )
 def test_a_device_that_is_not_there_is_not_taken_for_another(name: str) -> None:
     with pytest.raises(ClusterError, match="leave --cluster out on that machine"):
@@ -112,7 +167,7 @@ def test_the_nearest_names_are_told() -> None:
     with pytest.raises(ClusterError, match=r"nearest there: .*H100-SXM"):
         accelerator("H1000")
     with pytest.raises(ClusterError, match="nearest there: RTX-4090"):
-        accelerator("RTX 5090")
+        accelerator("RTX 4099")
 
 
 @pytest.mark.parametrize("device", CATALOGUE.values(), ids=lambda device: device.name)
@@ -120,7 +175,18 @@ def test_every_figure_has_a_source_and_is_of_the_right_size(device: Accelerator)
     assert {"all", "network", "latency"} <= device.sources.keys()
     assert {"fp64", "fp32", "tf32", "bf16", "fp16"} <= device.peak_flops.keys()
     assert device.peak_flops["fp64"] <= device.peak_flops["fp32"] <= device.peak_flops["tf32"]
+    assert device.peak_flops["fp32"] <= device.peak_flops["bf16"]
+    for narrow, wide in (("fp8", "bf16"), ("fp4", "fp8")):
+        if narrow in device.peak_flops:
+            assert device.peak_flops[narrow] >= device.peak_flops[wide]
+    assert 0.5 < device.sustained <= 1
+    assert (device.sustained < 1) <= ("sustained" in device.sources)
+    assert device.machine == 0 or device.per_host % device.machine == 0
     if device.kind != "cpu":
+        assert device.generation
+        assert device.power_w is None or 50 < device.power_w < 2000
+        assert 1e9 < device.host_link.bandwidth < device.memory_bandwidth
+        assert 8 * 2**30 <= device.host_memory_bytes <= 2**39
         assert 1e12 < device.peak_flops["fp32"] < device.memory_bandwidth * 1e3
         assert device.memory_bandwidth > device.inside.bandwidth > device.network.bandwidth  # bytes, not bits
         assert 1e-7 < device.inside.latency_s < device.network.latency_s < 1e-3
@@ -150,3 +216,63 @@ def test_the_catalogue_agrees_with_the_figures_that_others_plan_with() -> None:
         assert device.peak_flops["fp16"] == pytest.approx(figures["peak_fp16_TFLOPS"] * 1e12, rel=0.01)
         compared += 1
     assert compared >= 10
+
+
+def test_every_device_that_a_published_table_names_is_known() -> None:
+    names = {
+        cells["gpu"]
+        for table in (ROOT / "benchmarks").rglob("*.csv")
+        for cells in csv.DictReader(table.open())
+        if cells.get("gpu")
+    }
+    assert len(names) > 5
+    assert [name for name in sorted(names) if known(name) is None] == []
+
+
+def test_a_power_in_a_name_is_a_cap_that_slows_products_and_nothing_else() -> None:
+    full, capped = CATALOGUE["H100-SXM"], accelerator("H100 500W")
+    assert (capped.power_w, capped.memory_bytes, capped.inside) == (500, full.memory_bytes, full.inside)
+    assert 0.6 < capped.sustained / full.sustained < 0.95
+    assert accelerator(capped.name) == capped
+    assert capped.name == "H100-SXM 500W"
+
+
+@pytest.mark.parametrize("watts", [100, 350, 500, 699, 900, 5000])
+def test_more_power_is_never_slower_and_never_faster_than_the_peak(watts: float) -> None:
+    device = CATALOGUE["H100-SXM"]
+    assert at_power(device, watts).sustained <= at_power(device, watts + 1).sustained <= 1
+    assert (at_power(device, watts).sustained < device.sustained) == (watts < 700)
+
+
+def test_a_device_whose_power_is_unknown_is_not_slowed() -> None:
+    assert at_power(CATALOGUE["TPU-v5p"], 100) == CATALOGUE["TPU-v5p"]
+    with pytest.raises(ClusterError, match="H100-SXM at 0 W computes nothing"):
+        at_power(CATALOGUE["H100-SXM"], 0)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "gib", "bandwidth", "name"),
+    [
+        ("H100-96GB HBM2e 2.4TB/s 500W (Grand Teton)", 96, 2.4e12, "H100-SXM-96"),
+        ("NVIDIA A100-SXM-64GB", 64, 2039e9, "A100-SXM-80 64GB"),
+        ("H100 SXM 64GB 2020GB/s", 64, 2.02e12, "H100-SXM 64GB 2.02TB/s"),
+        ("H20 141GB 4.8TB/s", 141, 4.8e12, "H20 141GB 4.8TB/s"),
+        ("B200 192GB", 180, 8e12, "B200"),
+        ("MI250X 128GB", 64, 1638e9, "MI250X"),
+        ("NVIDIA GH200 480GB", 96, 4e12, "GH200-96"),
+    ],
+)
+def test_another_memory_in_a_name_is_taken_and_a_sheets_rounding_is_not(
+    spelling: str, gib: float, bandwidth: float, name: str
+) -> None:
+    device = accelerator(spelling)
+    assert (device.name, device.memory_bytes, device.memory_bandwidth) == (name, int(gib * 2**30), bandwidth)
+    assert accelerator(device.name) == device
+
+
+def test_dies_and_cores_that_frameworks_see_are_the_devices() -> None:
+    """A card's or chip's figures for each of its parts would be twice too many."""
+    assert CATALOGUE["MI250X"].peak_flops["bf16"] == pytest.approx(383e12 / 2)
+    assert CATALOGUE["TPU-v3"].peak_flops["bf16"] == pytest.approx(123e12 / 2)
+    assert CATALOGUE["Trainium-1"].peak_flops["bf16"] * CATALOGUE["Trainium-1"].per_host == pytest.approx(3040e12)
+    assert CATALOGUE["TPU-v7x"].peak_flops["bf16"] == 2307e12

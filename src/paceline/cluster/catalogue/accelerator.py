@@ -9,6 +9,9 @@ from paceline.device import CPU
 from paceline.errors import ClusterError
 
 TPU = "tpu"
+HPU = "hpu"
+NEURON = "neuron"
+_COMPILED = (TPU, HPU, NEURON)  # whole graphs are compiled, no kernel is started by the host
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,10 @@ class Accelerator:
     Attributes:
         name: in the catalogue, such as `H100-SXM`.
         kind: torch's type, `cuda` also for AMD's; `cpu` for a core.
-        peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `fp4`;
-            16-bit products are summed in fp32. A precision that the hardware does not have stands there with the peak of the
-            one that it is computed in.
+        peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`; where the
+            hardware has them `fp8`, `fp4` and `int8`, the same however their scales are laid out. 16-bit products are
+            summed in fp32. Of the first five, one that the hardware does not have stands there with the peak of the one
+            that it is computed in.
         memory_bytes: memory of the device.
         memory_bandwidth: bytes per second.
         inside: link to the other devices of its host; a host is what such links join, as the 72 of an NVL72.
@@ -45,7 +49,7 @@ class Accelerator:
         generation: of its units for products and attention: `ampere`, `hopper`, `blackwell`, `cdna3`, `tpu`, …; "" if
             unknown.
         power_w: watts at full load, its memory's included; None if unknown.
-        host_link: link to its host's memory.
+        host_link: link to its host's memory, its part of one that devices share.
         host_memory_bytes: memory of its host, for each device.
         machine: devices of one operating system, where `per_host` counts those of a domain of several; 0: `per_host`.
         torus: dimensions of the torus that joins its domain; 0: a switch, or links between all.
@@ -82,7 +86,7 @@ class Accelerator:
 
         Products are cut into tiles, one for each of its multiprocessors at a time.
         """
-        return self.kind not in (CPU, TPU)
+        return self.kind not in (CPU, *_COMPILED)
 
     def peak(self, precision: str) -> float:
         """FLOPs per second, dense.

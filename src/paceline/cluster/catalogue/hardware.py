@@ -6,44 +6,81 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from difflib import get_close_matches
 
 from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
 from paceline.cluster.catalogue.devices import CATALOGUE
+from paceline.cluster.catalogue.power import at_power
 from paceline.errors import ClusterError
 from paceline.extensions import ExtensionPoint
 
-__all__ = ["CATALOGUE", "HARDWARE", "Accelerator", "LinkSpec", "accelerator", "known", "nearest_to"]
+__all__ = ["CATALOGUE", "HARDWARE", "Accelerator", "LinkSpec", "accelerator", "at_power", "known", "nearest_to"]
 
 # With the devices of installed packages, which are named exactly.
 HARDWARE = ExtensionPoint("device", "paceline.hardware", Accelerator, CATALOGUE, ClusterError)
 
 # Families by how names spell them; in the order in which they are tried. What follows a number must not be one.
 _FAMILIES = {
+    "GB300": r"gb300",
     "GB200": r"gb200",
+    "GH200": r"gh200",
+    "B300": r"\bb300",
     "B200": r"\bb200",
     "H200": r"\bh200",
     "H100": r"\bh100",
+    "H800": r"\bh800",
+    "H20": r"\bh20",
     "A100": r"\ba100",
+    "A800": r"\ba800",
     "V100": r"\bv100",
+    "P100": r"\bp100",
     "A10G": r"\ba10g",
     "A10": r"\ba10",
+    "A40": r"\ba40",
     "L40S": r"\bl40s",
+    "L40": r"\bl40",
+    "L20": r"\bl20",
     "L4": r"\bl4",
     "A6000": r"\ba6000",
+    "RTX-PRO-6000": r"\b(?:rtx ?)?pro 6000",
+    "RTX-5090": r"\b(?:rtx ?)?5090",
     "RTX-4090": r"\b(?:rtx ?)?4090",
     "RTX-3090": r"\b(?:rtx ?)?3090",
+    "RTX-2080-Ti": r"\b(?:rtx ?)?2080 ?ti",
+    "TITAN-RTX": r"\b(?:titan rtx|rtx titan)",
     "T4": r"\bt4",
+    "MI355X": r"\bmi355x",
+    "MI350X": r"\bmi350x",
+    "MI325X": r"\bmi325x",
     "MI300X": r"\bmi300x",
     "MI250X": r"\bmi250x",
-    "TPU-v5p": r"\bv5p",
-    "TPU-v5e": r"\bv5(?:e|litepod|lite)",
+    "MI250": r"\bmi250",
+    "MI210": r"\bmi210",
+    "TPU-v7x": r"\bironwood|(?:\b|tpu ?)(?:v7x|tpu7x)",
+    "TPU-v6e": r"\btrillium|(?:\b|tpu)v6e",
+    "TPU-v5p": r"(?:\b|tpu)v5p",
+    "TPU-v5e": r"(?:\b|tpu)v5 ?(?:e|litepod|lite)",
+    "TPU-v4": r"\btpu ?v4|^v4\b",
+    "TPU-v3": r"\btpu ?v3|^v3\b",
+    "Gaudi-3": r"\bgaudi ?3|\bhl ?325",
+    "Gaudi-2": r"\bgaudi ?2|\bhl ?225",
+    "Trainium-2": r"\btrainium ?2|\btrn2u?\b",
+    "Trainium-1": r"\btrainium(?: ?1)?|\btrn1n?\b",
     "CPU": r"\bcpu",
 }
-_FORMS = {"PCIe": r"\bpcie", "NVL": r"\bnvl\b", "SXM": r"\b(?:sxm|dgx|hgx|hbm3)"}
-_MEMORY = re.compile(r"\b(\d{2,3}) ?(?:gi?b?)?\b")
-_MAKERS = re.compile(r"\b(nvidia|amd|instinct|geforce|tesla|quadro|google|cloud|generation)\b ?")
-_PART = re.compile(r"\bmig\b")
+_FORMS = {"PCIe": r"\bpcie", "NVL": r"\bnvl\b", "SXM-96": r"\bhbm2e", "SXM": r"\b(?:sxm|dgx|hgx|hbm3)"}
+_SIZE = re.compile(r"\b(\d{2,3}) ?(?:gi?b?)?\b")
+_MEMORY = re.compile(r"\b(\d{2,3}(?:\.\d+)?) ?gi?b?\b(?! ?s\b)")
+_BANDWIDTH = re.compile(r"\b(\d+(?:\.\d+)?) ?([gt])b ?(?:s|ps|p s)\b")
+_POWER = re.compile(r"\b(\d{2,4}) ?w(?:atts?)?\b")
+_MAKERS = re.compile(r"\b(nvidia|amd|instinct|geforce|tesla|quadro|google|cloud|intel|habana|aws|generation)\b ?")
+# of another size or speed than the device that they are named after
+_OTHERS = re.compile(r"\bmig\b|\blaptop\b|\bmax ?q\b|\b(?:[345]090|2080) ?d\b|\b[345]090 ?(?:ti|super)\b")
+# a part of a card or chip: names state the memory of the whole
+_PARTS = ("MI250X", "MI250", "TPU-v3", "Trainium-1", "Trainium-2")
+# names and sheets differ by ECC and by 1000 or 1024: no other memory
+_ALIKE = 0.1
 
 
 def accelerator(name: str) -> Accelerator:
@@ -63,25 +100,50 @@ def accelerator(name: str) -> Accelerator:
 
 
 def known(name: str) -> Accelerator | None:
-    """Entry that `accelerator` returns; None where there is none."""
+    """Entry that `accelerator` returns; None where there is none.
+
+    Another memory, another bandwidth of it or another power than the entry's, which the name states, take the entry's
+    place: `H100 500W`, `A100-SXM-64GB`. Such a device is named after the entry and what differs.
+    """
     if name in CATALOGUE or name in HARDWARE.installed:
         return HARDWARE[name]
     text = _words(name)
     family = (
         None
-        if _PART.search(text)
-        else next((f for f, spelling in _FAMILIES.items() if re.search(spelling + r"(?!\d)", text)), None)
+        if _OTHERS.search(text)
+        else next((f for f, spelling in _FAMILIES.items() if re.search(rf"(?:{spelling})(?!\d)", text)), None)
     )
     if family is None:
         return None
     if family == "CPU":
         return _by_key(text) or CATALOGUE["CPU"]
     members = [device for key, device in CATALOGUE.items() if key == family or key.startswith(f"{family}-")]
-    form = next((f for f, spelling in _FORMS.items() if re.search(spelling, text)), None)
-    members = [device for device in members if form and f"-{form}" in device.name] or members
-    sizes = [int(size) for size in _MEMORY.findall(text)]
+    for form in (form for form, spelling in _FORMS.items() if re.search(spelling, text)):
+        if of_form := [device for device in members if f"-{form}" in device.name]:
+            members = of_form
+            break
+    sizes = [int(size) for size in _SIZE.findall(text)]
     members = [device for device in members if f"-{max(sizes, default=0)}" in device.name] or members
-    return members[0]
+    return _as_stated(members[0], text)
+
+
+def _as_stated(device: Accelerator, text: str) -> Accelerator:
+    """The device with the memory, its bandwidth and the power that a name states."""
+    different = []
+    gib = max((float(size) for size in _MEMORY.findall(text)), default=0.0)
+    own = device.memory_bytes / 2**30
+    if device.name not in _PARTS and 0.4 * own <= gib <= 2 * own and abs(gib / own - 1) > _ALIKE:
+        device = replace(device, memory_bytes=int(gib * 2**30))
+        different.append(f"{gib:g}GB")
+    if found := _BANDWIDTH.search(text):
+        bandwidth = float(found[1]) * (1e12 if found[2] == "t" else 1e9)
+        if abs(bandwidth / device.memory_bandwidth - 1) > _ALIKE / 2:
+            device = replace(device, memory_bandwidth=bandwidth)
+            different.append(f"{bandwidth / 1e12:g}TB/s")
+    if (found := _POWER.search(text)) and float(found[1]) != device.power_w and float(found[1]) > 0:
+        device = at_power(device, float(found[1]))
+        different.append(f"{float(found[1]):g}W")
+    return replace(device, name=" ".join([device.name, *different])) if different else device
 
 
 def _by_key(text: str) -> Accelerator | None:
