@@ -52,6 +52,7 @@ class Accelerator:
         host_link: link to its host's memory, its part of one that devices share.
         host_memory_bytes: memory of its host, for each device.
         machine: devices of one operating system, where `per_host` counts those of a domain of several; 0: `per_host`.
+        mesh: True if its host's devices are joined in pairs, without a switch.
         torus: dimensions of the torus that joins its domain; 0: a switch, or links between all.
         sources: for each attribute, or `all`, where the figure is printed.
     """
@@ -74,6 +75,7 @@ class Accelerator:
     host_memory_bytes: int = 128 * 2**30
     machine: int = 0
     torus: int = 0
+    mesh: bool = False
 
     @property
     def is_core(self) -> bool:

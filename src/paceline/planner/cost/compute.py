@@ -30,6 +30,8 @@ class BlockConfig(NamedTuple):
     kernels: float
     softmax_of: int
     stops_early: bool
+    keeps: str
+    blocking: bool
     floor_s: float
     derating: float
     added_bytes: float
@@ -54,6 +56,9 @@ class BlockTime(NamedTuple):
     scores_s: float
     # forward seconds of the last product
     last_s: float
+    # forward seconds of kernels that only read and write, and of products with weights
+    others_s: float
+    weights_s: float
     launch_forward_s: float
     launch_backward_s: float
 
@@ -86,6 +91,8 @@ def block_config(layout: Layout) -> BlockConfig:
         framework.kernels,
         framework.softmax_of,
         framework.stops_early,
+        framework.keeps,
+        framework.blocking,
         floor,
         framework.derating,
         3 * layout.gradient_bytes if adds_up else 0.0,
@@ -146,6 +153,8 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
         ((backward + others_backward) * slow + 2 * starts) * trained,
         squares * slow,
         gemm_s(block.gemms[-1], config) * slow if block.gemms else 0.0,
+        (other + cast) * slow + starts,
+        sum(gemm_s(gemm, config) for gemm in weights if not gemm.batch) * slow * throttled,
         launch,
         2 * launch * trained,
     )
@@ -159,7 +168,7 @@ def _throttled(products_s: float, others_s: float, launch_s: float, config: Bloc
     if not products_s:
         return 1.0
     share = products_s / max(products_s + others_s, launch_s)
-    return 1 / (1 - (1 - config.device.sustained) * share)
+    return 1 / (1 - (1 - min(config.device.sustained / constants.GEMM_TOP, 1.0)) * share)
 
 
 def held_weights(block: BlockTrace, config: BlockConfig) -> float:
@@ -271,9 +280,10 @@ def product_s(device: Accelerator, precision: str, m: float, n: float, k: float,
 
 
 # precisions of products that are lower than 16 bits, and the peak that each uses
-LOW = {"fp8": "fp8", "fp8-row": "fp8", "fp8-block": "fp8", "mxfp8": "fp8", "fp4": "fp4"}
+LOW = {"int8": "int8", "fp8": "fp8", "fp8-row": "fp8", "fp8-block": "fp8", "mxfp8": "fp8", "fp4": "fp4"}
 _WIDER = {
     "fp4": ("fp8", "bf16"),
+    "int8": ("fp8", "bf16"),
     "fp8": ("bf16", "fp16"),
     "bf16": ("fp16", "fp32"),
     "fp16": ("fp32",),

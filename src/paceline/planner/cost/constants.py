@@ -24,9 +24,9 @@ UNALIGNED_BATCH = 0.9
 
 # Products in less than 16 bits: of what 16-bit ones reach of their peak, by how they are scaled. fp8 of whole tensors and
 # of rows are measured (tables/operations_h100.csv: 1,320 and 1,150 TFLOP/s of 1,979, bf16 706 of 989); others assumed
-LOW_TOP = {"fp8": 0.94, "fp8-row": 0.82, "fp8-block": 0.80, "mxfp8": 0.90, "fp4": 0.75}
+LOW_TOP = {"int8": 0.94, "fp8": 0.94, "fp8-row": 0.82, "fp8-block": 0.80, "mxfp8": 0.90, "fp4": 0.75}
 # bytes of a number with its scales
-LOW_BYTES = {"fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "fp4": 0.56}
+LOW_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "fp4": 0.56}
 # bytes moved for each number that is cast: read, and written for two layouts
 CAST_BYTES = 4.0
 

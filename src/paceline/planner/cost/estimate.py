@@ -36,6 +36,11 @@ def estimate(layout: Layout) -> Prediction:
     )
 
 
+def memory_fits(layout: Layout) -> bool:
+    """True if a device has enough memory for a layout."""
+    return sum(measured_memory(layout, memory(layout)).values()) <= capacity_bytes(layout)
+
+
 def copies(layout: Layout, held: dict[str, float]) -> dict[str, float]:
     """Bytes of copies of ranks' states in each other's memory, where a run makes them (`training.recovery.mirror`).
 
@@ -158,8 +163,14 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
         (reduced, framework.overlaps_gradients, slow.backward),
         (gathered, framework.overlaps_parameters, slow.forward),
     ):
-        total += exposed_s(seconds, behind) + seconds / slow.blocks if hidden else seconds
+        total += _behind_chunks_s(seconds, behind, layout.chunks, slow.blocks) if hidden else seconds
     return total
+
+
+def _behind_chunks_s(seconds: float, behind: float, chunks: int, blocks: float) -> float:
+    """Exposed seconds of what travels chunk by chunk: that of all chunks but one hides behind other chunks' work."""
+    own = seconds / chunks
+    return exposed_s(own, behind / chunks) + own / blocks * chunks + constants.CONTENTION * (seconds - own)
 
 
 def _with_fewer_copies(layout: Layout, slow: StageCost) -> float:

@@ -6,9 +6,12 @@ How each works, from its documentation and code; `derating` alone is fitted (`be
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from paceline.planner.cost.layout import FrameworkProfile, Layout
 
+# part of the traffic of tp that user buffers and async TP hide
+OVERLAPPED_TP = 0.6
 MEGATRON_ORDER = ("tp", "ep", "cp", "fsdp", "dp", "pp")  # pp's neighbours are the farthest
 
 
@@ -20,6 +23,9 @@ class Framework:
         full: True if parameters are kept in fp32 and cast (autocast), not in 16 bits with a master copy.
         gradient_bytes, sync_bytes: of gradients as they are kept and sent, where parameters have 16 bits.
         order: axes, beginning with those whose ranks are nearest.
+        shards: how ranks with the same data share state, where a run does not say.
+        folds: True if experts are divided among ranks of tp and dp, whole.
+        sequence: True if tp divides norms and residuals as well.
     """
 
     profile: FrameworkProfile
@@ -27,6 +33,9 @@ class Framework:
     gradient_bytes: float = 2.0
     sync_bytes: float = 2.0
     order: tuple[str, ...] = Layout.order
+    shards: Literal["none", "zero1", "zero3"] = "none"
+    folds: bool = False
+    sequence: bool = False
 
     @property
     def name(self) -> str:
@@ -75,22 +84,35 @@ MEGATRON_CORE = Framework(
         stops_early=False,
     ),
     gradient_bytes=4.0,
-    sync_bytes=4.0,
+    sync_bytes=2.0,
     order=MEGATRON_ORDER,
+    shards="zero1",
+    folds=True,
+    sequence=True,
 )
 DEEPSPEED = Framework(FrameworkProfile("DeepSpeed", kernels=2.0, stops_early=False))
 FSDP = Framework(FrameworkProfile("FSDP", kernels=1.5), full=True)
 COMPOSER = Framework(FrameworkProfile("Composer FSDP", kernels=1.5), full=True)
-TORCHTITAN = Framework(FrameworkProfile("torchtitan", kernels=2.0, vector=1.6), full=True)
-# torch.compile fuses what only reads and writes
-TORCHTITAN_COMPILED = Framework(FrameworkProfile("torchtitan, compiled", kernels=0.7, vector=0.9), full=True)
-DDP = Framework(FrameworkProfile("DDP", flash=False, kernels=1.5), full=True)
-HOROVOD = Framework(
-    FrameworkProfile("TensorFlow with Horovod", flash=False, kernels=1.0), full=True
+TORCHTITAN = Framework(
+    FrameworkProfile("torchtitan", kernels=2.0, vector=1.6, keeps="half"), full=True, shards="zero3", sequence=True
 )
+# torch.compile fuses what only reads and writes
+TORCHTITAN_COMPILED = Framework(
+    FrameworkProfile("torchtitan, compiled", kernels=0.7, vector=0.9, keeps="half"),
+    full=True,
+    shards="zero3",
+    sequence=True,
+)
+DDP = Framework(FrameworkProfile("DDP", flash=False, kernels=1.5), full=True)
+HOROVOD = Framework(FrameworkProfile("TensorFlow with Horovod", flash=False, kernels=1.0), full=True)
 PADDLE = Framework(FrameworkProfile("PaddlePaddle Fleet", flash=False, kernels=1.2), full=True)
 ONEFLOW = Framework(FrameworkProfile("LiBai (OneFlow)", flash=False, kernels=1.0), full=True)
-MAXTEXT = Framework(FrameworkProfile("MaxText (XLA)", kernels=0.7, vector=0.8, graphs=True), full=True)
+MAXTEXT = Framework(
+    FrameworkProfile("MaxText (XLA)", kernels=0.7, vector=0.8, graphs=True, keeps="products"),
+    full=True,
+    shards="zero3",
+    sequence=True,
+)
 OTHER = Framework(FrameworkProfile("other"))
 FRAMEWORKS = (
     MEGATRON_DEEPSPEED,

@@ -21,7 +21,7 @@ Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 # Precision of products with weights, where it is lower than that of activations: scales for a tensor, a row, a block
 # of 128 × 128, or 32 numbers in hardware (OCP MX, 2023).
-Products = Literal["", "fp8", "fp8-row", "fp8-block", "mxfp8", "fp4"]
+Products = Literal["", "int8", "fp8", "fp8-row", "fp8-block", "mxfp8", "fp4"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class FrameworkProfile:
         attention: the generation of that kernel: FlashAttention 1, 2, or 3 (also cuDNN's since 9.0).
         vector: memory traffic of kernels beside products, relative to the trace's; below 1 if more are fused.
         graphs: True if kernels are replayed as graphs, without Python.
+        blocking: True if Python waits for every kernel (CUDA_LAUNCH_BLOCKING=1).
+        keeps: what remat=selective keeps: all but attention's squares, all results of products, or of every second one.
         node_limit: hosts that a token's experts are on, at most; 0: as chance has it. A token is sent to each once.
         loss: memory traffic of its loss over a vocabulary, relative to torch's.
         kernels: number of kernels launched for each of the trace's; above 1 if it is less fused.
@@ -60,6 +62,8 @@ class FrameworkProfile:
     overlaps_hops: bool = False
     vector: float = 1.0
     graphs: bool = False
+    blocking: bool = False
+    keeps: Literal["attention", "products", "half"] = "attention"
     node_limit: int = 0
     flash: bool = True
     attention: int = 2
@@ -126,6 +130,7 @@ class Layout:
         expert_ranks: ranks that a layer's experts are divided among whole, where that is not `ep` (Megatron Core's
             folding, arXiv:2504.14960: they may be ranks of dp and tp); 0: `ep`, and tp divides each expert.
         ulysses: True if cp exchanges heads for tokens (arXiv:2309.14509) instead of passing keys around.
+        remat_share: part of the layers that remat=block computes again.
         lora: rank of adapters that are trained in place of the weights; 0: the weights are.
     """
 
@@ -165,6 +170,7 @@ class Layout:
     products: Products = ""
     expert_ranks: int = 0
     ulysses: bool = False
+    remat_share: float = 1.0
     lora: int = 0
 
     @property

@@ -35,6 +35,8 @@ RUNTIME_BYTES_ON_CPU = 3.95e8
 FRAGMENTS = 0.03
 # fraction of a GPU for its driver and for errors of predictions; proposed plans leave it free
 RESERVE = 0.03
+# of the activations inside layers, what is left where products keep their inputs in 8 bits: these are about half
+LOW_KEPT = 0.75
 # FSDP blocks in memory at once: the computed one and the prefetched next one
 GATHERED_AT_ONCE = 2
 
@@ -98,12 +100,17 @@ class MemoryConfig(NamedTuple):
     """Everything that a block's `BlockMemory` depends on, but for the block."""
 
     tp: int
-    ep: int
+    # ranks that experts are divided among
+    experts: int
     sequence: bool
     remat: str
     # whether attention keeps its squares
     squares: bool
     products: bool
+    # part of the layers that remat=block computes again
+    share: float
+    # part of what products keep, where they keep their inputs in low precision
+    kept: float
 
 
 def memory(layout: Layout) -> dict[str, float]:
@@ -265,7 +272,14 @@ def _even_cut(layout: Layout) -> tuple[int, ...]:
 
 def _memory_config(layout: Layout, memory_model: MemoryModel) -> MemoryConfig:
     return MemoryConfig(
-        layout.tp, layout.ep, layout.sequence, layout.remat, not layout.framework.flash, memory_model.products
+        layout.tp,
+        layout.expert_ranks or layout.tp * layout.ep,
+        layout.sequence,
+        layout.remat,
+        not layout.framework.flash,
+        memory_model.products or layout.framework.keeps != "attention",
+        layout.remat_share,
+        LOW_KEPT if layout.products else 1.0,
     )
 
 
@@ -297,16 +311,18 @@ def _block_memories(trace: ModelTrace, config: MemoryConfig) -> tuple[BlockMemor
 
 def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
     tp, across = config.tp, config.tp if config.sequence else 1
-    dense, experts = block.vectors + block.matrices / tp, block.experts / tp / config.ep
+    dense, experts = block.vectors + block.matrices / tp, block.experts / config.experts
     squares = block.kept_scores / tp if config.squares else 0.0
-    kept, result = block.kept_inside / tp + block.kept_outside / across, block.boundary / across
+    inside = block.kept_inside * (config.kept if block.kind != "head" else 1.0)
+    kept, result = inside / tp + block.kept_outside / across, block.boundary / across
     logits, working = 0.0, 0.0
     if block.kind == "head":
         kept, logits = block.kept_outside / across, block.kept_inside / tp
     elif not block.trained:
         kept = 0.0
     elif layer and config.remat == "block":
-        kept, working = result, kept + squares
+        whole = kept + squares
+        kept, working = config.share * result + (1 - config.share) * whole, whole
     elif layer and config.remat == "selective":
         products = result + _products(block, tp, across) if config.products else kept
         kept, working = min(products, kept), squares + max(kept - products, 0.0)

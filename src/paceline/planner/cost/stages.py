@@ -43,6 +43,8 @@ class StageCost(NamedTuple):
     tail_backward_s: float = 0.0
     # measured overhead of a split, half of it forward
     added_s: float = 0.0
+    # launches that Python waits for
+    waited_s: float = 0.0
 
     def __add__(self, other: tuple[float, ...]) -> StageCost:  # type: ignore[override]
         return StageCost(*[mine + theirs for mine, theirs in zip(self, other, strict=True)])
@@ -52,7 +54,9 @@ class StageCost(NamedTuple):
         """Seconds from a microbatch's arrival to its departure."""
         device = self.forward_s + self.tp_forward_s + (self.cp_s + self.ep_s) / 3
         return (
-            _step_time_s(device, self.launch_forward_s + self.tail_forward_s, self.tp_forward_s > 0) + self.added_s / 2
+            _step_time_s(device, self.launch_forward_s + self.tail_forward_s, self.tp_forward_s > 0)
+            + self.added_s / 2
+            + self.waited_s / 3
         )
 
     @property
@@ -62,6 +66,7 @@ class StageCost(NamedTuple):
         return (
             _step_time_s(device, self.launch_backward_s + self.tail_backward_s, self.tp_backward_s > 0)
             + self.added_s / 2
+            + self.waited_s * 2 / 3
         )
 
 
@@ -120,7 +125,16 @@ def stages(layout: Layout) -> tuple[StageCost, ...]:
 def stage_times(layout: Layout) -> StageTimes:
     """Stage costs, and the rank that all others wait for; cached, since searches repeat them."""
     paths = link_path(layout, "tp"), link_path(layout, "cp"), expert_path(layout)
-    return _stage_times(layout.trace, block_config(layout), layout.remat, *paths, layout.pp, layout.chunks, layout.cut)
+    return _stage_times(
+        layout.trace,
+        block_config(layout),
+        layout.remat,
+        *paths,
+        layout.pp,
+        layout.chunks,
+        layout.cut,
+        layout.remat_share,
+    )
 
 
 @lru_cache(maxsize=16384)
@@ -134,8 +148,12 @@ def _stage_times(
     ranks: int,
     chunks: int,
     cut: tuple[int, ...],
+    share: float = 1.0,
 ) -> StageTimes:
     until = summed(trace, config, remat, tp_path, cp_path, ep_path)
+    if remat == "block" and share < 1:
+        none = summed(trace, config, "none", tp_path, cp_path, ep_path)
+        until = tuple(_mixed(full, plain, share) for full, plain in zip(until, none, strict=True))
     cut = cut or _even(until, ranks * chunks)
     ends = accumulate(cut)
     costs = tuple(_between(until[end - count], until[end]) for count, end in zip(cut, ends, strict=True))
@@ -151,6 +169,11 @@ def times_of(costs: tuple[StageCost, ...], ranks: int) -> StageTimes:
     return StageTimes(
         costs, tuple(cost.forward for cost in costs), tuple(cost.backward for cost in costs), total, max(working)
     )
+
+
+def _mixed(full: StageCost, plain: StageCost, share: float) -> StageCost:
+    """Cost where a part of the layers is computed again."""
+    return StageCost(*[share * one + (1 - share) * other for one, other in zip(full, plain, strict=True)])
 
 
 def _between(start: StageCost, end: StageCost) -> StageCost:
@@ -178,7 +201,7 @@ def block_cost(
     """Cost of one block."""
     time = block_time(block, config)
     layer = block.kind not in ("embedding", "head")
-    again, launch_again, reductions = _again(block, time, remat if layer else "none", config.stops_early)
+    again, launch_again, reductions = _again(block, time, remat if layer else "none", config)
     number_bytes = BYTES[config.precision]
     width = config.samples / config.cp * number_bytes
     reduced = _shown(all_reduce_s(block.boundary * width, tp_path), config.overlaps_tp)
@@ -200,6 +223,8 @@ def block_cost(
         1.0,
         0.0 if layer else max(time.forward_s - time.launch_forward_s, 0.0),
         0.0 if layer else max(time.backward_s - time.launch_backward_s, 0.0),
+        0.0,
+        time.launch_forward_s + time.launch_backward_s if config.blocking else 0.0,
     )
 
 
@@ -234,12 +259,15 @@ def exposed_s(travel_s: float, compute_s: float) -> float:
     return max(travel_s - compute_s, 0.0) + constants.CONTENTION * min(travel_s, compute_s)
 
 
-def _again(block: BlockTrace, time: BlockTime, remat: str, stops_early: bool) -> tuple[float, float, int]:
+def _again(block: BlockTrace, time: BlockTime, remat: str, config: BlockConfig) -> tuple[float, float, int]:
     """Seconds, launch seconds and reductions of recomputation in the backward pass."""
     if remat == "block" and block.trained:
-        if stops_early:
+        if config.stops_early:
             return time.forward_s - time.last_s, time.launch_forward_s, max(block.reductions - 1, 0)
         return time.forward_s, time.launch_forward_s, block.reductions
     if remat == "selective" and block.trained:
-        return time.scores_s, 4 * constants.LAUNCH_S if time.scores_s else 0.0, 0
+        if config.keeps == "attention":
+            return time.scores_s, 4 * constants.LAUNCH_S if time.scores_s else 0.0, 0
+        products_s = time.weights_s / 2 if config.keeps == "half" else 0.0
+        return time.others_s + products_s, time.launch_forward_s, 0
     return 0.0, 0.0, 0

@@ -68,8 +68,13 @@ def _group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:
 
 
 def _of_torus(layout: Layout, ranks: int) -> float:
-    """Part of a device's links that a group uses: on a torus small groups lie along one dimension."""
-    torus = layout.machines.device.torus
+    """Part of a device's links that a group uses: on a torus small groups lie along one dimension.
+
+    Of a mesh between pairs, a group has only its own links.
+    """
+    device, torus = layout.machines.device, layout.machines.device.torus
+    if device.mesh and 1 < ranks < device.per_host:
+        return (ranks - 1) / (device.per_host - 1)
     if not torus or ranks >= layout.machines.per_host:
         return 1.0
     return min(1.0, (1 if ranks <= constants.TORUS_SIDE else 2) / torus)

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec, accelerator
-from paceline.planner.cost.estimate import estimate
+from paceline.planner.cost.estimate import memory_fits
 from paceline.planner.cost.frameworks import Framework
 from paceline.planner.cost.layout import Layout, Machines
 from paceline.planner.tables import cells as read
 from paceline.planner.tables.cells import Cells, UnusableError, number, whole
 from paceline.planner.tables.frameworks import framework_of
 from paceline.planner.tables.models import model_of
-from paceline.plans.choices import Remat, Schedule
+from paceline.plans.choices import Schedule
 
 PCIE = LinkSpec("PCIe 4 x16", 32e9, 10e-6)
-_LESS_MEMORY: tuple[Remat, ...] = ("none", "selective", "block")
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the layers, computed again
 
 
 def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
@@ -151,9 +151,10 @@ def _sharded(layout: Layout, cells: Cells, data_ranks: int, framework: Framework
     elif ep > 1 and data_ranks % ep == 0:
         layout, data_ranks = replace(layout, ep=ep), data_ranks // ep
     kind = read.sharding(text, framework.shards)
-    over = re.search(r"fsdp ?(?:over)? ?(\d+)", text, re.IGNORECASE)
-    if kind == "hybrid" or (kind == "zero3" and over and 1 < int(over[1]) < data_ranks):
-        width = int(over[1]) if over else min(layout.machines.per_host, data_ranks)
+    over = re.search(r"\bover (\d+)|fsdp(\d{2,})", text, re.IGNORECASE)
+    over_ranks = int(over[1] or over[2]) if over else 0
+    if kind == "hybrid" or (kind == "zero3" and 1 < over_ranks < data_ranks):
+        width = over_ranks or min(layout.machines.per_host, data_ranks)
         return replace(layout, fsdp=width, dp=max(data_ranks // width, 1), zero=3)
     if kind == "zero3":
         return replace(layout, fsdp=data_ranks, zero=3)
@@ -175,9 +176,12 @@ def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
 
 
 def _with_least_recomputed(layout: Layout) -> Layout:
-    """A layout whose recomputation is not stated: the least with which it fits, as its users would have it."""
-    for remat in _LESS_MEMORY:
-        changed = replace(layout, remat=remat)
-        if estimate(changed).fits:
+    """A layout whose recomputation is not stated: the least with which it fits, as its users would have it.
+
+    Of the layers some may be computed again, and others not.
+    """
+    for share in _SHARES:
+        changed = replace(layout, remat="block" if share else "none", remat_share=share or 1.0)
+        if memory_fits(changed):
             return changed
-    return replace(layout, remat="block")
+    return changed
