@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from paceline.job.known.names import must_find_model
 from paceline.job.spec import Spec
 
 # letters of `pattern`
@@ -51,6 +52,8 @@ class Dimensions(Spec):
 
     For example `{layers: 80, hidden: 8192, ffn: 28672, heads: 64, kv_heads: 8, seq: 4096, vocab: 128256}`.
 
+    `name` is that of a known model, which has all that is not given: `{name: llama-3.1-8b, seq: 4096}`.
+
     `ffn` is 4 × hidden where not given, `kv_heads` as many as heads, `head_dim` hidden / heads. `gated`: three matrices
     in each feed-forward part (SwiGLU) instead of two. `biases`: of all products and norms, of queries, keys and values
     alone, or of none; gated models have none. `tied`: the head is the embedding. `positions`: a table of learned
@@ -67,6 +70,7 @@ class Dimensions(Spec):
     in each: `M` state space (of `mamba`), `*` attention, `-` feed-forward, `E` mixture.
     """
 
+    name: str | None = None
     layers: int = Field(ge=1)
     hidden: int = Field(ge=1)
     ffn: int | None = Field(None, ge=1)
@@ -101,6 +105,13 @@ class Dimensions(Spec):
     segments: int = Field(0, ge=0)
     mamba: StateSpace | None = None
     pattern: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("name"), str):
+            return {**must_find_model(value["name"]).dimensions, **value}
+        return value
 
     @model_validator(mode="after")
     def _divide(self) -> Dimensions:

@@ -1,0 +1,1 @@
+"""Catalogue of language models with published dimensions, by name."""

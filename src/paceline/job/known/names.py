@@ -1,0 +1,70 @@
+"""Lookup of known models by name, in any spelling."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from paceline.job.known import encoders, gpt, llama, nemotron, qwen
+from paceline.job.known.entry import KnownModel
+from paceline.nearest import nearest
+
+# words that name a training run, a framework or a form of a model, not its dimensions
+_OTHER = re.compile(
+    r"instruct|chat|base|hf|it|pt|pretrain\w*|finetune\w*|sft|lora|release|nightly|sm|mcore|megatron|maxtext|nemo|te|text"
+    r"|dropless|tokendrop|alltoall|allgather|flex|mlperf|thinking|uncased|cased|multilingual|en|preview|proxy"
+    r"|(?:tp|pp|ep|cp|dp|vpp|etp|emp)\d[\da-z]*|dgx|[hab]\d00|gb|gb[23]00|g?[23]00|fp8|bf16|fp16|mxfp8|nvfp4|\dn\dg|v0\.\d|\d{4}"
+)
+_MAKERS = re.compile(r"meta|nvidia|google|mistralai|qwen|openai|microsoft|deepseek|facebook|mosaicml")
+_FURTHER = re.compile(r"w/?o\s*mtp|without mtp|no mtp", re.IGNORECASE)
+
+
+def models() -> tuple[KnownModel, ...]:
+    """All known models."""
+    return (*llama.MODELS, *qwen.MODELS, *gpt.MODELS, *nemotron.MODELS, *encoders.MODELS)
+
+
+def find_model(name: str) -> KnownModel | None:
+    """The known model of that name; None if there is none.
+
+    Case, separators, the maker before a slash and words such as `instruct` do not matter.
+    """
+    by_name = _by_name()
+    for words in candidates(name):
+        if found := by_name.get("".join(words)):
+            return found._replace(dimensions={**found.dimensions, "mtp": 0}) if _FURTHER.search(name) else found
+    return None
+
+
+def must_find_model(name: str) -> KnownModel:
+    """The known model of that name.
+
+    Raises:
+        ValueError: there is none; names the nearest.
+    """
+    if found := find_model(name):
+        return found
+    raise ValueError(f'no dimensions of a model "{name}" are known. {nearest(name, [m.name for m in models()])}')
+
+
+def candidates(name: str) -> list[list[str]]:
+    """Words of a name that may be a model's, longest first.
+
+    Makers before and other words behind are left away.
+    """
+    plain = re.sub(r"\([^)]*\)", " ", name.lower()).rsplit("/", 1)[-1]
+    words = re.findall(r"[a-z0-9.]+", plain)
+    found = []
+    starts = [words, *([words[1:]] if len(words) > 1 and _MAKERS.fullmatch(words[0]) else [])]
+    for start in starts:
+        while start:
+            found.append(start)
+            if not _OTHER.fullmatch(start[-1]):
+                break
+            start = start[:-1]
+    return found
+
+
+@cache
+def _by_name() -> dict[str, KnownModel]:
+    return {"".join(re.findall(r"[a-z0-9.]+", name)): model for model in models() for name in (model.name, *model.also)}
