@@ -11,6 +11,7 @@ from typing import NamedTuple
 from paceline.cluster.catalogue.hardware import Accelerator
 from paceline.planner.cost import constants
 from paceline.planner.cost.attention import fused_attention_s
+from paceline.planner.cost.fitted import SUSTAINED
 from paceline.planner.cost.layout import BYTES, Layout, Precision
 from paceline.trace.graph import BlockTrace, Gemm
 
@@ -128,6 +129,8 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     weights = [gemm for gemm in block.gemms if not (gemm.batch and config.attention)]
     fused = [_fused_s(gemm, config) for gemm in block.gemms if gemm.batch and config.attention]
     attention, attention_backward = (sum(times) for times in zip(*fused, strict=True)) if fused else (0.0, 0.0)
+    if block.kind.startswith("mamba"):
+        attention, attention_backward = attention / constants.SCAN, attention_backward / constants.SCAN
     forward = sum(gemm_s(gemm, config) for gemm in weights) + attention
     backward = sum(gemm_s(gemm, config, backward=True) for gemm in weights) + attention_backward
     unfused = _softmax_is_unfused(block, config)
@@ -142,6 +145,7 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     cast, cast_backward = _casts_s(weights, block, config)
     kernels = _kernels(block, config, unfused)
     starts = kernels * constants.KERNEL_S if config.device.is_gpu else 0.0
+    starts += constants.EXPERT_S if block.experts else 0.0
     launch = kernels * config.floor_s * (1 + constants.LAUNCH_TP * (config.tp - 1))
     slow = config.derating
     trained = 1.0 if block.trained else 0.0
@@ -168,7 +172,8 @@ def _throttled(products_s: float, others_s: float, launch_s: float, config: Bloc
     if not products_s:
         return 1.0
     share = products_s / max(products_s + others_s, launch_s)
-    return 1 / (1 - (1 - min(config.device.sustained / constants.GEMM_TOP, 1.0)) * share)
+    sustained = SUSTAINED.get(config.device.name, config.device.sustained)
+    return 1 / (1 - (1 - min(sustained / constants.GEMM_TOP, 1.0)) * share)
 
 
 def held_weights(block: BlockTrace, config: BlockConfig) -> float:
@@ -188,8 +193,7 @@ def _other_s(block: BlockTrace, config: BlockConfig) -> float:
     """Seconds of the kernels that only read and write, forward, without attention's squares."""
     head = block.kind == "head"
     inside = block.inside * (config.loss if head else config.vector)
-    # tokens are ordered by expert and back: read and written, twice
-    outside = (block.outside + 4 * block.routed) * config.vector
+    outside = block.outside * config.vector
     return _pass_s(inside / config.tp / config.cp + outside / (config.tp if config.sequence else 1) / config.cp, config)
 
 

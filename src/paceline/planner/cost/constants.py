@@ -6,11 +6,13 @@ one table of runs. The others are properties of the hardware, with the source.
 
 from __future__ import annotations
 
+from paceline.planner.cost.fitted import CONSTANTS
+
 # Matrix products
 # of the peak, what a large product reaches while power does not slow the clock
 GEMM_TOP = 0.93
 # fitted: starting and ending a tile takes as long as so many steps of its inner loop
-GEMM_START_K = 16
+GEMM_START_K = CONSTANTS["GEMM_START_K"]
 # of the result, and how well each uses a multiprocessor
 TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66))
 # among how many multiprocessors a tile's inner loop may be split
@@ -18,7 +20,7 @@ SPLITS = (1, 2, 4, 8)
 # Rows that do not begin on a line of memory are read in more pieces (NVIDIA, "Matrix Multiplication Background User's
 # Guide") bytes that divide the rows' length, and the speed that remains
 ALIGNED = ((128, 1.0), (64, 0.97), (32, 0.93), (16, 0.86))
-UNALIGNED = 0.254  # fitted: below 16 bytes
+UNALIGNED = CONSTANTS["UNALIGNED"]  # fitted: below 16 bytes
 # below 16 bytes, many small products do not use tensor cores: this of the fp32 peak
 UNALIGNED_BATCH = 0.9
 
@@ -30,44 +32,50 @@ LOW_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8"
 # bytes moved for each number that is cast: read, and written for two layouts
 CAST_BYTES = 4.0
 
+# State spaces: of what a fused attention kernel reaches, what the scan's small products do
+SCAN = CONSTANTS["SCAN"]
+
 # Kernels that only read and write
 # fitted: of the memory's bandwidth
-VECTOR_TOP = 0.85
+VECTOR_TOP = CONSTANTS["VECTOR_TOP"]
 # what they move in the backward pass for each number of the forward pass
-VECTOR_BACKWARD = 1.7
+VECTOR_BACKWARD = CONSTANTS["VECTOR_BACKWARD"]
 # the same of softmax and dropout over the attention's squares
-SCORES_BACKWARD = 1.2
+SCORES_BACKWARD = CONSTANTS["SCORES_BACKWARD"]
 # scale, mask, softmax, casts one by one: how much more they move, in so many more kernels
 UNFUSED_SOFTMAX = 2.2
 UNFUSED_KERNELS = 5
 # fitted: times that an update reads and writes its numbers
-OPTIMIZER_PASSES = 0.875
+OPTIMIZER_PASSES = CONSTANTS["OPTIMIZER_PASSES"]
 
 # Kernels, and what Python takes
 # fitted: of a device, to start and to end a kernel, whatever it does
-KERNEL_S = 2.43e-06
+KERNEL_S = CONSTANTS["KERNEL_S"]
 # from Python to a kernel on the device's queue, where the stack does not say otherwise
 LAUNCH_S = 7e-6
 # fitted: how much longer for each further rank of tp, which wait for the slowest of them
-LAUNCH_TP = 0.0359
+LAUNCH_TP = CONSTANTS["LAUNCH_TP"]
 # fitted: the power in which Python's and the device's time add up where ranks of tp meet in every layer
-MEETING = 3.52
+MEETING = CONSTANTS["MEETING"]
 # fitted: once a step: data, logging, the loss to all
-STEP_S = 0.001
+STEP_S = CONSTANTS["STEP_S"]
+
+# to count the tokens of each expert and wait for the counts, in each mixture's pass
+EXPERT_S = CONSTANTS["EXPERT_S"]
 
 # Links
 # fitted: of the link's bandwidth inside a host, what large collectives reach
 LINK_TOP_INSIDE = 0.713
-LINK_TOP_BETWEEN = 0.80  # the same between hosts
+LINK_TOP_BETWEEN = CONSTANTS["LINK_TOP_BETWEEN"]  # the same between hosts
 COLLECTIVE_S = 3.21e-05  # fitted: to start one
 # ranks along one dimension of a torus
 TORUS_SIDE = 16
 # of what ranks send to experts on average, what the busiest one gets (Megatron Core's benchmarks balance by force: 1.0)
 EXPERT_IMBALANCE = 1.0
 # of the time of bytes that travel while a device computes, how much longer that takes (Galvatron's overlap_coe)
-CONTENTION = 0.126
+CONTENTION = CONSTANTS["CONTENTION"]
 # fitted: to hand a microbatch from one stage to the next, beside the link
-PIPELINE_S = 0.000537
+PIPELINE_S = CONSTANTS["PIPELINE_S"]
 
 # bytes per second of a host's memory, for each device: 8 to 12 channels of DDR5 on two sockets among 8, at two thirds
 HOST_MEMORY_EACH = 50e9

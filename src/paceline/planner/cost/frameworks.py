@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from paceline.planner.cost.fitted import FRAMEWORKS as FRAMEWORKS_FITTED
 from paceline.planner.cost.layout import FrameworkProfile, Layout
 
 # part of the traffic of tp that user buffers and async TP hide
@@ -38,6 +39,11 @@ class Framework:
     sequence: bool = False
 
     @property
+    def fitted(self) -> FrameworkProfile:
+        """The profile with the values that were found on published runs."""
+        return replace(self.profile, **FRAMEWORKS_FITTED.get(self.name, {}))  # type: ignore[arg-type]
+
+    @property
     def name(self) -> str:
         """Name of the profile."""
         return self.profile.name
@@ -49,7 +55,7 @@ class Framework:
             fp32_gradients: gradients are added up, and sent, in four bytes.
             pure: gradients are sent in 16 bits whatever is kept.
         """
-        layout = replace(layout, framework=self.profile, order=self.order)
+        layout = replace(layout, framework=self.fitted, order=self.order)
         if layout.precision in ("fp32", "tf32", "fp64") or self.full:
             size = 8.0 if layout.precision == "fp64" else 4.0
             return replace(
