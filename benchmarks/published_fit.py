@@ -14,7 +14,10 @@ that table cold.
 
 from __future__ import annotations
 
-import sys; sys.path.insert(0,"/tmp/x"); import patch
+import sys
+
+sys.path.insert(0, "/tmp/x")
+import patch
 import argparse
 import json
 import math
@@ -28,6 +31,7 @@ from scipy.optimize import least_squares
 
 from paceline.planner.cost import compute, constants, stages
 from paceline.planner.cost.estimate import estimate
+from paceline.planner.cost.fitted import SUSTAINED as SUSTAINED_FITTED
 from paceline.planner.cost.frameworks import FRAMEWORKS
 from paceline.planner.cost.layout import Layout
 from paceline.planner.tables.rows import Row, read
@@ -38,30 +42,38 @@ FITS = TABLES / "fits.json"
 
 @dataclass(frozen=True)
 class Free:
-    """A number that is fitted: `CONSTANT`, `framework:field` or `device:sustained`, with the width of its prior."""
+    """A number that is fitted: `CONSTANT`, `framework:field` or `device:sustained`.
+
+    Attributes:
+        assumed: what is assumed beforehand.
+        width: standard deviation of its logarithm around that.
+    """
 
     name: str
+    assumed: float
     width: float
 
 
 GLOBAL = (
-    Free("GEMM_START_K", 0.5),
-    Free("UNALIGNED", 0.2),
-    Free("VECTOR_TOP", 0.05),
-    Free("VECTOR_BACKWARD", 0.15),
-    Free("SCORES_BACKWARD", 0.2),
-    Free("KERNEL_S", 0.3),
-    Free("LAUNCH_TP", 0.4),
-    Free("MEETING", 0.3),
-    Free("STEP_S", 0.7),
-    Free("OPTIMIZER_PASSES", 0.2),
-    Free("PIPELINE_S", 0.7),
-    Free("LINK_TOP_BETWEEN", 0.15),
-    Free("CONTENTION", 0.3),
-    Free("EXPERT_S", 0.5),
-    Free("SCAN", 0.4),
+    Free("GEMM_START_K", 16.0, 0.5),
+    Free("UNALIGNED", 0.254, 0.2),
+    Free("VECTOR_TOP", 0.85, 0.05),
+    Free("VECTOR_BACKWARD", 1.7, 0.15),
+    Free("SCORES_BACKWARD", 1.2, 0.2),
+    Free("KERNEL_S", 2.43e-06, 0.3),
+    Free("LAUNCH_TP", 0.0359, 0.4),
+    Free("MEETING", 3.52, 0.3),
+    Free("STEP_S", 0.001, 0.7),
+    Free("OPTIMIZER_PASSES", 0.9, 0.2),
+    Free("PIPELINE_S", 0.0003, 0.7),
+    Free("LINK_TOP_BETWEEN", 0.80, 0.15),
+    Free("CONTENTION", 0.126, 0.3),
+    Free("EXPERT_S", 5e-5, 0.5),
+    Free("SCAN", 0.4, 0.4),
+    Free("MIXTURE_KERNELS", 60.0, 0.7),
+    Free("EXPERT_KERNELS", 5.0, 0.7),
 )
-OF_FRAMEWORK = {"derating": 0.10, "vector": 0.35, "kernels": 0.35, "loss": 0.3}
+OF_FRAMEWORK = {"derating": 0.10, "vector": 0.35, "kernels": 0.35, "loss": 0.3, "overlaps_ep": 0.5}
 SUSTAINED = 0.06
 CLIP = 0.05  # errors of logarithms beyond this weigh less and less
 
@@ -86,16 +98,22 @@ def main() -> None:
 
 def free_of(rows: Sequence[Row]) -> list[Free]:
     """Numbers that the rows say something about."""
-    frameworks = Counter(row.layout.framework.name for row in rows)
-    devices = Counter(row.layout.machines.device.name for row in rows)
-    own = [Free(f"{name}:{field}", width) for name in frameworks for field, width in OF_FRAMEWORK.items()]
-    return [*GLOBAL, *own, *(Free(f"{name}:sustained", SUSTAINED) for name in devices)]
+    used = {row.layout.framework.name for row in rows}
+    devices = {row.layout.machines.device.name: row.layout.machines.device.sustained for row in rows}
+    profiles = [framework.profile for framework in FRAMEWORKS if framework.name in used]
+    own = [
+        Free(f"{profile.name}:{field}", float(getattr(profile, field)), width)
+        for profile in profiles
+        for field, width in OF_FRAMEWORK.items()
+        if getattr(profile, field)
+    ]
+    return [*GLOBAL, *own, *(Free(f"{name}:sustained", value, SUSTAINED) for name, value in devices.items())]
 
 
 def fit(rows: Sequence[Row]) -> dict[str, float]:
     """The values with the least errors of logarithms and deviations from what was assumed."""
     free = free_of(rows)
-    start = np.array([started(each.name, rows) for each in free])
+    start = np.array([each.assumed for each in free])
     widths = np.array([each.width for each in free])
     counts = Counter(row.table for row in rows)
     weights = np.array([counts[row.table] ** -0.25 for row in rows])
@@ -134,7 +152,7 @@ def changed(layout: Layout, values: Mapping[str, float]) -> Layout:
     device = layout.machines.device
     sustained = values.get(f"{device.name}:sustained")
     if sustained is not None:
-        layout = replace(layout, machines=replace(layout.machines, device=replace(device, sustained=sustained)))
+        SUSTAINED_FITTED[device.name] = sustained
     return replace(layout, framework=replace(layout.framework, **own)) if own else layout  # type: ignore[arg-type]
 
 
@@ -153,17 +171,6 @@ def with_constants(values: Mapping[str, float]) -> None:
     )
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]
-
-
-def started(name: str, rows: Sequence[Row]) -> float:
-    """The value that stands."""
-    if name.isupper():
-        return float(getattr(constants, name))
-    owner, field = name.rsplit(":", 1)
-    if field == "sustained":
-        return next(r.layout.machines.device.sustained for r in rows if r.layout.machines.device.name == owner)
-    profile = next(framework.profile for framework in FRAMEWORKS if framework.name == owner)
-    return float(getattr(profile, field))
 
 
 if __name__ == "__main__":

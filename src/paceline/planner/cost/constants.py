@@ -60,6 +60,10 @@ MEETING = CONSTANTS["MEETING"]
 # fitted: once a step: data, logging, the loss to all
 STEP_S = CONSTANTS["STEP_S"]
 
+# kernels of routing and ordering beyond those that the trace counts, and of each expert that a rank has (its products
+# and casts are kernels of their own)
+MIXTURE_KERNELS = CONSTANTS["MIXTURE_KERNELS"]
+EXPERT_KERNELS = CONSTANTS["EXPERT_KERNELS"]
 # to count the tokens of each expert and wait for the counts, in each mixture's pass
 EXPERT_S = CONSTANTS["EXPERT_S"]
 

@@ -86,6 +86,8 @@ MEGATRON_CORE = Framework(
         loss=1.5,
         kernels=1.5,
         overlaps_hops=True,
+        overlaps_ep=0.3,
+        node_limit=1000,
         scatters_hops=True,
         stops_early=False,
     ),
