@@ -60,7 +60,7 @@ class Machines:
 
     Attributes:
         device: the slowest of the devices in use.
-        hosts: number of hosts.
+        hosts: number of hosts; of domains where links inside a host join several (an NVL72, a TPU pod).
         per_host: devices of each.
         between: link between hosts, in bytes per second of *one device* (a host's divided by its devices).
         speeds: each host's speed relative to `device`, if they differ; else ().
@@ -77,6 +77,9 @@ class Machines:
     price_per_hour: float | None = None
     # what was measured here; it goes before the catalogue
     calibration: Calibration | None = None
+    # `between` is divided by it in groups on more than so many hosts
+    oversubscription: float = 1.0
+    oversubscribed_beyond: int = 1
 
     @property
     def devices(self) -> int:
