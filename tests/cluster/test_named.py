@@ -84,6 +84,15 @@ def test_a_network_may_be_oversubscribed_beyond_some_hosts(words: str, times: fl
     assert f"oversubscribed {times:g}:1" in cluster.describe()
 
 
+def test_a_description_says_which_hosts_fast_links_join() -> None:
+    assert (
+        "36 hosts of 4 × GB200 (186 GiB), joined to 2 domains of 72 by NVLink 5"
+        in named_cluster("36x4xGB200").describe()
+    )
+    assert "joined to one domain of 8" in named_cluster("2x4xGB300").describe()
+    assert "joined" not in named_cluster("2x8xB200").describe()
+
+
 def test_a_power_or_a_memory_in_a_name_stays_with_the_cluster() -> None:
     cluster = named_cluster("2x8xH100 500W, 400gbit")
     assert cluster.name == "2x8xH100-SXM 500W"

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from paceline.cluster.catalogue.hardware import Accelerator, accelerator
 from paceline.cluster.cluster import Cluster, Device, Host, Link
+from paceline.cluster.domains import domains
 from paceline.errors import ClusterError
 from paceline.units import size
 
@@ -196,6 +197,10 @@ def described(named: NamedCluster) -> str:
     cores = "cores of " if named.device.is_core else ""
     hosts = "1 host" if named.hosts == 1 else f"{named.hosts:,} hosts"
     parts = [f"{hosts} of {named.per_host} × {cores}{named.device.name} ({memory}{' each' if cores else ''})"]
+    count, joined = domains(named.device, named.hosts, named.per_host)
+    if count < named.hosts:
+        several = "one domain" if count == 1 else f"{count:,} domains"
+        parts.append(f"joined to {several} of {joined:,} by {named.device.inside.name}")
     if named.hosts > 1:
         assumed = ", assumed since the name gives no rate" if named.assumed else ""
         parts.append(f"{named.rate_gbps / named.per_host:g} Gbit/s from each device to other hosts{assumed}")
