@@ -74,7 +74,7 @@ GLOBAL = (
     Free("EXPERT_KERNELS", 5.0, 0.7),
 )
 OF_FRAMEWORK = {"derating": 0.10, "vector": 0.35, "kernels": 0.35, "loss": 0.3, "overlaps_ep": 0.5}
-SUSTAINED = 0.06
+SUSTAINED = 0.10
 CLIP = 0.05  # errors of logarithms beyond this weigh less and less
 
 
@@ -99,7 +99,9 @@ def main() -> None:
 def free_of(rows: Sequence[Row]) -> list[Free]:
     """Numbers that the rows say something about."""
     used = {row.layout.framework.name for row in rows}
-    devices = {row.layout.machines.device.name: row.layout.machines.device.sustained for row in rows}
+    devices = {
+        row.layout.machines.device.name: row.layout.machines.device.sustained * constants.PRODUCTS_TOP for row in rows
+    }
     profiles = [framework.profile for framework in FRAMEWORKS if framework.name in used]
     own = [
         Free(f"{profile.name}:{field}", float(getattr(profile, field)), width)

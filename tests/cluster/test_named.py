@@ -67,6 +67,40 @@ def test_short_and_odd_forms_are_understood(name: str, hosts: int, devices: int)
     assert named_cluster(name).devices_per_host == (devices,) * hosts
 
 
+@pytest.mark.parametrize(
+    ("words", "times", "beyond"),
+    [
+        ("oversubscribed 3:1", 3.0, 1),
+        ("oversubscribed 1.5 : 1", 1.5, 1),
+        ("oversubscribed 3:1 beyond 32", 3.0, 32),
+        ("400gbit, Oversubscribed 7:1 beyond 384 hosts, 2/h", 7.0, 384),
+    ],
+)
+def test_a_network_may_be_oversubscribed_beyond_some_hosts(words: str, times: float, beyond: int) -> None:
+    cluster = named_cluster(f"64x8xH100-SXM, {words}")
+    assert rate_gbps(cluster) == 3200
+    [link] = cluster.hosts[0].links
+    assert (link.oversubscription, link.oversubscribed_beyond) == (times, beyond)
+    assert f"oversubscribed {times:g}:1" in cluster.describe()
+
+
+def test_a_description_says_which_hosts_fast_links_join() -> None:
+    assert (
+        "36 hosts of 4 × GB200 (186 GiB), joined to 2 domains of 72 by NVLink 5"
+        in named_cluster("36x4xGB200").describe()
+    )
+    assert "joined to one domain of 8" in named_cluster("2x4xGB300").describe()
+    assert "joined" not in named_cluster("2x8xB200").describe()
+
+
+def test_a_power_or_a_memory_in_a_name_stays_with_the_cluster() -> None:
+    cluster = named_cluster("2x8xH100 500W, 400gbit")
+    assert cluster.name == "2x8xH100-SXM 500W"
+    assert {gpu.name for gpu in cluster.hosts[0].gpus} == {"H100-SXM 500W"}
+    assert named_cluster(cluster.name).devices == 16
+    assert named_cluster("A100-SXM-64GB").hosts[0].gpus[0].memory_bytes == 64 * 2**30
+
+
 def test_a_device_of_a_cluster_of_cpus_is_a_core() -> None:
     cluster = named_cluster("4x16xcpu-avx512, 25gbit/host")
     assert (cluster.kind, cluster.devices, rate_gbps(cluster)) == ("cpu", 64, 25)
@@ -118,6 +152,8 @@ def test_thousands_of_hosts_share_what_is_alike() -> None:
         ("1000000x8xH100", "has 8,000,000 devices; 1,000,000 is the most"),
         ("64xH100-SXM", "is one host with 64 devices; a usual one has 8: 8x8xH100-SXM"),
         ("8xH1000", 'cluster "8xH1000": "H1000" is not in the catalogue of hardware. The nearest there: '),
+        ("8xH100, oversubscribed 0.5:1", "a network is oversubscribed 1:1 or more"),
+        ("8xH100, oversubscribed 2:1, oversubscribed 3:1", "oversubscribed twice"),
         ("8xH100, fast", '"fast" is not a rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h'),
         ("2x8xH100, 0gbit", "carries nothing"),
         ("2x8xH100, 400gbit, 200gbit", "two rates"),

@@ -10,7 +10,7 @@ import pytest
 from paceline.cluster import Cluster, Device, Host, Link, named_cluster
 from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.errors import ClusterError
-from paceline.planner.machines import machines
+from paceline.planner.machines import machine_count, machines, on_other_devices, resized, shape
 
 GIB = 2**30
 
@@ -112,6 +112,64 @@ def test_emulated_hosts_have_their_rate_their_delay_and_their_quota() -> None:
     assert found.between.bandwidth == pytest.approx(12.5e6)
     assert found.between.latency_s == pytest.approx(2e-3, rel=0.1)
     assert found.speeds == pytest.approx((2.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "per_host"),
+    [
+        ("4xGB200", 1, 4),
+        ("2x4xGB200", 1, 8),
+        ("18x4xGB300", 1, 72),
+        ("36x4xGB200", 2, 72),
+        ("32x4xGB200", 2, 64),
+        ("19x4xGB200", 2, 38),
+        ("8x72xGB200", 8, 72),
+        ("32x8xTPU-v5e", 1, 256),
+        ("256xTPU-v5e", 1, 256),
+        ("64x8xTPU-v6e", 2, 256),
+        ("36x8xB200", 36, 8),
+        ("4x4xGH200-96", 4, 4),
+    ],
+)
+def test_machines_that_fast_links_join_are_one_host_to_the_planner(name: str, hosts: int, per_host: int) -> None:
+    """Taken for hosts of 4, an NVL72 would be planned for as if tp=8 went over the network."""
+    cluster = named_cluster(name)
+    found = machines(cluster)
+    assert (found.hosts, found.per_host, found.devices) == (hosts, per_host, cluster.devices)
+
+
+def test_a_domain_keeps_its_machines_for_what_fails_and_what_is_bought() -> None:
+    cluster = named_cluster("36x4xGB200")
+    found = machines(cluster)
+    assert cluster.devices_per_host == (4,) * 36
+    assert (machine_count(found), shape(found)) == (36, "36x4xGB200")
+    assert found.between.bandwidth == 50e9  # of a device
+    more = resized(found, 37)
+    assert (more.hosts, more.per_host, shape(more)) == (4, 37, "37x4xGB200")
+    assert machine_count(machines(named_cluster("8x8xH100-SXM"))) == 8
+
+
+def test_as_many_devices_of_another_kind_are_in_machines_that_exist() -> None:
+    domain = machines(named_cluster("36x4xGB200"))
+    assert shape(on_other_devices(domain, CATALOGUE["MI355X"])) == "18x8xMI355X"
+    assert shape(on_other_devices(domain, CATALOGUE["GB300"])) == "36x4xGB300"
+    assert shape(on_other_devices(machines(named_cluster("2x8xA100-SXM-40")), CATALOGUE["H200"])) == "2x8xH200"
+
+
+def test_hosts_of_several_kinds_in_a_domain_are_as_the_slowest() -> None:
+    slow, fast = gpu_host("a", "NVIDIA GB200", 4), gpu_host("b", "NVIDIA GB300", 4)
+    both = machines(Cluster(hosts=(slow, fast)))
+    assert (both.hosts, both.per_host, both.device.name) == (1, 8, "GB200")
+    assert len(both.speeds) in (0, both.hosts)
+
+
+def test_an_oversubscribed_network_is_told_to_the_cost_model() -> None:
+    found = machines(named_cluster("64x8xH100-SXM, 400gbit, oversubscribed 3:1 beyond 32"))
+    assert (found.oversubscription, found.oversubscribed_beyond, found.between.bandwidth) == (3.0, 32, 50e9)
+    assert machines(named_cluster("64x8xH100-SXM, oversubscribed 2:1")).oversubscribed_beyond == 1
+    assert machines(named_cluster("64x8xH100-SXM")).oversubscription == 1.0
+    racks = machines(named_cluster("72x4xGB200, oversubscribed 2:1 beyond 36"))
+    assert (racks.hosts, racks.oversubscribed_beyond) == (4, 2)  # domains of 72
 
 
 def test_hosts_without_gpus_take_no_part_where_others_have_some() -> None:

@@ -55,6 +55,9 @@ class Link(_Part):
     # Gbit/s each way, as the driver states it; None where it states nothing
     bandwidth_gbps: float | None = Field(None, gt=0)
     latency_ms: float | None = Field(None, gt=0)  # one way, where it was measured
+    # how many times the rates of all hosts together are what the switches above them carry; …
+    oversubscription: float = Field(1.0, ge=1, allow_inf_nan=False)
+    oversubscribed_beyond: int = Field(1, ge=1)  # … among more than so many hosts
 
 
 class Host(_Part):

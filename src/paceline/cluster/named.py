@@ -4,7 +4,8 @@ It can be planned for; nothing can run on it.
 
 Hosts × devices of each × device; `8xH100-SXM` is one host, `H100-SXM` one device. `400gbit` is the rate of each device
 to other hosts, each way, `3200gbit/host` that of all of a host together. `2.5/h` is the price of a device for an hour,
-in whatever currency.
+in whatever currency. `oversubscribed 3:1` says that hosts together send three times what the switches above them carry,
+`oversubscribed 3:1 beyond 32` that this is so among more than 32 hosts.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import NamedTuple
 
 from paceline.cluster.catalogue.hardware import Accelerator, accelerator
 from paceline.cluster.cluster import Cluster, Device, Host, Link
+from paceline.cluster.domains import domains
 from paceline.errors import ClusterError
 from paceline.units import size
 
 _SHAPE = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(?![-+.\d]+\s*[x×*])(\S.*)", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt])(?:bit(?:/s)?|b/s|bps)(?: ?(?:/|per) ?(host|device|gpu))?", re.IGNORECASE)
 _PRICE = re.compile(r"[$€]?(\d+(?:\.\d+)?) ?[$€]? ?(?:/ ?|per )h(?:our)?", re.IGNORECASE)
+_OVERSUBSCRIBED = re.compile(r"oversubscribed (\d+(?:\.\d+)?)(?: ?: ?1)?(?: beyond (\d+)(?: hosts)?)?", re.IGNORECASE)
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _MOST_DEVICES = 10**6
 _MOST_ON_A_HOST = 16
@@ -31,7 +34,8 @@ _EXAMPLES = "64x8xH100-SXM, 400gbit · 8xA100-SXM-80 · H100-SXM · 4x16xCPU, 10
 class NamedCluster(NamedTuple):
     """The parts of a cluster's name.
 
-    `rate_gbps` is of one host, and `assumed` if the name gives none.
+    `rate_gbps` is of one host, and `assumed` if the name gives none. It is divided by `oversubscription` among more
+    than `beyond` hosts.
     """
 
     hosts: int
@@ -40,6 +44,8 @@ class NamedCluster(NamedTuple):
     rate_gbps: float
     assumed: bool
     price_per_hour: float | None
+    oversubscription: float = 1.0
+    beyond: int = 1
 
     @property
     def shape(self) -> str:
@@ -79,6 +85,7 @@ def read_name(text: str) -> NamedCluster:
     hosts, per_host, device = _shape(shape, text)
     rate_gbps: float | None = None
     price: float | None = None
+    oversubscribed: tuple[float, int] | None = None
     for word in filter(None, words):
         if match := _RATE.fullmatch(word):
             if rate_gbps is not None:
@@ -93,14 +100,29 @@ def read_name(text: str) -> NamedCluster:
             if price is not None:
                 raise ClusterError(f'cluster "{text}" has two prices; leave one out')
             price = float(match[1])
+        elif match := _OVERSUBSCRIBED.fullmatch(word):
+            if oversubscribed is not None:
+                raise ClusterError(f'cluster "{text}" is oversubscribed twice; leave one out')
+            oversubscribed = _oversubscribed(float(match[1]), int(match[2] or 1), text)
         else:
             raise ClusterError(
                 f'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h'
+                ", nor oversubscribed 3:1"
             )
     if rate_gbps == 0:
         raise ClusterError(f'cluster "{text}": a link of 0 bit/s carries nothing; leave the rate out for the usual one')
     usual = device.network.bandwidth * 8 / 1e9 * per_host
-    return NamedCluster(hosts, per_host, device, rate_gbps or usual, rate_gbps is None and hosts > 1, price)
+    assumed = rate_gbps is None and hosts > 1
+    return NamedCluster(hosts, per_host, device, rate_gbps or usual, assumed, price, *(oversubscribed or ()))
+
+
+def _oversubscribed(times: float, beyond: int, text: str) -> tuple[float, int]:
+    if times < 1 or beyond < 1:
+        raise ClusterError(
+            f'cluster "{text}": a network is oversubscribed 1:1 or more, beyond 1 host or more, '
+            "e.g. oversubscribed 3:1 beyond 32"
+        )
+    return times, beyond
 
 
 def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
@@ -132,9 +154,15 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
 
 
 def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
-    """Hosts that are alike; what the catalogue does not know of them (cores, host memory) is ample."""
+    """Hosts that are alike; what the catalogue does not know of them (cores) is ample."""
     device = named.device
-    link = Link(name="network", kind="ethernet", bandwidth_gbps=named.rate_gbps)
+    link = Link(
+        name="network",
+        kind="ethernet",
+        bandwidth_gbps=named.rate_gbps,
+        oversubscription=named.oversubscription,
+        oversubscribed_beyond=named.beyond,
+    )
     if device.is_core:
         alike = Host(
             name="0",
@@ -150,7 +178,7 @@ def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
             )
             for i in range(named.per_host)
         )
-        memory_bytes = 2 * device.memory_bytes * named.per_host
+        memory_bytes = device.host_memory_bytes * named.per_host
         alike = Host(name="0", cores=8 * named.per_host, memory_bytes=memory_bytes, cpu="CPU", gpus=gpus, links=(link,))
     return tuple(alike.model_copy(update={"name": f"host-{i}"}) for i in range(named.hosts))
 
@@ -169,9 +197,16 @@ def described(named: NamedCluster) -> str:
     cores = "cores of " if named.device.is_core else ""
     hosts = "1 host" if named.hosts == 1 else f"{named.hosts:,} hosts"
     parts = [f"{hosts} of {named.per_host} × {cores}{named.device.name} ({memory}{' each' if cores else ''})"]
+    count, joined = domains(named.device, named.hosts, named.per_host)
+    if count < named.hosts:
+        several = "one domain" if count == 1 else f"{count:,} domains"
+        parts.append(f"joined to {several} of {joined:,} by {named.device.inside.name}")
     if named.hosts > 1:
         assumed = ", assumed since the name gives no rate" if named.assumed else ""
         parts.append(f"{named.rate_gbps / named.per_host:g} Gbit/s from each device to other hosts{assumed}")
+    if named.oversubscription > 1:
+        beyond = f" beyond {named.beyond} hosts" if named.beyond > 1 else ""
+        parts.append(f"oversubscribed {named.oversubscription:g}:1{beyond}")
     if named.price_per_hour is not None:
         parts.append(f"{named.price_per_hour:g} an hour for each")
     return ", ".join(parts)

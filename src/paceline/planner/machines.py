@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, LinkSpec, known, nearest_to
 from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.domains import domains
 from paceline.errors import ClusterError
 from paceline.planner.cost.layout import Machines
 
@@ -26,7 +28,8 @@ def machines(cluster: Cluster, calibration: Calibration | None = None) -> Machin
     """The cost model's view of a cluster. Devices come from the catalogue by name, links from their rates.
 
     The slowest device stands for all; `speeds` tell how much faster hosts are. A device of a cluster of CPUs is one
-    core. A host's link is shared by its devices. A calibration is passed on, and takes precedence.
+    core. A host's link is shared by its devices. Hosts that are joined to a domain, as those of an NVL72, are one. A
+    calibration is passed on, and takes precedence.
 
     Raises:
         ClusterError: a GPU is not in the catalogue; with the nearest names.
@@ -39,16 +42,77 @@ def machines(cluster: Cluster, calibration: Calibration | None = None) -> Machin
     slowest = min(devices, key=_speed)
     memory_bytes = min(device.memory_bytes for host in alike.values() for device in host.devices)
     uneven = max(map(_speed, devices)) > 1.01 * _speed(slowest)
+    each = _usual(len(host.devices) for host in hosts)
+    count, per_host = domains(slowest, len(hosts), each)
+    speeds = [_speed(device) / _speed(slowest) for device in devices]
+    oversubscription, beyond = _oversubscription(hosts)
     return Machines(
         device=replace(slowest, memory_bytes=memory_bytes),
-        hosts=len(hosts),
-        per_host=_usual(len(host.devices) for host in hosts),
+        hosts=count,
+        per_host=per_host,
         between=_between(cluster, hosts, slowest),
-        speeds=tuple(_speed(device) / _speed(slowest) for device in devices) if uneven else (),
+        speeds=_of_domains(speeds, count) if uneven else (),
         memory_bytes=memory_bytes,
         price_per_hour=cluster.price_per_hour,
         calibration=calibration,
+        oversubscription=oversubscription,
+        oversubscribed_beyond=max(1, beyond * each // per_host),
     )
+
+
+def resized(machines: Machines, count: int) -> Machines:
+    """Copy with another number of machines of one operating system.
+
+    A cluster grows by these.
+    """
+    each = _of_a_machine(machines)
+    hosts, per_host = domains(machines.device, count, each)
+    return replace(machines, hosts=hosts, per_host=per_host, speeds=())
+
+
+def machine_count(machines: Machines) -> int:
+    """Number of machines of one operating system: hosts, unless these are joined to domains."""
+    return machines.devices // _of_a_machine(machines)
+
+
+def shape(machines: Machines) -> str:
+    """Name of the cluster without its links, as `--cluster` takes it: `8x8xH100-SXM`."""
+    return f"{machine_count(machines)}x{_of_a_machine(machines)}x{machines.device.name}"
+
+
+def on_other_devices(machines: Machines, device: Accelerator) -> Machines:
+    """Copy with as many devices of another kind, with all of its memory.
+
+    Where the old ones are of a domain, in machines as large as the new kind's usual ones.
+    """
+    changed = replace(machines, device=device, memory_bytes=None)
+    if not machines.device.machine:
+        return changed
+    each = gcd(machines.devices, device.machine or device.per_host)
+    hosts, per_host = domains(device, machines.devices // each, each)
+    return replace(changed, hosts=hosts, per_host=per_host, speeds=())
+
+
+def _of_a_machine(machines: Machines) -> int:
+    each = machines.device.machine
+    return each if each and machines.per_host > each and machines.devices % each == 0 else machines.per_host
+
+
+def _of_domains(speeds: list[float], count: int) -> tuple[float, ...]:
+    """Speed of the slowest host of each domain."""
+    hosts = len(speeds)
+    return tuple(min(speeds[i * hosts // count : -(-(i + 1) * hosts // count)]) for i in range(count))
+
+
+def _oversubscription(hosts: list[Host]) -> tuple[float, int]:
+    """Oversubscription of the host with the most, and the hosts beyond which it holds."""
+    found = [
+        (link.oversubscription, link.oversubscribed_beyond)
+        for host in hosts
+        for link in host.links
+        if link.kind in NETWORK and link.oversubscription > 1
+    ]
+    return max(found, default=(1.0, 1))
 
 
 def _likeness(host: Host) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ import pytest
 
 from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, accelerator, at_power, known
 from paceline.cluster.catalogue.hosts import HOP
+from paceline.cluster.catalogue.instances import INSTANCES
 from paceline.errors import ClusterError
 
 ROOT = Path(__file__).parents[3]
@@ -276,3 +277,30 @@ def test_dies_and_cores_that_frameworks_see_are_the_devices() -> None:
     assert CATALOGUE["TPU-v3"].peak_flops["bf16"] == pytest.approx(123e12 / 2)
     assert CATALOGUE["Trainium-1"].peak_flops["bf16"] * CATALOGUE["Trainium-1"].per_host == pytest.approx(3040e12)
     assert CATALOGUE["TPU-v7x"].peak_flops["bf16"] == 2307e12
+
+
+@pytest.mark.parametrize(
+    ("spelling", "entry", "gbps"),
+    [
+        ("p4d.24xlarge", "A100-SXM-40", 50),
+        ("AWS p3.16xlarge", "V100-SXM-16", 3.125),
+        ("a2-ultragpu-8g", "A100-SXM-80", 12.5),
+        ("a3-megagpu-8g", "H100-SXM", 200),
+        ("Standard_ND96amsr_A100_v4", "A100-SXM-80", 200),
+        ("p5.48xlarge", "H100-SXM", 400),
+        ("g5.48xlarge", "A10G", 12.5),
+        ("trn1n.32xlarge", "Trainium-1", 50),
+    ],
+)
+def test_a_clouds_machine_type_is_its_device_with_its_network(spelling: str, entry: str, gbps: float) -> None:
+    """p4d has a quarter of the network of a DGX A100."""
+    device = accelerator(spelling)
+    assert device.peak_flops == CATALOGUE[entry].peak_flops
+    assert device.network.bandwidth * 8 / 1e9 == gbps
+    assert accelerator(device.name) == device
+
+
+def test_every_machine_type_names_an_entry_and_is_found_by_its_own_name() -> None:
+    for name, instance in INSTANCES.items():
+        assert accelerator(name).memory_bytes == CATALOGUE[instance.device].memory_bytes
+        assert accelerator(accelerator(name).name) == accelerator(name)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.cluster.named import named_cluster
 from paceline.job.job import Job
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.warnings import warnings_about
@@ -232,3 +233,10 @@ def test_batch_norm_says_what_microbatches_do_to_its_statistics() -> None:
 def test_a_model_that_cannot_be_built_is_no_matter_of_warnings() -> None:
     """The ranks say so, with its traceback."""
     assert warnings_about(Plan.parse("dp=2 microbatches=2"), job(model="no_such_module:model"), LAPTOP) == []
+
+
+@pytest.mark.parametrize(("name", "warned"), [("4x4xGB200", False), ("4x4xGH200-96", True), ("2x8xH100-SXM", False)])
+def test_matrices_may_be_divided_across_machines_that_fast_links_join(name: str, warned: bool) -> None:
+    """In an NVL72 a group of 8 ranks is on two machines and within one domain."""
+    found = warnings_about(Plan.parse("tp=8 dp=2"), job(), named_cluster(name))
+    assert any("divides matrices across hosts" in warning for warning in found) == warned

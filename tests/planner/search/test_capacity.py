@@ -33,7 +33,7 @@ def test_what_fits_needs_no_words() -> None:
     assert smallest_that_works(on("CPU", SMALL), 8) == ""
 
 
-@pytest.mark.parametrize("cluster", ["8xH100-SXM", "2x8xA100-SXM-40", "RTX-4090"])
+@pytest.mark.parametrize("cluster", ["8xH100-SXM", "2x8xA100-SXM-40", "RTX-4090", "4xGB200"])
 def test_the_smallest_cluster_named_is_enough_and_one_host_less_is_not(cluster: str) -> None:
     text = smallest_that_works(on(cluster), 1024)
     needed, has, missing = (

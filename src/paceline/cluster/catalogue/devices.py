@@ -20,8 +20,12 @@ _AS_V5P = {"network": "assumed, as a v5p's"}
 # fp32 and tf32: an eighth and a quarter of bf16's, as the Gaudi 3 has them; fp64 in software
 _GAUDI_2 = Chip("gaudi", 2, peaks(9, 54, 432, tf32=108, fp8=865))
 _GAUDI_3 = Chip("gaudi", 8, peaks(38, 229, 459, tf32=459, bf16=1835, fp8=1835), 0.78, _MAMF)
-_TRAINIUM_1 = "Trainium documentation, AWS Neuron: a NeuronCore-v2, half of a chip; trn1.32xlarge"
-_TRAINIUM_2 = "Trainium2 documentation, AWS Neuron: two of a chip's eight cores (LNC=2, the default); trn2.48xlarge"
+_TRAINIUM_1 = (
+    "Trainium documentation, AWS Neuron: a NeuronCore-v2, half of a chip; trn1.32xlarge, links taken as both ways"
+)
+_TRAINIUM_2 = (
+    "Trainium2 documentation, AWS Neuron: two of a chip's eight cores (LNC=2); trn2.48xlarge, links taken as both ways"
+)
 
 TPUS = (
     tpu(
@@ -36,7 +40,6 @@ TPUS = (
         machine=4,
         host_gib=240,
         fp8=4614,
-        assumed={"network": "assumed, as a v6e's", "host": "assumed: 960 GiB for 4 chips"},
     ),
     tpu("TPU-v6e", 918, 32, 1638, 400, 256, 100, torus=2, machine=8, host_gib=192, fp8=918, int8=1836),
     tpu("TPU-v5p", 459, 95, 2765, 600, 8960, 50, torus=3, machine=4, host_gib=104, fp8=459, int8=918),
@@ -67,7 +70,7 @@ OTHERS = (
         peaks(7.5, 45.25, 166.75, tf32=166.75, fp8=324.75),
         24,
         725,
-        160,
+        128,
         64,
         50,
         32,

@@ -72,6 +72,7 @@ def gpu(
         memory_gbps * 1e9,
         host.inside,
         per_host=host.per_host,
+        mesh=host.mesh,
         sources={"all": source, "latency": HOP, "network": host.source, **measured},
         network=network(host.network_gbps),
         multiprocessors=chip.multiprocessors,

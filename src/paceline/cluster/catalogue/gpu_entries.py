@@ -97,7 +97,7 @@ GPUS = (
     gpu("H100-NVL", _H100_NVL, 94, 3900, 400, hosts.SERVER_5, "H100 NVL data sheet"),
     gpu("H800-SXM", _H800, 80, 3350, 700, hosts.HGX_H800, "H800 data sheet"),
     gpu("H800-PCIe", _H800_PCIE, 80, 2000, 350, hosts.SERVER_5, "H800 data sheet"),
-    gpu("H20", _H20, 96, 4000, 400, hosts.HGX_H20, "H20 data sheet"),
+    gpu("H20", _H20, 96, 4000, 500, hosts.HGX_H20, "H20 data sheet; the press prints 400 to 550 W"),
     gpu("A100-SXM-80", _A100, 80, 2039, 400, hosts.DGX_A100, "A100 data sheet"),
     gpu("A100-SXM-40", _A100, 40, 1555, 400, hosts.DGX_A100_40, "A100 data sheet"),
     gpu("A100-PCIe-80", _A100_PCIE, 80, 1935, 300, hosts.SERVER_4, "A100 data sheet"),

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 
 from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
 from paceline.cluster.catalogue.devices import CATALOGUE
+from paceline.cluster.catalogue.instances import of_an_instance
 from paceline.cluster.catalogue.power import at_power
 from paceline.errors import ClusterError
 from paceline.extensions import ExtensionPoint
@@ -103,11 +104,14 @@ def known(name: str) -> Accelerator | None:
     """Entry that `accelerator` returns; None where there is none.
 
     Another memory, another bandwidth of it or another power than the entry's, which the name states, take the entry's
-    place: `H100 500W`, `A100-SXM-64GB`. Such a device is named after the entry and what differs.
+    place: `H100 500W`, `A100-SXM-64GB`; so does the network of a cloud's machine type: `p4d.24xlarge`. Such a device is
+    named after the entry and what differs.
     """
     if name in CATALOGUE or name in HARDWARE.installed:
         return HARDWARE[name]
     text = _words(name)
+    if (device := of_an_instance(text)) is not None:
+        return device
     family = (
         None
         if _OTHERS.search(text)

@@ -47,6 +47,7 @@ class UsualHost(NamedTuple):
         source: of these figures.
         per_host: devices of the host or the domain.
         machine: devices of one operating system, where they are fewer; else 0.
+        mesh: True if devices are joined in pairs, without a switch.
     """
 
     inside: LinkSpec
@@ -56,6 +57,7 @@ class UsualHost(NamedTuple):
     source: str
     per_host: int = 8
     machine: int = 0
+    mesh: bool = False
 
 
 _ASSUMED_100 = "assumed: 100 Gbit/s and 512 GiB for a host of 8"
@@ -70,8 +72,8 @@ G6 = UsualHost(PCIE_4, 12.5, PCIE_4, 96, "AWS: g6.48xlarge")
 G6E = UsualHost(PCIE_4, 50, PCIE_4, 192, "AWS: g6e.48xlarge")
 
 # an NIC of 100 Gbit/s for two devices
-DGX1_P100 = UsualHost(nvlink(1, 80e9), 50, PCIE_3_SHARED, 64, "DGX-1 data sheet, P100")
-DGX1 = UsualHost(nvlink(2, 150e9), 50, PCIE_3_SHARED, 64, "DGX-1 data sheet")
+DGX1_P100 = UsualHost(nvlink(1, 80e9), 50, PCIE_3_SHARED, 64, "DGX-1 data sheet, P100", mesh=True)
+DGX1 = UsualHost(nvlink(2, 150e9), 50, PCIE_3_SHARED, 64, "DGX-1 data sheet", mesh=True)
 # an NIC for each device
 DGX_A100 = UsualHost(nvlink(3, 300e9), 200, PCIE_4_SHARED, 256, "DGX A100 data sheet, 640 GB")
 DGX_A100_40 = DGX_A100._replace(memory_gib=128, source="DGX A100 data sheet, 320 GB")
@@ -88,12 +90,24 @@ GB300_NVL72 = GB200_NVL72._replace(network_gbps=800, source="GB300 NVL72 data sh
 # the nodes of Alps and JUPITER: four superchips, an NIC for each
 QUAD_GH200 = UsualHost(nvlink(4, 450e9), 200, C2C, 120, "Alps user documentation, CSCS: 4 to a node", per_host=4)
 
-FRONTIER = UsualHost(fabric(150e9), 100, LinkSpec("Infinity Fabric", 36e9, _PCIE_S), 64, "Frontier user guide, OLCF")
-MI210_SERVER = UsualHost(fabric(150e9), 50, PCIE_4, 64, "MI210 data sheet: bridges of 4; others assumed", per_host=4)
-OF_8_MI300X = UsualHost(fabric(448e9), 400, PCIE_5, 192, "network assumed, as an H100's; memory: MLPerf 4.1, 8xMI300X")
-OF_8_MI355X = UsualHost(fabric(537.6e9), 400, PCIE_5, 384, "network assumed, as an H100's; memory: MLPerf 6.0, MI355X")
+FRONTIER = UsualHost(
+    fabric(150e9), 100, LinkSpec("Infinity Fabric", 36e9, _PCIE_S), 64, "Frontier user guide, OLCF", mesh=True
+)
+MI210_SERVER = UsualHost(
+    fabric(150e9), 50, PCIE_4, 64, "MI210 data sheet: bridges of 4; others assumed", per_host=4, mesh=True
+)
+OF_8_MI300X = UsualHost(
+    fabric(448e9), 400, PCIE_5, 192, "network assumed, as an H100's; memory: MLPerf 4.1, 8xMI300X", mesh=True
+)
+OF_8_MI355X = UsualHost(
+    fabric(537.6e9), 400, PCIE_5, 384, "network assumed, as an H100's; memory: MLPerf 6.0, MI355X", mesh=True
+)
 
 # 21 of the 24 ports of a device go to the others of the host, 3 leave it
 _GAUDI_MEMORY = "white paper; host memory assumed"
-GAUDI_2 = UsualHost(LinkSpec("21 ports of 100 Gbit/s", 262.5e9, 5e-6), 300, PCIE_4, 128, f"Gaudi 2 {_GAUDI_MEMORY}")
-GAUDI_3 = UsualHost(LinkSpec("21 ports of 200 Gbit/s", 525e9, 5e-6), 600, PCIE_5, 128, f"Gaudi 3 {_GAUDI_MEMORY}")
+GAUDI_2 = UsualHost(
+    LinkSpec("21 ports of 100 Gbit/s", 262.5e9, 5e-6), 300, PCIE_4, 128, f"Gaudi 2 {_GAUDI_MEMORY}", mesh=True
+)
+GAUDI_3 = UsualHost(
+    LinkSpec("21 ports of 200 Gbit/s", 525e9, 5e-6), 600, PCIE_5, 128, f"Gaudi 3 {_GAUDI_MEMORY}", mesh=True
+)

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
+from paceline.cluster.domains import devices_of_a_domain
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.planner.check.plan_context import PlanContext
@@ -90,9 +91,10 @@ def _slow_bf16(context: PlanContext) -> Iterator[str]:
 
 
 def _matrices_across_hosts(context: PlanContext) -> Iterator[str]:
-    """Warning about tensor-parallel groups that are divided by the end of a host."""
+    """Warning about tensor-parallel groups that are divided by the end of a host or domain."""
     plan = context.plan
-    ends = list(accumulate(context.ranks_per_host))[:-1]
+    joined = devices_of_a_domain(context.cluster) if plan.tp > 1 else None
+    ends = list(range(joined, context.devices, joined)) if joined else list(accumulate(context.ranks_per_host))[:-1]
     if plan.tp > 1 and any(end % plan.tp and end < plan.ranks for end in ends):
         fitting = [n for n in range(1, plan.tp) if plan.tp % n == 0 and not any(end % n for end in ends)]
         talk = "divides matrices across hosts, which then talk in every layer"

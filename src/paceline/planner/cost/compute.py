@@ -172,7 +172,7 @@ def _throttled(products_s: float, others_s: float, launch_s: float, config: Bloc
     if not products_s:
         return 1.0
     share = products_s / max(products_s + others_s, launch_s)
-    sustained = SUSTAINED.get(config.device.name, config.device.sustained)
+    sustained = SUSTAINED.get(config.device.name, config.device.sustained * constants.PRODUCTS_TOP)
     return 1 / (1 - (1 - min(sustained / constants.GEMM_TOP, 1.0)) * share)
 
 

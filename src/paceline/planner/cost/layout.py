@@ -80,7 +80,7 @@ class Machines:
 
     Attributes:
         device: the slowest of the devices in use.
-        hosts: number of hosts.
+        hosts: number of hosts; of domains where links inside a host join several (an NVL72, a TPU pod).
         per_host: devices of each.
         between: link between hosts, in bytes per second of *one device* (a host's divided by its devices).
         oversubscription: how many times less bandwidth groups have that span more than `oversubscribed_beyond` hosts.

@@ -10,6 +10,7 @@ from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.partition import contiguous
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.memory import memory, usable_bytes
+from paceline.planner.machines import machine_count, on_other_devices, resized, shape
 from paceline.plans.axes import DEGREES
 from paceline.trace.graph import ModelTrace
 from paceline.units import size
@@ -145,9 +146,10 @@ def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
     """
 
     def on(hosts: int) -> SmallestMemory:
-        return least(replace(layout, machines=replace(layout.machines, hosts=hosts, speeds=())), global_batch)
+        return least(replace(layout, machines=resized(layout.machines, hosts)), global_batch)
 
-    low, high = layout.machines.hosts, 2 * layout.machines.hosts
+    low = machine_count(layout.machines)
+    high = 2 * low
     while not (found := on(high)).fits and high < _MOST_HOSTS:
         low, high = high, 2 * high
     while found.fits and high - low > 1:
@@ -168,7 +170,7 @@ def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
     larger = [device for device in alike if device.memory_bytes > own]
     found = least(layout, global_batch)
     for device in sorted(larger, key=lambda device: device.memory_bytes):
-        found = least(replace(layout, machines=replace(machines, device=device, memory_bytes=None)), global_batch)
+        found = least(replace(layout, machines=on_other_devices(machines, device)), global_batch)
         if found.fits:
             break
     return found
@@ -176,9 +178,7 @@ def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
 
 def _on(found: SmallestMemory) -> str:
     """The cluster as `--cluster` takes it, and the plan."""
-    machines = found.layout.machines
-    name = f"{machines.hosts}x{machines.per_host}x{machines.device.name}"
-    return f"{name} with {words(found.layout)} ({size(found.needed)} of {size(found.room)})"
+    return f"{shape(found.layout.machines)} with {words(found.layout)} ({size(found.needed)} of {size(found.room)})"
 
 
 def _powers(most: int) -> list[int]:
