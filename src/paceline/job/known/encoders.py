@@ -96,4 +96,14 @@ _ENCODER_DECODER: tuple[KnownModel, ...] = (
     ),
 )
 
-MODELS: tuple[KnownModel, ...] = (*_BERT, *_ENCODER_DECODER)
+_TRANSLATION: tuple[KnownModel, ...] = family(
+    "Transformer",
+    "arXiv:1706.03762, table 3, with 37,000 tokens of both languages",
+    "layers encoder_layers hidden ffn heads",
+    {"transformer-big": (6, 6, 1024, 4096, 16, 0.213)},
+    vocab=37000,
+    seq=256,
+    positions=False,
+)
+
+MODELS: tuple[KnownModel, ...] = (*_BERT, *_ENCODER_DECODER, *_TRANSLATION)
