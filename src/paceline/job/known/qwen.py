@@ -89,8 +89,8 @@ _QWEN: tuple[KnownModel, ...] = (
 _QWEN_NEXT: tuple[KnownModel, ...] = family(
     "Qwen",
     "config.json; MaxText: qwen3-next-80b-a3b.yml",
-    "layers pattern mtp",
-    {"qwen3-next-80b-a3b": (96, 12 * "DEDEDE*E", 1, 79.67)},
+    "layers pattern",
+    {"qwen3-next-80b-a3b": (96, 12 * "DEDEDE*E", 79.67)},
     also={"qwen3-next-80b-a3b": ("qwen3-next-80b", "qwen3-next")},
     hidden=2048,
     heads=16,
