@@ -12,6 +12,7 @@ from paceline.job.known.entry import KnownModel
 from paceline.job.known.names import find_model, models
 from paceline.job.read.dimensions import Dimensions
 from paceline.trace.build import trace
+from paceline.trace.images.known import IMAGE_MODELS
 from paceline.trace.known import known_dimensions, known_model
 from paceline.trace.transformer import active_parameters, transformer
 
@@ -152,4 +153,14 @@ def row(family: str) -> str:
 
 def test_the_page_of_known_models_is_that_of_the_catalogue() -> None:
     rows = "\n".join(row(family) for family in sorted({model.family for model in models()}))
+    assert rows in DOCUMENT.read_text(), f"docs/models.md is behind; its rows are\n{rows}"
+
+
+def image_row(source: str) -> str:
+    own = [model.name for model in IMAGE_MODELS if model.source == source]
+    return f"| {', '.join(f'`{name}`' for name in own)} | {source} |"
+
+
+def test_the_page_of_known_models_has_the_image_models() -> None:
+    rows = "\n".join(image_row(source) for source in dict.fromkeys(model.source for model in IMAGE_MODELS))
     assert rows in DOCUMENT.read_text(), f"docs/models.md is behind; its rows are\n{rows}"

@@ -27,6 +27,12 @@ NEW: dict[str, dict[str, Any]] = {
     "encoder and decoder": {"encoder_layers": 3, "source_seq": 128, "kv_heads": 2, "tied": True},
     "masked tokens": {"segments": 2, "predicted": 0.25, "pooled": True, "positions": 512, "gated": False},
     "hybrid": {"mamba": MAMBA, "pattern": "M-*E", "experts": 4, "top_k": 2, "mtp": 1},
+    "linear attention": {
+        "delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16},
+        "pattern": "DE*E",
+        "experts": 4,
+        "gated_attention": True,
+    },
     "parallel": {"parallel": True, "kv_heads": 1},
 }
 
@@ -132,6 +138,19 @@ def test_a_hybrid_has_the_layers_of_its_pattern() -> None:
     assert [block.reductions for block in trace][1:-1] == [1, 1, 1, 1]
 
 
+def test_linear_attention_costs_as_much_for_each_token_of_a_long_sequence() -> None:
+    delta = {"key_heads": 2, "value_heads": 4, "head_dim": 16}
+    short, long = (transformer(dimensions(delta=delta, pattern="D-*-", seq=seq)) for seq in (1024, 4096))
+    assert long.blocks[1].flops == 4 * short.blocks[1].flops
+    assert long.blocks[3].flops > 6 * short.blocks[3].flops
+    assert short.blocks[1].kind == "delta"
+
+
+def test_a_gate_of_attention_is_one_more_width_of_queries() -> None:
+    plain, gated = transformer(dimensions()).blocks[1], transformer(dimensions(gated_attention=True)).blocks[1]
+    assert gated.matrices - plain.matrices == 64 * 64
+
+
 def test_parallel_parts_are_summed_once() -> None:
     layer = transformer(dimensions(parallel=True)).blocks[1]
     assert layer.reductions == 1
@@ -148,6 +167,7 @@ def test_parallel_parts_are_summed_once() -> None:
         ({"full_every": 2}, "say how many the others see with window"),
         ({"source_seq": 64}, "say how many layers it has with encoder_layers"),
         ({"mamba": MAMBA}, "say which layers it is with pattern"),
+        ({"delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16}}, "delta: say which layers it is with pattern"),
         ({"pattern": "*-"}, "2 letters for 4 layers"),
         ({"pattern": "*-x-"}, 'unknown letter "x"'),
         ({"pattern": "M-*-"}, '"M" without mamba; give mamba, too'),

@@ -18,8 +18,12 @@ MIXTURE_KERNELS = 12
 LATENT_KERNELS = 8
 # norm, 2 products, convolution, 3 splits, 5 of the scan, gated norm, residual (state-spaces/mamba, ops/triton)
 STATE_SPACE_KERNELS = 14
+# norm, 2 products, convolution, 4 splits, norms of queries and keys, 6 of the rule, gated norm, residual
+DELTA_KERNELS = 17
 # tokens of a chunk, inside which a state space is computed like attention (NemotronH: chunk_size)
 CHUNK = 128
+# tokens of a chunk of the gated delta rule (fla-org/flash-linear-attention: chunk_size)
+DELTA_CHUNK = 64
 # widths of windows are counted in tiles of attention kernels
 TILE = 64
 # a mask of one byte beside numbers of two
@@ -58,6 +62,8 @@ def work(d: Dimensions, layer: Layer, tokens: int) -> dict[str, Work]:
         found["attention"] = _latent_attention(d, tokens) if d.mla else _attention(d, layer, tokens)
     elif layer.mixer == "mamba":
         found["mamba"] = _state_space(d, tokens)
+    elif layer.mixer == "delta":
+        found["delta"] = _delta(d, tokens)
     if layer.cross:
         found["cross_attention"] = _cross_attention(d, tokens)
     if layer.feed_forward:
@@ -80,11 +86,12 @@ def _residuals(d: Dimensions, layer: Layer, tokens: int) -> Work:
 
 def _attention(d: Dimensions, layer: Layer, tokens: int) -> Work:
     queries, narrow = d.heads * d.head_width, d.key_value_heads * d.head_width
-    seen = _seen(layer.window, tokens)
+    seen, gate = _seen(layer.window, tokens), 1.0 if d.gated_attention else 0.0
     causal = d.causal and not layer.encodes and seen == tokens
     return _squares(d, tokens, seen, d.head_width, d.head_width, causal)._replace(
-        inside=tokens * (queries + 2.0 * narrow + 2.0 * queries),
-        kept_inside=tokens * (2.0 * queries + 2.0 * narrow),
+        # a gate is read, with what it is multiplied by, and kept
+        inside=tokens * (queries + 2.0 * narrow + 2.0 * queries + gate * 3.0 * queries),
+        kept_inside=tokens * (2.0 * queries + 2.0 * narrow + gate * 2.0 * queries),
         keys=2.0 * tokens * narrow,
     )
 
@@ -161,6 +168,29 @@ def _state_space(d: Dimensions, tokens: int) -> Work:
         inside=tokens * (3.0 * channels + m.heads + 4.0 * m.inner) + states,
         kept_inside=tokens * (into + 2.0 * m.inner),
         kernels=STATE_SPACE_KERNELS,
+    )
+
+
+def _delta(d: Dimensions, tokens: int) -> Work:
+    """The gated delta rule in chunks (arXiv:2412.06464, §3.3).
+
+    Inside a chunk scores of keys with keys and with queries, and their products; across chunks those with the states.
+    """
+    assert d.delta is not None
+    width, heads, chunk = d.delta.head_dim, d.delta.value_heads, min(DELTA_CHUNK, tokens)
+    channels, values = (2 * d.delta.key_heads + heads) * width, heads * width
+    # a chunk's state is in four bytes: two elements, written twice and read twice
+    states = 8.0 * values * width * tokens / chunk
+    return Work(
+        (
+            Gemm(tokens, chunk, width, batch=heads, divided="batch", causal=True, times=2),
+            Gemm(tokens, width, chunk, batch=heads, divided="batch", causal=True, times=3),
+            Gemm(tokens, width, width, batch=heads, divided="batch", times=3),
+        ),
+        # the convolution reads and writes, the rule reads and writes, the gated norm reads two and writes one
+        inside=tokens * (3.0 * channels + 4.0 * values + 2.0 * heads) + states,
+        kept_inside=tokens * (2.0 * channels + 3.0 * values + 2.0 * heads),
+        kernels=DELTA_KERNELS,
     )
 
 

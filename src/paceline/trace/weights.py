@@ -8,10 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from paceline.job.read.dimensions import ATTENTION, FEED_FORWARD, MIXTURE, STATE_SPACE, Dimensions
+from paceline.job.read.dimensions import ATTENTION, DELTA, FEED_FORWARD, MIXTURE, STATE_SPACE, Dimensions
 from paceline.trace.graph import Divided
 
-_KINDS = {STATE_SPACE: "mamba", ATTENTION: "attention", FEED_FORWARD: "feed_forward", MIXTURE: "mixture"}
+_KINDS = {
+    STATE_SPACE: "mamba",
+    DELTA: "delta",
+    ATTENTION: "attention",
+    FEED_FORWARD: "feed_forward",
+    MIXTURE: "mixture",
+}
 
 
 class Layer(NamedTuple):
@@ -19,7 +25,7 @@ class Layer(NamedTuple):
 
     Attributes:
         kind: of its block.
-        mixer: `attention`, `mamba` or none.
+        mixer: `attention`, `mamba`, `delta` or none.
         feed_forward: `dense`, `mixture` or none.
         window: tokens that attention reaches back over; 0: all.
         cross: True if it attends to an encoder's tokens as well.
@@ -97,6 +103,8 @@ def weights(d: Dimensions, layer: Layer) -> tuple[Weight, ...]:
         found += _latent_attention(d) if d.mla else _attention(d)
     elif layer.mixer == "mamba":
         found += _state_space(d)
+    elif layer.mixer == "delta":
+        found += _delta(d)
     if layer.cross:
         found += _cross_attention(d)
     if layer.feed_forward == "dense":
@@ -120,6 +128,10 @@ def vectors(d: Dimensions, layer: Layer) -> tuple[tuple[str, int], ...]:
         found += [("mamba.convolution.weight", channels * d.mamba.conv), ("mamba.convolution.bias", channels)]
         found += [(f"mamba.{name}", d.mamba.heads) for name in ("decay", "skip", "step")]
         found += [("mamba.norm.weight", d.mamba.inner)]
+    if layer.mixer == "delta" and d.delta:
+        channels = (2 * d.delta.key_heads + d.delta.value_heads) * d.delta.head_dim
+        found += [("delta.convolution.weight", channels * d.delta.conv), ("delta.norm.weight", d.delta.head_dim)]
+        found += [(f"delta.{name}", d.delta.value_heads) for name in ("decay", "step")]
     return (*found, *((f"{weight.name}.bias", weight.out) for weight in weights(d, layer) if weight.bias))
 
 
@@ -131,7 +143,7 @@ def norm(name: str, d: Dimensions) -> Iterator[tuple[str, int]]:
 
 
 def _of_letter(d: Dimensions, letter: str) -> Layer:
-    mixer = {STATE_SPACE: "mamba", ATTENTION: "attention"}.get(letter, "")
+    mixer = {STATE_SPACE: "mamba", DELTA: "delta", ATTENTION: "attention"}.get(letter, "")
     feed_forward = {FEED_FORWARD: "dense", MIXTURE: "mixture"}.get(letter, "")
     return Layer(_KINDS[letter], mixer, feed_forward, window=d.window or 0 if mixer == "attention" else 0)
 
@@ -153,7 +165,8 @@ def _of_index(d: Dimensions, index: int) -> Layer:
 def _attention(d: Dimensions) -> Iterator[Weight]:
     queries, narrow = d.heads * d.head_width, d.key_value_heads * d.head_width
     biased = d.biased or d.biases == "qkv"
-    yield Weight("attention.query_key_value", queries + 2 * narrow, d.hidden, "n", biased)
+    gate = queries if d.gated_attention else 0
+    yield Weight("attention.query_key_value", queries + gate + 2 * narrow, d.hidden, "n", biased)
     yield Weight("attention.out", d.hidden, queries, "k", d.biased)
 
 
@@ -180,6 +193,14 @@ def _state_space(d: Dimensions) -> Iterator[Weight]:
     m = d.mamba
     yield Weight("mamba.into", 2 * m.inner + 2 * m.groups * m.state + m.heads, d.hidden, "n")
     yield Weight("mamba.out", d.hidden, m.inner, "k")
+
+
+def _delta(d: Dimensions) -> Iterator[Weight]:
+    assert d.delta is not None
+    keys, values = d.delta.key_heads * d.delta.head_dim, d.delta.value_heads * d.delta.head_dim
+    # queries, keys, values, a gate as wide as values; a decay and a step for each head
+    yield Weight("delta.into", 2 * keys + 2 * values + 2 * d.delta.value_heads, d.hidden, "n")
+    yield Weight("delta.out", d.hidden, values, "k")
 
 
 def _feed_forward(d: Dimensions, name: str, width: int, hidden: int, experts: int = 0) -> Iterator[Weight]:

@@ -40,7 +40,7 @@ _BERT: tuple[KnownModel, ...] = (
 )
 
 
-def _both(rows: dict[str, tuple[float | int, ...]]) -> dict[str, tuple[float | int, ...]]:
+def _both(rows: dict[str, tuple[float | None, ...]]) -> dict[str, tuple[float | None, ...]]:
     """Rows with as many layers of the encoder as of the decoder."""
     return {name: (row[0], *row) for name, row in rows.items()}
 
@@ -96,4 +96,48 @@ _ENCODER_DECODER: tuple[KnownModel, ...] = (
     ),
 )
 
-MODELS: tuple[KnownModel, ...] = (*_BERT, *_ENCODER_DECODER)
+_NEMO: tuple[KnownModel, ...] = (
+    *family(
+        "BERT",
+        "NVIDIA/NeMo-Framework-Launcher: conf/training/bert",
+        "layers hidden heads",
+        {"bert-4b": (48, 2560, 32, None), "bert-20b": (48, 6144, 96, None)},
+        vocab=30592,
+        seq=512,
+        segments=2,
+        predicted=0.15,
+        pooled=True,
+        causal=False,
+    ),
+    *family(
+        "T5",
+        "NVIDIA/NeMo-Framework-Launcher: conf/training/t5",
+        f"encoder_layers {_COLUMNS}",
+        _both(
+            {
+                "nemo-t5-3b": (24, 2048, 5120, 32, 64, 29184, 2.8),
+                "nemo-t5-11b": (24, 4096, 10240, 64, 64, 29184, 11),
+                "t5-23b": (36, 5120, 10880, 80, 64, 29184, None),
+                "t5-41b": (48, 6144, 10880, 96, 64, 29184, 41),
+            }
+        ),
+        also={"t5-23b": ("nemo-t5-23b",), "t5-41b": ("nemo-t5-41b",)},
+        gated=True,
+        biases="all",
+        positions=512,
+        seq=128,
+        source_seq=512,
+    ),
+)
+
+_TRANSLATION: tuple[KnownModel, ...] = family(
+    "Transformer",
+    "arXiv:1706.03762, table 3, with 37,000 tokens of both languages",
+    "layers encoder_layers hidden ffn heads",
+    {"transformer-big": (6, 6, 1024, 4096, 16, 0.213)},
+    vocab=37000,
+    seq=256,
+    positions=False,
+)
+
+MODELS: tuple[KnownModel, ...] = (*_BERT, *_ENCODER_DECODER, *_NEMO, *_TRANSLATION)

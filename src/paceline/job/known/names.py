@@ -52,19 +52,25 @@ def candidates(name: str) -> list[list[str]]:
 
     Makers before and other words behind are left away.
     """
-    plain = re.sub(r"\([^)]*\)", " ", name.lower()).rsplit("/", 1)[-1]
-    words = re.findall(r"[a-z0-9.]+", plain)
+    plain = re.sub(r"\([^)]*\)", " ", name.lower())
     found = []
-    starts = [words, *([words[1:]] if len(words) > 1 and _MAKERS.fullmatch(words[0]) else [])]
-    for start in starts:
-        while start:
-            found.append(start)
-            if not _OTHER.fullmatch(start[-1]):
-                break
-            start = start[:-1]
+    for part in dict.fromkeys((plain, plain.rsplit("/", 1)[-1])):
+        words = re.findall(r"[a-z0-9.]+", part)
+        starts = [words, *([words[1:]] if len(words) > 1 and _MAKERS.fullmatch(words[0]) else [])]
+        for start in starts:
+            while start:
+                found.append(start)
+                if not _OTHER.fullmatch(start[-1]):
+                    break
+                start = start[:-1]
     return found
+
+
+def key(name: str) -> str:
+    """A name without separators."""
+    return "".join(re.findall(r"[a-z0-9.]+", name.lower()))
 
 
 @cache
 def _by_name() -> dict[str, KnownModel]:
-    return {"".join(re.findall(r"[a-z0-9.]+", name)): model for model in models() for name in (model.name, *model.also)}
+    return {key(name): model for model in models() for name in (model.name, *model.also)}

@@ -11,6 +11,7 @@ _DENSE: tuple[KnownModel, ...] = family(
     {
         "minitron-4b": (32, 3072, 9216, 24, 8, 4.19),
         "nemotron-3-8b": (32, 4096, 16384, 32, 32, 8.54),
+        "nemotron-3-22b": (40, 6144, 24576, 48, 48, 21.3),
         "nemotron-4-15b": (32, 6144, 24576, 48, 8, 15.6),
         "nemotron-4-340b": (96, 18432, 73728, 96, 8, 341),
     },
@@ -19,6 +20,7 @@ _DENSE: tuple[KnownModel, ...] = family(
         "nemotron-4-15b": ("nemotron-15b", "gpt3-15b-8t"),
         "nemotron-4-340b": ("nemotron-340b",),
         "nemotron-3-8b": ("nemotron-8b",),
+        "nemotron-3-22b": ("nemotron-22b",),
     },
     vocab=256000,
     seq=4096,

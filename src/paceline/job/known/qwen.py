@@ -86,6 +86,27 @@ _QWEN: tuple[KnownModel, ...] = (
     ),
 )
 
+_QWEN_NEXT: tuple[KnownModel, ...] = family(
+    "Qwen",
+    "config.json; MaxText: qwen3-next-80b-a3b.yml",
+    "layers pattern",
+    {"qwen3-next-80b-a3b": (96, 12 * "DEDEDE*E", 79.67)},
+    also={"qwen3-next-80b-a3b": ("qwen3-next-80b", "qwen3-next")},
+    hidden=2048,
+    heads=16,
+    kv_heads=2,
+    head_dim=256,
+    gated_attention=True,
+    delta={"key_heads": 16, "value_heads": 32, "head_dim": 128},
+    experts=512,
+    top_k=10,
+    expert_ffn=512,
+    shared_experts=1,
+    vocab=151936,
+    seq=4096,
+    **LLAMA,
+)
+
 _GEMMA: tuple[KnownModel, ...] = family(
     "Gemma",
     "arXiv:2403.08295; arXiv:2408.00118; arXiv:2503.19786; MaxText: configs/models/gemma*.yml",
@@ -239,4 +260,4 @@ _OTHERS: tuple[KnownModel, ...] = (
     ),
 )
 
-MODELS: tuple[KnownModel, ...] = (*_QWEN, *_GEMMA, *_GEMMA_4, *_DEEPSEEK, *_OTHERS)
+MODELS: tuple[KnownModel, ...] = (*_QWEN, *_QWEN_NEXT, *_GEMMA, *_GEMMA_4, *_DEEPSEEK, *_OTHERS)

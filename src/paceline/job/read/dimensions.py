@@ -10,7 +10,7 @@ from paceline.job.known.names import must_find_model
 from paceline.job.spec import Spec
 
 # letters of `pattern`
-STATE_SPACE, ATTENTION, FEED_FORWARD, MIXTURE = "M*-E"
+STATE_SPACE, DELTA, ATTENTION, FEED_FORWARD, MIXTURE = "MD*-E"
 _OF_EXPERTS = ("expert_ffn", "expert_hidden", "shared_experts", "shared_ffn", "dense_layers", "moe_every")
 
 
@@ -47,6 +47,18 @@ class StateSpace(Spec):
         return self.heads * self.head_dim
 
 
+class GatedDelta(Spec):
+    """Linear attention by the gated delta rule (arXiv:2412.06464).
+
+    `value_heads` of `head_dim` share `key_heads` of queries and keys. A convolution reaches over `conv` tokens.
+    """
+
+    key_heads: int = Field(ge=1)
+    value_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    conv: int = Field(4, ge=1)
+
+
 class Dimensions(Spec):
     """Dimensions of a language model in place of its code.
 
@@ -67,7 +79,8 @@ class Dimensions(Spec):
     predict further tokens. `encoder_layers` read `source_seq` tokens, which each of `layers` attends to as well.
     `predicted`: a head for masked tokens, this fraction of them. `pooled`: one more output, for the whole sequence.
     `segments`: rows of a table of segments. `pattern`: one letter a layer instead of attention and feed-forward part
-    in each: `M` state space (of `mamba`), `*` attention, `-` feed-forward, `E` mixture.
+    in each: `M` state space (of `mamba`), `D` linear attention (of `delta`), `*` attention, `-` feed-forward, `E`
+    mixture. `gated_attention`: the output of attention is multiplied by a gate as wide.
     """
 
     name: str | None = None
@@ -103,7 +116,9 @@ class Dimensions(Spec):
     predicted: float | None = Field(None, gt=0, le=1)
     pooled: bool = False
     segments: int = Field(0, ge=0)
+    gated_attention: bool = False
     mamba: StateSpace | None = None
+    delta: GatedDelta | None = None
     pattern: str | None = None
 
     @model_validator(mode="before")
@@ -142,15 +157,16 @@ class Dimensions(Spec):
     @model_validator(mode="after")
     def _pattern(self) -> Dimensions:
         if self.pattern is None:
-            if self.mamba:
-                raise ValueError('mamba: say which layers it is with pattern, such as "M-M*-"')
+            for key, letter in (("mamba", STATE_SPACE), ("delta", DELTA)):
+                if getattr(self, key):
+                    raise ValueError(f'{key}: say which layers it is with pattern, such as "{letter}-{letter}-*-"')
             return self
         if len(self.pattern) != self.layers:
             raise ValueError(f"pattern: {len(self.pattern)} letters for {self.layers} layers; it has one for each")
-        if strange := set(self.pattern) - {STATE_SPACE, ATTENTION, FEED_FORWARD, MIXTURE}:
-            raise ValueError(f'pattern: unknown letter "{min(strange)}"; it has M (mamba), *, - and E alone')
-        for letter, given, key in ((STATE_SPACE, self.mamba, "mamba"), (MIXTURE, self.experts, "experts")):
-            if letter in self.pattern and not given:
+        if strange := set(self.pattern) - {STATE_SPACE, DELTA, ATTENTION, FEED_FORWARD, MIXTURE}:
+            raise ValueError(f'pattern: unknown letter "{min(strange)}"; it has M (mamba), D (delta), *, - and E alone')
+        for letter, key in ((STATE_SPACE, "mamba"), (DELTA, "delta"), (MIXTURE, "experts")):
+            if letter in self.pattern and not getattr(self, key):
                 raise ValueError(f'pattern: "{letter}" without {key}; give {key}, too')
         return self
 

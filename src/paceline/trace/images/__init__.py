@@ -1,0 +1,1 @@
+"""Traces of image models from their published shapes alone: no module, no torch."""
