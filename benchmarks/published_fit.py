@@ -70,6 +70,8 @@ GLOBAL = (
     Free("CONTENTION", 0.126, 0.3),
     Free("EXPERT_S", 5e-5, 0.5),
     Free("SCAN", 0.4, 0.4),
+    Free("CONVOLUTION", 0.9, 0.2),
+    Free("CONVOLUTION_VECTOR", 0.7, 0.3),
     Free("MIXTURE_KERNELS", 60.0, 0.7),
     Free("EXPERT_KERNELS", 5.0, 0.7),
 )

@@ -72,7 +72,7 @@ def block_config(layout: Layout) -> BlockConfig:
         if framework.graphs or (not device.is_gpu and not device.is_core)
         else max(device.launch_s, constants.LAUNCH_S)
     )
-    regathers = layout.fsdp > 1 and layout.zero == 3
+    regathers = layout.fsdp > 1 and layout.zero == 3 and layout.pp == 1
     adds_up = layout.microbatches > 1 and not regathers and not layout.lora
     low = (
         layout.products
@@ -196,8 +196,9 @@ def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
 def _other_s(block: BlockTrace, config: BlockConfig) -> float:
     """Seconds of the kernels that only read and write, forward, without attention's squares."""
     head = block.kind == "head"
-    inside = block.inside * (config.loss if head else config.vector)
-    outside = block.outside * config.vector
+    vector = config.vector * (constants.CONVOLUTION_VECTOR if any(gemm.read for gemm in block.gemms) else 1.0)
+    inside = block.inside * (config.loss if head else vector)
+    outside = block.outside * vector
     return _pass_s(inside / config.tp / config.cp + outside / (config.tp if config.sequence else 1) / config.cp, config)
 
 
@@ -244,27 +245,48 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
         n /= tp
     elif gemm.divided == "k":
         k /= tp
+    if gemm.read and gemm.times > 1 and n < constants.GROUPS_N:
+        # a convolution's narrow groups are computed several at once
+        together = min(constants.GROUPS_N / n, times)
+        n, k, times = n * together, k * together, times / together
     many = times if gemm.batch or gemm.experts else 1.0
     repeated = times / many
     precision: str = config.precision if gemm.batch else config.products or config.precision
+    spared = 0.0
+    if gemm.read:
+        spared = max(rows * k - gemm.read * config.samples, 0.0)
+        repeated *= constants.CONVOLUTION * _of_products(gemm, config)
     if not backward:
-        return repeated * product_s(config.device, precision, rows, n, k, many)
-    inputs = product_s(config.device, precision, rows, k, n, many)
+        return repeated * product_s(config.device, precision, rows, n, k, many, spared)
+    inputs = product_s(config.device, precision, rows, k, n, many, spared)
     if config.lora and not gemm.batch:
         return repeated * inputs
-    return repeated * (inputs + product_s(config.device, precision, n, k, rows, many))
+    return repeated * (inputs + product_s(config.device, precision, n, k, rows, many, spared))
+
+
+def _of_products(gemm: Gemm, config: BlockConfig) -> float:
+    """Part of a convolution's products that its algorithm computes.
+
+    Kernels of 3 × 3 are computed by Winograd's in fp32 (arXiv:1509.09308), where tensor cores do not multiply.
+    """
+    wide = config.precision == "fp32" and config.device.is_gpu
+    return 1 / constants.WINOGRAD if wide and gemm.k % 9 == 0 and gemm.k > 9 else 1.0
 
 
 @lru_cache(maxsize=100_000)
-def product_s(device: Accelerator, precision: str, m: float, n: float, k: float, many: float = 1.0) -> float:
+def product_s(
+    device: Accelerator, precision: str, m: float, n: float, k: float, many: float = 1.0, spared: float = 0.0
+) -> float:
     """Seconds of `many` equal products (m × k) · (k × n) at once, bound by arithmetic or memory.
+
+    `spared` elements are not moved: convolutions read an element once for many rows.
 
     The result is cut into tiles; multiprocessors take one each, in waves, the last of which may be almost empty. Of the
     sizes of tiles that libraries have, the fastest is taken.
     """
     low = precision in LOW
     size = constants.LOW_BYTES[precision] if low else BYTES[precision]
-    moved = many * ((m * k + k * n) * size + m * n * (2 if low else size)) / _vector_bandwidth(device)
+    moved = (many * ((m * k + k * n) * size + m * n * (2 if low else size)) - spared * size) / _vector_bandwidth(device)
     alignment = 1.0 if low else _alignment(n, k, int(size))
     if not device.is_gpu:
         return max(2 * m * n * k * many / (peak_flops(device, precision) * constants.GEMM_TOP), moved)

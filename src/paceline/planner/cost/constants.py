@@ -34,6 +34,14 @@ LOW_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8"
 # bytes moved for each number that is cast: read, and written for two layouts
 CAST_BYTES = 4.0
 
+# Convolutions: how long they take as products, how many fewer products Winograd's algorithm has for 3 × 3 in tiles of
+# 2 × 2, and of the traffic of norms and activations between them, what is left where they are fused
+CONVOLUTION = CONSTANTS["CONVOLUTION"]
+WINOGRAD = 2.25
+# width up to which tensor cores take groups of a convolution together: a tile's
+GROUPS_N = 16
+CONVOLUTION_VECTOR = CONSTANTS["CONVOLUTION_VECTOR"]
+
 # State spaces: of what a fused attention kernel reaches, what the scan's small products do
 SCAN = CONSTANTS["SCAN"]
 

@@ -22,6 +22,8 @@ CONSTANTS: dict[str, float] = {
     "CONTENTION": 0.1328,
     "EXPERT_S": 5.113e-05,
     "SCAN": 0.3896,
+    "CONVOLUTION": 0.9,
+    "CONVOLUTION_VECTOR": 0.7,
     "MIXTURE_KERNELS": 102,
     "EXPERT_KERNELS": 5.362,
 }

@@ -37,8 +37,6 @@ FRAGMENTS = 0.03
 RESERVE = 0.03
 # of the activations inside layers, what is left where products keep their inputs in 8 bits: these are about half
 LOW_KEPT = 0.75
-# FSDP blocks in memory at once: the computed one and the prefetched next one
-GATHERED_AT_ONCE = 2
 
 
 class MemoryModel(NamedTuple):
@@ -51,6 +49,10 @@ class MemoryModel(NamedTuple):
         stage_results: number of copies of a stage's output that stay until its gradient arrives.
         products: True if remat=selective keeps matrix products only, and recomputes the remainder.
         head: fraction of the head's saved memory that is left if the loss is computed in place of the logits.
+        apart: True if fsdp gathers embedding and head each by itself.
+        at_once: blocks that fsdp has in memory at once.
+        narrow_scattered: True if gradients are scattered in the precision of activations.
+        packed: True if all temporaries have fixed places, so that none is lost between them.
     """
 
     workspace_bytes: float = 0.0
@@ -59,6 +61,10 @@ class MemoryModel(NamedTuple):
     stage_results: int = 1
     products: bool = False
     head: float = 1.0
+    apart: bool = False
+    at_once: int = 2
+    narrow_scattered: bool = False
+    packed: bool = False
 
 
 # by the beginning of the framework's name
@@ -70,6 +76,10 @@ _MEMORY_MODELS = {
     # frees a stage's result once it is sent
     "Megatron": MemoryModel(stage_results=0),
     "Composer": MemoryModel(head=1 / 3),  # FlashAttention's cross entropy
+    "torchtitan, compiled": MemoryModel(apart=True, head=0.7),  # the loss is one kernel
+    "torchtitan": MemoryModel(apart=True),
+    # XLA places all buffers beforehand, and computes logits in parts
+    "MaxText": MemoryModel(apart=True, head=0.25, at_once=1, narrow_scattered=True, packed=True),
 }
 _OTHER = MemoryModel()
 
@@ -107,6 +117,8 @@ class MemoryConfig(NamedTuple):
     # whether attention keeps its squares
     squares: bool
     products: bool
+    # part of the products with weights that remat=selective keeps
+    kept_products: float
     # part of the layers that remat=block computes again
     share: float
     # part of what products keep, where they keep their inputs in low precision
@@ -122,7 +134,8 @@ def memory(layout: Layout) -> dict[str, float]:
     held = dict(zip(HOLDERS, worst, strict=False))
     on_core = layout.machines.device.is_core
     held["buffers"] += 0.0 if on_core else memory_model.workspace_bytes
-    held["fragments"] = FRAGMENTS * (held["activations"] + held["logits"] + held["working"] + held["gathered"])
+    temporary = held["activations"] + held["logits"] + held["working"] + held["gathered"]
+    held["fragments"] = 0.0 if memory_model.packed else FRAGMENTS * temporary
     held["runtime"] = _baseline_bytes(layout) if on_core else RUNTIME_BYTES
     return held
 
@@ -190,9 +203,13 @@ def _state(
     gathered, beside = 0.0, 0.0
     if shards > 1:
         largest, outside = max(held.largest for held in chunks), sum(held.outside for held in chunks)
-        gathered = narrow * (numbers if whole else GATHERED_AT_ONCE * largest + outside)
+        if memory_model.apart:
+            outside /= 2 if layout.pp == 1 and not layout.trace.tied else 1
+        in_turn = max(memory_model.at_once * largest, outside) if memory_model.apart else 2 * largest + outside
+        gathered = narrow * (numbers if whole else in_turn)
         # a gradient before and while it is scattered
-        gathered += (narrow + layout.gradient_bytes) * max(largest, outside)
+        scattered = 0.0 if memory_model.narrow_scattered else layout.gradient_bytes
+        gathered += (narrow + scattered) * max(largest, outside)
         if layout.microbatches > 1 and (layout.pp > 1 or layout.zero == 1):
             beside = layout.gradient_bytes
     elif memory_model.narrow_gradients and layout.gradient_bytes > layout.number_bytes:
@@ -278,6 +295,7 @@ def _memory_config(layout: Layout, memory_model: MemoryModel) -> MemoryConfig:
         layout.remat,
         not layout.framework.flash,
         memory_model.products or layout.framework.keeps != "attention",
+        0.5 if layout.framework.keeps == "half" else 1.0,
         layout.remat_share,
         LOW_KEPT if layout.products else 1.0,
     )
@@ -324,7 +342,7 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
         whole = kept + squares
         kept, working = config.share * result + (1 - config.share) * whole, whole
     elif layer and config.remat == "selective":
-        products = result + _products(block, tp, across) if config.products else kept
+        products = result + _products(block, config, across) if config.products else kept
         kept, working = min(products, kept), squares + max(kept - products, 0.0)
     else:
         kept += squares
@@ -333,14 +351,14 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
     )
 
 
-def _products(block: BlockTrace, tp: int, across: int) -> float:
-    """Elements of the results of products with weights, and of attention's."""
-    width = {"n": tp, "batch": tp}
+def _products(block: BlockTrace, config: MemoryConfig, across: int) -> float:
+    """Elements of the results of products with weights that are kept, and of attention's."""
+    width = {"n": config.tp, "batch": config.tp}
     weights = sum(
         gemm.rows * gemm.n * gemm.times / width.get(gemm.divided, across) for gemm in block.gemms if not gemm.batch
     )
-    attention = [gemm.rows * gemm.n * gemm.batch * gemm.times / tp for gemm in block.gemms if gemm.batch]
-    return weights + min(attention, default=0.0)
+    attention = [gemm.rows * gemm.n * gemm.batch * gemm.times / config.tp for gemm in block.gemms if gemm.batch]
+    return weights * config.kept_products + min(attention, default=0.0)
 
 
 def _baseline_bytes(layout: Layout) -> float:

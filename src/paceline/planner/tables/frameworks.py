@@ -39,6 +39,8 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
         profile = replace(profile, flash=True, attention=2)
     elif re.search(r"no flash|flash\w* off|without flash", notes, re.IGNORECASE):
         profile = replace(profile, flash=False)
+    if re.search(r"deterministic-mode=True", notes):
+        profile = replace(profile, attention=1, kernels=1.5 * profile.kernels)
     if re.search(r"LAUNCH_BLOCKING=1", notes):
         profile = replace(profile, blocking=True)
     if re.search(r"async ?tp|userbuffers|tp-comm-overlap=True", f"{name} {notes}", re.IGNORECASE):

@@ -151,6 +151,8 @@ def _sharded(layout: Layout, cells: Cells, data_ranks: int, framework: Framework
     elif ep > 1 and data_ranks % ep == 0:
         layout, data_ranks = replace(layout, ep=ep), data_ranks // ep
     kind = read.sharding(text, framework.shards)
+    if kind == "none" and framework.name == "Megatron-DeepSpeed" and layout.precision == "bf16":
+        kind = "zero1"  # DeepSpeed's BF16_Optimizer divides its state at every stage
     over = re.search(r"\bover (\d+)|fsdp(\d{2,})", text, re.IGNORECASE)
     over_ranks = int(over[1] or over[2]) if over else 0
     if kind == "hybrid" or (kind == "zero3" and 1 < over_ranks < data_ranks):
