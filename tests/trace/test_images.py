@@ -8,6 +8,7 @@ import pytest
 
 from paceline.trace.graph import ModelTrace
 from paceline.trace.images.builder import ImageBuilder
+from paceline.trace.images.diffusion import LatentUNet, latent_unet
 from paceline.trace.images.known import IMAGE_MODELS, KnownImageModel
 from paceline.trace.known import find_image_model, known_model
 
@@ -53,6 +54,8 @@ def test_ssd_has_as_many_boxes_as_its_paper() -> None:
         ("ViT-B/16", "vit-b/16"),
         ("google/vit-base-patch16-224", "vit-b/16"),
         ("wan2.1-14b", "wan-2.1-14b"),
+        ("Stable Diffusion v2", "stable-diffusion-2"),
+        ("SDXL", "stable-diffusion-xl"),
     ],
 )
 def test_image_models_are_found_in_the_spellings_of_tables(name: str, known: str) -> None:
@@ -86,3 +89,18 @@ def test_equal_blocks_of_a_network_are_one_object() -> None:
     trace = built("resnet-50")
     assert len({id(block) for block in trace}) < len(trace.blocks) - 5
     assert [block.kind for block in trace] == ["embedding", *["layer"] * 16, "head"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("sd-1.5", 859_520_964), ("sd-2.1", 865_910_724), ("sdxl", 2_567_463_684)],  # of the published checkpoints
+)
+def test_the_u_nets_of_latent_diffusion_have_every_parameter(name: str, parameters: int) -> None:
+    assert built(name).parameters == parameters
+
+
+def test_attention_of_a_u_net_grows_with_the_square_of_its_places() -> None:
+    small, large = latent_unet(shape := LatentUNet((64,), (1,), 1, 32, 16)), latent_unet(shape._replace(side=32))
+    squares = [sum(gemm.flops for block in net for gemm in block.gemms if gemm.batch) for net in (small, large)]
+    assert squares[1] > 12 * squares[0]
+    assert large.blocks[1].kept_scores > 12 * small.blocks[1].kept_scores

@@ -95,7 +95,9 @@ def test_spellings_of_published_tables_are_understood(name: str, known: str) -> 
     assert found.name == known
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-9b", "GPT 200B", "BERT L24 h1024", "llama-3.1-8b-wider", "8b", "", "gpt"])
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-9b", "GPT 200B", "BERT L24 h1024", "llama-3.1-8b-wider", "grok1_proxy", "8b", "", "gpt"]
+)
 def test_another_model_is_not_taken_for_a_known_one(name: str) -> None:
     assert find_model(name) is None
     assert known_model(name) is None

@@ -12,7 +12,7 @@ from paceline.nearest import nearest
 # words that name a training run, a framework or a form of a model, not its dimensions
 _OTHER = re.compile(
     r"instruct|chat|base|hf|it|pt|pretrain\w*|finetune\w*|sft|lora|release|nightly|sm|mcore|megatron|maxtext|nemo|te|text"
-    r"|dropless|tokendrop|alltoall|allgather|flex|mlperf|thinking|uncased|cased|multilingual|en|preview|proxy"
+    r"|dropless|tokendrop|alltoall|allgather|flex|mlperf|thinking|uncased|cased|multilingual|en|preview"
     r"|(?:tp|pp|ep|cp|dp|vpp|etp|emp)\d[\da-z]*|dgx|[hab]\d00|gb|gb[23]00|g?[23]00|fp8|bf16|fp16|mxfp8|nvfp4|\dn\dg|v0\.\d|\d{4}"
 )
 _MAKERS = re.compile(r"meta|nvidia|google|mistralai|qwen|openai|microsoft|deepseek|facebook|mosaicml")

@@ -106,6 +106,25 @@ class ImageBuilder:
         self._kernels += 6
         return self._moved(4 * self.elements, kept=self.elements)
 
+    def products(
+        self, gemms: Sequence[Gemm], vectors: int, moved: float, kept: float, kernels: int, scores: float = 0.0
+    ) -> ImageBuilder:
+        """Products of any kind, and what the kernels around them move and keep."""
+        self._gemms += gemms
+        self._matrices += sum(gemm.n * gemm.k * gemm.times for gemm in gemms if not gemm.batch)
+        self._vectors += vectors
+        self._outside += moved
+        self._kept += kept
+        self._kernels += kernels
+        self._scores += scores
+        return self
+
+    def widened(self) -> ImageBuilder:
+        """Each side doubled by repeating elements."""
+        before = self.elements
+        self.size = tuple(2 * side for side in self.size)
+        return self._moved(before + self.elements, kept=0.0)
+
     def plus(self, other: Callable[[ImageBuilder], object] | None, activation: bool = True) -> ImageBuilder:
         """Sum with what another way leads to from where this block began.
 
@@ -141,6 +160,9 @@ class ImageBuilder:
             gemms=tuple(self._gemms),
             outside=self._outside,
             kept_outside=self._kept,
+            # a softmax reads and writes its scores, and keeps them
+            scores=2.0 * self._scores,
+            kept_scores=self._scores,
             kernels=self._kernels,
             matrices=self._matrices,
             vectors=self._vectors,
@@ -177,4 +199,4 @@ class ImageBuilder:
         self._began = (self.channels, self.size)
         self._gemms: list[Gemm] = []
         self._matrices = self._vectors = self._kernels = 0
-        self._outside = self._kept = 0.0
+        self._outside = self._kept = self._scores = 0.0

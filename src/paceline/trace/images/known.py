@@ -17,6 +17,7 @@ from paceline.trace.images.classifiers import (
     vgg,
 )
 from paceline.trace.images.dense import ssd300, unet_3d_medical, unet_industrial, unet_medical
+from paceline.trace.images.diffusion import LatentUNet, latent_unet
 from paceline.trace.images.patches import diffusion_transformer, vision_transformer, wan
 
 _TORCHVISION = "torchvision's table of classification weights"
@@ -57,6 +58,11 @@ def _vit(
 def _dit(name: str, parameters: float, layers: int, hidden: int, heads: int, gmacs: float) -> KnownImageModel:
     build = partial(diffusion_transformer, layers, hidden, heads)
     return KnownImageModel(name, "arXiv:2212.09748, table 4", build, parameters, gmacs)
+
+
+def _diffusion(name: str, parameters: float, shape: LatentUNet, *also: str) -> KnownImageModel:
+    source = "arXiv:2112.10752; arXiv:2307.01952, table 1; config.json of the U-Net in its Hugging Face repository"
+    return KnownImageModel(name, source, partial(latent_unet, shape), parameters, None, also)
 
 
 _EFFICIENTNETS = (
@@ -129,6 +135,31 @@ IMAGE_MODELS: tuple[KnownImageModel, ...] = (
         1_419,
         None,
         ("wan2.1-t2v-1.3b",),
+    ),
+    _diffusion(
+        "stable-diffusion-1.5",
+        859.521,
+        LatentUNet((320, 640, 1280, 1280), (1, 1, 1, 0), middle=1, context=768, side=64),
+        "stable-diffusion-v1.5",
+        "stable-diffusion-1.4",
+        "stable-diffusion",
+        "sd-1.5",
+    ),
+    _diffusion(
+        "stable-diffusion-2",
+        865.911,
+        LatentUNet((320, 640, 1280, 1280), (1, 1, 1, 0), middle=1, context=1024, side=64, head=64),
+        "stable-diffusion-v2",
+        "stable-diffusion-2.1",
+        "sd-2",
+        "sd-2.1",
+    ),
+    _diffusion(
+        "stable-diffusion-xl",
+        2567.464,
+        LatentUNet((320, 640, 1280), (0, 2, 10), middle=10, context=2048, side=128, head=64, labels=2816),
+        "sdxl",
+        "stable-diffusion-xl-1.0",
     ),
     KnownImageModel("ssd300", f"{_DLE}: PyTorch/Detection/SSD/ssd/model.py", ssd300, also=("ssd",)),
     KnownImageModel("unet-medical", f"{_DLE}: TensorFlow2/Segmentation/UNet_Medical/model", unet_medical),
