@@ -55,14 +55,15 @@ class Free:
 
 
 GLOBAL = (
-    Free("GEMM_START_K", 16.0, 0.5),
+    Free("GEMM_START_K", 100.0, 0.4),
     Free("UNALIGNED", 0.254, 0.2),
     Free("VECTOR_TOP", 0.85, 0.05),
     Free("VECTOR_BACKWARD", 1.7, 0.15),
     Free("SCORES_BACKWARD", 1.2, 0.2),
     Free("KERNEL_S", 2.43e-06, 0.3),
     Free("LAUNCH_TP", 0.0359, 0.4),
-    Free("MEETING", 3.52, 0.3),
+    Free("MEETING", 6.0, 0.3),
+    Free("WAVE", 0.5, 0.3),
     Free("STEP_S", 0.001, 0.7),
     Free("OPTIMIZER_PASSES", 0.9, 0.2),
     Free("PIPELINE_S", 0.0003, 0.7),
@@ -100,14 +101,15 @@ def main() -> None:
 
 def free_of(rows: Sequence[Row]) -> list[Free]:
     """Numbers that the rows say something about."""
-    used = {row.layout.framework.name for row in rows}
+    used = {row.layout.framework.name: row.layout.framework for row in rows}
     devices = {
         row.layout.machines.device.name: row.layout.machines.device.sustained * constants.PRODUCTS_TOP for row in rows
     }
-    profiles = [framework.profile for framework in FRAMEWORKS if framework.name in used]
+    assumed = {framework.name: framework.profile for framework in FRAMEWORKS}
+    profiles = {name: assumed[name.split(", images")[0].split(", fused")[0]] for name in used}
     own = [
-        Free(f"{profile.name}:{field}", float(getattr(profile, field)), width)
-        for profile in profiles
+        Free(f"{name}:{field}", float(getattr(profile, field)), width)
+        for name, profile in profiles.items()
         for field, width in OF_FRAMEWORK.items()
         if getattr(profile, field)
     ]

@@ -303,7 +303,9 @@ def product_s(
     for rows, columns, use in constants.TILES:
         tiles = ceil(m / rows) * ceil(n / columns) * many
         for split in constants.SPLITS if many == 1 and k >= 2048 else (1,):
-            waves = ceil(tiles * split / units) if tiles * split < 20 * units else tiles * split / units
+            exact = tiles * split / units
+            whole = ceil(exact) if exact < 20 else exact
+            waves = max(exact + constants.WAVE * (whole - exact), min(whole, 1.0))
             depth = k / split + constants.GEMM_START_K * (1 if split == 1 else 2)
             fastest = min(fastest, waves * 2 * rows * columns * depth / (each * use))
     return max(fastest, moved)

@@ -15,6 +15,8 @@ GEMM_TOP = 0.93
 PRODUCTS_TOP = 0.80
 # fitted: starting and ending a tile takes as long as so many steps of its inner loop
 GEMM_START_K = CONSTANTS["GEMM_START_K"]
+# of a last wave of tiles that is not full, how much it costs of what is missing: smaller tiles fill it up
+WAVE = CONSTANTS["WAVE"]
 # of the result, and how well each uses a multiprocessor
 TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66))
 # among how many multiprocessors a tile's inner loop may be split

@@ -8,7 +8,7 @@ from paceline.planner.cost.compute import device_of, peak_flops
 from paceline.planner.cost.layout import FrameworkProfile, Layout
 from paceline.planner.cost.measured import measured_inputs
 from paceline.planner.cost.measured_links import here
-from paceline.planner.cost.memory import capacity_bytes, memory
+from paceline.planner.cost.memory import capacity_bytes, memory, trained_part
 from paceline.planner.cost.pipeline import hop_s, pipeline_s, simulated
 from paceline.planner.cost.prediction import PARTS, Prediction, Span
 from paceline.planner.cost.servers import exchanged, joined_s, served_s
@@ -99,8 +99,18 @@ def _catalogue_inputs(layout: Layout) -> StepInputs:
         fsdp_s=_fsdp_s(layout, times.slowest),
         dp_s=_dp_s(layout, times.slowest),
         optimizer_s=_optimizer_s(layout, times.slowest),
-        other_s=constants.STEP_S,
+        other_s=constants.STEP_S + _offloaded_s(layout, times.slowest),
     )
+
+
+def _offloaded_s(layout: Layout, slow: StageCost) -> float:
+    """Exposed time of activations that go to the host's memory in the forward pass and come back in the backward pass."""
+    if not layout.offload_activations:
+        return 0.0
+    across = layout.cp * layout.pp * (layout.tp if layout.sequence else 1)
+    kept = sum(block.boundary for block in layout.trace.blocks) * layout.samples * layout.number_bytes / across
+    travel_s = kept / layout.machines.device.host_link.bandwidth
+    return layout.microbatches * (exposed_s(travel_s, slow.forward) + exposed_s(travel_s, slow.backward))
 
 
 def _fsdp_s(layout: Layout, slow: StageCost) -> float:
@@ -127,10 +137,7 @@ def _fsdp_s(layout: Layout, slow: StageCost) -> float:
 
 def _trained(layout: Layout, slow: StageCost) -> float:
     """Numbers of a rank's trained parameters; adapters have two narrow matrices for each wide one."""
-    if not layout.lora:
-        return slow.parameters
-    width = max(block.boundary / layout.trace.tokens for block in layout.trace.blocks)
-    return slow.parameters * min(2 * layout.lora / width, 1.0)
+    return slow.parameters * trained_part(layout)
 
 
 def _dp_s(layout: Layout, slow: StageCost) -> float:

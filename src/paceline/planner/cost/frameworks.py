@@ -27,6 +27,7 @@ class Framework:
         shards: how ranks with the same data share state, where a run does not say.
         folds: True if experts are divided among ranks of tp and dp, whole.
         sequence: True if tp divides norms and residuals as well.
+        shards_over_cp: True if ranks of cp share the state, as those of fsdp do.
     """
 
     profile: FrameworkProfile
@@ -37,6 +38,7 @@ class Framework:
     shards: Literal["none", "zero1", "zero3"] = "none"
     folds: bool = False
     sequence: bool = False
+    shards_over_cp: bool = False
 
     @property
     def fitted(self) -> FrameworkProfile:
@@ -55,7 +57,7 @@ class Framework:
             fp32_gradients: gradients are added up, and sent, in four bytes.
             pure: gradients are sent in 16 bits whatever is kept.
         """
-        layout = replace(layout, framework=self.fitted, order=self.order)
+        layout = replace(layout, framework=self.fitted, order=self.order, shards_over_cp=self.shards_over_cp)
         if layout.precision in ("fp32", "tf32", "fp64") or self.full:
             size = 8.0 if layout.precision == "fp64" else 4.0
             return replace(
@@ -97,12 +99,17 @@ MEGATRON_CORE = Framework(
     shards="zero1",
     folds=True,
     sequence=True,
+    shards_over_cp=True,
 )
 DEEPSPEED = Framework(FrameworkProfile("DeepSpeed", kernels=2.0, stops_early=False))
-FSDP = Framework(FrameworkProfile("FSDP", kernels=1.5), full=True)
+FSDP = Framework(FrameworkProfile("FSDP", kernels=1.5), full=True, shards="zero3", sequence=True)
 COMPOSER = Framework(FrameworkProfile("Composer FSDP", kernels=1.5), full=True)
 TORCHTITAN = Framework(
-    FrameworkProfile("torchtitan", kernels=2.0, vector=1.6, keeps="half"), full=True, shards="zero3", sequence=True
+    FrameworkProfile("torchtitan", kernels=2.0, vector=1.6, keeps="half"),
+    full=True,
+    shards="zero3",
+    sequence=True,
+    shards_over_cp=True,
 )
 # torch.compile fuses what only reads and writes
 TORCHTITAN_COMPILED = Framework(

@@ -129,6 +129,8 @@ class Layout:
         products: precision of products with weights inside layers, if lower than `precision`.
         expert_ranks: ranks that a layer's experts are divided among whole, where that is not `ep` (Megatron Core's
             folding, arXiv:2504.14960: they may be ranks of dp and tp); 0: `ep`, and tp divides each expert.
+        shards_over_cp: True if ranks of cp share the state as those of fsdp, or of a sharded dp, do.
+        offload_activations: True if what remat keeps waits in the host's memory.
         ulysses: True if cp exchanges heads for tokens (arXiv:2309.14509) instead of passing keys around.
         remat_share: part of the layers that remat=block computes again.
         lora: rank of adapters that are trained in place of the weights; 0: the weights are.
@@ -169,6 +171,8 @@ class Layout:
     fused: bool = False
     products: Products = ""
     expert_ranks: int = 0
+    shards_over_cp: bool = False
+    offload_activations: bool = False
     ulysses: bool = False
     remat_share: float = 1.0
     lora: int = 0

@@ -52,7 +52,7 @@ class MemoryModel(NamedTuple):
         apart: True if fsdp gathers embedding and head each by itself.
         at_once: blocks that fsdp has in memory at once.
         narrow_scattered: True if gradients are scattered in the precision of activations.
-        packed: True if all temporaries have fixed places, so that none is lost between them.
+        fragments: fraction of a step's temporary memory lost to fragmentation.
     """
 
     workspace_bytes: float = 0.0
@@ -64,7 +64,7 @@ class MemoryModel(NamedTuple):
     apart: bool = False
     at_once: int = 2
     narrow_scattered: bool = False
-    packed: bool = False
+    fragments: float = FRAGMENTS
 
 
 # by the beginning of the framework's name
@@ -76,12 +76,16 @@ _MEMORY_MODELS = {
     # frees a stage's result once it is sent
     "Megatron": MemoryModel(stage_results=0),
     "Composer": MemoryModel(head=1 / 3),  # FlashAttention's cross entropy
-    "torchtitan, compiled": MemoryModel(apart=True, head=0.7),  # the loss is one kernel
-    "torchtitan": MemoryModel(apart=True),
+    "torchtitan, compiled": MemoryModel(apart=True, head=0.7, fragments=0.2),  # the loss is one kernel
+    "torchtitan": MemoryModel(apart=True, fragments=0.25),  # as printed: what the allocator holds
     # XLA places all buffers beforehand, and computes logits in parts
-    "MaxText": MemoryModel(apart=True, head=0.25, at_once=1, narrow_scattered=True, packed=True),
+    "MaxText": MemoryModel(apart=True, head=0.25, at_once=1, narrow_scattered=True, fragments=0.0),
 }
 _OTHER = MemoryModel()
+
+
+# kinds of blocks that are layers, also where there is only one of a kind
+LAYERS = ("layer", "mixture", "encoder", "mamba", "delta", "attention", "feed_forward", "mtp")
 
 
 class BlockMemory(NamedTuple):
@@ -135,7 +139,7 @@ def memory(layout: Layout) -> dict[str, float]:
     on_core = layout.machines.device.is_core
     held["buffers"] += 0.0 if on_core else memory_model.workspace_bytes
     temporary = held["activations"] + held["logits"] + held["working"] + held["gathered"]
-    held["fragments"] = 0.0 if memory_model.packed else FRAGMENTS * temporary
+    held["fragments"] = memory_model.fragments * temporary
     held["runtime"] = _baseline_bytes(layout) if on_core else RUNTIME_BYTES
     return held
 
@@ -176,6 +180,9 @@ def _of_rank(
     working = max(held.working for held in chunks) * sample
     parameters, gradients, optimizer, gathered, update = _state(layout, memory_model, chunks)
     kept, logits = kept * sample, logits * sample
+    if layout.offload_activations:
+        # of what is kept, two blocks' are on their way
+        kept *= min(2 * layout.pp / max(len(layout.trace.blocks), 1), 1.0)
     if layout.dp == layout.fsdp == layout.pp == layout.microbatches == 1 and memory_model.products:
         kept = _while_gradients_come(layout, kept, sample)
     working += max(update - kept - logits - working - gathered, 0.0)
@@ -196,8 +203,12 @@ def _state(
     dense, experts = sum(held.dense for held in chunks), sum(held.experts for held in chunks)
     if layout.pp == 1 or (layout.schedule == "zero-bubble" and chunks[0].outside and chunks[-1].outside):
         dense -= layout.trace.tied / layout.tp
-    numbers, shards = dense + experts, layout.fsdp
-    own = (dense / (layout.dp * layout.ep) + experts / layout.dp if layout.zero_dp else numbers) / shards
+    numbers, over_cp = dense + experts, layout.cp if layout.shards_over_cp else 1
+    shards = layout.fsdp * (over_cp if layout.zero == 3 and not layout.zero_dp and layout.dp == 1 else 1)
+    own = numbers / shards
+    if layout.zero_dp:
+        copies = layout.ranks / layout.pp / layout.expert_ranks if layout.expert_ranks else layout.dp
+        own = (dense / (layout.dp * layout.ep * over_cp) + experts / max(copies, 1)) / shards
     narrow = min(layout.parameter_bytes, layout.number_bytes)
     whole = layout.pp > 1 or layout.zero < 3
     gathered, beside = 0.0, 0.0
@@ -214,13 +225,21 @@ def _state(
             beside = layout.gradient_bytes
     elif memory_model.narrow_gradients and layout.gradient_bytes > layout.number_bytes:
         beside = layout.number_bytes
-    gradients = numbers * (layout.gradient_bytes / shards + beside)
-    kept = (numbers * layout.parameter_bytes / shards, gradients, own * layout.optimizer_bytes)
+    trained = trained_part(layout)
+    gradients = numbers * trained * (layout.gradient_bytes / shards + beside)
+    kept = (numbers * layout.parameter_bytes / shards, gradients, own * trained * layout.optimizer_bytes)
     if layout.offload and shards > 1 and not layout.machines.device.is_core:
         return 0.0, numbers * beside, 0.0, gathered, 0.0
     optimizer_copy = layout.parameter_bytes if layout.optimizer_bytes >= 2 * layout.parameter_bytes else 0.0
     update = own * (memory_model.update_bytes or (0.0 if layout.machines.device.is_core else optimizer_copy))
-    return *kept, gathered, update
+    return *kept, gathered, update * trained
+
+
+def trained_part(layout: Layout) -> float:
+    """Part of the parameters that is trained: all, or adapters of two narrow matrices for each wide one."""
+    if not layout.lora:
+        return 1.0
+    return min(2 * layout.lora / max(block.boundary / layout.trace.tokens for block in layout.trace.blocks), 1.0)
 
 
 def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
@@ -317,7 +336,7 @@ def _block_memories(trace: ModelTrace, config: MemoryConfig) -> tuple[BlockMemor
     """Memory of every block. Equal blocks share one object, so that equal sums are equal to the last bit."""
     if config not in trace.memo:
         kinds = [block.kind for block in trace.blocks]
-        repeated = {kind for kind in kinds if kinds.count(kind) > 1 or kind == "layer"}
+        repeated = {kind for kind in kinds if kinds.count(kind) > 1 or kind in LAYERS}
         by_block: dict[BlockTrace, BlockMemory] = {}
         for block in trace.blocks:
             if block not in by_block:

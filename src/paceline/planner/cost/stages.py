@@ -200,7 +200,7 @@ def block_cost(
 ) -> StageCost:
     """Cost of one block."""
     time = block_time(block, config)
-    layer = block.kind not in ("embedding", "head")
+    layer = block.kind not in ("embedding", "between", "head")
     again, launch_again, reductions = _again(block, time, remat if layer else "none", config)
     number_bytes = BYTES[config.precision]
     width = config.samples / config.cp * number_bytes
@@ -250,7 +250,10 @@ def _context_s(block: BlockTrace, config: BlockConfig, time: BlockTime, path: Li
         keys = block.keys or 2 * block.boundary
         exchanged = (2 * block.boundary + keys) / config.tp / config.cp * each
         return 2 * all_to_all_s(exchanged, path)
-    keys = (block.keys / config.tp or 2 * block.boundary) * each
+    attends = any(gemm.batch for gemm in block.gemms) and block.kind not in ("mamba", "delta")
+    keys = (block.keys / config.tp or (2 * block.boundary if attends else 0.0)) * each
+    if not keys:
+        return 0.0
     return exposed_s(3 * gather_s(keys, path), 3.5 * time.scores_s)
 
 

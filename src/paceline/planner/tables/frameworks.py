@@ -45,7 +45,12 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
         profile = replace(profile, blocking=True)
     if re.search(r"async ?tp|userbuffers|tp-comm-overlap=True", f"{name} {notes}", re.IGNORECASE):
         profile = replace(profile, overlaps_tp=known.OVERLAPPED_TP)
-    return replace(found, profile=profile)
+    found = replace(found, profile=profile)
+    # NVIDIA's recipes for speed keep and sum gradients in 16 bits
+    narrow = found.name == known.MEGATRON_CORE.name and re.search(
+        r"task=|bridge|recipe", f"{name} {notes}", re.IGNORECASE
+    )
+    return replace(found, gradient_bytes=2.0) if narrow else found
 
 
 def _by_name(cells: Cells, device: Accelerator) -> Framework:

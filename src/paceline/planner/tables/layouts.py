@@ -15,6 +15,7 @@ from paceline.planner.tables.cells import Cells, UnusableError, number, whole
 from paceline.planner.tables.frameworks import framework_of
 from paceline.planner.tables.models import model_of
 from paceline.plans.choices import Schedule
+from paceline.trace.graph import ModelTrace
 
 PCIE = LinkSpec("PCIe 4 x16", 32e9, 10e-6)
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the layers, computed again
@@ -36,6 +37,7 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     if rest or not data_ranks:
         raise UnusableError(f"{ranks} GPUs are not a multiple of tp × pp × cp = {inside}")
     trace = model_of(cells, others, degrees["tp"], degrees["pp"] * whole(cells, "vpp", 1))
+    framework = _for_model(framework, trace, cells)
     batch = _batch(cells, data_ranks, trace.tokens)
     samples = number(cells.get("micro_batch", "")) or (1.0 if degrees["pp"] > 1 else batch / data_ranks)
     microbatches = max(round(batch / data_ranks / samples), 1)
@@ -63,6 +65,15 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
         pure="pure" in cells.get("precision", "").lower(),
     )
     return _with_least_recomputed(layout) if remat == "unknown" else layout
+
+
+def _for_model(framework: Framework, trace: ModelTrace, cells: Cells) -> Framework:
+    """A framework as it computes convolutions, whose kernels are others than those of transformers."""
+    if not any(gemm.read for block in trace.blocks for gemm in block.gemms):
+        return framework
+    fused = re.search(r"\bXLA\b", cells.get("notes", "")) is not None
+    name = f"{framework.name}, {'fused ' if fused else ''}images"
+    return replace(framework, profile=replace(framework.profile, name=name))
 
 
 def _ranks(cells: Cells, inside: int) -> int:
@@ -180,10 +191,10 @@ def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
 def _with_least_recomputed(layout: Layout) -> Layout:
     """A layout whose recomputation is not stated: the least with which it fits, as its users would have it.
 
-    Of the layers some may be computed again, and others not.
+    Of the layers some may be computed again, and others not; what is kept of all may wait in the host's memory.
     """
     for share in _SHARES:
         changed = replace(layout, remat="block" if share else "none", remat_share=share or 1.0)
         if memory_fits(changed):
             return changed
-    return changed
+    return replace(changed, offload_activations=True)

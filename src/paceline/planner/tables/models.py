@@ -67,7 +67,13 @@ def _depth(cells: Cells) -> int | None:
 
 def _changed(named: Dimensions, cells: Cells, tp: int) -> Dimensions:
     """A named model with the row's sequence, vocabulary and masked tokens."""
-    values: dict[str, Any] = {"seq": _sequence(cells) or named.seq, "vocab": whole(cells, "vocab", named.vocab)}
+    seq = _sequence(cells)
+    # of an encoder-decoder, the length that is stated is the encoder's
+    longer = {"source_seq": seq, "seq": named.seq} if named.encoder_layers else {"seq": seq}
+    values: dict[str, Any] = {key: value for key, value in longer.items() if value} | {
+        "vocab": whole(cells, "vocab", named.vocab)
+    }
+    values.setdefault("seq", named.seq)
     values["vocab"] = _padded(values["vocab"], tp, cells.get("framework", ""))
     if re.search(r"w/o MTP|without MTP", cells.get("model", ""), re.IGNORECASE):
         values["mtp"] = 0
