@@ -101,6 +101,11 @@ MEGATRON_CORE = Framework(
     sequence=True,
     shards_over_cp=True,
 )
+# the same from NeMo's container 26.06 on: casts, ordering and products of experts are fused
+MEGATRON_CORE_FUSED = replace(
+    MEGATRON_CORE,
+    profile=replace(MEGATRON_CORE.profile, name="Megatron Core of NeMo 26.06", vector=0.8, overlaps_ep=0.5),
+)
 DEEPSPEED = Framework(FrameworkProfile("DeepSpeed", kernels=2.0, stops_early=False))
 FSDP = Framework(FrameworkProfile("FSDP", kernels=1.5), full=True, shards="zero3", sequence=True)
 COMPOSER = Framework(FrameworkProfile("Composer FSDP", kernels=1.5), full=True)
@@ -120,6 +125,10 @@ TORCHTITAN_COMPILED = Framework(
 )
 DDP = Framework(FrameworkProfile("DDP", flash=False, kernels=1.5), full=True)
 HOROVOD = Framework(FrameworkProfile("TensorFlow with Horovod", flash=False, kernels=1.0), full=True)
+# before XLA was usual: each operation and each cast is a kernel
+HOROVOD_UNFUSED = Framework(
+    FrameworkProfile("TensorFlow of 2019 with Horovod", flash=False, kernels=2.0, vector=4.0), full=True
+)
 PADDLE = Framework(FrameworkProfile("PaddlePaddle Fleet", flash=False, kernels=1.2), full=True)
 ONEFLOW = Framework(FrameworkProfile("LiBai (OneFlow)", flash=False, kernels=1.0), full=True)
 MAXTEXT = Framework(
@@ -133,6 +142,7 @@ FRAMEWORKS = (
     MEGATRON_DEEPSPEED,
     MEGATRON_LM,
     MEGATRON_CORE,
+    MEGATRON_CORE_FUSED,
     DEEPSPEED,
     FSDP,
     COMPOSER,
@@ -140,6 +150,7 @@ FRAMEWORKS = (
     TORCHTITAN_COMPILED,
     DDP,
     HOROVOD,
+    HOROVOD_UNFUSED,
     PADDLE,
     ONEFLOW,
     MAXTEXT,

@@ -20,6 +20,7 @@ _NAMES: tuple[tuple[str, Framework], ...] = (
     (r"composer|llm-foundry", known.COMPOSER),
     (r"libai|oneflow", known.ONEFLOW),
     (r"paddle", known.PADDLE),
+    (r"\b(?:tf|tensorflow) ?1[89]\.\d\d", known.HOROVOD_UNFUSED),
     (r"horovod|\btf\b|tensorflow", known.HOROVOD),
     (r"fsdp|pytorch 2|lit-?gpt|olmo|lightning|meta internal|nanotron", known.FSDP),
     (r"ddp|apex|mxnet|dali", known.DDP),
@@ -39,18 +40,28 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
         profile = replace(profile, flash=True, attention=2)
     elif re.search(r"no flash|flash\w* off|without flash", notes, re.IGNORECASE):
         profile = replace(profile, flash=False)
+    if re.search(r"gpt.?oss", cells.get("model", ""), re.IGNORECASE) and _nemo(cells) < (26, 6):
+        profile = replace(profile, flash=False)  # sinks, which fused kernels did not have before cuDNN 9.13
     if re.search(r"deterministic-mode=True", notes):
         profile = replace(profile, attention=1, kernels=1.5 * profile.kernels)
+    if found is known.COMPOSER and device.generation == "ampere":
+        profile = replace(profile, attention=1)  # its tables of A100s are of 2023, with FlashAttention 1 in Triton
     if re.search(r"LAUNCH_BLOCKING=1", notes):
         profile = replace(profile, blocking=True)
     if re.search(r"async ?tp|userbuffers|tp-comm-overlap=True", f"{name} {notes}", re.IGNORECASE):
         profile = replace(profile, overlaps_tp=known.OVERLAPPED_TP)
     found = replace(found, profile=profile)
     # NVIDIA's recipes for speed keep and sum gradients in 16 bits
-    narrow = found.name == known.MEGATRON_CORE.name and re.search(
+    narrow = found.name.startswith(known.MEGATRON_CORE.name) and re.search(
         r"task=|bridge|recipe", f"{name} {notes}", re.IGNORECASE
     )
     return replace(found, gradient_bytes=2.0) if narrow else found
+
+
+def _nemo(cells: Cells) -> tuple[int, int]:
+    """Year and month of NeMo's container; (0, 0) where it is not told."""
+    found = re.search(r"\b(2\d)\.(\d\d)\b.{0,12}NeMo", f"{cells.get('source', '')} {cells.get('framework', '')}")
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _by_name(cells: Cells, device: Accelerator) -> Framework:
@@ -60,6 +71,8 @@ def _by_name(cells: Cells, device: Accelerator) -> Framework:
             return framework
     if "megatron" in name or "nemo" in name:
         about = f"{name} {cells.get('gpu', '')} {cells.get('notes', '')}"
+        if _nemo(cells) >= (26, 6):
+            return known.MEGATRON_CORE_FUSED
         return known.MEGATRON_CORE if _MODERN.search(about) else known.MEGATRON_LM
     if "fsdp" in cells.get("zero_fsdp", "").lower():
         return known.FSDP

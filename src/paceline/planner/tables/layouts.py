@@ -43,6 +43,8 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     microbatches = max(round(batch / data_ranks / samples), 1)
     layers = sum(block.kind not in ("embedding", "head") for block in trace.blocks)
     remat = read.recomputed(cells)
+    if remat == "unknown" and not cells.get("act_ckpt") and not framework.profile.flash:
+        remat = "none"  # where nobody asks: images, and small models
     layout = Layout(
         trace,
         _machines(cells, device, ranks),
