@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.plan_offers import Limits, choose, needs_job, wanted
+from paceline.cli.plan_config import Given, explain_config, write_config
+from paceline.cli.plan_offers import Limits, choose, wanted
 from paceline.cli.where import not_at_a_url
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.planner.explain.training_run import Conditions, Goal
 
 EXAMPLE = 'Example: paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"'
-_RUN, _WHICH = "The whole training", "Which cluster"
+_RUN, _WHICH, _OTHERS = "The whole training", "Which cluster", "Other systems"
 _ON_PAGE = 30  # plans in the pictures of a page
 
 
@@ -118,6 +119,39 @@ def command(
             help='Also with this changed: "one more host", "twice the memory", bf16, remat=none, …; may be repeated.',
         ),
     ] = None,
+    explain_config_: Annotated[
+        Path | None,
+        typer.Option(
+            "--explain-config",
+            metavar="FILE",
+            help="Explain a configuration of Megatron-LM, DeepSpeed, torchtitan or Accelerate instead of a job.",
+            rich_help_panel=_OTHERS,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|JOB", help="Model of that configuration: a name, or a job.", rich_help_panel=_OTHERS
+        ),
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Its samples of a step.", rich_help_panel=_OTHERS)
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Its samples of a microbatch.", rich_help_panel=_OTHERS)
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Its tokens of a sample.", rich_help_panel=_OTHERS)
+    ] = None,
+    write_config_: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            "--write-config",
+            metavar="SYSTEM OUT",
+            help="Write the plan for megatron, deepspeed, torchtitan or accelerate.",
+            rich_help_panel=_OTHERS,
+        ),
+    ] = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -146,13 +180,18 @@ def command(
     from paceline.job.job import Job
 
     # A mistake in the file is told before all else is imported.
-    job = needs_job(job)
-    what = Job.load(job)
+    what = Job.load(job) if job is not None else None
     from paceline.cli.plan_screen import fitted, show, show_advice
     from paceline.console import Console
     from paceline.planner.explain.training_run import Conditions
 
     console = fitted(Console())
+    if explain_config_ is not None:
+        given = Given(model or (None if job is None else str(job)), global_batch, micro_batch, seq)
+        explain_config(explain_config_, _named(cluster, price), given, console, as_json=as_json)
+        return
+    if what is None or job is None:
+        raise typer.BadParameter("name the job's file, or a configuration with --explain-config", param_hint="JOB")
     if accept_batch is not None and accept_batch.exists():
         raise typer.BadParameter(f"{accept_batch} is there already; name a new file", param_hint="--accept-batch")
     goal = _goal(tokens, samples, loss)
@@ -172,6 +211,9 @@ def command(
     if batch_advice or accept_batch is not None:
         advice = _advice(what, where, calibration)
         show_advice(advice, console)
+    if write_config_ is not None:
+        plan, machines = explanation.winner.plan, explanation.winner.layout.machines
+        write_config(*write_config_, plan, what, machines.per_host, console)
     if accept_batch is not None and advice is not None:
         _accept(advice, what, accept_batch, console)
     else:
@@ -179,6 +221,12 @@ def command(
     scaling = _page(explanation, advice, calibration, page) if page is not None else ()
     if as_json:
         typer.echo(json.dumps(_everything(explanation, advice, scaling, top)))
+
+
+def _named(cluster: str | None, price: float | None) -> Cluster:
+    if cluster is None:
+        raise typer.BadParameter('name the cluster, e.g. "8xH100-SXM"', param_hint="--cluster")
+    return _cluster(cluster, price)[0]
 
 
 def _goal(tokens: str | None, samples: str | None, loss: float | None) -> Goal:

@@ -203,10 +203,3 @@ def _prices(offers: Offers, *, bundled: bool) -> str:
 def wanted(catalogue: str | None, budget: float | None, deadline: str | None, *, cheapest: bool) -> bool:
     """True if the question is which cluster to take."""
     return catalogue is not None or budget is not None or deadline is not None or cheapest
-
-
-def needs_job(job: Path | None) -> Path:
-    """The job's file; an error of the command line where there is none."""
-    if job is None:
-        raise typer.BadParameter("name the job's file, or a configuration with --explain-config", param_hint="JOB")
-    return job

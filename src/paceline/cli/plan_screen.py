@@ -39,10 +39,10 @@ def fitted(console: Console) -> Console:
 
 def show(explanation: Explanation, console: Console, *, top: int) -> None:
     """All of it, in the order of the questions that one asks."""
-    _head(explanation, console)
-    _winner(explanation, console)
-    _time(explanation, console)
-    _memory(explanation, console)
+    show_head(explanation, console)
+    show_winner(explanation, console)
+    show_time(explanation, console)
+    show_memory(explanation, console)
     _candidates(explanation, console, top)
     _excluded(explanation, console)
     _helps(explanation, console)
@@ -80,7 +80,8 @@ def show_advice(advice: BatchAdvice, console: Console) -> None:
 # The winner
 
 
-def _head(explanation: Explanation, console: Console) -> None:
+def show_head(explanation: Explanation, console: Console) -> None:
+    """The job, the cluster and the model."""
     trace, job = explanation.winner.layout.trace, explanation.job
     tokens = f", {explanation.tokens:,} tokens a sample" if explanation.tokens > 1 else ""
     about = (
@@ -91,7 +92,8 @@ def _head(explanation: Explanation, console: Console) -> None:
     console.print(Text(about, style=QUIET))
 
 
-def _winner(explanation: Explanation, console: Console) -> None:
+def show_winner(explanation: Explanation, console: Console) -> None:
+    """The first plan with its figures."""
     best = explanation.winner
     prediction, cost = best.prediction, explanation.cost(best)
     figures = [
@@ -116,7 +118,8 @@ def _winner(explanation: Explanation, console: Console) -> None:
     print_inset(console, Text(explanation.limit))
 
 
-def _time(explanation: Explanation, console: Console) -> None:
+def show_time(explanation: Explanation, console: Console) -> None:
+    """The parts of its step."""
     titled(console, "where the step goes")
     table = _bars()
     for part in sorted((part for part in explanation.time if part.share >= LEAST), key=lambda part: -part.share):
@@ -130,7 +133,8 @@ def _time(explanation: Explanation, console: Console) -> None:
     print_inset(console, table)
 
 
-def _memory(explanation: Explanation, console: Console) -> None:
+def show_memory(explanation: Explanation, console: Console) -> None:
+    """The users of its memory."""
     room = explanation.capacity_bytes
     titled(console, "what holds the memory", f"of the fullest rank, which has room for {size(room)}")
     table = _bars()

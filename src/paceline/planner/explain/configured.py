@@ -1,0 +1,160 @@
+"""A configuration of another system, explained: what it will take, and what would be better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PacelineError
+from paceline.job.job import Job
+from paceline.planner.check.rules import reasons_against
+from paceline.planner.cost.prediction import PART_NAMES, PARTS
+from paceline.planner.explain.explain import Explanation, explain
+from paceline.planner.foreign.configuration import Configuration, Planned
+from paceline.planner.predict import layout_of, modelled
+from paceline.planner.search.result import Candidate, SearchResult, preferred
+from paceline.planner.search.search import search
+from paceline.plans.plan import Plan
+from paceline.units import percent, seconds, size
+
+# fraction of the step below which a part is not told
+_SMALL = 0.01
+_KEYS = (
+    "dp",
+    "fsdp",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "zero",
+    "sequence",
+    "schedule",
+    "virtual",
+    "remat",
+    "offload",
+    "microbatches",
+)
+
+
+@dataclass(frozen=True)
+class ConfiguredPlan:
+    """A configuration's plan, its prediction, and the best plan for the same job.
+
+    Attributes:
+        own: the configuration's plan, explained like any other.
+        refused: reasons why paceline would not run that plan.
+        best: the plan that paceline proposes; None with the reason in `nothing` if none fits.
+        notes: sentences on what is predicted otherwise than stated.
+    """
+
+    configuration: Configuration
+    own: Explanation
+    refused: tuple[str, ...]
+    best: Candidate | None
+    nothing: str
+    notes: tuple[str, ...]
+
+    @property
+    def gain(self) -> float:
+        """Relative gain of throughput by the best plan; 0 if there is none."""
+        if self.best is None:
+            return 0.0
+        return self.best.prediction.throughput / self.own.winner.prediction.throughput - 1
+
+    @property
+    def changes(self) -> list[tuple[str, str, str]]:
+        """Keys in which the best plan differs: name, the configuration's value, the better one."""
+        if self.best is None:
+            return []
+        mine, then = self.own.winner.plan, self.best.plan
+        pairs = [
+            (key, getattr(mine, key, None), getattr(then, key, None)) for key in _KEYS if _matters(key, mine, then)
+        ]
+        return [(key, _shown(now), _shown(later)) for key, now, later in pairs if now != later]
+
+    @property
+    def saved(self) -> list[tuple[str, float]]:
+        """Seconds of the step that the best plan saves, by part; negative where it spends more. Largest first."""
+        if self.best is None:
+            return []
+        mine, then = self.own.winner.prediction, self.best.prediction
+        parts = [(part, mine.breakdown.get(part, 0.0) - then.breakdown.get(part, 0.0)) for part in PARTS]
+        told = [(PART_NAMES[part], saved) for part, saved in parts if abs(saved) >= _SMALL * mine.step_time_s]
+        return sorted(told, key=lambda entry: -abs(entry[1]))
+
+    @property
+    def verdict(self) -> str:
+        """Whether something would be better, in a sentence."""
+        mine = self.own.winner.prediction
+        if self.best is None:
+            return self.nothing
+        room = self.own.capacity_bytes
+        if not mine.fits:
+            return (
+                f"it does not fit: {size(mine.memory_bytes)} on a device with {size(room)}. {self.best.plan} fits, in "
+                f"{size(self.best.prediction.memory_bytes)}"
+            )
+        if self.gain < _SMALL:
+            return "nothing better was found: none of the other plans is predicted to be faster by 1 %"
+        return (
+            f"{self.best.plan} is predicted to be {percent(self.gain)} faster: "
+            f"{seconds(self.best.prediction.step_time_s)} a step, {size(self.best.prediction.memory_bytes)}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The explanation as plain JSON values."""
+        one = self.configuration
+        return {
+            "system": one.system,
+            "read": dict(one.read),
+            "assumed": dict(one.noted),
+            "not_understood": list(one.unknown),
+            "problems": list(one.problems),
+            "refused": list(self.refused),
+            "notes": list(self.notes),
+            "own": self.own.to_json(),
+            "better": str(self.best.plan) if self.best else None,
+            "gain": self.gain,
+            "changes": [{"key": key, "now": now, "better": better} for key, now, better in self.changes],
+            "saved_s": dict(self.saved),
+        }
+
+
+def explain_configuration(configuration: Configuration, planned: Planned, cluster: Cluster) -> ConfiguredPlan:
+    """Predict a configuration's plan, and search a better one for the same job on the same cluster.
+
+    Raises:
+        JobError: the model cannot be built.
+        ClusterError: a device is not in the catalogue.
+        PlanError: the plan cannot be predicted.
+    """
+    job, plan, notes = planned
+    prediction = modelled(job, cluster, plan)
+    own = Candidate(plan, layout_of(job, cluster, plan), prediction)
+    best, nothing = _best(job, cluster)
+    return ConfiguredPlan(
+        configuration=configuration,
+        own=explain(job, cluster, SearchResult(best=(own,)), what_would_help=False),
+        refused=tuple(reasons_against(plan, job, cluster)),
+        best=best if best is None or best.prediction.throughput > prediction.throughput or not prediction.fits else own,
+        nothing=nothing,
+        notes=notes,
+    )
+
+
+def _best(job: Job, cluster: Cluster) -> tuple[Candidate | None, str]:
+    try:
+        return preferred(search(job, cluster).best), ""
+    except PacelineError as error:
+        return None, str(error).splitlines()[0]
+
+
+def _matters(key: str, mine: Plan, then: Plan) -> bool:
+    """True if a key means something in either plan."""
+    needs = {"zero": "fsdp", "sequence": "tp", "schedule": "pp", "virtual": "pp"}
+    return key not in needs or any(getattr(plan, needs[key]) > 1 for plan in (mine, then))
+
+
+def _shown(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
