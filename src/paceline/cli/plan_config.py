@@ -23,7 +23,7 @@ _WIDE = 3  # columns of keys that were read
 
 
 class Given(NamedTuple):
-    """What the command line says of a configuration that its file may not."""
+    """Options of the command line that complete a configuration."""
 
     model: str | None
     global_batch: int | None
@@ -69,14 +69,12 @@ def dimensions_of(name: str) -> Dimensions | dict[str, Any]:
         if (found := Job.load(Path(name)).model.transformer) is None:
             raise PlanError(f"{name}: its model has no dimensions (model: {{transformer: …}})")
         return found
+    from paceline.job.known.names import must_find_model
+
     try:
-        from paceline.trace.known import known_dimensions
-    except ImportError:
-        raise PlanError(
-            f'this version of paceline knows no models by name, and so not "{name}": name a job with dimensions, as in '
-            "--model job.yaml"
-        ) from None
-    return known_dimensions(name)
+        return dict(must_find_model(name).dimensions)
+    except ValueError as error:
+        raise PlanError(f"{error} Or name a job with dimensions: --model job.yaml") from None
 
 
 def write_config(system: str, out: Path, plan: Plan, job: Job, per_host: int, console: Console) -> None:
@@ -96,7 +94,7 @@ def write_config(system: str, out: Path, plan: Plan, job: Job, per_host: int, co
 
 
 def show_configured(explained: ConfiguredPlan, file: Path, console: Console) -> None:
-    """What was read, what it takes, what would be better, and what was not understood."""
+    """The plan, its figures, what would be better, and what was not understood."""
     from rich.text import Text
 
     from paceline.cli.plan_screen import QUIET, print_inset, show_head, show_memory, show_time, show_winner, titled

@@ -142,6 +142,10 @@ def show_memory(explanation: Explanation, console: Console) -> None:
         share = held.value / room
         table.add_row(held.name, str(size(held.value)), str(percent(share, 1)), Text(_bar(share), style="cyan"))
     free = 1 - explanation.winner.prediction.memory_bytes / room
+    if free < 0:
+        table.add_row(Text("too much", style="red"), str(size(-free * room)), str(percent(-free, 1)), "")
+        print_inset(console, table)
+        return
     table.add_row(
         *(
             Text(text, style=QUIET)
@@ -161,7 +165,7 @@ def _bars() -> Table:
 
 
 def _bar(share: float) -> str:
-    whole, eighths = divmod(round(share * _BAR * 8), 8)
+    whole, eighths = divmod(round(min(share, 1.0) * _BAR * 8), 8)
     return "█" * whole + _EIGHTHS[eighths]
 
 

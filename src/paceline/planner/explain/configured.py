@@ -75,7 +75,10 @@ class ConfiguredPlan:
 
     @property
     def saved(self) -> list[tuple[str, float]]:
-        """Seconds of the step that the best plan saves, by part; negative where it spends more. Largest first."""
+        """Seconds of the step that the best plan saves, by part, the largest first.
+
+        They are negative where it spends more.
+        """
         if self.best is None:
             return []
         mine, then = self.own.winner.prediction, self.best.prediction
@@ -85,7 +88,7 @@ class ConfiguredPlan:
 
     @property
     def verdict(self) -> str:
-        """Whether something would be better, in a sentence."""
+        """A sentence on what would be better, if anything."""
         mine = self.own.winner.prediction
         if self.best is None:
             return self.nothing
@@ -122,7 +125,7 @@ class ConfiguredPlan:
 
 
 def explain_configuration(configuration: Configuration, planned: Planned, cluster: Cluster) -> ConfiguredPlan:
-    """Predict a configuration's plan, and search a better one for the same job on the same cluster.
+    """Predict a configuration's plan, and search a better one for the same job.
 
     Raises:
         JobError: the model cannot be built.

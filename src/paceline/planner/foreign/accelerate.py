@@ -59,18 +59,18 @@ def read(file: Path, text: str) -> Configuration:
         raise PlanError(f"{file}: an Accelerate configuration is a group of keys with values")
     keys = Keys(NAME, flattened(values), _QUIET, _NOTED)
     kind = keys.text("distributed_type").upper() or "NO"
-    readers = {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron}
-    of_kind = readers.get(kind, _ddp)(keys, file)
+    kinds = {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron}
+    of_kind = kinds.get(kind, _ddp)(keys, file)
     ranks = keys.number("num_processes")
     hosts = keys.number("num_machines") or 1
-    found = replace(of_kind, system=f"{NAME}, {kind}" if kind in readers else NAME, ranks=ranks)
+    found = replace(of_kind, system=f"{NAME}, {kind}" if kind in kinds else NAME, ranks=ranks)
     stated = keys.text("mixed_precision")
     if stated and stated != "no" and stated != "False":
         found = replace(found, precision=stated)
     problems = list(found.problems)
     if ranks and ranks % hosts:
         problems.append(f"num_processes {ranks} does not divide among num_machines {hosts}")
-    if kind not in (*readers, "NO", "MULTI_GPU", "MULTI_CPU"):
+    if kind not in (*kinds, "NO", "MULTI_GPU", "MULTI_CPU"):
         problems.append(f"distributed_type {kind} is predicted as data parallel alone")
     compiled = keys.text("dynamo_backend").lower() not in ("", "no", "eager")
     return replace(
@@ -169,6 +169,11 @@ def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) ->
     cannot = [
         *(f"{axis}={getattr(plan, axis)}: {why}" for axis, why in alone.items() if getattr(plan, axis) > 1),
         *([f"zero={plan.zero}: FSDP2 has 2 and 3"] if plan.fsdp > 1 and plan.zero == 1 else []),
+        *(
+            ["sequence=on: its tensor parallelism keeps all tokens between matrices"]
+            if plan.sequence and plan.tp > 1
+            else []
+        ),
         *([f"remat={plan.remat}: it recomputes whole blocks"] if plan.remat == "selective" else []),
         *([f"remat={plan.remat} without fsdp"] if plan.remat == "block" and _is_ddp(plan) else []),
         *([f"sync={plan.sync}"] if plan.sync != "allreduce" else []),

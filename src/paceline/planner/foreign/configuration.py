@@ -1,4 +1,4 @@
-"""What a configuration of another system states, in paceline's words, and the plan that it is on a cluster."""
+"""Configuration of another system in paceline's words, and the plan that it stands for."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Configuration:
 
 
 class Planned(NamedTuple):
-    """A configuration on a number of ranks: the job and the plan that it stands for.
+    """Job and plan that a configuration stands for on a number of ranks.
 
     Attributes:
         notes: sentences on what is predicted otherwise than stated.
@@ -129,7 +129,7 @@ def planned(
 
 
 def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
-    """Degrees of paceline's axes: experts are divided among data-parallel ranks, of which `ep` is a factor."""
+    """Degrees of paceline's axes. Experts are divided among data-parallel ranks, of which `ep` is a factor."""
     one = configuration
     of_model = one.tp * one.pp * one.cp
     if ranks % of_model:
@@ -161,7 +161,7 @@ def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
 
 
 def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
-    """Microbatches of a rank, and the global batch, from the two of three that are stated."""
+    """Microbatches of a rank and the global batch, from what is stated."""
     micro, count, whole = configuration.microbatch, configuration.microbatches, configuration.global_batch
     if whole is None and (micro is None or count is None):
         raise PlanError(
@@ -225,7 +225,8 @@ def _plan(configuration: Configuration, degrees: dict[str, int], microbatches: i
 def with_batch(configuration: Configuration, global_batch: int | None, microbatch: int | None) -> Configuration:
     """The configuration with the user's batch in the place of its own."""
     if global_batch is not None:
-        configuration = replace(configuration, global_batch=global_batch, microbatches=None)
+        kept = configuration.microbatches if configuration.microbatch is None else None
+        configuration = replace(configuration, global_batch=global_batch, microbatches=kept)
     if microbatch is not None:
         configuration = replace(configuration, microbatch=microbatch, microbatches=None)
     return configuration

@@ -1,4 +1,4 @@
-"""Keys of a configuration, each of which is read, known to change nothing here, or told as not understood."""
+"""Keys of a configuration: read, known to change nothing, or told as not understood."""
 
 from __future__ import annotations
 

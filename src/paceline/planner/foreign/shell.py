@@ -1,4 +1,4 @@
-"""Arguments in a shell script: assignments, arrays and variables, as far as scripts that launch trainings use them."""
+"""Arguments in a shell script that launches a training, with its variables and arrays."""
 
 from __future__ import annotations
 
@@ -64,24 +64,26 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
         return match[0] if default is None else expanded(default.strip("\"'"), variables)
 
     text = _VARIABLE.sub(value, text)
-    return _ARITHMETIC.sub(lambda match: _computed(match[1]) or match[0], text)
+    return _ARITHMETIC.sub(lambda match: _computed(match[1], variables) or match[0], text)
 
 
-def _computed(text: str) -> str | None:
-    """Value of a sum or product of whole numbers; None if it is something else."""
+def _computed(text: str, variables: Mapping[str, str]) -> str | None:
+    """Value of a sum or product of whole numbers and variables, or None."""
 
     def of(node: ast.AST) -> int:
         if isinstance(node, ast.Expression):
             return of(node.body)
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
+        if isinstance(node, ast.Name):
+            return int(variables[node.id])
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](of(node.left), of(node.right))
         raise ValueError(text)
 
     try:
         return str(of(ast.parse(text.strip(), mode="eval")))
-    except (SyntaxError, ValueError, ZeroDivisionError):
+    except (SyntaxError, ValueError, KeyError, ZeroDivisionError):
         return None
 
 

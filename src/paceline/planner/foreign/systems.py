@@ -1,4 +1,4 @@
-"""The systems whose configurations can be read and written, and which of them a file belongs to."""
+"""The systems whose configurations can be read and written, by name."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ _SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"
 _SCHEDULES |= {"dualpipev": "dualpipe"}
 _WRITTEN = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zero-bubble": "ZBVZeroBubble"}
 _WRITTEN |= {"dualpipe": "DualPipeV"}
+# flavors that are other models' dimensions
+_FLAVORS = {"deepseek_v3-16B": "deepseek-v2-lite"}
 _QUIET = (
     r"(job|profiling|metrics|checkpoint|lr_scheduler|comm|experimental|fault_tolerance|validation|debug|memory_estimation)"
     r"\..*",
@@ -68,6 +70,7 @@ def _configuration(keys: Keys) -> tuple[dict[str, Any], list[str]]:
     of_pipe = keys.number("parallelism.pipeline_parallel_microbatch_size") or 1
     converters = keys.given("model.converters") or []
     name, flavor = keys.text("model.name"), keys.text("model.flavor")
+    known = f"{name or 'llama3'}-{flavor or 'debugmodel'}"
     whole = keys.number("training.global_batch_size")
     mode = keys.text("activation_checkpoint.mode") or "selective"
     remat = {"none": "none", "full": "block", "selective": "selective"}.get(mode)
@@ -87,7 +90,7 @@ def _configuration(keys: Keys) -> tuple[dict[str, Any], list[str]]:
     return {
         "system": NAME,
         "dimensions": {"seq": keys.number("training.seq_len") or 2048},
-        "model_name": f"{name or 'llama3'}-{flavor or 'debugmodel'}" if name or flavor else "",
+        "model_name": _FLAVORS.get(known, known) if name or flavor else "",
         "replicas": replicate,
         "shard": REST if shard in (None, -1) else shard,
         "tp": tp,
