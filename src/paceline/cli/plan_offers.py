@@ -152,7 +152,7 @@ def show_choice(choice: ClusterChoice, console: Console, *, cheapest: bool, bund
     print_inset(console, table)
     _show_refused(choice, console)
     titled(console, "what it rests on")
-    for note in dict.fromkeys((*choice.amount.notes, *(note for one in choice.front for note in one.run.notes))):
+    for note in choice.notes:
         print_inset(console, Text(note, style=QUIET))
 
 

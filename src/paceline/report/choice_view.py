@@ -86,12 +86,6 @@ class ChoiceView:
         ]
         return Row(option.words, cells, str(option.candidate.plan), loud=option in self.choice.within)
 
-    @property
-    def notes(self) -> list[str]:
-        """Sentences on what the answer rests on."""
-        of_runs = (note for one in self.choice.front for note in one.run.notes)
-        return list(dict.fromkeys((*self.choice.amount.notes, *of_runs)))
-
 
 def _said(option: Option) -> str:
     return f"{option.words}, {span(option.bought.wall_s)} for {units.money(option.cost)}"

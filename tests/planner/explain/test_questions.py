@@ -61,7 +61,15 @@ def test_another_cluster_and_another_precision_can_be_asked_for(explanation: Exp
     assert faster.gain is not None
     assert slower.gain is not None
     assert faster.gain > 0 > slower.gain
-    assert "fp4" in ask(explanation, "fp4").why
+    assert "fp8" in ask(explanation, "fp8").why  # an A100 has none
+
+
+def test_fp8_makes_products_faster_where_the_device_has_it() -> None:
+    on = named_cluster("8xH100-SXM")
+    found = explain(job(), on, search(job(), on), what_would_help=False)
+    answer = answers(found, Case(job(), on), ["fp8"])[0]
+    assert answer.gain is not None
+    assert answer.gain > 0
 
 
 def test_less_memory_costs_throughput_and_more_links_do_not(explanation: Explanation) -> None:

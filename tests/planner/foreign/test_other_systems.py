@@ -44,7 +44,7 @@ def accelerate(folder: Path, text: str) -> Configuration:
 
 def test_zero_shards_over_all_ranks_and_the_batch_follows() -> None:
     found = read_configuration(FILES / "deepspeed_zero3.json")
-    job, plan, _ = on(found, 16)
+    job, plan, *_ = on(found, 16)
     assert str(plan) == "fsdp=16 microbatches=8"
     assert (job.global_batch, job.precision) == (2 * 8 * 16, "bf16")
     assert found.unknown == ("pipeline.stages",)

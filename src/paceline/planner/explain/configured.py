@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError
-from paceline.job.job import Job
 from paceline.planner.check.rules import reasons_against
+from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.explain import Explanation, explain
 from paceline.planner.foreign.configuration import Configuration, Planned
-from paceline.planner.predict import layout_of, modelled
+from paceline.planner.predict import layout_of, modelled, priced
 from paceline.planner.search.result import Candidate, SearchResult, preferred
 from paceline.planner.search.search import search
 from paceline.plans.plan import Plan
@@ -132,10 +132,10 @@ def explain_configuration(configuration: Configuration, planned: Planned, cluste
         ClusterError: a device is not in the catalogue.
         PlanError: the plan cannot be predicted.
     """
-    job, plan, notes = planned
-    prediction = modelled(job, cluster, plan)
-    own = Candidate(plan, layout_of(job, cluster, plan), prediction)
-    best, nothing = _best(job, cluster)
+    job, plan, notes, _ = planned
+    own = _predicted(Candidate(plan, layout_of(job, cluster, plan), modelled(job, cluster, plan)), planned, cluster)
+    prediction = own.prediction
+    best, nothing = _best(planned, cluster)
     return ConfiguredPlan(
         configuration=configuration,
         own=explain(job, cluster, SearchResult(best=(own,)), what_would_help=False),
@@ -146,11 +146,21 @@ def explain_configuration(configuration: Configuration, planned: Planned, cluste
     )
 
 
-def _best(job: Job, cluster: Cluster) -> tuple[Candidate | None, str]:
+def _predicted(candidate: Candidate, planned: Planned, cluster: Cluster) -> Candidate:
+    """The candidate with products in the configuration's precision."""
+    if not planned.products:
+        return candidate
+    layout = replace(candidate.layout, products=planned.products)  # type: ignore[arg-type]
+    prediction = priced(estimate(layout), planned.job, cluster, candidate.plan)
+    return replace(candidate, layout=layout, prediction=prediction)
+
+
+def _best(planned: Planned, cluster: Cluster) -> tuple[Candidate | None, str]:
     try:
-        return preferred(search(job, cluster).best), ""
+        found = [_predicted(one, planned, cluster) for one in search(planned.job, cluster).best]
     except PacelineError as error:
         return None, str(error).splitlines()[0]
+    return preferred([one for one in found if one.prediction.fits] or found), ""
 
 
 def _matters(key: str, mine: Plan, then: Plan) -> bool:

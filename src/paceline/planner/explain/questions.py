@@ -12,7 +12,7 @@ from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Precision
 from paceline.nearest import closest
 from paceline.planner.check.rules import reasons_against
-from paceline.planner.cost.layout import BYTES
+from paceline.planner.cost.layout import Products
 from paceline.planner.explain.explain import Explanation, Suggestion
 from paceline.planner.explain.what_if import (
     Case,
@@ -132,7 +132,7 @@ def read_question(text: str) -> Change:
         return _scaled(match["what"], _times(match["times"]))
     if match := _BATCH.fullmatch(words):
         return batch(max(1, int(match[1].replace(",", "").replace("_", ""))))
-    if words in get_args(Precision) or words in BYTES or words in ("fp8", "fp4"):
+    if words in (*get_args(Precision), *get_args(Products)):
         return _precision(words)
     if "=" in text:
         return _plan(text)
@@ -158,16 +158,16 @@ def _scaled(what: str, times: float) -> Change:
 
 
 def _precision(name: str) -> Change:
-    """Change of the precision. Where a job cannot have it, the known plans are computed in it."""
+    """Change of the precision. Where a job cannot have it, products of the known plans are computed in it."""
 
     def change(case: Case) -> Case:
         if name in get_args(Precision):
             job = case.job.model_copy(update={"precision": name})
             return case._replace(job=job, plans=())
         device = case.plans[0][1].machines.device
-        if name not in BYTES or name not in device.peak_flops:
-            raise PlanError(f"{name} is not predicted on {device.name}")
-        return layouts(lambda layout: replace(layout, precision=name))(case)  # type: ignore[arg-type]
+        if device.peak_flops.get(name, 0.0) <= device.peak_flops.get("bf16", 0.0):
+            raise PlanError(f"{device.name} computes no faster in {name}, or not at all")
+        return layouts(lambda layout: replace(layout, products=name))(case)  # type: ignore[arg-type]
 
     return change
 

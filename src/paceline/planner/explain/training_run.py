@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -184,6 +185,7 @@ class TrainingRun:
         slowdown: factor on a step by its slowest rank.
         purchases: on demand, then spot where its price is known.
         error: mean relative error of such predictions.
+        conditions: under which it runs.
         notes: sentences on what is assumed, or unknown.
     """
 
@@ -193,6 +195,7 @@ class TrainingRun:
     slowdown: float
     purchases: tuple[Purchase, ...]
     error: float
+    conditions: Conditions = NO_CONDITIONS
     notes: tuple[str, ...] = ()
 
     @property
@@ -211,7 +214,9 @@ class TrainingRun:
                 hours = f"{self.devices * bought.wall_s / 3600:,.0f} device-hours"
                 rows.append((f"cost{named}", money(bought.cost), hours))
             if bought.energy_kwh is not None:
-                rows.append((f"energy{named}", str(kilowatt_hours(bought.energy_kwh)), ""))
+                rows.append(
+                    (f"energy{named}", str(kilowatt_hours(bought.energy_kwh)), "all devices and hosts at full load")
+                )
             if bought.carbon_kg is not None:
                 rows.append((f"carbon{named}", str(kilograms(bought.carbon_kg)), "CO₂ of the electricity alone"))
         return rows
@@ -258,8 +263,8 @@ def training_run(
                 about=_about(rate, slowdown),
             )
         )
-    notes = _notes(conditions, failures, device.name, device.power_w)
-    return TrainingRun(amount, ranks, steps_s, slowdown, tuple(purchases), error_of(candidate), notes)
+    notes = (*_notes(conditions, failures), *energy_notes({device.name: device.power_w}, conditions))
+    return TrainingRun(amount, ranks, steps_s, slowdown, tuple(purchases), error_of(candidate), conditions, notes)
 
 
 def straggler_slowdown(ranks: int, sigma: float) -> float:
@@ -279,19 +284,25 @@ def _about(rate: float, slowdown: float) -> str:
     return f"{', '.join(parts)} counted in"
 
 
-def _notes(conditions: Conditions, failures: float, device: str, power_w: float | None) -> tuple[str, ...]:
+def _notes(conditions: Conditions, failures: float) -> tuple[str, ...]:
     told = []
     if not failures:
         told.append("failures are not counted: --failures-per-host-day (docs/plan.md has a published rate)")
     if conditions.spot_price is not None and conditions.preemptions_per_host_day is None:
         told.append("spot machines are taken to be never taken away: --preemptions-per-host-day")
-    if power_w is None:
-        told.append(f"energy is unknown: the catalogue has no power of {device}")
+    return tuple(told)
+
+
+def energy_notes(power_w: Mapping[str, float | None], conditions: Conditions) -> tuple[str, ...]:
+    """Sentences on the energy of devices, by their names and powers."""
+    told = [f"energy is unknown: the catalogue has no power of {name}" for name, watts in power_w.items() if not watts]
+    powers = ", ".join(f"{watts:g} W for each {name}" for name, watts in power_w.items() if watts)
+    if not powers:
         return tuple(told)
     centre = f"PUE {conditions.pue:g}" if conditions.pue else "without cooling and losses of the data centre: --pue 1.2"
     told.append(
-        f"energy: {power_w:g} W for each device at full load, times {HOST_OVERHEAD:.2g} for its host (a measured host "
-        f"of eight H100s, arXiv:2412.08602), {centre}"
+        f"energy: {powers} at full load, times {HOST_OVERHEAD:.2g} for hosts (one of eight H100s as measured, "
+        f"arXiv:2412.08602), {centre}"
     )
     if conditions.carbon_g_per_kwh is None:
         told.append("carbon depends on the country and the year: --carbon g/kWh")

@@ -18,6 +18,7 @@ from paceline.planner.explain.training_run import (
     Purchase,
     TrainingRun,
     amount_of,
+    energy_notes,
     training_run,
 )
 from paceline.planner.search.result import ERROR, Candidate, preferred
@@ -129,6 +130,14 @@ class ClusterChoice:
         return pareto(self.options)
 
     @property
+    def notes(self) -> list[str]:
+        """Sentences on what the answer rests on."""
+        devices = [one.candidate.layout.machines.device for one in self.front]
+        of_runs = [note for one in self.front for note in one.run.notes if not note.startswith(("energy", "carbon"))]
+        energy = energy_notes({device.name: device.power_w for device in devices}, self.front[0].run.conditions)
+        return list(dict.fromkeys((*self.amount.notes, *of_runs, *energy)))
+
+    @property
     def nothing(self) -> str:
         """Sentence on what is missing where nothing is within budget and deadline."""
         least = min(self.options, key=lambda option: option.cost)
@@ -152,7 +161,7 @@ class ClusterChoice:
             "front": [option.to_json() for option in self.front],
             "options": [option.to_json() for option in self.options],
             "refused": [{"machines": machines, "reason": reason} for machines, reason in self.refused],
-            "notes": list(self.amount.notes),
+            "notes": self.notes,
         }
 
 

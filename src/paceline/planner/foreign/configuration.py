@@ -77,11 +77,13 @@ class Planned(NamedTuple):
 
     Attributes:
         notes: sentences on what is predicted otherwise than stated.
+        products: precision of matrix products, where it is another than the job's; else "".
     """
 
     job: Job
     plan: Plan
     notes: tuple[str, ...]
+    products: str = ""
 
 
 def planned(
@@ -105,7 +107,7 @@ def planned(
     degrees = _degrees(configuration, ranks)
     data = degrees["dp"] * degrees["fsdp"] * degrees["ep"]
     microbatches, global_batch = _batch(configuration, data)
-    precision, notes = _precision(configuration)
+    precision, products, notes = _precision(configuration)
     dimensions = _dimensions(configuration, known)
     optimizer = _OPTIMIZERS.get(configuration.optimizer.lower().removeprefix("fused"), "")
     if not optimizer:
@@ -125,7 +127,7 @@ def planned(
         job = Job.model_validate(values)
     except ValidationError as error:
         raise PlanError(f"the model of the configuration: {explain(error, Job, name='job')}") from None
-    return Planned(job, _plan(configuration, degrees, microbatches), tuple(notes))
+    return Planned(job, _plan(configuration, degrees, microbatches), tuple(notes), products)
 
 
 def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
@@ -179,12 +181,14 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
     return whole // (data * micro), whole
 
 
-def _precision(configuration: Configuration) -> tuple[str, list[str]]:
+def _precision(configuration: Configuration) -> tuple[str, str, list[str]]:
+    """Precision of a job, precision of its products if that is another, and what is not as stated."""
     stated = configuration.precision
     if stated in get_args(Precision):
-        return stated, []
-    slower = ": its products are faster, and its casts are not" if stated == "fp8" else ", which is as fast"
-    return "bf16", [f"{stated} is predicted as bf16{slower}"]
+        return stated, "", []
+    if stated == "fp8":
+        return "bf16", stated, ["fp8: matrix products in fp8 with scales of whole tensors, everything else in bf16"]
+    return "bf16", "", [f"{stated} is predicted as bf16, which is as fast"]
 
 
 def _dimensions(
