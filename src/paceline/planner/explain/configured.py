@@ -9,9 +9,19 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.planner.check.rules import reasons_against
 from paceline.planner.cost.estimate import estimate
+from paceline.planner.cost.frameworks import (
+    DDP,
+    DEEPSPEED,
+    FSDP,
+    MEGATRON_CORE,
+    TORCHTITAN,
+    TORCHTITAN_COMPILED,
+    Framework,
+)
 from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.explain import Explanation, explain
 from paceline.planner.foreign.configuration import Configuration, Planned
+from paceline.planner.foreign.systems import system_named, writes
 from paceline.planner.predict import layout_of, modelled, priced
 from paceline.planner.search.result import Candidate, SearchResult, preferred
 from paceline.planner.search.search import search
@@ -133,34 +143,50 @@ def explain_configuration(configuration: Configuration, planned: Planned, cluste
         PlanError: the plan cannot be predicted.
     """
     job, plan, notes, _ = planned
-    own = _predicted(Candidate(plan, layout_of(job, cluster, plan), modelled(job, cluster, plan)), planned, cluster)
+    framework = framework_of(configuration)
+    plain = Candidate(plan, layout_of(job, cluster, plan), modelled(job, cluster, plan))
+    own = _predicted(plain, planned, cluster, framework)
     prediction = own.prediction
-    best, nothing = _best(planned, cluster)
+    best, nothing = _best(planned, cluster, framework, system_named(configuration.system))
     return ConfiguredPlan(
         configuration=configuration,
         own=explain(job, cluster, SearchResult(best=(own,)), what_would_help=False),
         refused=tuple(reasons_against(plan, job, cluster)),
         best=best if best is None or best.prediction.throughput > prediction.throughput or not prediction.fits else own,
         nothing=nothing,
-        notes=notes,
+        notes=(f"predicted as {framework.name} runs it, the better plan as well", *notes),
     )
 
 
-def _predicted(candidate: Candidate, planned: Planned, cluster: Cluster) -> Candidate:
-    """The candidate with products in the configuration's precision."""
-    if not planned.products:
-        return candidate
-    layout = replace(candidate.layout, products=planned.products)  # type: ignore[arg-type]
+def framework_of(configuration: Configuration) -> Framework:
+    """The cost model's profile of the software that runs a configuration."""
+    words = configuration.system.lower()
+    if "megatron" in words:
+        return MEGATRON_CORE
+    if "deepspeed" in words:
+        return DEEPSPEED
+    if "torchtitan" in words:
+        return TORCHTITAN_COMPILED if configuration.compiled else TORCHTITAN
+    return FSDP if "fsdp" in words else DDP
+
+
+def _predicted(candidate: Candidate, planned: Planned, cluster: Cluster, framework: Framework) -> Candidate:
+    """The candidate as another framework runs it, with products in the configuration's precision."""
+    layout = framework.laid_out(replace(candidate.layout, products=planned.products))  # type: ignore[arg-type]
     prediction = priced(estimate(layout), planned.job, cluster, candidate.plan)
     return replace(candidate, layout=layout, prediction=prediction)
 
 
-def _best(planned: Planned, cluster: Cluster) -> tuple[Candidate | None, str]:
+def _best(planned: Planned, cluster: Cluster, framework: Framework, system: str) -> tuple[Candidate | None, str]:
+    """The proposed one of the best plans that the system can run; None with the reason if there is none."""
     try:
-        found = [_predicted(one, planned, cluster) for one in search(planned.job, cluster).best]
+        found = [_predicted(one, planned, cluster, framework) for one in search(planned.job, cluster).best]
     except PacelineError as error:
         return None, str(error).splitlines()[0]
-    return preferred([one for one in found if one.prediction.fits] or found), ""
+    fitting = [one for one in found if one.prediction.fits and writes(system, one.plan, planned.job)]
+    if not fitting:
+        return None, f"none of the best plans is one that {system} can run, and that fits as it keeps its state"
+    return preferred(fitting), ""
 
 
 def _matters(key: str, mine: Plan, then: Plan) -> bool:

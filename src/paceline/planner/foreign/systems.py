@@ -69,6 +69,21 @@ def read_configuration(file: Path) -> Configuration:
     return SYSTEMS[system_of(file, text)].read(file, text)
 
 
+def system_named(title: str) -> str:
+    """Name in `SYSTEMS` of a configuration's system, such as `Accelerate, FSDP`."""
+    words = title.lower()
+    return next((name for name in ("accelerate", "deepspeed", "torchtitan") if words.startswith(name)), "megatron")
+
+
+def writes(system: str, plan: Plan, job: Job) -> bool:
+    """True if a system can do what a plan has."""
+    try:
+        write_configuration(system, plan, job, 1)
+    except PlanError:
+        return False
+    return True
+
+
 def write_configuration(system: str, plan: Plan, job: Job, per_host: int) -> Written:
     """The plan as a configuration of another system.
 
