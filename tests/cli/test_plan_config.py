@@ -44,6 +44,20 @@ def test_a_configuration_for_more_ranks_than_there_are_devices_is_an_error(tmp_p
     assert "64 ranks" in shown.error
 
 
+def test_the_better_plan_is_written_for_another_system_than_it_was_read_from(tmp_path: Path) -> None:
+    command = ("plan", "--explain-config", FILES / "megatron_llama_8b.sh", "--cluster", "8xH100-SXM")
+    shown = paceline(*command, "--write-config", "torchtitan", "better.toml", folder=tmp_path)
+    assert shown.code == 0, shown.err
+    assert "data_parallel_shard_degree" in (tmp_path / "better.toml").read_text()
+
+
+def test_an_option_that_would_have_no_effect_is_refused(tmp_path: Path) -> None:
+    command = ("plan", "--explain-config", FILES / "megatron_llama_8b.sh", "--cluster", "8xH100-SXM")
+    shown = paceline(*command, "--page", "p.html", folder=tmp_path, columns=200)
+    assert shown.code == 2
+    assert shown.says("--page")
+
+
 def test_a_configuration_needs_a_cluster(tmp_path: Path) -> None:
     shown = paceline("plan", "--explain-config", FILES / "nemo_mixture.yaml", folder=tmp_path, columns=200)
     assert shown.code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -187,8 +187,11 @@ def command(
 
     console = fitted(Console())
     if explain_config_ is not None:
+        asked = {"--tokens": tokens, "--samples": samples, "--loss": loss, "--catalogue": catalogue, "--budget": budget}
+        asked |= {"--deadline": deadline, "--what-if": what_if, "--page": page, "--accept-batch": accept_batch}
+        _without("--explain-config", asked)
         given = Given(model or (None if job is None else str(job)), global_batch, micro_batch, seq)
-        explain_config(explain_config_, _named(cluster, price), given, console, as_json=as_json)
+        explain_config(explain_config_, _named(cluster, price), given, console, write_config_, as_json=as_json)
         return
     if what is None or job is None:
         raise typer.BadParameter("name the job's file, or a configuration with --explain-config", param_hint="JOB")
@@ -197,6 +200,8 @@ def command(
     goal = _goal(tokens, samples, loss)
     conditions = Conditions(spot_price, preemptions, straggler_sigma, pue, carbon)
     if wanted(catalogue, budget, deadline, cheapest=cheapest):
+        asked = {"--what-if": what_if, "--write-config": write_config_, "--accept-batch": accept_batch}
+        _without("the choice of a cluster", asked)
         limits = Limits(budget, deadline, cheapest=cheapest, failures=failures)
         named = _cluster(cluster, price, failures)[0] if cluster is not None and catalogue is None else None
         choose(what, catalogue, named, goal, conditions, limits, console, as_json=as_json, page=page)
@@ -221,6 +226,12 @@ def command(
     scaling = _page(explanation, advice, calibration, page) if page is not None else ()
     if as_json:
         typer.echo(json.dumps(_everything(explanation, advice, scaling, top)))
+
+
+def _without(mode: str, asked: Mapping[str, object]) -> None:
+    """Refuse options that would have no effect."""
+    if given := [option for option, value in asked.items() if value not in (None, [])]:
+        raise typer.BadParameter(f"{mode} does not take it", param_hint=given[0])
 
 
 def _named(cluster: str | None, price: float | None) -> Cluster:

@@ -31,8 +31,20 @@ class Given(NamedTuple):
     seq: int | None
 
 
-def explain_config(file: Path, cluster: Cluster, given: Given, console: Console, *, as_json: bool) -> None:
-    """Read a configuration, predict it, search a better plan, and show all of that."""
+def explain_config(
+    file: Path,
+    cluster: Cluster,
+    given: Given,
+    console: Console,
+    wanted: tuple[str, Path] | None = None,
+    *,
+    as_json: bool,
+) -> None:
+    """Read a configuration, predict it, search a better plan, and show all of that.
+
+    Args:
+        wanted: a system, and the file to which the better plan is written for it.
+    """
     from dataclasses import replace
 
     from paceline.console import Console
@@ -52,6 +64,9 @@ def explain_config(file: Path, cluster: Cluster, given: Given, console: Console,
     with Console(stderr=True).status("searching a better plan"):
         explained = explain_configuration(found, what, cluster)
     show_configured(explained, file, console)
+    if wanted is not None:
+        best = explained.best or explained.own.winner
+        write_config(*wanted, best.plan, what.job, best.layout.machines.per_host, console)
     if as_json:
         typer.echo(json.dumps(explained.to_json()))
 
@@ -124,7 +139,7 @@ def _better(explained: ConfiguredPlan, console: Console) -> None:
     from paceline.cli.plan_screen import GOOD, LOST, QUIET, print_inset, table_of, titled
     from paceline.units import percent, seconds
 
-    titled(console, "what would be better", "of all plans for the same job on the same cluster, by the same model")
+    titled(console, "what would be better", "of the plans for the same job on as many devices that this system can run")
     print_inset(console, Text(explained.verdict, style="bold"))
     if not explained.changes or explained.best is None or explained.best is explained.own.winner:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +21,10 @@ from paceline.planner.cost.frameworks import (
 )
 from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.explain import Explanation, explain
+from paceline.planner.explain.what_if import with_devices
 from paceline.planner.foreign.configuration import Configuration, Planned
 from paceline.planner.foreign.systems import system_named, writes
-from paceline.planner.predict import layout_of, modelled, priced
+from paceline.planner.predict import Layouts, layout_of, modelled, priced
 from paceline.planner.search.result import Candidate, SearchResult, preferred
 from paceline.planner.search.search import search
 from paceline.plans.plan import Plan
@@ -143,6 +145,7 @@ def explain_configuration(configuration: Configuration, planned: Planned, cluste
         PlanError: the plan cannot be predicted.
     """
     job, plan, notes, _ = planned
+    cluster = _of_ranks(cluster, plan.ranks)
     framework = framework_of(configuration)
     plain = Candidate(plan, layout_of(job, cluster, plan), modelled(job, cluster, plan))
     own = _predicted(plain, planned, cluster, framework)
@@ -156,6 +159,12 @@ def explain_configuration(configuration: Configuration, planned: Planned, cluste
         nothing=nothing,
         notes=(f"predicted as {framework.name} runs it, the better plan as well", *notes),
     )
+
+
+def _of_ranks(cluster: Cluster, ranks: int) -> Cluster:
+    """The part of the cluster that a configuration is for; all of it if unknown."""
+    part = with_devices(cluster, ranks / cluster.devices) if ranks < cluster.devices else None
+    return cluster if part is None else part
 
 
 def framework_of(configuration: Configuration) -> Framework:
@@ -178,15 +187,31 @@ def _predicted(candidate: Candidate, planned: Planned, cluster: Cluster, framewo
 
 
 def _best(planned: Planned, cluster: Cluster, framework: Framework, system: str) -> tuple[Candidate | None, str]:
-    """The proposed one of the best plans that the system can run; None with the reason if there is none."""
+    """The proposed one of the best plans that the system can run, or why not."""
+    job = planned.job
     try:
-        found = [_predicted(one, planned, cluster, framework) for one in search(planned.job, cluster).best]
+        best = search(job, cluster).best
     except PacelineError as error:
         return None, str(error).splitlines()[0]
-    fitting = [one for one in found if one.prediction.fits and writes(system, one.plan, planned.job)]
+    plans = dict.fromkeys(plan for one in best for plan in _likenesses(one.plan) if writes(system, plan, job))
+    legal = [plan for plan in plans if not reasons_against(plan, job, cluster)]
+    layouts = Layouts(job, best[0].layout.machines)
+    found = [
+        _predicted(Candidate(plan, layouts.of(plan), best[0].prediction), planned, cluster, framework) for plan in legal
+    ]
+    fitting = [one for one in found if one.prediction.fits]
     if not fitting:
         return None, f"none of the best plans is one that {system} can run, and that fits as it keeps its state"
     return preferred(fitting), ""
+
+
+def _likenesses(plan: Plan) -> Iterator[Plan]:
+    """A plan, and those like it that systems with fewer choices can run."""
+    shards = {"dp": 1, "fsdp": plan.dp * plan.fsdp}
+    for sharding in ({}, {**shards, "zero": 1}, {**shards, "zero": 3}):
+        for schedule in dict.fromkeys((plan.schedule, "interleaved", "1f1b")) if plan.pp > 1 else (plan.schedule,):
+            for sequence in (True, False) if plan.tp > 1 else (False,):
+                yield replace(plan, schedule=schedule, sequence=sequence, **sharding)  # type: ignore[arg-type]
 
 
 def _matters(key: str, mine: Plan, then: Plan) -> bool:

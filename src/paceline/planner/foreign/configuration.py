@@ -182,7 +182,7 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
 
 
 def _precision(configuration: Configuration) -> tuple[str, str, list[str]]:
-    """Precision of a job, precision of its products if that is another, and what is not as stated."""
+    """Precision of the job, that of its products if it differs, and notes."""
     stated = configuration.precision
     if stated in get_args(Precision):
         return stated, "", []
