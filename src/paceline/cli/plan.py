@@ -187,7 +187,13 @@ def command(
 
     console = fitted(Console())
     if explain_config_ is not None:
-        asked = {"--tokens": tokens, "--samples": samples, "--loss": loss, "--catalogue": catalogue, "--budget": budget}
+        asked: dict[str, object] = {
+            "--tokens": tokens,
+            "--samples": samples,
+            "--loss": loss,
+            "--catalogue": catalogue,
+            "--budget": budget,
+        }
         asked |= {"--deadline": deadline, "--what-if": what_if, "--page": page, "--accept-batch": accept_batch}
         _without("--explain-config", asked)
         given = Given(model or (None if job is None else str(job)), global_batch, micro_batch, seq)
