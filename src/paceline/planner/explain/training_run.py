@@ -288,8 +288,13 @@ def _notes(conditions: Conditions, failures: float) -> tuple[str, ...]:
     told = []
     if not failures:
         told.append("failures are not counted: --failures-per-host-day (docs/plan.md has a published rate)")
-    if conditions.spot_price is not None and conditions.preemptions_per_host_day is None:
-        told.append("spot machines are taken to be never taken away: --preemptions-per-host-day")
+    if conditions.spot_price is not None:
+        rate = conditions.preemptions_per_host_day
+        told.append(
+            "spot machines are taken to be never taken away: --preemptions-per-host-day"
+            if rate is None
+            else f"a spot machine is taken away {rate:g} times a day, and another one is there at once"
+        )
     return tuple(told)
 
 

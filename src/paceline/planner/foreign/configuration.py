@@ -103,6 +103,7 @@ def planned(
         PlanError: the degrees do not multiply to the ranks, the batch does not divide, or something is missing. Names
             every reason.
     """
+    _positive(configuration)
     ranks = configuration.ranks or devices
     degrees = _degrees(configuration, ranks)
     data = degrees["dp"] * degrees["fsdp"] * degrees["ep"]
@@ -128,6 +129,13 @@ def planned(
     except ValidationError as error:
         raise PlanError(f"the model of the configuration: {explain(error, Job, name='job')}") from None
     return Planned(job, _plan(configuration, degrees, microbatches), tuple(notes), products)
+
+
+def _positive(configuration: Configuration) -> None:
+    for name in ("ranks", "replicas", "shard", "virtual", "microbatch", "microbatches", "global_batch", "steps"):
+        value = getattr(configuration, name)
+        if value is not None and value < 1 and not (name in ("replicas", "shard") and value == REST):
+            raise PlanError(f"{configuration.system}: {name.replace('_', ' ')} is at least 1, not {value}")
 
 
 def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:

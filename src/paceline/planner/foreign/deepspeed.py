@@ -44,7 +44,7 @@ def read(file: Path, text: str) -> Configuration:
     """
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise PlanError(f"{file}: a DeepSpeed configuration is a group of keys with values")

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.errors import PlanError
 
+_DEEPEST = 20
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
 
 
@@ -136,9 +137,15 @@ class Keys:
 
 
 def flattened(values: Any, above: str = "") -> dict[str, Any]:
-    """Nested groups as one, with dotted keys. Lists stay values."""
+    """Nested groups as one, with dotted keys. Lists stay values.
+
+    Raises:
+        PlanError: groups are nested too deep, or within themselves.
+    """
     if not isinstance(values, Mapping):
         return {above: values}
+    if above.count(".") > _DEEPEST:
+        raise PlanError(f"{above[:60]}…: groups within groups within groups; a configuration has a few levels")
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flattened(value, f"{above}.{key}" if above else str(key))
