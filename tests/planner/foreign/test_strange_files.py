@@ -52,10 +52,8 @@ def test_any_text_is_a_script_with_some_arguments(text: str) -> None:
         ("a.yaml", "distributed_type: [FSDP]\nfsdp_config: 3\nnum_processes: x"),
         ("a.toml", "[parallelism]\ntensor_parallel_degree = 0"),
         ("a.toml", "[training]\nlocal_batch_size = -1"),
-        (
-            "a.sh",
-            "--num-layers -4 --hidden-size 0 --num-attention-heads 0 --seq-length 8 --vocab-size 9 --micro-batch-size 1",
-        ),
+        ("a.sh", "--num-layers -4 --hidden-size 0 --num-attention-heads 0 --seq-length 8 --global-batch-size 8"),
+        ("a.toml", "[parallelism]\ndata_parallel_shard_degree = -3"),
         ("a.sh", "--global-batch-size 0 --micro-batch-size 0 --num-layers 2"),
     ],
 )
