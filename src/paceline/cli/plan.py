@@ -206,7 +206,8 @@ def command(
     goal = _goal(tokens, samples, loss)
     conditions = Conditions(spot_price, preemptions, straggler_sigma, pue, carbon)
     if wanted(catalogue, budget, deadline, cheapest=cheapest):
-        asked = {"--what-if": what_if, "--write-config": write_config_, "--accept-batch": accept_batch}
+        asked = {"--price": price, "--cluster": cluster} if catalogue is not None else {}
+        asked |= {"--what-if": what_if, "--write-config": write_config_, "--accept-batch": accept_batch}
         _without("the choice of a cluster", asked)
         limits = Limits(budget, deadline, cheapest=cheapest, failures=failures)
         named = _cluster(cluster, price, failures)[0] if cluster is not None and catalogue is None else None

@@ -46,6 +46,7 @@ def test_a_nemo_configuration_of_a_mixture_is_read() -> None:
     assert job.model.transformer is not None
     assert (job.model.transformer.experts, job.model.transformer.top_k) == (8, 2)
     assert not found.unknown
+    assert "model.activations_checkpoint_method" in dict(found.noted)
 
 
 def test_arguments_alone_and_with_equals_signs_are_read(tmp_path: Path) -> None:

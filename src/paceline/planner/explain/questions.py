@@ -165,7 +165,8 @@ def _precision(name: str) -> Change:
             job = case.job.model_copy(update={"precision": name})
             return case._replace(job=job, plans=())
         device = case.plans[0][1].machines.device
-        if device.peak_flops.get(name, 0.0) <= device.peak_flops.get("bf16", 0.0):
+        kind = name.removeprefix("mx").partition("-")[0]  # fp8 of mxfp8 and fp8-block
+        if device.peak_flops.get(kind, 0.0) <= device.peak_flops.get("bf16", 0.0):
             raise PlanError(f"{device.name} computes no faster in {name}, or not at all")
         return layouts(lambda layout: replace(layout, products=name))(case)  # type: ignore[arg-type]
 

@@ -44,6 +44,8 @@ _NOTED = {
     r"fp8_param_gather|fp8_recipe|fp8_wgrad|no_fp8_wgrad|first_last_layers_bf16": "predicted by the precision alone",
     r"use_tp_pp_dp_mapping|rank_order": "ranks are placed as paceline places them",
     r"calculate_per_token_loss|check_for_nan.*|no_rope_fusion|disable_bias_linear|add_bias_linear|bias": "of no weight",
+    r"recompute_(method|num_layers|modules)|activations_checkpoint_(method|num_layers)": "full is predicted as "
+    "recomputing all blocks",
     r"attention_dropout|hidden_dropout|ffn_dropout": "dropout is predicted where any is above 0",
     r"num_layers_in_(first|last)_pipeline_stage|decoder_(first|last).*|account_for_.*": "stages are cut evenly",
     r"delay_wgrad_compute|.*graph.*|megatron_amp_O2|.*communicator.*": "not in the prediction",
@@ -175,9 +177,6 @@ def _latent(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 
 def _remat(keys: Keys) -> str:
     granularity = keys.text("recompute_granularity", "activations_checkpoint_granularity")
-    keys.text("recompute_method", "activations_checkpoint_method")
-    keys.number("recompute_num_layers", "activations_checkpoint_num_layers")
-    keys.given("recompute_modules")
     if granularity == "full":
         return "block"
     return "selective" if granularity == "selective" or keys.flag("recompute_activations") else "none"

@@ -35,6 +35,8 @@ _NOTED = {
     r"parallelism\.(enable_async_tensor_parallel|disable_loss_parallel|context_parallel_.*)": "as paceline does it",
     r"parallelism\.(enable_compiled_autograd|pipeline_parallel_(schedule_csv|split_points)|module_fqns.*)": "not "
     "in the prediction",
+    r"parallelism\.pipeline_parallel_layers_per_stage": "looped schedules are predicted with two stages on each rank",
+    r"activation_checkpoint\.selective_ac_option": "selective is predicted as paceline's remat=selective",
     r"parallelism\.pipeline_parallel_(first|last)_stage_less_layers": "stages are cut evenly",
     r"training\.(mixed_precision_reduce|dtype|enable_cpu_.*)": "gradients are predicted in fp32",
     r"(float8|quantize|mx)\..*": "predicted by the precision alone",
@@ -76,7 +78,6 @@ def _configuration(keys: Keys) -> tuple[dict[str, Any], list[str]]:
     remat = {"none": "none", "full": "block", "selective": "selective"}.get(mode)
     if remat is None:
         problems.append(f"activation_checkpoint.mode = {mode} is not one of none, selective, full")
-    keys.given("activation_checkpoint.selective_ac_option")
     replicate = keys.number("parallelism.data_parallel_replicate_degree") or 1
     shard = keys.number("parallelism.data_parallel_shard_degree")
     if pp > 1 and local % of_pipe:
@@ -122,7 +123,6 @@ def _schedule(keys: Keys, pp: int, problems: list[str]) -> tuple[str, int]:
     if schedule is None:
         problems.append(f"the schedule {stated} is predicted as 1F1B")
         schedule = "1f1b"
-    keys.given("parallelism.pipeline_parallel_layers_per_stage")
     return (schedule, 2) if schedule == "interleaved" and pp > 1 else (schedule, 1)
 
 
