@@ -81,6 +81,15 @@ def test_a_budget_on_a_cluster_without_a_price_says_where_to_put_it(folder: Path
     assert "/h" in shown.error
 
 
+def test_a_spread_of_steps_is_a_number_or_a_run(folder: Path) -> None:
+    command = ("plan", "job.yaml", "--cluster", NAME, "--straggler-sigma")
+    shown = paceline(*command, "0.05", folder=folder)
+    assert shown.says("slowest of 8 ranks"), shown.err
+    missing = paceline(*command, "runs/none", folder=folder)
+    assert missing.code == 1
+    assert "runs/none" in missing.error
+
+
 def test_no_job_is_an_error_of_the_command_line(folder: Path) -> None:
     shown = paceline("plan", "--cluster", NAME, folder=folder, columns=200)
     assert shown.code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -81,11 +82,13 @@ def command(
         ),
     ] = None,
     straggler_sigma: Annotated[
-        float,
+        str | None,
         typer.Option(
-            min=0, metavar="X", help="Standard deviation of a rank's step time, relative to it.", rich_help_panel=_RUN
+            metavar="X|RUN",
+            help="Standard deviation of a rank's step time, relative to it; or a run that has it.",
+            rich_help_panel=_RUN,
         ),
-    ] = 0.0,
+    ] = None,
     pue: Annotated[
         float | None,
         typer.Option(min=1, metavar="X", help="Power of the data centre over its machines'.", rich_help_panel=_RUN),
@@ -204,7 +207,7 @@ def command(
     if accept_batch is not None and accept_batch.exists():
         raise typer.BadParameter(f"{accept_batch} is there already; name a new file", param_hint="--accept-batch")
     goal = _goal(tokens, samples, loss)
-    conditions = Conditions(spot_price, preemptions, straggler_sigma, pue, carbon)
+    conditions = Conditions(spot_price, preemptions, _sigma(straggler_sigma), pue, carbon)
     if wanted(catalogue, budget, deadline, cheapest=cheapest):
         asked = {"--price": price, "--cluster": cluster} if catalogue is not None else {}
         asked |= {"--what-if": what_if, "--write-config": write_config_, "--accept-batch": accept_batch}
@@ -253,6 +256,22 @@ def _goal(tokens: str | None, samples: str | None, loss: float | None) -> Goal:
     return Goal(
         None if tokens is None else read_amount(tokens), None if samples is None else read_amount(samples), loss
     )
+
+
+def _sigma(text: str | None) -> float:
+    """A number, or that of a run's directory."""
+    if text is None:
+        return 0.0
+    try:
+        sigma = float(text)
+    except ValueError:
+        from paceline.training.record.run import Run
+        from paceline.training.record.stragglers import step_time_sigma
+
+        return step_time_sigma(Run(text))
+    if not 0 <= sigma < math.inf:
+        raise typer.BadParameter("a number of at least 0, such as 0.02", param_hint="--straggler-sigma")
+    return sigma
 
 
 def _explained(job: Job, cluster: Cluster, calibration: Calibration | None, top: int) -> Explanation:
