@@ -21,6 +21,10 @@ _SECONDS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 
 _BYTES = tuple((1023.5 * 1024**i, 1024.0**-i, unit) for i, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
 _BYTES_PER_S = ((1e3, 1.0, "B/s"), (1e6, 1e-3, "kB/s"), (1e9, 1e-6, "MB/s"), (math.inf, 1e-9, "GB/s"))
 _FLOPS = ((1e12, 1e-9, "GFLOP/s"), (math.inf, 1e-12, "TFLOP/s"))
+_DAY_S = 86_400.0
+_SPANS = (*((least, factor, unit) for least, factor, unit in _SECONDS[:-1]), (2 * _DAY_S, 1 / 3600, "h"))
+_KWH = ((1e3, 1.0, "kWh"), (1e6, 1e-3, "MWh"), (math.inf, 1e-6, "GWh"))
+_KG = ((1e3, 1.0, "kg"), (math.inf, 1e-3, "t"))
 _LARGE = ((1e6, 1.0, ""), (1e9, 1e-6, "million"), (1e12, 1e-9, "billion"), (math.inf, 1e-12, "trillion"))
 
 
@@ -63,6 +67,11 @@ def flops(per_s: float) -> Shown:
 def seconds(x: float | Interval) -> Shown:
     """A duration: `23.4 ms`, `1.52 s`, `2.61 min`."""
     return _scaled(x, _SECONDS)
+
+
+def span(x: float) -> Shown:
+    """A duration of a whole training: `23.4 s`, `5.20 h`, `61.2 days`."""
+    return _scaled(x, (*_SPANS, (math.inf, 1 / _DAY_S, "days")))
 
 
 def milliseconds(x: float) -> Shown:
@@ -114,9 +123,24 @@ def joules(x: float) -> Shown:
     return _scaled(x, ((1.0, 1e3, "mJ"), (math.inf, 1.0, "J")))
 
 
+def kilowatt_hours(x: float) -> Shown:
+    """Energy of a whole training: `12.0 kWh`, `3.45 MWh`."""
+    return _scaled(x, _KWH)
+
+
+def kilograms(x: float) -> Shown:
+    """A mass: `12.0 kg`, `3.45 t`."""
+    return _scaled(x, _KG)
+
+
 def count(number: int, noun: str, plural: str | None = None) -> str:
     """A number of things: `1 rank`, `1,024 ranks`, `2 microbatches`."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def money(x: float) -> str:
+    """An amount in the user's currency: `35,040`, `3.57`."""
+    return f"{x:,.0f}" if abs(x) >= 100 else digits(x)
 
 
 def digits(x: float) -> str:

@@ -26,6 +26,7 @@ from paceline.cli import (
     submit,
     train,
 )
+from paceline.cli.plan_offers import PlanCommand
 from paceline.cli.where import over_hosts
 from paceline.errors import PacelineError
 from paceline.printable import printable
@@ -35,7 +36,9 @@ _modules = (train, bench, chaos, check, doctor, export, key, links, plan, report
 for _module in _modules:
     _command = over_hosts(_module.command) if _module in (train, bench, check, links) else _module.command
     _settings = {"ignore_unknown_options": True} if _module is scale else None  # -1 is none
-    app.command(_module.__name__.rpartition(".")[2], epilog=_module.EXAMPLE, context_settings=_settings)(_command)
+    _class = PlanCommand if _module is plan else None
+    _name = _module.__name__.rpartition(".")[2]
+    app.command(_name, cls=_class, epilog=_module.EXAMPLE, context_settings=_settings)(_command)
 app.add_typer(federate_real.app, name="federate")  # with its commands, and those of `federate`
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.plan_config import Given, explain_config, write_config
+from paceline.cli.plan_offers import Limits, choose, wanted
 from paceline.cli.where import not_at_a_url
 
 if TYPE_CHECKING:
@@ -21,15 +26,17 @@ if TYPE_CHECKING:
     from paceline.planner.explain.batch_advice import BatchAdvice
     from paceline.planner.explain.explain import Explanation
     from paceline.planner.explain.scaling import ScaledPlan
+    from paceline.planner.explain.training_run import Conditions, Goal
 
 EXAMPLE = 'Example: paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"'
+_RUN, _WHICH, _OTHERS = "The whole training", "Which cluster", "Other systems"
 _ON_PAGE = 30  # plans in the pictures of a page
 
 
 def command(
     job: Annotated[
-        Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
-    ],
+        Path | None, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -47,6 +54,105 @@ def command(
             min=0,
             metavar="X",
             help="Failures of a host in a day, e.g. 0.004: say what they cost, and how often to save.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Tokens to train on, e.g. 15T: say time, cost, energy.", rich_help_panel=_RUN),
+    ] = None,
+    samples: Annotated[
+        str | None, typer.Option(metavar="N", help="Samples to train on, e.g. 300M.", rich_help_panel=_RUN)
+    ] = None,
+    loss: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Loss to reach, in nats per token, by scaling laws.", rich_help_panel=_RUN),
+    ] = None,
+    spot_price: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="X", help="Price of a device for an hour as a spot machine.", rich_help_panel=_RUN),
+    ] = None,
+    preemptions: Annotated[
+        float | None,
+        typer.Option(
+            "--preemptions-per-host-day",
+            min=0,
+            metavar="X",
+            help="How often a spot machine is taken away in a day.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
+    straggler_sigma: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X|RUN",
+            help="Standard deviation of a rank's step time, relative to it; or a run that has it.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
+    pue: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="X", help="Power of the data centre over its machines'.", rich_help_panel=_RUN),
+    ] = None,
+    carbon: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="G/KWH", help="Grams of CO₂ for a kWh of electricity.", rich_help_panel=_RUN),
+    ] = None,
+    catalogue: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[FILE]",
+            help="Which of these offers (YAML or CSV) to take; without a file, of a list of examples.",
+            rich_help_panel=_WHICH,
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=0, metavar="X", help="The most that it may cost.", rich_help_panel=_WHICH)
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option(metavar="TIME", help="The longest that it may take, e.g. 30d.", rich_help_panel=_WHICH)
+    ] = None,
+    cheapest: Annotated[
+        bool, typer.Option("--cheapest", help="Name the cheapest first, not the fastest.", rich_help_panel=_WHICH)
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="TEXT",
+            help='Also with this changed: "one more host", "twice the memory", bf16, remat=none, …; may be repeated.',
+        ),
+    ] = None,
+    explain_config_: Annotated[
+        Path | None,
+        typer.Option(
+            "--explain-config",
+            metavar="FILE",
+            help="Explain a configuration of Megatron-LM, DeepSpeed, torchtitan or Accelerate instead of a job.",
+            rich_help_panel=_OTHERS,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|JOB", help="Model of that configuration: a name, or a job.", rich_help_panel=_OTHERS
+        ),
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Its samples of a step.", rich_help_panel=_OTHERS)
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Its samples of a microbatch.", rich_help_panel=_OTHERS)
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Its tokens of a sample.", rich_help_panel=_OTHERS)
+    ] = None,
+    write_config_: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            "--write-config",
+            metavar="SYSTEM OUT",
+            help="Write the plan for megatron, deepspeed, torchtitan or accelerate.",
+            rich_help_panel=_OTHERS,
         ),
     ] = None,
     measure: Annotated[
@@ -77,25 +183,52 @@ def command(
     from paceline.job.job import Job
 
     # A mistake in the file is told before all else is imported.
-    what = Job.load(job)
+    what = Job.load(job) if job is not None else None
     from paceline.cli.plan_screen import fitted, show, show_advice
     from paceline.console import Console
-    from paceline.planner.explain.explain import explain
-    from paceline.planner.search.search import search
+    from paceline.planner.explain.training_run import Conditions
 
     console = fitted(Console())
+    if explain_config_ is not None:
+        asked: dict[str, object] = {
+            "--tokens": tokens,
+            "--samples": samples,
+            "--loss": loss,
+            "--catalogue": catalogue,
+            "--budget": budget,
+        }
+        asked |= {"--deadline": deadline, "--what-if": what_if, "--page": page, "--accept-batch": accept_batch}
+        _without("--explain-config", asked)
+        given = Given(model or (None if job is None else str(job)), global_batch, micro_batch, seq)
+        explain_config(explain_config_, _named(cluster, price), given, console, write_config_, as_json=as_json)
+        return
+    if what is None or job is None:
+        raise typer.BadParameter("name the job's file, or a configuration with --explain-config", param_hint="JOB")
     if accept_batch is not None and accept_batch.exists():
         raise typer.BadParameter(f"{accept_batch} is there already; name a new file", param_hint="--accept-batch")
+    goal = _goal(tokens, samples, loss)
+    conditions = Conditions(spot_price, preemptions, _sigma(straggler_sigma), pue, carbon)
+    if wanted(catalogue, budget, deadline, cheapest=cheapest):
+        asked = {"--price": price, "--cluster": cluster} if catalogue is not None else {}
+        asked |= {"--what-if": what_if, "--write-config": write_config_, "--accept-batch": accept_batch}
+        _without("the choice of a cluster", asked)
+        limits = Limits(budget, deadline, cheapest=cheapest, failures=failures)
+        named = _cluster(cluster, price, failures)[0] if cluster is not None and catalogue is None else None
+        choose(what, catalogue, named, goal, conditions, limits, console, as_json=as_json, page=page)
+        return
     where, here = _cluster(cluster, price, failures)
     calibration = _measured(what, where, console) if here and measure else None
     with Console(stderr=True).status("searching"):
-        found = search(what, where, top=top if page is None else max(top, _ON_PAGE), calibration=calibration)
-        explanation = explain(what, where, found, calibration)
+        explanation = _explained(what, where, calibration, top if page is None else max(top, _ON_PAGE))
+        explanation = _asked(explanation, calibration, goal, conditions, what_if or [])
     show(explanation, console, top=top)
     advice = None
     if batch_advice or accept_batch is not None:
         advice = _advice(what, where, calibration)
         show_advice(advice, console)
+    if write_config_ is not None:
+        plan, machines = explanation.winner.plan, explanation.winner.layout.machines
+        write_config(*write_config_, plan, what, machines.per_host, console)
     if accept_batch is not None and advice is not None:
         _accept(advice, what, accept_batch, console)
     else:
@@ -103,6 +236,69 @@ def command(
     scaling = _page(explanation, advice, calibration, page) if page is not None else ()
     if as_json:
         typer.echo(json.dumps(_everything(explanation, advice, scaling, top)))
+
+
+def _without(mode: str, asked: Mapping[str, object]) -> None:
+    """Refuse options that would have no effect."""
+    if given := [option for option, value in asked.items() if value not in (None, [])]:
+        raise typer.BadParameter(f"{mode} does not take it", param_hint=given[0])
+
+
+def _named(cluster: str | None, price: float | None) -> Cluster:
+    if cluster is None:
+        raise typer.BadParameter('name the cluster, e.g. "8xH100-SXM"', param_hint="--cluster")
+    return _cluster(cluster, price)[0]
+
+
+def _goal(tokens: str | None, samples: str | None, loss: float | None) -> Goal:
+    from paceline.planner.explain.training_run import Goal, read_amount
+
+    return Goal(
+        None if tokens is None else read_amount(tokens), None if samples is None else read_amount(samples), loss
+    )
+
+
+def _sigma(text: str | None) -> float:
+    """A number, or that of a run's directory."""
+    if text is None:
+        return 0.0
+    try:
+        sigma = float(text)
+    except ValueError:
+        from paceline.training.record.run import Run
+        from paceline.training.record.stragglers import step_time_sigma
+
+        return step_time_sigma(Run(text))
+    if not 0 <= sigma < math.inf:
+        raise typer.BadParameter("a number of at least 0, such as 0.02", param_hint="--straggler-sigma")
+    return sigma
+
+
+def _explained(job: Job, cluster: Cluster, calibration: Calibration | None, top: int) -> Explanation:
+    from paceline.planner.explain.explain import explain
+    from paceline.planner.search.search import search
+
+    return explain(job, cluster, search(job, cluster, top=top, calibration=calibration), calibration)
+
+
+def _asked(
+    explanation: Explanation,
+    calibration: Calibration | None,
+    goal: Goal,
+    conditions: Conditions,
+    questions: Sequence[str],
+) -> Explanation:
+    """The explanation with what was asked: the training to a goal, and answers."""
+    from paceline.planner.explain.questions import answers
+    from paceline.planner.explain.training_run import amount_of, training_run
+    from paceline.planner.explain.what_if import Case
+
+    job, cluster, best = explanation.job, explanation.cluster, explanation.winner
+    run = None
+    if any(value is not None for value in goal) or conditions.any:
+        run = training_run(job, cluster, best, amount_of(job, best.layout.trace, goal), conditions)
+    told = answers(explanation, Case(job, cluster, calibration), questions)
+    return replace(explanation, run=run, answers=told)
 
 
 def _cluster(text: str | None, price: float | None, failures: float | None = None) -> tuple[Cluster, bool]:

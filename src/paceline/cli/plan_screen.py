@@ -20,13 +20,14 @@ from paceline.units import count, digits, large, percent, seconds, size
 if TYPE_CHECKING:
     from paceline.planner.explain.batch_advice import BatchAdvice
     from paceline.planner.explain.explain import Explanation
+    from paceline.planner.explain.training_run import TrainingRun
     from paceline.planner.search.result import Candidate
 
 _WIDTH = 120
 _BAR = 32  # characters of the whole
 _EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
 _LEAST_HELD = 0.02  # of what is held
-_GOOD, _LOST, _QUIET = "green", "yellow", "dim"
+GOOD, LOST, QUIET = "green", "yellow", "dim"
 _USEFUL = ("compute", "optimizer")  # parts that no other plan is without
 
 
@@ -38,13 +39,15 @@ def fitted(console: Console) -> Console:
 
 def show(explanation: Explanation, console: Console, *, top: int) -> None:
     """All of it, in the order of the questions that one asks."""
-    _head(explanation, console)
-    _winner(explanation, console)
-    _time(explanation, console)
-    _memory(explanation, console)
+    show_head(explanation, console)
+    show_winner(explanation, console)
+    show_time(explanation, console)
+    show_memory(explanation, console)
     _candidates(explanation, console, top)
     _excluded(explanation, console)
     _helps(explanation, console)
+    _answers(explanation, console)
+    _run(explanation, console)
     _failures(explanation, console)
     _notes(explanation, console)
     _search(explanation, console)
@@ -52,8 +55,8 @@ def show(explanation: Explanation, console: Console, *, top: int) -> None:
 
 def show_advice(advice: BatchAdvice, console: Console) -> None:
     """The throughput of each batch, and what to make of it."""
-    _title(console, "the global batch", "the best plan for each; a suggestion, nothing is changed")
-    table = _table("global batch", "samples/s", "of the best", "step", "plan")
+    titled(console, "the global batch", "the best plan for each; a suggestion, nothing is changed")
+    table = table_of("global batch", "samples/s", "of the best", "step", "plan")
     best = max(point.throughput for point in advice.points)
     for point in advice.points:
         mark = " now" if point is advice.now else ""
@@ -65,19 +68,20 @@ def show_advice(advice: BatchAdvice, console: Console) -> None:
             str(seconds(point.prediction.step_time_s)),
         )
         table.add_row(
-            f"{mark.strip():>10} {point.global_batch:,}", *figures, Text(str(point.plan), style=_QUIET), style=style
+            f"{mark.strip():>10} {point.global_batch:,}", *figures, Text(str(point.plan), style=QUIET), style=style
         )
-    _print(console, table)
+    print_inset(console, table)
     for line in advice.lines:
-        _print(console, Text(line))
+        print_inset(console, Text(line))
     for caution in (f"no larger batch was tried: {advice.stopped}", *advice.cautions):
-        _print(console, Text(caution, style=_QUIET))
+        print_inset(console, Text(caution, style=QUIET))
 
 
 # The winner
 
 
-def _head(explanation: Explanation, console: Console) -> None:
+def show_head(explanation: Explanation, console: Console) -> None:
+    """The job, the cluster and the model."""
     trace, job = explanation.winner.layout.trace, explanation.job
     tokens = f", {explanation.tokens:,} tokens a sample" if explanation.tokens > 1 else ""
     about = (
@@ -85,10 +89,11 @@ def _head(explanation: Explanation, console: Console) -> None:
         f"{job.precision}"
     )
     console.print(Text.assemble(("paceline plan", "bold"), f"  {job.name} on {explanation.cluster.describe()}"))
-    console.print(Text(about, style=_QUIET))
+    console.print(Text(about, style=QUIET))
 
 
-def _winner(explanation: Explanation, console: Console) -> None:
+def show_winner(explanation: Explanation, console: Console) -> None:
+    """The first plan with its figures."""
     best = explanation.winner
     prediction, cost = best.prediction, explanation.cost(best)
     figures = [
@@ -104,44 +109,50 @@ def _winner(explanation: Explanation, console: Console) -> None:
         figures.append((cost.of, digits(cost.value)))
     table = Table.grid(padding=(0, 4, 0, 0))
     table.add_row(*(Text(value, style="bold") for _, value in figures))
-    table.add_row(*(Text(name, style=_QUIET) for name, _ in figures))
+    table.add_row(*(Text(name, style=QUIET) for name, _ in figures))
     console.print()
-    _print(console, Text(str(best.plan), style="bold cyan"))
+    print_inset(console, Text(str(best.plan), style="bold cyan"))
     console.print()
-    _print(console, table)
+    print_inset(console, table)
     console.print()
-    _print(console, Text(explanation.limit))
+    print_inset(console, Text(explanation.limit))
 
 
-def _time(explanation: Explanation, console: Console) -> None:
-    _title(console, "where the step goes")
+def show_time(explanation: Explanation, console: Console) -> None:
+    """The parts of its step."""
+    titled(console, "where the step goes")
     table = _bars()
     for part in sorted((part for part in explanation.time if part.share >= LEAST), key=lambda part: -part.share):
-        style = _GOOD if part.name in _USEFUL else _LOST
+        style = GOOD if part.name in _USEFUL else LOST
         table.add_row(
             PART_NAMES[part.name],
             str(seconds(part.value)),
             str(percent(part.share, 1)),
             Text(_bar(part.share), style=style),
         )
-    _print(console, table)
+    print_inset(console, table)
 
 
-def _memory(explanation: Explanation, console: Console) -> None:
+def show_memory(explanation: Explanation, console: Console) -> None:
+    """The users of its memory."""
     room = explanation.capacity_bytes
-    _title(console, "what holds the memory", f"of the fullest rank, which has room for {size(room)}")
+    titled(console, "what holds the memory", f"of the fullest rank, which has room for {size(room)}")
     table = _bars()
     for held in (held for held in explanation.memory if held.share >= _LEAST_HELD):
         share = held.value / room
         table.add_row(held.name, str(size(held.value)), str(percent(share, 1)), Text(_bar(share), style="cyan"))
     free = 1 - explanation.winner.prediction.memory_bytes / room
+    if free < 0:
+        table.add_row(Text("too much", style="red"), str(size(-free * room)), str(percent(-free, 1)), "")
+        print_inset(console, table)
+        return
     table.add_row(
         *(
-            Text(text, style=_QUIET)
+            Text(text, style=QUIET)
             for text in ("free", str(size(free * room)), str(percent(free, 1)), "·" * round(free * _BAR))
         )
     )
-    _print(console, table)
+    print_inset(console, table)
 
 
 def _bars() -> Table:
@@ -154,7 +165,7 @@ def _bars() -> Table:
 
 
 def _bar(share: float) -> str:
-    whole, eighths = divmod(round(share * _BAR * 8), 8)
+    whole, eighths = divmod(round(min(share, 1.0) * _BAR * 8), 8)
     return "█" * whole + _EIGHTHS[eighths]
 
 
@@ -167,13 +178,13 @@ def _candidates(explanation: Explanation, console: Console, top: int) -> None:
         f"predicted, ± {percent(error_of(explanation.winner), 0)}; ≈: too near the fastest to tell apart",
         *([f"cost: of {priced.of}"] if priced else []),
     ]
-    _title(console, "the best plans", "; ".join(about))
-    table = _table("", "step", "memory", "MFU", *(["cost"] if priced else []), "plan, and why it loses")
+    titled(console, "the best plans", "; ".join(about))
+    table = table_of("", "step", "memory", "MFU", *(["cost"] if priced else []), "plan, and why it loses")
     for number, candidate in enumerate(explanation.found.best[:top], 1):
         table.add_row(*_row(explanation, number, candidate), style="" if number > 1 else "bold")
-    _print(console, table)
+    print_inset(console, table)
     if len(alike := equals(explanation.found.best[:top])) > 1:
-        _print(console, Text(_preference(explanation.found.best[:top], alike)))
+        print_inset(console, Text(_preference(explanation.found.best[:top], alike)))
 
 
 def _preference(best: Sequence[Candidate], alike: Sequence[Candidate]) -> str:
@@ -196,8 +207,8 @@ def _row(explanation: Explanation, number: int, candidate: Candidate) -> list[Re
     step, plan = Text(str(seconds(prediction.step_time_s)), justify="right"), Text(str(candidate.plan))
     if number > 1:
         equal = "≈ " if candidate in equals(explanation.found.best) else ""
-        step.append(f"\n{equal}+{percent(prediction.step_time_s / best - 1)}", style=_QUIET)
-        plan.append(f"\n{candidate.why}", style=_QUIET)
+        step.append(f"\n{equal}+{percent(prediction.step_time_s / best - 1)}", style=QUIET)
+        plan.append(f"\n{candidate.why}", style=QUIET)
     return [
         str(number),
         step,
@@ -211,14 +222,14 @@ def _row(explanation: Explanation, number: int, candidate: Candidate) -> list[Re
 def _excluded(explanation: Explanation, console: Console) -> None:
     if not explanation.found.excluded:
         return
-    _title(console, "what was excluded, and why", "plans, by their first reason")
-    table = _table("plans", "what", "reason", heads=False)
+    titled(console, "what was excluded, and why", "plans, by their first reason")
+    table = table_of("plans", "what", "reason", heads=False)
     table.columns[1].justify = "left"
     for excluded in explanation.found.excluded:
         table.add_row(
-            f"{excluded.plans:,}" if excluded.plans else "", excluded.what, Text(excluded.reason, style=_QUIET)
+            f"{excluded.plans:,}" if excluded.plans else "", excluded.what, Text(excluded.reason, style=QUIET)
         )
-    _print(console, table)
+    print_inset(console, table)
 
 
 # What would help, and what is not known
@@ -227,18 +238,52 @@ def _excluded(explanation: Explanation, console: Console) -> None:
 def _helps(explanation: Explanation, console: Console) -> None:
     if not explanation.helps:
         return
-    _title(console, "what would help most", "throughput, by the same model")
+    titled(console, "what would help most", "throughput, by the same model")
     named = on_cores if explanation.winner.layout.machines.device.is_core else str
-    table = _table("gain", "change", "what else", heads=False)
+    table = table_of("gain", "change", "what else", heads=False)
     table.columns[1].justify, table.columns[1].no_wrap = "left", False
     for row in explanation.helps:
         helps = row.words.startswith("+")
         table.add_row(
-            Text(row.words, style=_GOOD if helps else _QUIET),
-            Text(named(row.what), style="" if helps else _QUIET),
-            Text(named(row.about), style=_QUIET),
+            Text(row.words, style=GOOD if helps else QUIET),
+            Text(named(row.what), style="" if helps else QUIET),
+            Text(named(row.about), style=QUIET),
         )
-    _print(console, table)
+    print_inset(console, table)
+
+
+def _answers(explanation: Explanation, console: Console) -> None:
+    if not explanation.answers:
+        return
+    titled(console, "what if", "throughput, with the best plan for each")
+    table = table_of("gain", "change", "then", heads=False)
+    table.columns[1].justify, table.columns[1].no_wrap = "left", False
+    for answer in explanation.answers:
+        helps = answer.words.startswith("+")
+        table.add_row(
+            Text(answer.words, style=GOOD if helps else QUIET),
+            Text(answer.question),
+            Text(answer.about, style=QUIET),
+        )
+    print_inset(console, table)
+
+
+def _run(explanation: Explanation, console: Console) -> None:
+    if (run := explanation.run) is None:
+        return
+    titled(console, "what the training takes", f"{run.amount.words}, by the first plan; ± {percent(run.error, 0)}")
+    show_run(run, console)
+
+
+def show_run(run: TrainingRun, console: Console) -> None:
+    """Time, cost, energy and carbon of a training, and what they rest on."""
+    table = table_of("what", "value", "about", heads=False)
+    table.columns[0].justify = "left"
+    for name, value, about in run.rows:
+        table.add_row(name, Text(value, style="bold"), Text(about, style=QUIET))
+    print_inset(console, table)
+    for note in (*run.amount.notes, *run.notes):
+        print_inset(console, Text(note, style=QUIET))
 
 
 def _failures(explanation: Explanation, console: Console) -> None:
@@ -246,20 +291,20 @@ def _failures(explanation: Explanation, console: Console) -> None:
         return
     hosts = count(outlook.hosts, "host")
     about = f"{outlook.per_host_day:g} a day on each of {hosts}: one in {seconds(outlook.costs.between_s)}, predicted"
-    _title(console, "what failures cost", about)
-    table = _table("goodput", "way to go on", "what it costs")
+    titled(console, "what failures cost", about)
+    table = table_of("goodput", "way to go on", "what it costs")
     table.columns[1].justify = "left"
     for name, goodput, words in outlook.rows:
-        table.add_row(str(percent(goodput, 2)), name, Text(words, style=_QUIET))
-    _print(console, table)
+        table.add_row(str(percent(goodput, 2)), name, Text(words, style=QUIET))
+    print_inset(console, table)
     for line in outlook.lines:
-        _print(console, Text(line, style=_QUIET if line.startswith("assumed") else ""))
+        print_inset(console, Text(line, style=QUIET if line.startswith("assumed") else ""))
 
 
 def _notes(explanation: Explanation, console: Console) -> None:
-    _title(console, "what the prediction does not know")
+    titled(console, "what the prediction does not know")
     for note in explanation.notes:
-        _print(console, Text(note, style=_QUIET))
+        print_inset(console, Text(note, style=QUIET))
 
 
 def _search(explanation: Explanation, console: Console) -> None:
@@ -280,21 +325,23 @@ def _search(explanation: Explanation, console: Console) -> None:
 # How it looks
 
 
-def _title(console: Console, title: str, about: str = "") -> None:
+def titled(console: Console, title: str, about: str = "") -> None:
+    """A line with the title of what follows."""
     console.print()
     console.print(
-        Rule(Text.assemble((title, "bold"), f"  {about}" if about else ""), align="left", style=_QUIET, characters="─")
+        Rule(Text.assemble((title, "bold"), f"  {about}" if about else ""), align="left", style=QUIET, characters="─")
     )
 
 
-def _table(*columns: str, heads: bool = True) -> Table:
+def table_of(*columns: str, heads: bool = True) -> Table:
     """A table of right-aligned figures, with a last column of words that may wrap."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=_QUIET, show_header=heads)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=QUIET, show_header=heads)
     for column in columns[:-1]:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column(columns[-1], overflow="fold", ratio=1)
     return table
 
 
-def _print(console: Console, shown: RenderableType) -> None:
+def print_inset(console: Console, shown: RenderableType) -> None:
+    """Something two columns from the edge."""
     console.print(Padding(shown, (0, 0, 0, 2), expand=False), highlight=False, markup=False)

@@ -44,16 +44,18 @@ class Point:
     y: float
 
 
-def pareto(points: Sequence[Point], x: str, *, room: float | None = None, log: bool = False) -> go.Figure:
-    """Step time over something else; joined are the plans that no other beats in both.
+def pareto(
+    points: Sequence[Point], x: str, *, room: float | None = None, log: bool = False, hours: bool = False
+) -> go.Figure:
+    """Step time (or `hours` of training) over something else; joined are those that no other beats in both.
 
     The first point is the plan that was chosen.
 
     `room`: the most that there is of x. Named in the picture are the chosen point, and those whose names are words.
     """
-    factor, unit = (1e3, "ms") if max(p.y for p in points) < 1 else (1.0, "s")
+    factor, unit = (1.0, "h") if hours else (1e3, "ms") if max(p.y for p in points) < 1 else (1.0, "s")
     points = [replace(p, y=p.y * factor) for p in points]
-    figure = empty_figure(x, f"{unit} per step")
+    figure = empty_figure(x, "hours" if hours else f"{unit} per step")
     chosen, edge = points[0], front(points)
     if len(edge) > 1:
         line = {"color": GREEN, "width": 2, "dash": "dot", "shape": "hv"}

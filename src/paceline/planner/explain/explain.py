@@ -19,6 +19,8 @@ from paceline.units import percent, size
 
 if TYPE_CHECKING:
     from paceline.planner.calibrate import Calibration
+    from paceline.planner.explain.questions import Answer
+    from paceline.planner.explain.training_run import TrainingRun
 
 # fraction of a step or of the memory below which a part gets no line
 LEAST = 0.005
@@ -83,6 +85,8 @@ class Explanation:
         notes: sentences on what the prediction does not know.
         failures: goodput under failures; None where the cluster names no rate of them.
         measured: True if the machines were measured; else their figures are those of the catalogue.
+        run: the whole training to an amount that was asked for; None if nobody asked.
+        answers: to questions that were asked, in their order.
     """
 
     job: Job
@@ -99,6 +103,8 @@ class Explanation:
     notes: tuple[str, ...] = ()
     failures: FailureOutlook | None = None
     measured: bool = False
+    run: TrainingRun | None = None
+    answers: tuple[Answer, ...] = ()
 
     @property
     def winner(self) -> Candidate:
@@ -219,6 +225,8 @@ class Explanation:
             "what_would_help": [change.to_json() for change in self.changes],
             "faster_but": [{"change": one.what, "gain": one.saved, "but": one.but} for one in self.trainings],
             "failures": self.failures.to_json() if self.failures else None,
+            "training": self.run.to_json() if self.run else None,
+            "what_if": [answer.to_json() for answer in self.answers],
             "notes": list(self.notes),
         }
 

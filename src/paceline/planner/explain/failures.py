@@ -124,26 +124,39 @@ def outlook(job: Job, cluster: Cluster, found: Sequence[Candidate]) -> FailureOu
     rate = cluster.failures_per_host_day
     if not rate:
         return None
-    every = job.checkpoint.every_steps
-
-    def costs_of(candidate: Candidate) -> FailureCosts:
-        placed = cluster.ranks_per_host(candidate.plan.ranks)
-        copied = "copies" in candidate.prediction.memory
-        costs = failure_costs(candidate.layout, candidate.prediction.step_time_s, rate, placed, copied=copied)
-        copied_s = (job.checkpoint.memory_every_steps or 0) * costs.step_s
-        return replace(costs, copied_s=copied_s) if costs.copied_s and copied_s else costs
 
     def effective(candidate: Candidate) -> float:
-        costs = costs_of(candidate)
+        costs = costs_of(job, cluster, candidate, rate)
         return candidate.prediction.throughput * costs.goodput(costs.best_interval_s)
 
     best = found[0]
-    costs, most = costs_of(best), max(found, key=effective)
+    costs, most = costs_of(job, cluster, best, rate), max(found, key=effective)
     return FailureOutlook(
         per_host_day=rate,
         hosts=sum(ranks > 0 for ranks in cluster.ranks_per_host(best.plan.ranks)),
         costs=costs,
-        interval_s=every * costs.step_s if every is not None else job.checkpoint.every_seconds,
-        every_steps=every,
+        interval_s=interval_s(job, costs),
+        every_steps=job.checkpoint.every_steps,
         better=most.plan if effective(most) > (1 + _WORTH) * effective(best) else None,
     )
+
+
+def costs_of(job: Job, cluster: Cluster, candidate: Candidate, rate: float, slowdown: float = 1.0) -> FailureCosts:
+    """Costs of failures of a candidate.
+
+    Args:
+        rate: failures of a host in a day, above 0.
+        slowdown: factor on the predicted step time.
+    """
+    placed = cluster.ranks_per_host(candidate.plan.ranks)
+    copied = "copies" in candidate.prediction.memory
+    step_s = slowdown * candidate.prediction.step_time_s
+    costs = failure_costs(candidate.layout, step_s, rate, placed, copied=copied)
+    copied_s = (job.checkpoint.memory_every_steps or 0) * costs.step_s
+    return replace(costs, copied_s=copied_s) if costs.copied_s and copied_s else costs
+
+
+def interval_s(job: Job, costs: FailureCosts) -> float:
+    """Seconds of steps between the job's own checkpoints."""
+    every = job.checkpoint.every_steps
+    return every * costs.step_s if every is not None else job.checkpoint.every_seconds

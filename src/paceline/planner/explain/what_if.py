@@ -68,18 +68,18 @@ def what_if(case: Case, change: Change) -> Outcome:
         Candidate(plan, layout, priced(estimate(layout), changed.job, changed.cluster, plan))
         for plan, layout in changed.plans
     )
-    return Outcome(min(again, key=lambda candidate: candidate.prediction.step_time_s))
+    return Outcome(min(again, key=lambda one: (not one.prediction.fits, one.prediction.step_time_s)))
 
 
 # Changes
 
 
-def memory(times: int) -> Change:
+def memory(times: float) -> Change:
     """Change of the memory of all devices and hosts, by a factor."""
 
     def grown(host: Host) -> Host:
-        gpus = tuple(gpu.model_copy(update={"memory_bytes": gpu.memory_bytes * times}) for gpu in host.gpus)
-        return host.model_copy(update={"gpus": gpus, "memory_bytes": host.memory_bytes * times})
+        gpus = tuple(gpu.model_copy(update={"memory_bytes": int(gpu.memory_bytes * times)}) for gpu in host.gpus)
+        return host.model_copy(update={"gpus": gpus, "memory_bytes": int(host.memory_bytes * times)})
 
     return lambda case: case._replace(
         cluster=case.cluster.model_copy(update={"hosts": tuple(map(grown, case.cluster.hosts))}), plans=()
@@ -95,6 +95,18 @@ def devices(times: float) -> Change:
             known = "no link to another host is known; name a cluster to see (docs/plan.md)"
             raise ClusterError(known if _alike(case.cluster) else "the hosts are not alike")
         return case._replace(cluster=resized, plans=())
+
+    return change
+
+
+def hosts_added(number: int) -> Change:
+    """Change of the number of hosts by a difference, which may be negative."""
+
+    def change(case: Case) -> Case:
+        now = len(case.cluster.hosts)
+        if now + number < 1:
+            raise ClusterError(f"{count(now, 'host')} cannot be {-number} fewer")
+        return devices((now + number) / now)(case)
 
     return change
 
@@ -147,7 +159,7 @@ def with_devices(cluster: Cluster, times: float) -> Cluster | None:
 
     None if that is not a whole number, if hosts differ, or if another host would be needed and no link to it is known.
     """
-    hosts = len(cluster.hosts) * times
+    hosts = round(len(cluster.hosts) * times, 9)  # (n + 1) / n of n hosts is n + 1
     if not _alike(cluster):
         return None
     if hosts < 1:
