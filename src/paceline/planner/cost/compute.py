@@ -131,8 +131,8 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     attention, attention_backward = (sum(times) for times in zip(*fused, strict=True)) if fused else (0.0, 0.0)
     if block.kind.startswith("mamba"):
         attention, attention_backward = attention / constants.SCAN, attention_backward / constants.SCAN
-    forward = sum(gemm_s(gemm, config) for gemm in weights) + attention
-    backward = sum(gemm_s(gemm, config, backward=True) for gemm in weights) + attention_backward
+    products = sum(gemm_s(gemm, config) for gemm in weights)
+    products_backward = sum(gemm_s(gemm, config, backward=True) for gemm in weights)
     unfused = _softmax_is_unfused(block, config)
     scores = (
         0.0
@@ -150,8 +150,9 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     slow = config.derating
     trained = 1.0 if block.trained else 0.0
     others_backward = constants.VECTOR_BACKWARD * other + constants.SCORES_BACKWARD * scores + added + cast_backward
-    throttled = _throttled(forward + backward, other + scores + cast + others_backward + 3 * starts, 3 * launch, config)
-    forward, backward, squares = forward * throttled, backward * throttled, squares * throttled
+    beside = attention + attention_backward + other + scores + cast + others_backward + 3 * starts
+    throttled = _throttled(products + products_backward, beside, 3 * launch, config)
+    forward, backward = products * throttled + attention, products_backward * throttled + attention_backward
     return BlockTime(
         (forward + other + scores + cast) * slow + starts,
         ((backward + others_backward) * slow + 2 * starts) * trained,
