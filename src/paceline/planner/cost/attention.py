@@ -20,7 +20,7 @@ class KernelSpeed(NamedTuple):
 # are of Dao, 2023 (arXiv:2307.08691, figures 4 to 6); Blackwell's of NVIDIA's cuDNN 9 notes; CDNA's of AMD's blog on
 # composable kernels. The rest is assumed to be as Ampere's.
 KERNELS: dict[int, dict[str, KernelSpeed]] = {
-    1: {"": KernelSpeed(0.36, 0.36), "hopper": KernelSpeed(0.18, 0.18)},
+    1: {"": KernelSpeed(0.36, 0.36), "hopper": KernelSpeed(0.23, 0.23)},
     2: {
         "": KernelSpeed(0.60, 0.52),
         "ampere": KernelSpeed(0.66, 0.60),
@@ -46,6 +46,9 @@ HALF_CAUSAL = KernelSpeed(450.0, 1080.0)
 HALF = KernelSpeed(100.0, 450.0)
 # of the speed at a width of 128, what is left for heads of 64 or less; measured there
 NARROW = 0.8
+# parts of the peak that products keep on the devices these were measured on (`Accelerator.sustained`): a device with
+# less power is slower in attention, too
+MEASURED_AT = {"hopper": 0.92, "ampere": 1.0, "blackwell": 0.89}
 BACKWARD = 2.5  # five products instead of two
 
 
@@ -66,6 +69,7 @@ def fused_attention_s(
     speed = by_device.get(device.generation, by_device[""])
     half = HALF_CAUSAL if gemm.causal else HALF
     wide = 1.0 if min(gemm.n, gemm.k) > 64 else NARROW
+    wide *= min(device.sustained / MEASURED_AT.get(device.generation, device.sustained), 1.0)
     flops = gemm.flops * samples / ranks * (0.5 if gemm.causal else 1.0)
     length = gemm.rows
     forward, backward = (

@@ -44,8 +44,10 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
         profile = replace(profile, flash=False)  # sinks, which fused kernels did not have before cuDNN 9.13
     if re.search(r"deterministic-mode=True", notes):
         profile = replace(profile, attention=1, kernels=1.5 * profile.kernels)
-    if found is known.COMPOSER and device.generation == "ampere":
-        profile = replace(profile, attention=1)  # its tables of A100s are of 2023, with FlashAttention 1 in Triton
+    if found is known.COMPOSER:
+        profile = replace(profile, attention=1)  # its models add ALiBi's biases: FlashAttention in Triton
+    if _unpadded(cells) and device.generation not in ("pascal", "volta") and "16" in cells.get("precision", ""):
+        profile = replace(profile, flash=True, attention=1)  # apex's fused attention for sequences of any length
     if re.search(r"LAUNCH_BLOCKING=1", notes):
         profile = replace(profile, blocking=True)
     if re.search(r"async ?tp|userbuffers|tp-comm-overlap=True", f"{name} {notes}", re.IGNORECASE):
@@ -56,6 +58,13 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
         r"task=|bridge|recipe", f"{name} {notes}", re.IGNORECASE
     )
     return replace(found, gradient_bytes=2.0) if narrow else found
+
+
+def _unpadded(cells: Cells) -> bool:
+    """True of NVIDIA's pre-training of BERT with PyTorch or PaddlePaddle."""
+    recipe = re.search(r"pre-?training", cells.get("notes", ""), re.IGNORECASE)
+    by = re.search(r"pytorch|paddle", cells.get("framework", ""), re.IGNORECASE)
+    return bool(recipe and by and re.search(r"\bbert", cells.get("model", ""), re.IGNORECASE))
 
 
 def _nemo(cells: Cells) -> tuple[int, int]:
