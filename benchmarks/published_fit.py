@@ -70,11 +70,11 @@ GLOBAL = (
     Free("LINK_TOP_BETWEEN", 0.80, 0.15),
     Free("CONTENTION", 0.126, 0.3),
     Free("EXPERT_S", 5e-5, 0.5),
-    Free("SCAN", 0.4, 0.4),
+    Free("SCAN", 0.25, 0.3),
     Free("CONVOLUTION", 0.9, 0.2),
     Free("CONVOLUTION_VECTOR", 0.7, 0.3),
     Free("MIXTURE_KERNELS", 60.0, 0.7),
-    Free("EXPERT_KERNELS", 5.0, 0.7),
+    Free("EXPERT_KERNELS", 3.0, 0.5),
 )
 OF_FRAMEWORK = {"derating": 0.10, "vector": 0.35, "kernels": 0.35, "loss": 0.3, "overlaps_ep": 0.5}
 SUSTAINED = 0.10
@@ -101,12 +101,11 @@ def main() -> None:
 
 def free_of(rows: Sequence[Row]) -> list[Free]:
     """Numbers that the rows say something about."""
-    used = {row.layout.framework.name: row.layout.framework for row in rows}
+    used = {row.layout.framework.name for row in rows}
     devices = {
         row.layout.machines.device.name: row.layout.machines.device.sustained * constants.PRODUCTS_TOP for row in rows
     }
-    assumed = {framework.name: framework.profile for framework in FRAMEWORKS}
-    profiles = {name: assumed[name.split(", images")[0].split(", fused")[0]] for name in used}
+    profiles = {framework.name: framework.profile for framework in FRAMEWORKS if framework.name in used}
     own = [
         Free(f"{name}:{field}", float(getattr(profile, field)), width)
         for name, profile in profiles.items()

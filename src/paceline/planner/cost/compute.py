@@ -271,7 +271,7 @@ def _of_products(gemm: Gemm, config: BlockConfig) -> float:
     Kernels of 3 × 3 are computed by Winograd's in fp32 (arXiv:1509.09308), where tensor cores do not multiply.
     """
     wide = config.precision == "fp32" and config.device.is_gpu
-    return 1 / constants.WINOGRAD if wide and gemm.k % 9 == 0 and gemm.k > 9 else 1.0
+    return 1 / constants.WINOGRAD if wide and gemm.k % 9 == 0 and gemm.k % 27 and gemm.k > 9 else 1.0
 
 
 @lru_cache(maxsize=100_000)

@@ -104,7 +104,9 @@ MEGATRON_CORE = Framework(
 # the same from NeMo's container 26.06 on: casts, ordering and products of experts are fused
 MEGATRON_CORE_FUSED = replace(
     MEGATRON_CORE,
-    profile=replace(MEGATRON_CORE.profile, name="Megatron Core of NeMo 26.06", vector=0.8, overlaps_ep=0.5),
+    profile=replace(
+        MEGATRON_CORE.profile, name="Megatron Core of NeMo 26.06", vector=0.45, kernels=0.8, overlaps_ep=0.5
+    ),
 )
 DEEPSPEED = Framework(FrameworkProfile("DeepSpeed", kernels=2.0, stops_early=False))
 FSDP = Framework(FrameworkProfile("FSDP", kernels=1.5), full=True, shards="zero3", sequence=True)
@@ -129,6 +131,14 @@ HOROVOD = Framework(FrameworkProfile("TensorFlow with Horovod", flash=False, ker
 HOROVOD_UNFUSED = Framework(
     FrameworkProfile("TensorFlow of 2019 with Horovod", flash=False, kernels=2.0, vector=4.0), full=True
 )
+# convolutions' kernels are others than those of transformers
+TORCH_IMAGES = Framework(FrameworkProfile("DDP of images", flash=False, kernels=1.5), full=True)
+TENSORFLOW_IMAGES = Framework(
+    FrameworkProfile("TensorFlow with Horovod of images", flash=False, kernels=3.0, vector=1.2), full=True
+)
+TENSORFLOW_FUSED_IMAGES = Framework(
+    FrameworkProfile("TensorFlow with XLA of images", flash=False, kernels=1.0, vector=0.6), full=True
+)
 PADDLE = Framework(FrameworkProfile("PaddlePaddle Fleet", flash=False, kernels=1.2), full=True)
 ONEFLOW = Framework(FrameworkProfile("LiBai (OneFlow)", flash=False, kernels=1.0), full=True)
 MAXTEXT = Framework(
@@ -151,6 +161,9 @@ FRAMEWORKS = (
     DDP,
     HOROVOD,
     HOROVOD_UNFUSED,
+    TORCH_IMAGES,
+    TENSORFLOW_IMAGES,
+    TENSORFLOW_FUSED_IMAGES,
     PADDLE,
     ONEFLOW,
     MAXTEXT,

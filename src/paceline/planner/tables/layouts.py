@@ -8,7 +8,12 @@ from dataclasses import replace
 
 from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec, accelerator
 from paceline.planner.cost.estimate import memory_fits
-from paceline.planner.cost.frameworks import Framework
+from paceline.planner.cost.frameworks import (
+    TENSORFLOW_FUSED_IMAGES,
+    TENSORFLOW_IMAGES,
+    TORCH_IMAGES,
+    Framework,
+)
 from paceline.planner.cost.layout import Layout, Machines
 from paceline.planner.tables import cells as read
 from paceline.planner.tables.cells import Cells, UnusableError, number, whole
@@ -73,9 +78,9 @@ def _for_model(framework: Framework, trace: ModelTrace, cells: Cells) -> Framewo
     """A framework as it computes convolutions, whose kernels are others than those of transformers."""
     if not any(gemm.read for block in trace.blocks for gemm in block.gemms):
         return framework
-    fused = re.search(r"\bXLA\b", cells.get("notes", "")) is not None
-    name = f"{framework.name}, {'fused ' if fused else ''}images"
-    return replace(framework, profile=replace(framework.profile, name=name))
+    if not re.search(r"tensorflow|\btf\b|horovod", cells.get("framework", ""), re.IGNORECASE):
+        return TORCH_IMAGES
+    return TENSORFLOW_FUSED_IMAGES if re.search(r"\bXLA\b", cells.get("notes", "")) else TENSORFLOW_IMAGES
 
 
 def _ranks(cells: Cells, inside: int) -> int:
