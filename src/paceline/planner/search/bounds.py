@@ -24,7 +24,7 @@ from paceline.planner.cost.pipeline import hop_s, pipeline_s
 from paceline.planner.cost.stages import StageCost, stages
 from paceline.planner.cost.traffic import all_reduce_s, link_path
 from paceline.planner.search.space import Ints, divisors, numbered
-from paceline.plans.choices import STAGES_PER_RANK, Remat
+from paceline.plans.choices import V_SCHEDULES, Remat, stages_per_rank
 from paceline.trace.graph import BlockTrace, ModelTrace
 
 Floats = NDArray[np.float64]
@@ -130,7 +130,7 @@ class Bounds:
         key = pp, microbatches, schedule
         found = self._passes.get(key)
         if found is None:
-            chunks = STAGES_PER_RANK[schedule] if pp > 1 else 1
+            chunks = stages_per_rank(schedule) if pp > 1 else 1
             even, none = [0.5 / pp / chunks] * (pp * chunks), [0.0] * (pp * chunks)
             work = pipeline_s(even, even, microbatches, 0.0, pp, schedule)
             found = self._passes[key] = work, pipeline_s(none, none, microbatches, 1.0, pp, schedule)
@@ -198,9 +198,9 @@ class Bounds:
 
         It holds if that has no fewer layers than the smallest stage of an even cut.
         """
-        chunks = STAGES_PER_RANK[schedule]
+        chunks = stages_per_rank(schedule)
         layers = self.layers // (pp * chunks)
-        if schedule == "zero-bubble":
+        if schedule in V_SCHEDULES:
             flight = np.minimum(microbatches, 2 * pp) + 1
         elif schedule == "interleaved":
             flight = np.minimum(3 * pp - 1, 2 * microbatches)

@@ -19,7 +19,7 @@ from paceline.planner.search.rejected import RejectionCounts
 from paceline.planner.search.result import Candidate
 from paceline.planner.search.space import Ints, Space, divisors, numbered
 from paceline.plans.axes import DEGREES
-from paceline.plans.choices import REMATS, SCHEDULES, STAGES_PER_RANK, Remat
+from paceline.plans.choices import REMATS, SCHEDULES, Remat, stages_per_rank
 from paceline.trace.graph import ModelTrace
 
 # rows that are expanded together, most promising first
@@ -284,7 +284,7 @@ class BranchAndBound:
         more: dict[str, Any] = {"threads": knobs.get("threads") or int(self.space.rows["threads"][row])}
         more |= {"transport": knobs["transport"]} if "transport" in knobs else {}
         more["trace"] = self._trace_at(values["tp"])
-        chunks = STAGES_PER_RANK[values["schedule"]] if values["pp"] > 1 else 1
+        chunks = stages_per_rank(values["schedule"]) if values["pp"] > 1 else 1
         return replace(self.layout, **values, samples=float(self.space.rows["samples"][row]), chunks=chunks, **more)
 
     def _keep(self, values: dict[str, Any], layout: Layout) -> None:
