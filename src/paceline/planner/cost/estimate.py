@@ -79,15 +79,24 @@ def timeline(layout: Layout) -> list[Span]:
 
 def _catalogue_inputs(layout: Layout) -> StepInputs:
     times, hop = stage_times(layout), hop_s(layout)
+    fsdp, dp, optimizer = beside_passes_s(layout, times.slowest)
     return StepInputs(
         times=times,
         hop_s=hop,
         whole_s=pipeline_s(times.forwards, times.backwards, layout.microbatches, hop, layout.pp, layout.schedule),
-        fsdp_s=_fsdp_s(layout, times.slowest),
-        dp_s=_dp_s(layout, times.slowest),
-        optimizer_s=_optimizer_s(layout, times.slowest),
+        fsdp_s=fsdp,
+        dp_s=dp,
+        optimizer_s=optimizer,
         other_s=constants.STEP_S,
     )
+
+
+def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, float]:
+    """Seconds of a step beside the passes of its slowest rank: fsdp, dp and the update.
+
+    The search bounds plans by it, with stages that compute nothing, or for ever.
+    """
+    return _fsdp_s(layout, slow), _dp_s(layout, slow), _optimizer_s(layout, slow)
 
 
 def _fsdp_s(layout: Layout, slow: StageCost) -> float:

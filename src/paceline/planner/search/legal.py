@@ -81,13 +81,11 @@ class LegalPlans:
         """True if sequence parallelism is legal with these degrees."""
         return tp > 1 and self.refusal({"tp": tp, "cp": cp, "sequence": True}, ("sequence", "tp", "cp")) is None
 
-    def schedule_fits(self, schedule: str, pp: int) -> bool:
+    def schedule_fits(self, schedule: str, virtual: int, pp: int) -> bool:
         """True if the model has blocks for the schedule's stages."""
-        stages = pp * stages_per_rank(schedule) if pp > 1 else 1
-        return (
-            stages <= self.blocks
-            and self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut", "virtual")) is None
-        )
+        values = {"pp": pp, "schedule": schedule, "virtual": virtual}
+        stages = pp * stages_per_rank(schedule, virtual) if pp > 1 else 1
+        return stages <= self.blocks and self.refusal(values, (*values, "cut")) is None
 
     def fsdp_refusal(self, schedule: str, pp: int) -> Refusal | None:
         """Reason why fsdp cannot shard a rank's stages of such a pipeline, or None."""
