@@ -103,15 +103,13 @@ def test_no_plan_that_fits_is_taken_for_too_large(job: Job, cluster: Cluster, se
         fsdp = random.choice(divisors(int(here["shared"][0])))
         zero = random.choice((1, 2, 3)) if fsdp > 1 and here["pp"][0] == 1 else 3
         choice = Choice(row, pipeline, REMATS.index(remat), int(sequence), fsdp, zero)
-        layout = solver._layout(solver._values(choice), {}, row)
+        layout = solver._layout(choice)
         needed = sum(memory(layout).values())
         assert solver.bounds.least_bytes(here, sequence, remat)[0] <= needed * (1 + 1e-9), str(layout)
         if needed <= usable_bytes(layout):
-            one = {name: column[0].item() for name, column in here.items()}
-            assert solver.bounds.fits(one, PIPELINES[pipeline], sequence, remat), str(solver._values(choice))
-            assert solver.bounds.fits(one, PIPELINES[0], sequence, remat), "1f1b needs the least"
-            assert solver._may_fit(choice, {})
-            assert solver._may_fit(choice, {}, most=True)
+            assert solver._fit(np.array([row]), pipeline, int(sequence), REMATS.index(remat))[0], str(layout)
+            assert solver._fit(np.array([row]), 0, int(sequence), REMATS.index(remat))[0], "1f1b needs the least"
+            assert solver.bounds.fits(layout), str(layout)
 
 
 @pytest.mark.parametrize("virtual", [3, 4, 6])

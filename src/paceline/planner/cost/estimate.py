@@ -92,7 +92,7 @@ def _catalogue_inputs(layout: Layout) -> StepInputs:
 
 
 def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, float]:
-    """Seconds of a step beside the passes of its slowest rank: fsdp, dp and the update.
+    """Seconds of fsdp, of dp and of the update, beside the slowest rank's passes.
 
     The search bounds plans by it, with stages that compute nothing, or for ever.
     """

@@ -38,7 +38,7 @@ _CERTAIN = 0.97
 
 
 class ShardConfig(NamedTuple):
-    """Shard config: everything that the time of a microbatch on the ranks of a stage depends on."""
+    """Shard config: everything that a microbatch's time on a rank depends on."""
 
     tp: int
     cp: int
@@ -77,12 +77,11 @@ class Bounds:
         counts = _kinds(layout.trace)
         self._kinds, self._counts = list(counts), list(counts.values())
         self.layers = max(self._counts)
-        self.repeats = self.layers > 1
         self._trace_at, self._each = trace_at, dict[int, ModelTrace]()
         self._rank_costs: dict[ShardConfig, RankCost] = {}
         self._held: dict[tuple[Any, ...], tuple[float, float]] = {}
-        self._smallest: dict[tuple[Any, ...], bool] = {}
-        self._smaller: dict[tuple[int, int], tuple[ModelTrace, tuple[int, ...]]] = {}
+        self._fits: dict[tuple[Any, ...], bool] = {}
+        self._easier: dict[tuple[int, int], tuple[ModelTrace, tuple[int, ...]]] = {}
         self._passes: dict[Pipeline, Floats] = {}
         self._beside: dict[tuple[int, ...], Floats] = {}
 
@@ -98,7 +97,7 @@ class Bounds:
         return self._rank_costs[config]
 
     def least_s(self, rows: Mapping[str, NDArray[Any]], sequence: bool, remat: Remat) -> Floats:
-        """Least seconds of a step for each row of degrees, as if each microbatch had very many samples."""
+        """Least seconds of a step for each row, at the rate of very large microbatches."""
         keys, place = numbered(rows["tp"], rows["cp"], rows["ep"], rows["threads"])
         rates = [
             self.rank_cost(ShardConfig(tp, cp, ep, sequence, remat, _ENDLESS, threads)).seconds / _ENDLESS
@@ -107,7 +106,7 @@ class Bounds:
         return np.asarray(np.array(rates, np.float64)[place] * rows["samples"] * rows["microbatches"] / rows["pp"])
 
     def least_bytes(self, rows: Mapping[str, NDArray[Any]], sequence: bool, remat: Remat) -> Floats:
-        """Least bytes of an average rank: its part of the state, all sharded, and its activations.
+        """Least bytes of an average rank: its part of the sharded state, and activations.
 
         In every schedule the first of pp ranks has pp microbatches in flight, or all, and the last has one. On CPUs 0,
         as a rank may have the memory of idle cores.
@@ -124,64 +123,41 @@ class Bounds:
         flight = np.where((pp == 1) & (microbatches == 1) & (shared == 1), 0.0, flight)
         return np.asarray(state + _CERTAIN * held[:, 1] * rows["samples"] * flight / pp)
 
-    def fits(self, row: Mapping[str, Any], pipeline: Pipeline, sequence: bool, remat: Remat) -> bool:
-        """True if a plan of this row may fit.
+    def fits(self, layout: Layout) -> bool:
+        """True if some way to shard this layout's state fits: all of it, or none."""
+        shared = layout.dp * layout.fsdp
+        degrees = layout.tp, layout.cp, layout.ep, layout.pp, shared, layout.microbatches, bool(layout.cut)
+        key = (*degrees, layout.schedule, layout.chunks, layout.remat, layout.sequence)
+        if key not in self._fits:
+            usable = usable_bytes(layout)
+            # what `zero` leaves whole is less than the blocks that are gathered at once where there are very few
+            ways = [(shared, zero) for zero in ((3, 2, 1) if layout.pp == 1 and shared > 1 else (3,))]
+            self._fits[key] = any(
+                sum(memory(replace(layout, dp=shared // fsdp, fsdp=fsdp, zero=zero)).values()) <= usable
+                for fsdp, zero in dict.fromkeys((*ways, (1, 3)))
+            )
+        return self._fits[key]
 
-        Of several microbatches those of one sample need the least, so that is asked first, for all such rows at once.
+    def easier(self, tp: int, stages: int) -> tuple[ModelTrace, tuple[int, ...]]:
+        """A smaller model and its cut, which needs less memory in so many stages.
+
+        Each stage has as many layers as the smallest of an even cut; the last has the head alone. With one stage, or
+        more than layers, it is the model itself.
         """
-        if row["microbatches"] > 1:
-            smallest = dict(row) | {"samples": 1.0, "microbatches": round(row["samples"] * row["microbatches"])}
-            key = (*(smallest[name] for name in ("tp", "cp", "ep", "pp", "shared")), pipeline, sequence, remat)
-            if key not in self._smallest:
-                self._smallest[key] = self._fits(smallest, pipeline, sequence, remat)
-            if not self._smallest[key]:
-                return False
-        return self._fits(row, pipeline, sequence, remat)
-
-    def _fits(self, row: Mapping[str, Any], pipeline: Pipeline, sequence: bool, remat: Remat) -> bool:
-        """True if a smaller model fits, all of whose state is sharded, or none: see `_easier`."""
-        pp, shared = row["pp"], row["shared"]
-        chunks = pipeline.chunks(pp)
-        trace, cut = self._easier(row["tp"], pp * chunks)
-        plan = replace(
-            self.layout,
-            trace=trace,
-            cut=cut,
-            chunks=chunks,
-            schedule=pipeline.schedule,
-            sequence=sequence,
-            remat=remat,
-            **{name: row[name] for name in ("tp", "cp", "ep", "pp", "samples", "microbatches")},
-        )
-        whole, _ = self._held_by(row["tp"], row["cp"], row["ep"], sequence, remat)
-        return any(
-            sum(memory(replace(plan, dp=shared // fsdp, fsdp=fsdp, zero=zero)).values()) <= self.capacity
-            for fsdp, zero in frugal(pp, shared)
-            if fsdp == shared or whole / pp <= self.capacity
-        )
-
-    def _easier(self, tp: int, stages: int) -> tuple[ModelTrace, tuple[int, ...]]:
-        """A smaller model in stages: each has as many layers as the smallest of an even cut, the last only the head.
-
-        With one stage it is the model.
-        """
-        if (tp, stages) not in self._smaller:
+        if (tp, stages) not in self._easier:
             blocks, each = self._trace_at(tp).blocks, self.layers // stages
             layer = self._each_at(tp).blocks[self._counts.index(self.layers)]
             head = blocks[-1:] if blocks[-1] != layer else ()
-            if stages == 1:
-                self._smaller[tp, stages] = self._trace_at(tp), (len(blocks),)
-            else:
-                layers = each * (stages - len(head))
-                cut = (*(each,) * (stages - len(head)), *(1,) * len(head))
-                self._smaller[tp, stages] = ModelTrace((*(layer,) * layers, *head)), cut
-        return self._smaller[tp, stages]
+            cut = (*(each,) * (stages - len(head)), *(1,) * len(head))
+            smaller = ModelTrace((*(layer,) * (each * (stages - len(head))), *head))
+            self._easier[tp, stages] = (smaller, cut) if stages > 1 and each else (self._trace_at(tp), ())
+        return self._easier[tp, stages]
 
     def passes(self, rows: Mapping[str, NDArray[Any]], pipeline: Pipeline) -> tuple[Floats, Floats]:
         """Microbatches and hops on the critical path of even stages. Both grow evenly with the microbatches."""
-        if pipeline not in self._passes:
-            most = int(rows["pp"].max(initial=1))
-            self._passes[pipeline] = np.array([_passes(pp, pipeline) for pp in range(1, max(most, self.layers) + 1)])
+        most = max(int(rows["pp"].max(initial=1)), self.layers)
+        if len(self._passes.get(pipeline, ())) < most:
+            self._passes[pipeline] = np.array([_passes(pp, pipeline) for pp in range(1, most + 1)])
         first, more = np.moveaxis(self._passes[pipeline][rows["pp"] - 1], 1, 0)
         work, hops = (first + (rows["microbatches"] - 1)[:, None] * (more - first)).T
         return work, hops
@@ -192,7 +168,7 @@ class Bounds:
         return np.asarray((microbatches - 1) * np.maximum(fullest - costs["seconds"] / pp, 0.0), np.float64)
 
     def beside_s(self, costs: Mapping[str, Floats], rows: Mapping[str, NDArray[Any]], fsdp: Ints, zero: Ints) -> Floats:
-        """Least seconds of the collectives of fsdp and dp that compute cannot hide, and of the update."""
+        """Least seconds of the update, and of collectives that compute cannot hide."""
         apart = rows["tp"] * rows["cp"] * rows["ep"]
         keys, place = numbered(apart, rows["pp"], fsdp, rows["shared"] // fsdp, zero)
         if not keys:
@@ -230,7 +206,7 @@ class Bounds:
         return np.array(found) * (1 - 1e-6)
 
     def _held_by(self, tp: int, cp: int, ep: int, sequence: bool, remat: Remat) -> tuple[float, float]:
-        """Bytes of a rank's state without fsdp, and of one sample's activations, of the whole model."""
+        """Bytes of the whole model's state without fsdp, and of a sample's activations."""
         key = tp, cp, ep, sequence, remat
         if key not in self._held:
             inside = replace(self.layout, tp=tp, cp=cp, ep=ep, sequence=sequence, remat=remat, trace=self._trace_at(tp))
@@ -262,7 +238,7 @@ class Bounds:
 
 
 def _passes(pp: int, pipeline: Pipeline) -> list[tuple[float, float]]:
-    """Microbatches and hops on the critical path of even stages, with one microbatch and with two."""
+    """Microbatches and hops on the critical path, with one microbatch and with two."""
     stage, none = 1 / (pp * pipeline.chunks(pp)), [0.0] * (pp * pipeline.chunks(pp))
     splits = [([part * stage] * len(none), [(1 - part) * stage] * len(none)) for part in _FORWARD]
     return [
@@ -274,13 +250,14 @@ def _passes(pp: int, pipeline: Pipeline) -> list[tuple[float, float]]:
     ]
 
 
-def frugal(pp: int, shared: int) -> list[tuple[int, int]]:
-    """Ways to share out the state, fsdp and zero, of which one needs the least memory: all of it in some way, or none.
+def smallest(layout: Layout) -> Layout:
+    """The layout with microbatches of one sample, which need the least memory.
 
-    What `zero` leaves whole is less than the blocks that are gathered at once where there are very few.
+    A single microbatch stays one.
     """
-    ways = [(shared, 3), *([(shared, 2), (shared, 1)] if pp == 1 and shared > 1 else [])]
-    return [*ways, (1, 3)] if shared > 1 else ways
+    if layout.microbatches == 1:
+        return layout
+    return replace(layout, samples=1.0, microbatches=round(layout.samples * layout.microbatches))
 
 
 def _kinds(trace: ModelTrace) -> dict[BlockTrace, int]:
@@ -305,7 +282,7 @@ class MeasuredBounds(Bounds):
         return np.asarray(each[place] * rows["microbatches"]) if len(keys) else np.zeros(0)
 
     def rank_cost(self, config: ShardConfig) -> RankCost:
-        """No times: `least_s` has the measured ones, and what an update sent is in these already."""
+        """No times: those that `least_s` has were measured, with collectives."""
         return RankCost(0.0, 0.0, 0.0, 0.0)
 
     def _microbatch_s(self, tp: int, cp: int, ep: int, pp: int, shared: int, samples: float, remat: Remat) -> float:

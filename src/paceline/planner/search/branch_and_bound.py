@@ -14,10 +14,10 @@ from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured import calibration_of
 from paceline.planner.cost.memory import memory, usable_bytes
 from paceline.planner.predict import Layouts
-from paceline.planner.search.bounds import Bounds, Floats, MeasuredBounds, RankCost, ShardConfig, frugal
+from paceline.planner.search.bounds import Bounds, Floats, MeasuredBounds, RankCost, ShardConfig, smallest
 from paceline.planner.search.rejected import RejectionCounts
 from paceline.planner.search.result import Candidate
-from paceline.planner.search.space import PIPELINES, Ints, Pipeline, Space, divisors, numbered
+from paceline.planner.search.space import PIPELINES, Ints, Space, divisors, numbered
 from paceline.plans.axes import DEGREES
 from paceline.plans.choices import REMATS, Remat
 from paceline.trace.graph import ModelTrace
@@ -38,7 +38,7 @@ _MOST_MEASURED = 2000
 
 
 class Choice(NamedTuple):
-    """One plan of the space: its row, its variant, and how it shares out the state.
+    """One plan of the space: its row, its variant, and its sharded state.
 
     Attributes:
         pipeline: index in `PIPELINES`; `remat`: in `REMATS`.
@@ -108,8 +108,6 @@ class BranchAndBound:
         self._rank_costs: dict[ShardConfig, int] = {}
         self._costs: list[RankCost] = []
         self._seen: set[Choice] = set()
-        # whether any plan of a variant, or of a group of them, fits
-        self._fitting: dict[tuple[int, ...], bool] = {}
         self._filling = False
         self._last_s = float("inf")  # of the last one on the list
 
@@ -158,7 +156,7 @@ class BranchAndBound:
 
     @cached_property
     def _bubbles(self) -> Floats:
-        """By how much a pipeline's step is longer than its work at least, for each row."""
+        """Least ratio of a pipeline's step to its work, for each row."""
         rows, every = self.space.rows, np.arange(len(self.space.rows["tp"]))
         least = np.full(len(every), np.inf)
         for pipeline in PIPELINES:
@@ -199,7 +197,7 @@ class BranchAndBound:
         self._count_too_large(rows[~fits], held[~fits])
         hopeful = fits & (least < self.limit)
         rows, least = rows[hopeful], least[hopeful]
-        fits = self._fit(rows, PIPELINES[0], bool(sequence), REMATS[remat])
+        fits = self._fit(rows, 0, sequence, remat)
         rows, least = rows[fits], least[fits]
         cost = self._rank_costs_of(rows, bool(sequence), REMATS[remat])
         costs, table = self._costs_at(cost), self._at(rows)
@@ -210,7 +208,7 @@ class BranchAndBound:
             times = np.maximum(costs["seconds"] * work + costs["hop_s"] * hops + uneven, least)
             some = np.flatnonzero(space.runs(rows, pipeline) & (times < self.limit))
             if number:
-                some = some[self._fit(rows[some], pipeline, bool(sequence), REMATS[remat])]
+                some = some[self._fit(rows[some], number, sequence, remat)]
             ones = np.ones(len(some), np.int64)
             found.append(
                 PlanTable(
@@ -219,16 +217,24 @@ class BranchAndBound:
             )
         return found
 
-    def _fit(self, rows: Ints, pipeline: Pipeline, sequence: bool, remat: Remat) -> NDArray[np.bool_]:
-        """Mask of the rows that may fit with this schedule. None needs less than the first one, 1f1b."""
-        if self.layout.machines.device.is_core or not self.bounds.repeats:
-            return np.ones(len(rows), np.bool_)
-        names = ("tp", "cp", "ep", "pp", "shared", "microbatches", "samples")
-        columns = zip(*(self.space.rows[name][rows].tolist() for name in names), strict=True)
-        return np.array(
-            [self.bounds.fits(dict(zip(names, row, strict=True)), pipeline, sequence, remat) for row in columns],
-            np.bool_,
-        )
+    def _fit(self, rows: Ints, pipeline: int, sequence: int, remat: int) -> NDArray[np.bool_]:
+        """Mask of the rows that may fit with this schedule. None needs less than the first one, 1f1b.
+
+        Of several microbatches those of one sample need the least, so that is asked first, for all such rows at once.
+        """
+
+        def layout(row: int) -> Layout:
+            pp = int(self.space.rows["pp"][row])
+            trace, cut = self.bounds.easier(int(self.space.rows["tp"][row]), pp * PIPELINES[pipeline].chunks(pp))
+            return self._layout(Choice(row, pipeline, remat, sequence, 1, 3), trace=trace, cut=cut)
+
+        table = self._at(rows)
+        degrees = (table[name] for name in ("tp", "cp", "ep", "pp", "shared"))
+        _, place = numbered(*degrees, (table["microbatches"] > 1).astype(np.int64))
+        first = np.unique(place, return_index=True)[1]
+        fits = np.array([self.bounds.fits(smallest(layout(row))) for row in rows[first].tolist()], np.bool_)[place]
+        fits[fits] = [self.bounds.fits(layout(row)) for row in rows[fits].tolist()]
+        return fits
 
     def _count_too_large(self, rows: Ints, held: Floats) -> None:
         """Count the plans of rows that do not fit with any schedule."""
@@ -262,31 +268,21 @@ class BranchAndBound:
 
     def _evaluate(self, choice: Choice, knobs: dict[str, Any]) -> None:
         """Predict a plan if it is legal and fits, and keep the best. The best is kept for each set of degrees."""
-        values, variant, group = self._values(choice), choice._replace(fsdp=0, zero=0), self._group(choice)
-        if (refusal := self.space.legal.refusal(values | knobs)) is not None:
+        layout = self._layout(choice, **knobs)
+        fits = self.bounds.fits(smallest(layout)) and self.bounds.fits(layout)
+        if not fits or sum(memory(layout).values()) > usable_bytes(layout):
+            self.rejections.count_out_of_memory(np.array([self.bounds.capacity]), np.array([1]))
+        elif (refusal := self.space.legal.refusal(self._values(choice) | knobs)) is not None:
             self.rejections.refuse(*refusal)
-            return
-        if group not in self._fitting:
-            self._fitting[group] = self._may_fit(choice, knobs, most=True)
-        layout, needed = self._layout(values, knobs, choice.row), self.bounds.capacity
-        fits = self._fitting[group] and self._fitting.get(variant, True)
-        if fits:
-            needed = sum(memory(layout).values())
-            fits = needed <= usable_bytes(layout)
-            if not fits and variant not in self._fitting:
-                self._fitting[variant] = self._may_fit(choice, knobs)
-        if fits:
-            self._keep(values | knobs, layout)
         else:
-            self.rejections.count_out_of_memory(np.array([needed]), np.array([1]))
+            self._keep(self._values(choice) | knobs, layout)
 
     def _values(self, choice: Choice) -> dict[str, Any]:
         """A plan's keys and values."""
-        pipeline = PIPELINES[choice.pipeline]
-        names = ("tp", "cp", "ep", "pp", "microbatches")
+        rows, pipeline = self.space.rows, PIPELINES[choice.pipeline]
         return {
-            **{name: int(self.space.rows[name][choice.row]) for name in names},
-            "dp": int(self.space.rows["shared"][choice.row]) // choice.fsdp,
+            **{name: int(rows[name][choice.row]) for name in ("tp", "cp", "ep", "pp", "microbatches")},
+            "dp": int(rows["shared"][choice.row]) // choice.fsdp,
             "fsdp": choice.fsdp,
             "zero": choice.zero,
             "schedule": pipeline.schedule,
@@ -295,44 +291,18 @@ class BranchAndBound:
             "sequence": bool(choice.sequence),
         }
 
-    def _group(self, choice: Choice) -> tuple[int, ...]:
-        """Equal for variants that differ in the number of microbatches, of which there are several."""
-        rows = self.space.rows
-        degrees = [int(rows[name][choice.row]) for name in ("tp", "cp", "ep", "pp", "shared")]
-        several = int(rows["microbatches"][choice.row]) > 1
-        return (*degrees, several, choice.pipeline, choice.remat, choice.sequence)
-
-    def _may_fit(self, choice: Choice, knobs: dict[str, Any], most: bool = False) -> bool:
-        """True if some plan of a variant fits: with all state sharded in some way, or none.
-
-        Args:
-            most: ask it of the variant with microbatches of one sample, if this one has several.
-        """
-        shared = int(self.space.rows["shared"][choice.row])
-        layouts = (
-            self._layout(self._values(choice._replace(fsdp=fsdp, zero=zero)), knobs, choice.row)
-            for fsdp, zero in frugal(int(self.space.rows["pp"][choice.row]), shared)
-        )
-        if most:
-            layouts = (
-                replace(one, samples=1.0, microbatches=round(one.samples * one.microbatches))
-                if one.microbatches > 1
-                else one
-                for one in layouts
-            )
-        return any(sum(memory(layout).values()) <= usable_bytes(layout) for layout in layouts)
+    def _layout(self, choice: Choice, **changed: Any) -> Layout:
+        """A plan as numbers, with changed values."""
+        values = self._values(choice)
+        del values["virtual"]
+        values["trace"] = self._trace_at(values["tp"])
+        values["chunks"] = PIPELINES[choice.pipeline].chunks(values["pp"])
+        values["samples"] = float(self.space.rows["samples"][choice.row])
+        changed["threads"] = changed.get("threads") or int(self.space.rows["threads"][choice.row])
+        return replace(self.layout, **values | changed)
 
     def _trace_at(self, tp: int) -> ModelTrace:
         return self.layouts.trace_at(self.layout.precision, tp)
-
-    def _layout(self, values: dict[str, Any], knobs: dict[str, Any], row: int) -> Layout:
-        own = {key: value for key, value in values.items() if key != "virtual"}
-        own["threads"] = knobs.get("threads") or int(self.space.rows["threads"][row])
-        own |= {"transport": knobs["transport"]} if "transport" in knobs else {}
-        own["trace"] = self._trace_at(values["tp"])
-        own["samples"] = float(self.space.rows["samples"][row])
-        own["chunks"] = replace(self.space.base, **values).stages_per_rank
-        return replace(self.layout, **own)
 
     def _keep(self, values: dict[str, Any], layout: Layout) -> None:
         self.evaluated += 1
