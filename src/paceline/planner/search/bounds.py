@@ -81,8 +81,8 @@ class Bounds:
         self._rank_costs: dict[ShardConfig, RankCost] = {}
         self._held: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._fits: dict[tuple[Any, ...], bool] = {}
-        self._easier: dict[tuple[int, int], tuple[ModelTrace, tuple[int, ...]]] = {}
-        self._passes: dict[Pipeline, Floats] = {}
+        self._easier: dict[tuple[int, int, int], tuple[ModelTrace, tuple[int, ...]]] = {}
+        self._passes: dict[tuple[Pipeline, int], list[tuple[float, float]]] = {}
         self._beside: dict[tuple[int, ...], Floats] = {}
 
     @cached_property
@@ -138,27 +138,29 @@ class Bounds:
             )
         return self._fits[key]
 
-    def easier(self, tp: int, stages: int) -> tuple[ModelTrace, tuple[int, ...]]:
+    def easier(self, tp: int, pp: int, chunks: int) -> tuple[ModelTrace, tuple[int, ...]]:
         """A smaller model and its cut, which needs less memory in so many stages.
 
-        Each stage has as many layers as the smallest of an even cut; the last has the head alone. With one stage, or
-        more than layers, it is the model itself.
+        Each stage has as many layers as the smallest of an even cut. The last, with the fewest microbatches in flight,
+        has the head alone, or those layers by which some rank has more, whichever are larger. With one stage, or more
+        than layers, it is the model itself.
         """
-        if (tp, stages) not in self._easier:
-            blocks, each = self._trace_at(tp).blocks, self.layers // stages
+        if (tp, pp, chunks) not in self._easier:
+            blocks, stages, each = self._trace_at(tp).blocks, pp * chunks, self.layers // (pp * chunks)
             layer = self._each_at(tp).blocks[self._counts.index(self.layers)]
-            head = blocks[-1:] if blocks[-1] != layer else ()
-            cut = (*(each,) * (stages - len(head)), *(1,) * len(head))
-            smaller = ModelTrace((*(layer,) * (each * (stages - len(head))), *head))
-            self._easier[tp, stages] = (smaller, cut) if stages > 1 and each else (self._trace_at(tp), ())
-        return self._easier[tp, stages]
+            fuller = (layer,) * (each + -(-self.layers // pp) - each * chunks)
+            last = max((blocks[-1],), fuller, key=lambda some: sum(block.parameters for block in some))
+            smaller = ModelTrace((*(layer,) * (each * (stages - 1)), *last))
+            cut = (*(each,) * (stages - 1), len(last))
+            self._easier[tp, pp, chunks] = (smaller, cut) if stages > 1 and each else (self._trace_at(tp), ())
+        return self._easier[tp, pp, chunks]
 
     def passes(self, rows: Mapping[str, NDArray[Any]], pipeline: Pipeline) -> tuple[Floats, Floats]:
         """Microbatches and hops on the critical path of even stages. Both grow evenly with the microbatches."""
-        most = max(int(rows["pp"].max(initial=1)), self.layers)
-        if len(self._passes.get(pipeline, ())) < most:
-            self._passes[pipeline] = np.array([_passes(pp, pipeline) for pp in range(1, most + 1)])
-        first, more = np.moveaxis(self._passes[pipeline][rows["pp"] - 1], 1, 0)
+        several, place = np.unique(rows["pp"], return_inverse=True)
+        keys = [(pipeline, pp) for pp in several.tolist()]
+        self._passes |= {key: _passes(*key) for key in keys if key not in self._passes}
+        first, more = np.moveaxis(np.array([self._passes[key] for key in keys]).reshape(-1, 2, 2)[place], 1, 0)
         work, hops = (first + (rows["microbatches"] - 1)[:, None] * (more - first)).T
         return work, hops
 
@@ -237,7 +239,7 @@ class Bounds:
         return self._each[tp]
 
 
-def _passes(pp: int, pipeline: Pipeline) -> list[tuple[float, float]]:
+def _passes(pipeline: Pipeline, pp: int) -> list[tuple[float, float]]:
     """Microbatches and hops on the critical path, with one microbatch and with two."""
     stage, none = 1 / (pp * pipeline.chunks(pp)), [0.0] * (pp * pipeline.chunks(pp))
     splits = [([part * stage] * len(none), [(1 - part) * stage] * len(none)) for part in _FORWARD]

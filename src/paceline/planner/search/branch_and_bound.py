@@ -107,6 +107,7 @@ class BranchAndBound:
         self.everything = measured and self.considered <= self.most
         self._rank_costs: dict[ShardConfig, int] = {}
         self._costs: list[RankCost] = []
+        self._fits: dict[tuple[int, ...], bool] = {}
         self._seen: set[Choice] = set()
         self._filling = False
         self._last_s = float("inf")  # of the last one on the list
@@ -204,17 +205,17 @@ class BranchAndBound:
         uneven = bounds.unevenness_s(costs, table["pp"], table["microbatches"])
         found = []
         for number, pipeline in enumerate(PIPELINES):
-            work, hops = bounds.passes(table, pipeline)
-            times = np.maximum(costs["seconds"] * work + costs["hop_s"] * hops + uneven, least)
-            some = np.flatnonzero(space.runs(rows, pipeline) & (times < self.limit))
+            some = np.flatnonzero(space.runs(rows, pipeline))
+            work, hops = bounds.passes(self._at(rows[some]), pipeline)
+            even = costs["seconds"][some] * work + costs["hop_s"][some] * hops
+            times = np.maximum(even + uneven[some], least[some])
+            may = times < self.limit
             if number:
-                some = some[self._fit(rows[some], number, sequence, remat)]
+                may[may] = self._fit(rows[some[may]], number, sequence, remat)
+            some, times = some[may], times[may]
             ones = np.ones(len(some), np.int64)
-            found.append(
-                PlanTable(
-                    rows[some], number * ones, remat * ones, sequence * ones, cost[some], times[some], ones, 3 * ones
-                )
-            )
+            same = (number * ones, remat * ones, sequence * ones)
+            found.append(PlanTable(rows[some], *same, cost[some], times, ones, 3 * ones))
         return found
 
     def _fit(self, rows: Ints, pipeline: int, sequence: int, remat: int) -> NDArray[np.bool_]:
@@ -224,15 +225,18 @@ class BranchAndBound:
         """
 
         def layout(row: int) -> Layout:
-            pp = int(self.space.rows["pp"][row])
-            trace, cut = self.bounds.easier(int(self.space.rows["tp"][row]), pp * PIPELINES[pipeline].chunks(pp))
+            tp, pp = int(self.space.rows["tp"][row]), int(self.space.rows["pp"][row])
+            trace, cut = self.bounds.easier(tp, pp, PIPELINES[pipeline].chunks(pp))
             return self._layout(Choice(row, pipeline, remat, sequence, 1, 3), trace=trace, cut=cut)
 
         table = self._at(rows)
         degrees = (table[name] for name in ("tp", "cp", "ep", "pp", "shared"))
-        _, place = numbered(*degrees, (table["microbatches"] > 1).astype(np.int64))
-        first = np.unique(place, return_index=True)[1]
-        fits = np.array([self.bounds.fits(smallest(layout(row))) for row in rows[first].tolist()], np.bool_)[place]
+        keys, place = numbered(*degrees, (table["microbatches"] > 1).astype(np.int64))
+        for key, first in zip(keys, np.unique(place, return_index=True)[1].tolist(), strict=True):
+            if (*key, pipeline, remat, sequence) not in self._fits:
+                found = self.bounds.fits(smallest(layout(int(rows[first]))))
+                self._fits[(*key, pipeline, remat, sequence)] = found
+        fits = np.array([self._fits[(*key, pipeline, remat, sequence)] for key in keys], np.bool_)[place]
         fits[fits] = [self.bounds.fits(layout(row)) for row in rows[fits].tolist()]
         return fits
 
