@@ -195,11 +195,12 @@ class BranchAndBound:
         least = self._row_s(rows, bool(sequence), REMATS[remat])
         held = bounds.least_bytes(self._at(rows), bool(sequence), REMATS[remat])
         fits = held <= bounds.capacity
-        self._count_too_large(rows[~fits], held[~fits])
         hopeful = fits & (least < self.limit)
-        rows, least = rows[hopeful], least[hopeful]
-        fits = self._fit(rows, 0, sequence, remat)
-        rows, least = rows[fits], least[fits]
+        fits[hopeful] = self._fit(rows[hopeful], 0, sequence, remat)
+        pipelines = sum(space.runs(rows[~fits], pipeline).astype(np.int64) for pipeline in PIPELINES)
+        plans = int(np.sum(pipelines * space.factorisations[rows[~fits]]))
+        self.rejections.count_out_of_memory(plans, float(held.max(initial=0.0)))
+        rows, least = rows[fits & hopeful], least[fits & hopeful]
         cost = self._rank_costs_of(rows, bool(sequence), REMATS[remat])
         costs, table = self._costs_at(cost), self._at(rows)
         uneven = bounds.unevenness_s(costs, table["pp"], table["microbatches"])
@@ -240,11 +241,6 @@ class BranchAndBound:
         fits[fits] = [self.bounds.fits(layout(row)) for row in rows[fits].tolist()]
         return fits
 
-    def _count_too_large(self, rows: Ints, held: Floats) -> None:
-        """Count the plans of rows that do not fit with any schedule."""
-        pipelines = sum((self.space.runs(rows, one).astype(np.int64) for one in PIPELINES), np.zeros(len(rows), int))
-        self.rejections.count_out_of_memory(held, pipelines * self.space.factorisations[rows])
-
     def _with_dp_fsdp(self, variants: PlanTable) -> PlanTable:
         """Factorisations of the data-parallel ranks into dp × fsdp, with each `zero`, that may be best."""
         several, place = np.unique(self.space.rows["shared"][variants.row], return_inverse=True)
@@ -275,7 +271,7 @@ class BranchAndBound:
         layout = self._layout(choice, **knobs)
         fits = self.bounds.fits(smallest(layout)) and self.bounds.fits(layout)
         if not fits or sum(memory(layout).values()) > usable_bytes(layout):
-            self.rejections.count_out_of_memory(np.array([self.bounds.capacity]), np.array([1]))
+            self.rejections.count_out_of_memory(1)
         elif (refusal := self.space.legal.refusal(self._values(choice) | knobs)) is not None:
             self.rejections.refuse(*refusal)
         else:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.errors import PlanError
 from paceline.planner.cost.layout import Layout
 from paceline.planner.search.capacity import smallest_that_works
@@ -42,7 +39,6 @@ class RejectionCounts:
     # bytes of a device
     capacity: float = 0.0
     out_of_memory: int = 0
-    least_bytes: float = float("inf")
     most_bytes: float = 0.0
     refused: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)
 
@@ -51,12 +47,10 @@ class RejectionCounts:
         """Number of all excluded plans."""
         return self.out_of_memory + sum(count for _, count in self.refused.values())
 
-    def count_out_of_memory(self, needed: NDArray[np.float64], plans: NDArray[np.int64]) -> None:
-        """Count plans that need more memory than there is."""
-        if len(needed):
-            self.out_of_memory += int(plans.sum())
-            self.least_bytes = min(self.least_bytes, float(needed.min()))
-            self.most_bytes = max(self.most_bytes, float(needed.max()))
+    def count_out_of_memory(self, plans: int, most_bytes: float = 0.0) -> None:
+        """Count plans that need more memory than there is; at least `most_bytes` for one of them."""
+        self.out_of_memory += plans
+        self.most_bytes = max(self.most_bytes, most_bytes)
 
     def refuse(self, keys: tuple[str, ...], reason: str, plans: int = 1) -> None:
         """Count plans that a check refused."""
@@ -71,9 +65,7 @@ class RejectionCounts:
             values.append(batch)
         found = [Excluded(" ".join(keys[:3]), text, count) for keys, (text, count) in self.refused.items()]
         if self.out_of_memory:
-            needs = f"need {size(self.least_bytes)}" + (
-                f" to {size(self.most_bytes)}" if self.most_bytes > 1.05 * self.least_bytes else ""
-            )
+            needs = f"need up to {size(self.most_bytes)}" if self.most_bytes > self.capacity else "need more"
             found.append(
                 Excluded(
                     "memory",
