@@ -105,7 +105,6 @@ def test_no_plan_that_fits_is_taken_for_too_large(job: Job, cluster: Cluster, se
         choice = Choice(row, pipeline, REMATS.index(remat), int(sequence), fsdp, zero)
         layout = solver._layout(choice)
         needed = sum(memory(layout).values())
-        assert solver.bounds.least_bytes(here, sequence, remat)[0] <= needed * (1 + 1e-9), str(layout)
         if needed <= usable_bytes(layout):
             assert solver._fit(np.array([row]), pipeline, int(sequence), REMATS.index(remat))[0], str(layout)
             assert solver._fit(np.array([row]), 0, int(sequence), REMATS.index(remat))[0], "1f1b needs the least"

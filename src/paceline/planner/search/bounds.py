@@ -1,7 +1,7 @@
 """Lower bounds of a plan's time and memory, from the cost model's own functions.
 
 A bound is what the model predicts of an easier plan, never above the prediction: blocks without replicas, in stages of
-equal time; collectives of a rank that computes nothing, or so long that it hides them; the memory of an average rank
+equal time; collectives of a rank that computes nothing, or so long that it hides them; the memory of a smaller model
 with all of its state sharded. No formula of the model is repeated here, so none has to be changed with it.
 """
 
@@ -33,8 +33,6 @@ _ENDLESS = 2.0**16
 _MANY = 1e15
 # parts of a stage's time that its forward pass may take
 _FORWARD = (1 / 4, 1 / 3, 1 / 2)
-# of the activations of an average rank, since stages are not quite even
-_CERTAIN = 0.97
 
 
 class ShardConfig(NamedTuple):
@@ -79,7 +77,6 @@ class Bounds:
         self.layers = max(self._counts)
         self._trace_at, self._each = trace_at, dict[int, ModelTrace]()
         self._rank_costs: dict[ShardConfig, RankCost] = {}
-        self._held: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._fits: dict[tuple[Any, ...], bool] = {}
         self._easier: dict[tuple[int, int, int], tuple[ModelTrace, tuple[int, ...]]] = {}
         self._passes: dict[tuple[Pipeline, int], list[tuple[float, float]]] = {}
@@ -104,24 +101,6 @@ class Bounds:
             for tp, cp, ep, threads in keys
         ]
         return np.asarray(np.array(rates, np.float64)[place] * rows["samples"] * rows["microbatches"] / rows["pp"])
-
-    def least_bytes(self, rows: Mapping[str, NDArray[Any]], sequence: bool, remat: Remat) -> Floats:
-        """Least bytes of an average rank: its part of the sharded state, and activations.
-
-        In every schedule the first of pp ranks has pp microbatches in flight, or all, and the last has one. On CPUs 0,
-        as a rank may have the memory of idle cores.
-        """
-        if self.layout.machines.device.is_core:
-            return np.zeros(len(rows["tp"]))
-        keys, place = numbered(rows["tp"], rows["cp"], rows["ep"])
-        every = [self._held_by(tp, cp, ep, sequence, remat) for tp, cp, ep in keys]
-        held = np.array(every, np.float64).reshape(-1, 2)[place]
-        pp, microbatches, shared = rows["pp"], rows["microbatches"], rows["shared"]
-        state = np.where((shared > 1) & self.layout.offload, 0.0, held[:, 0] / (pp * shared))
-        flight = np.maximum(np.minimum(microbatches, pp) / 2, 1.0)
-        # one rank frees activations while gradients appear
-        flight = np.where((pp == 1) & (microbatches == 1) & (shared == 1), 0.0, flight)
-        return np.asarray(state + _CERTAIN * held[:, 1] * rows["samples"] * flight / pp)
 
     def fits(self, layout: Layout) -> bool:
         """True if some way to shard this layout's state fits: all of it, or none."""
@@ -209,16 +188,6 @@ class Bounds:
             hidden = np.minimum((seconds(little) - alone) / little, 0.0)
             found.append([alone / _MANY, hidden, endless])
         return np.array(found) * (1 - 1e-6)
-
-    def _held_by(self, tp: int, cp: int, ep: int, sequence: bool, remat: Remat) -> tuple[float, float]:
-        """Bytes of the whole model's state without fsdp, and of a sample's activations."""
-        key = tp, cp, ep, sequence, remat
-        if key not in self._held:
-            inside = replace(self.layout, tp=tp, cp=cp, ep=ep, sequence=sequence, remat=remat, trace=self._trace_at(tp))
-            held = memory(replace(inside, samples=1.0, microbatches=2))
-            state = held["parameters"] + held["gradients"] + held["optimizer"]
-            self._held[key] = state, held["activations"]
-        return self._held[key]
 
     def _computed(self, config: ShardConfig) -> RankCost:
         each = self._each_at(config.tp)

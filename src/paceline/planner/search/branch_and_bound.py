@@ -193,14 +193,11 @@ class BranchAndBound:
         space, bounds = self.space, self.bounds
         rows = rows[space.allows(rows, bool(sequence), REMATS[remat])]
         least = self._row_s(rows, bool(sequence), REMATS[remat])
-        held = bounds.least_bytes(self._at(rows), bool(sequence), REMATS[remat])
-        fits = held <= bounds.capacity
-        hopeful = fits & (least < self.limit)
-        fits[hopeful] = self._fit(rows[hopeful], 0, sequence, remat)
+        rows, least = rows[least < self.limit], least[least < self.limit]
+        fits = self._fit(rows, 0, sequence, remat)
         pipelines = sum(space.runs(rows[~fits], pipeline).astype(np.int64) for pipeline in PIPELINES)
-        plans = int(np.sum(pipelines * space.factorisations[rows[~fits]]))
-        self.rejections.count_out_of_memory(plans, float(held.max(initial=0.0)))
-        rows, least = rows[fits & hopeful], least[fits & hopeful]
+        self.rejections.out_of_memory += int(np.sum(pipelines * space.factorisations[rows[~fits]]))
+        rows, least = rows[fits], least[fits]
         cost = self._rank_costs_of(rows, bool(sequence), REMATS[remat])
         costs, table = self._costs_at(cost), self._at(rows)
         uneven = bounds.unevenness_s(costs, table["pp"], table["microbatches"])
@@ -271,7 +268,7 @@ class BranchAndBound:
         layout = self._layout(choice, **knobs)
         fits = self.bounds.fits(smallest(layout)) and self.bounds.fits(layout)
         if not fits or sum(memory(layout).values()) > usable_bytes(layout):
-            self.rejections.count_out_of_memory(1)
+            self.rejections.out_of_memory += 1
         elif (refusal := self.space.legal.refusal(self._values(choice) | knobs)) is not None:
             self.rejections.refuse(*refusal)
         else:

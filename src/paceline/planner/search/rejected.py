@@ -39,18 +39,12 @@ class RejectionCounts:
     # bytes of a device
     capacity: float = 0.0
     out_of_memory: int = 0
-    most_bytes: float = 0.0
     refused: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)
 
     @property
     def plans(self) -> int:
         """Number of all excluded plans."""
         return self.out_of_memory + sum(count for _, count in self.refused.values())
-
-    def count_out_of_memory(self, plans: int, most_bytes: float = 0.0) -> None:
-        """Count plans that need more memory than there is; at least `most_bytes` for one of them."""
-        self.out_of_memory += plans
-        self.most_bytes = max(self.most_bytes, most_bytes)
 
     def refuse(self, keys: tuple[str, ...], reason: str, plans: int = 1) -> None:
         """Count plans that a check refused."""
@@ -65,17 +59,9 @@ class RejectionCounts:
             values.append(batch)
         found = [Excluded(" ".join(keys[:3]), text, count) for keys, (text, count) in self.refused.items()]
         if self.out_of_memory:
-            needs = f"need up to {size(self.most_bytes)}" if self.most_bytes > self.capacity else "need more"
-            found.append(
-                Excluded(
-                    "memory",
-                    (
-                        f"does not fit: {self.out_of_memory:,} plans {needs} on a device that has "
-                        f"{size(self.capacity)} to give"
-                    ),
-                    self.out_of_memory,
-                )
-            )
+            plans, room = f"{self.out_of_memory:,} plans", size(self.capacity)
+            reason = f"does not fit: {plans} need more on a device that has {room} to give"
+            found.append(Excluded("memory", reason, self.out_of_memory))
         return (*values, *sorted(found, key=lambda one: -one.plans))[:_MOST_REASONS]
 
 
