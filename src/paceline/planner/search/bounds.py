@@ -8,7 +8,7 @@ with all of its state sharded. No formula of the model is repeated here, so none
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from operator import mul
 from typing import Any, NamedTuple
@@ -123,18 +123,20 @@ class Bounds:
     def easier(self, tp: int, pp: int, chunks: int) -> tuple[ModelTrace, tuple[int, ...]]:
         """A smaller model and its cut, which needs less memory in so many stages.
 
-        Each stage has as many layers as the smallest of an even cut. The last, with the fewest microbatches in flight,
-        has the head alone, or those layers by which some rank has more, whichever are larger. With one stage, or more
-        than layers, it is the model itself.
+        Each stage has as many of the smallest layers as the smallest of an even cut. The last, with the fewest
+        microbatches in flight, has the head alone, or those layers by which some rank has more, whichever are larger.
+        With one stage, or more than layers, it is the model itself.
         """
         if (tp, pp, chunks) not in self._easier:
-            blocks, stages, each = self._trace_at(tp).blocks, pp * chunks, self.layers // (pp * chunks)
+            repeated = [i for i, count in enumerate(self._counts) if count > 1] or [self._counts.index(self.layers)]
+            blocks, each = self._trace_at(tp).blocks, sum(self._counts[i] for i in repeated) // (pp * chunks)
+            small = _smallest_of([self._each_at(tp).blocks[i] for i in repeated])
             layer = self._each_at(tp).blocks[self._counts.index(self.layers)]
-            fuller = (layer,) * (each + -(-self.layers // pp) - each * chunks)
+            fuller = (layer,) * (-(-self.layers // pp) - each * (chunks - 1))
             last = max((blocks[-1],), fuller, key=lambda some: sum(block.parameters for block in some))
-            smaller = ModelTrace((*(layer,) * (each * (stages - 1)), *last))
-            cut = (*(each,) * (stages - 1), len(last))
-            self._easier[tp, pp, chunks] = (smaller, cut) if stages > 1 and each else (self._trace_at(tp), ())
+            smaller = ModelTrace((*(small,) * (each * (pp * chunks - 1)), *last))
+            cut = (*(each,) * (pp * chunks - 1), len(last))
+            self._easier[tp, pp, chunks] = (smaller, cut) if pp > 1 and each else (self._trace_at(tp), ())
         return self._easier[tp, pp, chunks]
 
     def passes(self, rows: Mapping[str, NDArray[Any]], pipeline: Pipeline) -> tuple[Floats, Floats]:
@@ -232,6 +234,15 @@ def smallest(layout: Layout) -> Layout:
     if layout.microbatches == 1:
         return layout
     return replace(layout, samples=1.0, microbatches=round(layout.samples * layout.microbatches))
+
+
+def _smallest_of(blocks: list[BlockTrace]) -> BlockTrace:
+    """A block that holds and keeps no more than any of these."""
+    if len(blocks) == 1:
+        return blocks[0]
+    names = [field.name for field in fields(BlockTrace) if type(getattr(blocks[0], field.name)) in (int, float)]
+    least = {name: min(getattr(block, name) for block in blocks) for name in names}
+    return replace(blocks[0], gemms=(), trained=all(block.trained for block in blocks), **least)
 
 
 def _kinds(trace: ModelTrace) -> dict[BlockTrace, int]:
