@@ -59,7 +59,8 @@ def starts(lengths: Sequence[int]) -> list[int]:
 def _bounded(until: list[int], parts: int, largest: int) -> tuple[int, _Windows]:
     """Bounds of the best cut's largest cost, by bisection."""
     count = len(until) - 1
-    low, high = max(largest, -(-until[-1] // parts)), until[-1]
+    low = max(largest, -(-until[-1] // parts))
+    high = min(low + largest, until[-1])  # a part that is filled lacks less than one element
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _filled(until, parts, middle)[-1] == count else (middle + 1, high)
@@ -79,7 +80,7 @@ def _filled(until: list[int], parts: int, limit: int) -> list[int]:
     """Ends of parts that are filled one after another up to a limit."""
     ends, at = [], 0
     for _ in range(parts):
-        at = bisect_right(until, until[at] + limit) - 1
+        at = bisect_right(until, until[at] + limit, at) - 1
         ends.append(at)
     return ends
 

@@ -30,6 +30,8 @@ ALONE = [
     "pp=2 cut=blocks.1 microbatches=4",
     "pp=2 schedule=interleaved microbatches=4",
     "pp=2 schedule=zero-bubble microbatches=4",
+    "pp=2 schedule=dualpipe microbatches=4",
+    "pp=2 schedule=interleaved virtual=3 microbatches=4",
     "cp=2",
     "remat=block",
     "remat=selective",

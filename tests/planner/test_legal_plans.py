@@ -35,6 +35,7 @@ def test_every_division_into_two_is_there_with_its_variants_and_no_other() -> No
         "pp=2 schedule=gpipe microbatches=2",
         "pp=2 schedule=interleaved microbatches=2",
         "pp=2 schedule=zero-bubble microbatches=2",
+        "pp=2 schedule=dualpipe microbatches=4",
         "cp=2",
     ]
 
@@ -65,6 +66,7 @@ def test_the_model_and_the_job_say_what_is_there() -> None:
         "pp=2 schedule=gpipe microbatches=2",
         "pp=2 schedule=interleaved microbatches=2",
         "pp=2 schedule=zero-bubble microbatches=2",
+        "pp=2 schedule=dualpipe microbatches=4",
         "cp=2",
     ]
     assert legal_plans(job(global_batch=1), CPUS, 3, keys=("dp", "fsdp")) == []

@@ -26,7 +26,8 @@ plans = st.builds(
     zero=st.integers(1, 3),
     offload=st.booleans(),
     sequence=st.booleans(),
-    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe"]),
+    virtual=st.integers(2, 12),
     cut=st.sampled_from(["", "blocks.1", "model.layers.3,model.layers.7"]),
     remat=st.sampled_from(["none", "selective", "block"]),
     microbatches=st.integers(1, 64),
@@ -81,6 +82,8 @@ def test_any_text_is_a_plan_or_a_plan_error(text: str) -> None:
             "memory_format=channels_last compile=on threads=3 fused=on balance=off transport=gloo",
         ),
         (Plan(dp=2, pp=2, cut="blocks.1", microbatches=2, tp=2), "dp=2 tp=2 pp=2 cut=blocks.1 microbatches=2"),
+        (Plan(pp=2, schedule="interleaved", virtual=2), "pp=2 schedule=interleaved"),
+        (Plan(pp=2, schedule="interleaved", virtual=3), "pp=2 schedule=interleaved virtual=3"),
         (Plan(fsdp=2, zero=2, offload=True, remat="block"), "fsdp=2 zero=2 offload=on remat=block"),
     ],
 )
@@ -91,7 +94,9 @@ def test_defaults_are_left_out_of_the_text(plan: Plan, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("schedule=dualpipe", 'schedule is 1f1b or gpipe or interleaved or zero-bubble, not "dualpipe"'),
+        ("schedule=chimera", 'schedule is 1f1b or gpipe or interleaved or zero-bubble or dualpipe, not "chimera"'),
+        ("virtual=1", 'virtual is a whole number, at least 2, not "1"'),
+        ("virtual", "virtual needs a value, e.g. virtual=3"),
         ("fsdp=0", 'fsdp is a whole number, at least 1, not "0"'),
         ("zero=4", 'zero is a whole number, at least 1 and at most 3, not "4"'),
         ("sequence=1", 'sequence is on or off, not "1"'),

@@ -114,7 +114,7 @@ def _advice(part: str, one: MeasuredSetting, many: MeasuredSetting, weak: Measur
         case "bubble":
             return (
                 "The stages wait for each other: more microbatches, or another schedule (interleaved, "
-                "zero-bubble), fill the pipeline."
+                "zero-bubble, dualpipe), fill the pipeline."
             )
         case "comm":
             return f"A larger global batch computes more between two exchanges.{kept}"

@@ -97,6 +97,8 @@ def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
             values[key] = _VALUES[key]
     for combination in product(*values.values()):
         variant = replace(plan, **dict(zip(values, combination, strict=True)))
+        if variant.schedule != "interleaved":
+            variant = replace(variant, virtual=Plan.virtual)
         parts = _microbatches(variant, job) if plan.pp > 1 else plan.microbatches
         if parts is not None:
             yield replace(variant, microbatches=parts)

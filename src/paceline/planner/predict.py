@@ -17,7 +17,6 @@ from paceline.planner.cost.prediction import Prediction
 from paceline.planner.history import corrected
 from paceline.planner.machines import machines
 from paceline.plans.axes import DEGREES
-from paceline.plans.choices import STAGES_PER_RANK
 from paceline.plans.codec_info import CompressSpec
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
@@ -78,10 +77,10 @@ class Layouts:
 
     def of(self, plan: Plan, threads: int = 1) -> Layout:
         """Layout of a plan. On CPUs its ranks compute with `threads` threads each."""
-        stages, blocks = plan.pp * STAGES_PER_RANK[plan.schedule] if plan.pp > 1 else 1, len(self.trace.blocks)
-        if stages > max(blocks, 1):
+        blocks = len(self.trace.blocks)
+        if plan.stages > max(blocks, 1):
             apart = f"no more than {count(blocks, 'block')} of the model can be predicted apart"
-            raise PlanError(f"plan {plan} makes {stages} stages, and {apart}")
+            raise PlanError(f"plan {plan} makes {plan.stages} stages, and {apart}")
         precision, sync = plan.precision_for(self.job), SyncSpec.parse(plan.sync)
         # bf16 is autocast's: parameters, gradients and moments stay fp32
         number = float(BYTES["fp64" if precision == "fp64" else "fp32"])
@@ -94,7 +93,7 @@ class Layouts:
             samples=_fullest_share(self.job, plan) / plan.microbatches,
             microbatches=plan.microbatches,
             schedule=plan.schedule,
-            chunks=STAGES_PER_RANK[plan.schedule] if plan.pp > 1 else 1,
+            chunks=plan.stages_per_rank,
             remat=plan.remat,
             precision=precision,
             parameter_bytes=number,

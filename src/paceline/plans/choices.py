@@ -10,11 +10,20 @@ from typing import Literal, get_args
 
 MemoryFormat = Literal["contiguous", "channels_last"]
 Compile = Literal["off", "on", "reduce-overhead"]
-Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "dualpipe"]
 Remat = Literal["none", "selective", "block"]
 Balance = Literal["auto", "on", "off"]
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 REMATS: tuple[Remat, ...] = get_args(Remat)
-# Stages on each rank of the pipeline: interleaved and zero-bubble cut the model twice as often.
-STAGES_PER_RANK: dict[str, int] = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 2}
+# Schedules whose stages go down through all ranks and up again: two on each rank, the first and the last on rank 0.
+V_SCHEDULES = ("zero-bubble", "dualpipe")
+
+
+def stages_per_rank(schedule: str, virtual: int = 2) -> int:
+    """Number of stages on each rank of a pipeline.
+
+    Args:
+        virtual: that of interleaved stages, which is the plan's to choose.
+    """
+    return virtual if schedule == "interleaved" else 2 if schedule in V_SCHEDULES else 1

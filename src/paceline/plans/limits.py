@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from paceline.nearest import nearest
 from paceline.partition import contiguous, starts
 from paceline.plans.axes import DEGREES
-from paceline.plans.choices import STAGES_PER_RANK
+from paceline.plans.choices import V_SCHEDULES, stages_per_rank
 from paceline.plans.sync_info import sync_info
 from paceline.units import count
 
@@ -88,21 +88,21 @@ def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> str
     )
 
 
-def wrong_cuts(cut: str, schedule: str, pp: int, modules: Sequence[str], blocks: Sequence[str]) -> str | None:
+def wrong_cuts(plan: Plan, modules: Sequence[str], blocks: Sequence[str]) -> str | None:
     """Reason why a plan's cuts do not name the stages of a model.
 
     Args:
         modules: the names of all its modules.
         blocks: those of its repeated blocks.
     """
-    cuts, stages = cut.split(","), pp * STAGES_PER_RANK[schedule]
+    cuts, stages = plan.cut.split(","), plan.stages
     wrong = [
         f'there is no module "{name}" in the model. {nearest(name, modules)}' for name in cuts if name not in modules
     ]
     wrong += [f"a stage begins at {name} once only." for name in dict.fromkeys(cuts) if cuts.count(name) > 1]
     if len(cuts) != stages - 1:
         proposal = f" cut={','.join(evenly)}" if (evenly := even_cuts(blocks, stages)) else f" name {stages - 1}"
-        made = f"{stages} stages (schedule={schedule})" if stages > pp else f"{pp} stages"
+        made = f"{stages} stages (schedule={plan.schedule})" if stages > plan.pp else f"{stages} stages"
         wrong.append(f"{made} have {count(stages - 1, 'cut')} between them, and there are {len(cuts)}:{proposal}.")
     return f"cuts at {', '.join(cuts)}: {' '.join(wrong)}" if wrong else None
 
@@ -112,20 +112,20 @@ def even_cuts(blocks: Sequence[str], stages: int) -> list[str]:
     return [blocks[start] for start in starts(contiguous([1] * len(blocks), stages))] if len(blocks) >= stages else []
 
 
-def too_many_stages(pp: int, schedule: str, places: int, have: str) -> str | None:
+def too_many_stages(plan: Plan, places: int, have: str) -> str | None:
     """Reason why a model has too few parts for a pipeline, without a full stop.
 
     Args:
         places: the number of stages that the model could be cut into.
         have: why there are no more, such as `the model has 4 repeated blocks`.
     """
-    stages = pp * STAGES_PER_RANK[schedule]
-    if places >= stages:
+    if places >= plan.stages:
         return None
-    most = places * pp // stages
-    works = f"pp is at most {most}" if most > 1 else "pp=1"
-    works = f"schedule=1f1b, {works}" if places >= pp else works
-    return f"makes {stages} stages, but {have}: {works}"
+    most, virtual = places // plan.stages_per_rank, places // plan.pp
+    works = [f"pp is at most {most}" if most > 1 else "pp=1"]
+    works = ["schedule=1f1b", *works] if virtual >= 1 else works
+    works = [f"virtual is at most {virtual}", *works] if plan.schedule == "interleaved" and virtual >= 2 else works
+    return f"makes {plan.stages} stages, but {have}: {', '.join(works)}"
 
 
 def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
@@ -138,6 +138,8 @@ def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
     # in rounds of equal size, at least one microbatch of each rank
     if schedule == "interleaved":
         return microbatches >= pp and microbatches % (microbatches // pp) == 0
+    if schedule == "dualpipe":
+        return microbatches >= pp * stages_per_rank(schedule)
     return True
 
 
@@ -147,7 +149,8 @@ def unfit_microbatches(schedule: str, pp: int, microbatches: int) -> str | None:
         return None
     fitting = [n for n in range(1, 2 * microbatches + pp) if microbatches_fit(schedule, pp, n)]
     nearby = sorted(sorted(fitting, key=lambda n: (abs(n - microbatches), n))[:2])
-    rule = "at least one for each" if schedule == "1f1b" else f"equal rounds of {pp} or a few more"
+    rules = {"1f1b": "at least one for each", "dualpipe": "at least two for each"}
+    rule = rules.get(schedule, f"equal rounds of {pp} or a few more")
     has = f"has {count(microbatches, 'microbatch', 'microbatches')} for {pp} pipeline ranks"
     return f"{has}; {schedule} needs {rule}: {_one_of('microbatches', nearby)}."
 
@@ -165,7 +168,7 @@ def sharded_twice(weight: str, schedule: str) -> str:
 
     Each stage is sharded by itself.
     """
-    works = "schedule=1f1b or gpipe" if schedule == "interleaved" else "schedule=1f1b, gpipe or interleaved"
+    works = "schedule=1f1b, gpipe or interleaved" if schedule in V_SCHEDULES else "schedule=1f1b or gpipe"
     return f"would shard {weight} twice, which two stages of a rank share: {works}, or fsdp=1."
 
 

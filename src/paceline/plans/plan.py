@@ -14,12 +14,12 @@ from paceline.errors import PlanError
 from paceline.job.job import Job, Precision
 from paceline.nearest import nearest
 from paceline.plans.axes import DEGREES
-from paceline.plans.choices import REMATS, SCHEDULES, Balance, Compile, MemoryFormat, Remat, Schedule
+from paceline.plans.choices import REMATS, SCHEDULES, Balance, Compile, MemoryFormat, Remat, Schedule, stages_per_rank
 from paceline.plans.sync_info import problem_with, sync_info
 from paceline.plans.transport_info import problem_with_transport
 
 T = TypeVar("T")
-_LEAST = {**dict.fromkeys((*DEGREES, "microbatches"), 1), "threads": 0, "zero": 1}
+_LEAST = {**dict.fromkeys((*DEGREES, "microbatches"), 1), "threads": 0, "zero": 1, "virtual": 2}
 _MOST = {"zero": 3}
 _CHOICES = {
     "schedule": SCHEDULES,
@@ -38,6 +38,7 @@ _EXAMPLES = {
     "sync": "allreduce:ring",
     "compress": "int8",
     **dict.fromkeys(_LEAST, "2"),
+    "virtual": "3",
 }
 _SWITCHES = {"on": True, "off": False}
 
@@ -63,6 +64,7 @@ class Plan:
     offload: bool = False  # fsdp: keep the shards in host memory
     sequence: bool = False  # tp: shard the tokens between the matrices as well (sequence parallel)
     schedule: Schedule = "1f1b"  # pp: the order in which microbatches pass the stages
+    virtual: int = 2  # schedule=interleaved: stages of each rank
     # pp: the modules that begin the second and later stages, separated by commas; "": balanced by measured cost
     cut: str = ""
     remat: Remat = "none"  # activation checkpointing: what the backward pass recomputes
@@ -122,6 +124,16 @@ class Plan:
         Along the other axes ranks read the same samples.
         """
         return self.dp * self.fsdp * self.ep
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of pipeline stages on each rank; 1 without a pipeline."""
+        return stages_per_rank(self.schedule, self.virtual) if self.pp > 1 else 1
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages of the model."""
+        return self.pp * self.stages_per_rank
 
     @property
     def splits(self) -> bool:

@@ -35,6 +35,7 @@ LARGE = {"layers": 24, "hidden": 2048, "heads": 16, "vocab": 51200, "context": 1
         ("tp=4 sequence=on cp=2 pp=2 schedule=interleaved microbatches=4", {}),
         ("pp=4 schedule=gpipe", {}),
         ("pp=2 schedule=zero-bubble cut=blocks.1,blocks.2,blocks.3 microbatches=2", {}),
+        ("pp=2 schedule=dualpipe cut=blocks.1,blocks.2,blocks.3 microbatches=4", {}),
         ("pp=3 cut=blocks.0.mlp,norm microbatches=3", {}),
         ("fsdp=2 tp=2 compile=on remat=block precision=bf16", {}),
         ("ep=4 fsdp=2 tp=2", {"model": "moe"}),
@@ -85,6 +86,24 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
             {},
             "makes 6 stages, but the model has 4 repeated blocks: schedule=1f1b, pp is at most 2, "
             "or cut names the modules where stages begin.",
+        ),
+        (
+            "pp=2 schedule=interleaved virtual=3 microbatches=4",
+            {},
+            "makes 6 stages, but the model has 4 repeated blocks: virtual is at most 2, schedule=1f1b, pp=1, "
+            "or cut names the modules where stages begin.",
+        ),
+        (
+            "pp=2 virtual=3 microbatches=2",
+            {},
+            "has virtual=3, the number of stages of a rank with schedule=interleaved, but the schedule is 1f1b: "
+            "schedule=interleaved, or leave out virtual.",
+        ),
+        (
+            "pp=2 schedule=dualpipe microbatches=3",
+            {},
+            "has 3 microbatches for 2 pipeline ranks; dualpipe needs at least two for each: microbatches is one of "
+            "4, 5.",
         ),
         (
             "pp=2 microbatches=2",
@@ -240,6 +259,7 @@ TORCHS_OWN = {
     "1f1b": schedules.Schedule1F1B,
     "interleaved": schedules.ScheduleInterleaved1F1B,
     "zero-bubble": schedules.ScheduleZBVZeroBubble,
+    "dualpipe": schedules.ScheduleDualPipeV,
 }
 
 
@@ -267,7 +287,13 @@ def taken_by_torch(schedule: str, pp: int, microbatches: int) -> bool:
     except ValueError:
         return False
     compute_and_messages = {
-        rank: [action for action in actions if not any(word in str(action) for word in ("SHARD", "REDUCE_GRAD"))]
+        rank: [
+            part
+            for action in actions
+            if not any(word in str(action) for word in ("SHARD", "REDUCE_GRAD"))
+            # a forward and a backward pass at once
+            for part in (action.sub_actions or (action,))
+        ]
         for rank, actions in run.pipeline_order_with_comms.items()
     }
     schedules._simulate_comms_compute(compute_and_messages, lambda stage: run.stage_index_to_group_rank[stage], 2 * pp)

@@ -38,7 +38,7 @@ LAYOUTS = st.builds(
     zero=st.sampled_from([1, 2, 3]),
     samples=st.sampled_from([1.0, 2.0, 8.0]),
     microbatches=st.sampled_from([1, 4, 32]),
-    schedule=st.sampled_from(["gpipe", "1f1b", "zero-bubble"]),
+    schedule=st.sampled_from(["gpipe", "1f1b", "zero-bubble", "dualpipe"]),
     remat=st.sampled_from(["none", "selective", "block"]),
     sequence=st.booleans(),
 )

@@ -127,7 +127,8 @@ def test_offloaded_state_is_not_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "flight"), [("gpipe", 1, 16), ("1f1b", 1, 4), ("interleaved", 2, 11), ("zero-bubble", 2, 9)]
+    ("schedule", "chunks", "flight"),
+    [("gpipe", 1, 16), ("1f1b", 1, 4), ("interleaved", 2, 11), ("zero-bubble", 2, 9), ("dualpipe", 2, 9)],
 )
 def test_microbatches_in_flight_are_those_of_the_schedule(schedule: Any, chunks: int, flight: int) -> None:
     """Memory of equal blocks on the first of 4 stages, in chunks.

@@ -75,3 +75,22 @@ def test_over_a_slow_link_microbatches_queue() -> None:
     orders = [work_of(rank, 2, 4, "gpipe", 1) for rank in range(2)]
     spans = simulate([1.0, 1.0], [1.0, 1.0], orders, 10.0)
     assert max(span.end_s for span in spans) == pytest.approx((1 + 4 * 10 + 1) + (1 + 4 * 10 + 1))
+
+
+def test_the_bubble_of_dualpipe_is_that_of_its_paper() -> None:
+    """4 ranks have PP = 8 stages, whose passes take 1 s forward and 2 s backward, half of these for weights."""
+    forward, backward, weights, microbatches = 1.0, 2.0, 1.0, 16
+    whole = pipeline_s([forward] * 8, [backward] * 8, microbatches, 0.0, 4, "dualpipe")
+    bubble = (8 / 2 - 1) * ((forward + backward) + backward - 3 * weights)
+    assert whole == pytest.approx(microbatches * 2 * (forward + backward) + bubble)
+
+
+def test_more_stages_on_a_rank_fill_the_pipeline_sooner() -> None:
+    """Narayanan et al. (2021, arXiv:2104.04473), section 2.2: the bubble shrinks by the number of stages."""
+    ranks, microbatches = 4, 8
+    bubbles = [
+        pipeline_s([1.0 / v] * ranks * v, [2.0 / v] * ranks * v, microbatches, 0.0, ranks, "interleaved")
+        - microbatches * 3.0
+        for v in (2, 3, 6)
+    ]
+    assert bubbles == pytest.approx([(ranks - 1) * 3.0 / v for v in (2, 3, 6)])

@@ -156,13 +156,11 @@ def test_what_a_plan_takes_at_least_is_never_more_than_is_predicted(sizes: dict[
     solver = BranchAndBound(space, layouts, top=10)
     plans = solver._with_dp_fsdp(solver._variants(np.arange(0, len(space.rows["tp"]), 5)))
     for i in range(0, len(plans), 41):
-        row, schedule, remat, sequence, fsdp, zero = plans.key(i)
-        values: dict[str, Any] = {key: int(space.rows[key][row]) for key in ("tp", "cp", "ep", "pp", "microbatches")}
-        values |= {"dp": int(space.rows["shared"][row]) // fsdp, "fsdp": fsdp, "zero": zero}
-        plan = Plan(**values | {"schedule": SCHEDULES[schedule], "remat": REMATS[remat], "sequence": bool(sequence)})
+        choice = plans.choice(i)
+        plan = Plan(**solver._values(choice))
         predicted = estimate(layouts.of(plan)).step_time_s
         assert plans.bound_s[i] <= predicted * (1 + 1e-9), str(plan)
-        assert solver._least_s[row] <= predicted * (1 + 1e-9), str(plan)
+        assert solver._least_s[choice.row] <= predicted * (1 + 1e-9), str(plan)
 
 
 def test_all_plans_are_counted_once() -> None:

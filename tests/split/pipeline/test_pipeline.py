@@ -21,10 +21,17 @@ from paceline.split.pipeline.pipeline import Pipeline
 from pipelines import CASES, CPU, alone, assert_same, fill, logits_of, on_meta, piped, vectors
 from ranks import Backend, RankError, Ranks
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe")
 
 
-_BACKENDS: dict[str, Backend] = {"gpipe": "gloo", "1f1b": "shm", "interleaved": "gloo", "zero-bubble": "shm"}
+_BACKENDS: dict[str, Backend] = {
+    "gpipe": "gloo",
+    "1f1b": "shm",
+    "interleaved": "gloo",
+    "interleaved virtual=3": "shm",
+    "zero-bubble": "shm",
+    "dualpipe": "gloo",
+}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +40,9 @@ _BACKENDS: dict[str, Backend] = {"gpipe": "gloo", "1f1b": "shm", "interleaved": 
         pytest.param("gpipe", marks=pytest.mark.slow),
         "1f1b",
         pytest.param("interleaved", marks=pytest.mark.slow),
+        "interleaved virtual=3",
         "zero-bubble",
+        "dualpipe",
     ],
 )
 def test_every_schedule_with_a_tied_head(ranks: Ranks, schedule: str) -> None:
@@ -48,11 +57,17 @@ _CUTS = {
     "gpipe": "cut=blocks.3",
     "1f1b": "cut=blocks.3",
     "interleaved": "cut=blocks.1,blocks.2,blocks.4",
+    "interleaved virtual=3": "cut=blocks.1,blocks.2,blocks.3,blocks.4,head",
     "zero-bubble": "cut=blocks.1,blocks.2,blocks.4",
+    "dualpipe": "cut=blocks.1,blocks.2,blocks.4",
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"], ids=["a stage a rank", "two stages a rank"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", "zero-bubble", pytest.param("dualpipe", marks=pytest.mark.slow)],
+    ids=["a stage a rank", "two stages a rank", "two stages a rank, both ways at once"],
+)
 def test_a_plain_sequence_cut_by_cost_with_a_smaller_last_batch(ranks: Ranks, schedule: str) -> None:
     """The last batch of an epoch has one sample, fewer microbatches than the schedule takes.
 
@@ -79,7 +94,9 @@ def test_model_families(ranks: Ranks, name: str, schedule: str) -> None:
 
     Running statistics included.
     """
-    assert_same(ranks(2, piped, name, f"pp=2 microbatches=2 schedule={schedule}", backend="shm"), alone(CASES[name], 2))
+    parts = 4 if schedule == "dualpipe" else 2
+    plan = f"pp=2 microbatches={parts} schedule={schedule}"
+    assert_same(ranks(2, piped, name, plan, backend="shm"), alone(CASES[name], parts))
 
 
 @pytest.mark.parametrize(

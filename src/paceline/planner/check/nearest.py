@@ -24,6 +24,7 @@ _MOST_CHANGES = 4
 # combinations tried for each number of changes, nearest first
 _MOST_DEGREES_TRIED = 2000
 _MOST_MICROBATCHES = 64  # more are not proposed
+_MOST_VIRTUAL = 12
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (3, 2, 1),
     "offload": (False, True),
@@ -168,6 +169,8 @@ def _other_values(context: PlanContext, key: str) -> list[Any]:
     if key == "cut":
         meant = [_intended_cut(context)] if context.plan.pp > 1 else []
         return [cut for cut in dict.fromkeys((*meant, "")) if cut != own]
+    if key == "virtual":
+        return list(range(min(own - 1, _MOST_VIRTUAL), 1, -1))
     return [value for value in _CHOICES[key] if value != own]
 
 

@@ -11,7 +11,6 @@ from paceline.cluster.cluster import Cluster, spread
 from paceline.job.data import Synthetic, Text
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.plans.choices import STAGES_PER_RANK
 
 if TYPE_CHECKING:
     from paceline.plans.plan import Plan
@@ -70,11 +69,6 @@ class PlanContext:
     def divides(self) -> bool:
         """True if a replica has more than one rank."""
         return self.plan.ranks > self.plan.dp
-
-    @property
-    def stages(self) -> int:
-        """Number of pipeline stages of the model."""
-        return self.plan.pp * STAGES_PER_RANK[self.plan.schedule] if self.plan.pp > 1 else 1
 
     @property
     def tokens(self) -> int | None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.state import memory_shortage
 from paceline.plans.axes import DEGREES
+from paceline.plans.choices import V_SCHEDULES
 from paceline.plans.limits import (
     NO_ATTENTION,
     NO_BLOCKS_TO_RECOMPUTE,
@@ -51,6 +52,16 @@ def _without_its_degree(key: str) -> Check:
     return Check(reason, (key, degree))
 
 
+def _virtual_without_interleaving(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.virtual == 2 or plan.schedule == "interleaved":
+        return None
+    return (
+        f"plan {plan} has virtual={plan.virtual}, the number of stages of a rank with schedule=interleaved, but the "
+        f"schedule is {plan.schedule}: schedule=interleaved, or leave out virtual."
+    )
+
+
 def _schedule_and_microbatches(context: PlanContext) -> str | None:
     plan = context.plan
     return context.reason(unfit_microbatches(plan.schedule, plan.pp, plan.microbatches)) if plan.pp > 1 else None
@@ -63,7 +74,7 @@ def _too_few_blocks(context: PlanContext) -> str | None:
     blocks = len(context.model_info.blocks)
     pieces = blocks or sum(len(shape.sizes) > 1 for shape in context.model_info.parameters)
     have = count(blocks, "repeated block") if blocks else count(pieces, "weight matrix", "weight matrices")
-    found = too_many_stages(plan.pp, plan.schedule, pieces, f"the model has {have}")
+    found = too_many_stages(plan, pieces, f"the model has {have}")
     return context.reason(found and f"{found}, or cut names the modules where stages begin.")
 
 
@@ -71,9 +82,7 @@ def _wrong_cuts(context: PlanContext) -> str | None:
     plan = context.plan
     if plan.pp == 1 or not plan.cut:
         return None
-    return context.reason(
-        wrong_cuts(plan.cut, plan.schedule, plan.pp, context.model_info.modules, context.model_info.blocks)
-    )
+    return context.reason(wrong_cuts(plan, context.model_info.modules, context.model_info.blocks))
 
 
 def _heads_do_not_divide(context: PlanContext) -> str | None:
@@ -167,23 +176,23 @@ def _nothing_to_compute_again(context: PlanContext) -> str | None:
     return f"plan {plan} {NO_BLOCKS_TO_RECOMPUTE}"
 
 
-def _compiled_zero_bubble(context: PlanContext) -> str | None:
+def _compiled_v_schedule(context: PlanContext) -> str | None:
     plan = context.plan
-    if plan.pp == 1 or plan.schedule != "zero-bubble" or plan.compile == "off":
+    if plan.pp == 1 or plan.schedule not in V_SCHEDULES or plan.compile == "off":
         return None
     return (
-        f"plan {plan} computes gradients of inputs and of weights apart (zero-bubble), which PyTorch cannot do with "
-        "compiled stages: compile=off, or schedule=interleaved."
+        f"plan {plan} computes gradients of inputs and of weights apart ({plan.schedule}), which PyTorch cannot do "
+        "with compiled stages: compile=off, or schedule=interleaved."
     )
 
 
 def _shards_of_a_tied_weight(context: PlanContext) -> str | None:
     """Reason against FSDP2 shards of a tied weight, or None.
 
-    The V schedule has the first and the last stage on one rank, and FSDP2 shards each stage by itself.
+    A V schedule has the first and the last stage on one rank, and FSDP2 shards each stage by itself.
     """
     plan = context.plan
-    if plan.schedule != "zero-bubble" or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
+    if plan.schedule not in V_SCHEDULES or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
         return None
     return context.reason(sharded_twice(" = ".join(context.model_info.tied[0][:2]), plan.schedule))
 
@@ -212,9 +221,10 @@ def _enough_fsdp(context: PlanContext) -> str:
 MEMORY = ("zero", "offload", *DEGREES)
 SPLIT_CHECKS = (
     *(_without_its_degree(key) for key in MEANT_FOR),
+    Check(_virtual_without_interleaving, ("virtual", "schedule")),
     Check(_schedule_and_microbatches, ("microbatches", "schedule", "pp")),
-    Check(_too_few_blocks, ("pp", "schedule")),
-    Check(_wrong_cuts, ("cut", "pp", "schedule")),
+    Check(_too_few_blocks, ("pp", "schedule", "virtual")),
+    Check(_wrong_cuts, ("cut", "pp", "schedule", "virtual")),
     Check(_heads_do_not_divide, ("tp",)),
     Check(_experts_do_not_divide, ("ep",)),
     Check(_tokens_do_not_divide, ("cp",)),
@@ -224,7 +234,7 @@ SPLIT_CHECKS = (
     Check(_format_of_divided_images, ("memory_format", *DEGREES[1:])),
     Check(_graphs_of_divided_models, ("compile", *DEGREES[1:])),
     Check(_nothing_to_compute_again, ("remat", "pp")),
-    Check(_compiled_zero_bubble, ("compile", "schedule", "pp")),
+    Check(_compiled_v_schedule, ("compile", "schedule", "pp")),
     Check(_shards_of_a_tied_weight, ("schedule", "fsdp", "pp")),
     Check(_state_beyond_memory, MEMORY),
 )

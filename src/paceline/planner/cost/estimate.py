@@ -84,6 +84,7 @@ def timeline(layout: Layout) -> list[Span]:
 
 def _catalogue_inputs(layout: Layout) -> StepInputs:
     times, hop = stage_times(layout), hop_s(layout)
+    fsdp, dp, optimizer = beside_passes_s(layout, times.slowest)
     return StepInputs(
         times=times,
         hop_s=hop,
@@ -96,9 +97,9 @@ def _catalogue_inputs(layout: Layout) -> StepInputs:
             layout.schedule,
             layout.framework.overlaps_hops,
         ),
-        fsdp_s=_fsdp_s(layout, times.slowest),
-        dp_s=_dp_s(layout, times.slowest),
-        optimizer_s=_optimizer_s(layout, times.slowest),
+        fsdp_s=fsdp,
+        dp_s=dp,
+        optimizer_s=optimizer,
         other_s=constants.STEP_S + _offloaded_s(layout, times.slowest),
     )
 
@@ -111,6 +112,14 @@ def _offloaded_s(layout: Layout, slow: StageCost) -> float:
     kept = sum(block.boundary for block in layout.trace.blocks) * layout.samples * layout.number_bytes / across
     travel_s = kept / layout.machines.device.host_link.bandwidth
     return layout.microbatches * (exposed_s(travel_s, slow.forward) + exposed_s(travel_s, slow.backward))
+
+
+def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, float]:
+    """Seconds of fsdp, of dp and of the update, beside the slowest rank's passes.
+
+    The search bounds plans by it, with stages that compute nothing, or for ever.
+    """
+    return _fsdp_s(layout, slow), _dp_s(layout, slow), _optimizer_s(layout, slow)
 
 
 def _fsdp_s(layout: Layout, slow: StageCost) -> float:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.stages import stages
+from paceline.plans.choices import V_SCHEDULES
 from paceline.trace.graph import BlockTrace, ModelTrace
 
 HOLDERS = (
@@ -201,7 +202,7 @@ def _state(
     Gathered by FSDP, temporary during an update.
     """
     dense, experts = sum(held.dense for held in chunks), sum(held.experts for held in chunks)
-    if layout.pp == 1 or (layout.schedule == "zero-bubble" and chunks[0].outside and chunks[-1].outside):
+    if layout.pp == 1 or (layout.schedule in V_SCHEDULES and chunks[0].outside and chunks[-1].outside):
         dense -= layout.trace.tied / layout.tp
     numbers, over_cp = dense + experts, layout.cp if layout.shards_over_cp else 1
     shards = layout.fsdp * (over_cp if layout.zero == 3 and not layout.zero_dp and layout.dp == 1 else 1)
@@ -264,7 +265,7 @@ def _in_flight(layout: Layout, stage: int) -> list[int]:
     if layout.schedule == "gpipe" or (layout.schedule == "interleaved" and (count < pp or count % (count // pp))):
         return [count] * chunks
     # a V: down through the first chunks, up through the second ones
-    if layout.schedule == "zero-bubble":
+    if layout.schedule in V_SCHEDULES:
         return [min(count, 2 * pp - stage), min(count, stage + 1)][:chunks]
     if chunks == 1:
         return [min(count, pp - stage)]
@@ -280,13 +281,13 @@ def _ranks(layout: Layout, memory_model: MemoryModel) -> list[tuple[int, tuple[B
     """
     config = _memory_config(layout, memory_model)
     cut = layout.cut or _even_cut(layout)
-    key = (config, cut, layout.pp, layout.schedule == "zero-bubble")
+    key = (config, cut, layout.pp, layout.schedule in V_SCHEDULES)
     memo = layout.trace.memo
     if key not in memo:
         chunks, pp = _chunks(layout.trace, config, cut), layout.pp
         firsts: dict[tuple[BlockMemory, ...], int] = {}
         for rank in range(pp):
-            back = layout.schedule == "zero-bubble" and len(chunks) == 2 * pp
+            back = layout.schedule in V_SCHEDULES and len(chunks) == 2 * pp
             firsts.setdefault((chunks[rank], chunks[-1 - rank]) if back else tuple(chunks[rank::pp]), rank)
         memo[key] = [(rank, own) for own, rank in firsts.items()]
     found: list[tuple[int, tuple[BlockMemory, ...]]] = memo[key]

@@ -35,8 +35,24 @@ def pipeline_s(
     if schedule == "zero-bubble":
         # the weights' gradients, a third of the work, fill it (Qi et al., 2023, arXiv:2401.10241)
         fill /= 3
+    elif schedule == "dualpipe":
+        fill = dualpipe_bubble_s(sum(forwards) / len(times), sum(backwards) / len(times), ranks)
     hops = 2 * (ranks - 1) + (0 if overlaps else (microbatches - 1) * chunks)
     return microbatches * max(busy) + fill + hops * hop_s
+
+
+def dualpipe_bubble_s(forward_s: float, backward_s: float, ranks: int) -> float:
+    """Bubble of DualPipe over `ranks` ranks with two stages each.
+
+    It is (PP / 2 - 1) (F&B + B - 3 W) with PP stages (Liu et al., 2024, arXiv:2412.19437, table 2). A forward and a
+    backward pass at once take the sum of both here, as torch runs one after the other. The weights' gradients are as
+    many products as the forward pass.
+
+    Args:
+        forward_s, backward_s: seconds of a stage.
+    """
+    weights_s = min(forward_s, backward_s / 2)
+    return (ranks - 1) * (forward_s + 2 * backward_s - 3 * weights_s)
 
 
 def hop_s(layout: Layout) -> float:

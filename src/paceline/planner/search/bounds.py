@@ -1,15 +1,14 @@
-"""Lower bounds of a plan's time and memory, which keep the search exact.
+"""Lower bounds of a plan's time and memory, from the cost model's own functions.
 
-A bound is admissible: never above the prediction. Time: the work of a microbatch, evenly over the stages, as often as
-it is on the schedule's critical path; one pass of the optimizer; and the part of the gradients' sum that no backward
-pass can overlap. Memory: the state and the activations of an average rank, or of the pipeline's first one, which has
-the most microbatches in flight.
+A bound is what the model predicts of an easier plan, never above the prediction: blocks without replicas, in stages of
+equal time; collectives of a rank that computes nothing, or so long that it hides them; the memory of a smaller model
+with all of its state sharded. No formula of the model is repeated here, so none has to be changed with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from operator import mul
 from typing import Any, NamedTuple
@@ -17,25 +16,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.planner.cost.estimate import beside_passes_s
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured import added_by, calibration_of, passes_of
-from paceline.planner.cost.memory import FRAGMENTS, GATHERED_AT_ONCE, RUNTIME_BYTES, memory, usable_bytes
+from paceline.planner.cost.memory import memory, usable_bytes
 from paceline.planner.cost.pipeline import hop_s, pipeline_s
 from paceline.planner.cost.stages import StageCost, stages
-from paceline.planner.cost.traffic import all_reduce_s, link_path
-from paceline.planner.search.space import Ints, divisors, numbered
-from paceline.plans.choices import STAGES_PER_RANK, Remat
+from paceline.planner.search.space import Ints, Pipeline, divisors, numbered
+from paceline.plans.choices import Remat
 from paceline.trace.graph import BlockTrace, ModelTrace
 
 Floats = NDArray[np.float64]
 # samples of a microbatch so large that matrix products reach their peak
 _ENDLESS = 2.0**16
-# fraction of the state that is certain, since stages are not quite even
-_CERTAIN = 0.97
+# parameters so many that latencies do not count
+_MANY = 1e15
+# parts of a stage's time that its forward pass may take
+_FORWARD = (1 / 4, 1 / 3, 1 / 2)
 
 
 class ShardConfig(NamedTuple):
-    """Shard config: everything that a rank's work and state inside a stage depend on."""
+    """Shard config: everything that a microbatch's time on a rank depends on."""
 
     tp: int
     cp: int
@@ -46,34 +47,19 @@ class ShardConfig(NamedTuple):
     threads: int
 
 
-@dataclass(frozen=True)
-class RankCost:
-    """Rank cost: all blocks on one rank of tp, cp and ep.
+class RankCost(NamedTuple):
+    """Rank cost: one microbatch through all blocks on one rank of tp, cp and ep.
 
     Attributes:
-        forward_s, backward_s: seconds of one microbatch; `repeated_s`: both, for the layers.
-        parameters: parameters on the rank, of which `repeated` are in layers.
+        seconds: forward and backward passes; `layer_s`: those of one layer.
         dense: parameters per second of work: the least of any block.
-        kept: bytes of one microbatch for its backward pass, of which `repeated_kept` are in layers.
-        received: bytes of one microbatch that are sent to the next stage.
-        hop_s: least seconds of sending them.
+        hop_s: seconds to send it to a next stage.
     """
 
-    forward_s: float
-    backward_s: float
-    repeated_s: float
-    parameters: float
-    repeated: float
+    seconds: float
+    layer_s: float
     dense: float
-    kept: float
-    repeated_kept: float
-    received: float
     hop_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of forward and backward."""
-        return self.forward_s + self.backward_s
 
 
 class Bounds:
@@ -86,148 +72,137 @@ class Bounds:
 
     def __init__(self, layout: Layout, trace_at: Callable[[int], ModelTrace]) -> None:
         self.layout = replace(layout, dp=1, fsdp=1, tp=1, pp=1, cp=1, ep=1, microbatches=1, chunks=1, cut=())
-        kinds = _kinds(layout.trace)
-        self._kinds, self._counts = list(kinds), list(kinds.values())
-        self._trace_at, self._each = trace_at, dict[int, ModelTrace]()
+        counts = _kinds(layout.trace)
+        self._kinds, self._counts = list(counts), list(counts.values())
         self.layers = max(self._counts)
-        self._samples: dict[tuple[object, ...], tuple[list[float], list[float]]] = {}
+        self._trace_at, self._each = trace_at, dict[int, ModelTrace]()
         self._rank_costs: dict[ShardConfig, RankCost] = {}
-        self._passes: dict[tuple[int, int, str], tuple[float, float]] = {}
-        self._sums: dict[tuple[int, int], float] = {}
+        self._fits: dict[tuple[Any, ...], bool] = {}
+        self._easier: dict[tuple[int, int, int], tuple[ModelTrace, tuple[int, ...]]] = {}
+        self._passes: dict[tuple[Pipeline, int], list[tuple[float, float]]] = {}
+        self._beside: dict[tuple[int, ...], Floats] = {}
 
     @cached_property
     def capacity(self) -> float:
         """Bytes of a device that a plan may use; on CPUs those of one core."""
-        machines = self.layout.machines
-        return usable_bytes(replace(self.layout, dp=machines.devices, fsdp=1, tp=1, pp=1, cp=1, ep=1))
-
-    @cached_property
-    def model_capacity(self) -> float:
-        """Bytes of a device without its runtime. On CPUs a rank may have the memory of idle cores: infinite."""
-        return self.capacity - RUNTIME_BYTES if self.layout.machines.device.is_gpu else float("inf")
+        return usable_bytes(replace(self.layout, dp=self.layout.machines.devices))
 
     def rank_cost(self, config: ShardConfig) -> RankCost:
         """Rank cost of a shard config, computed once."""
-        found = self._rank_costs.get(config)
-        if found is None:
-            found = self._rank_costs[config] = self._computed(config)
-        return found
-
-    def rate_s(self, tp: int, cp: int, ep: int, threads: int, sequence: bool, remat: str) -> float:
-        """Seconds per sample of all blocks on one rank, with the best microbatch size."""
-        return self.rank_cost(ShardConfig(tp, cp, ep, sequence, remat, _ENDLESS, threads)).seconds / _ENDLESS
+        if config not in self._rank_costs:
+            self._rank_costs[config] = self._computed(config)
+        return self._rank_costs[config]
 
     def least_s(self, rows: Mapping[str, NDArray[Any]], sequence: bool, remat: Remat) -> Floats:
-        """Least seconds of a step for each row of degrees, with the best microbatch size."""
+        """Least seconds of a step for each row, at the rate of very large microbatches."""
         keys, place = numbered(rows["tp"], rows["cp"], rows["ep"], rows["threads"])
-        rate = np.array([self.rate_s(tp, cp, ep, threads, sequence, remat) for tp, cp, ep, threads in keys])
-        return (
-            np.asarray(rate[place] * rows["samples"] * rows["microbatches"] / rows["pp"]) if len(keys) else np.zeros(0)
-        )
+        rates = [
+            self.rank_cost(ShardConfig(tp, cp, ep, sequence, remat, _ENDLESS, threads)).seconds / _ENDLESS
+            for tp, cp, ep, threads in keys
+        ]
+        return np.asarray(np.array(rates, np.float64)[place] * rows["samples"] * rows["microbatches"] / rows["pp"])
 
-    def passes(self, pp: int, microbatches: int, schedule: str) -> tuple[float, float]:
-        """Numbers of microbatches and of hops on the critical path of even stages."""
-        key = pp, microbatches, schedule
-        found = self._passes.get(key)
-        if found is None:
-            chunks = STAGES_PER_RANK[schedule] if pp > 1 else 1
-            even, none = [0.5 / pp / chunks] * (pp * chunks), [0.0] * (pp * chunks)
-            work = pipeline_s(even, even, microbatches, 0.0, pp, schedule)
-            found = self._passes[key] = work, pipeline_s(none, none, microbatches, 1.0, pp, schedule)
-        return found
+    def fits(self, layout: Layout) -> bool:
+        """True if some way to shard this layout's state fits: all of it, or none."""
+        shared = layout.dp * layout.fsdp
+        degrees = layout.tp, layout.cp, layout.ep, layout.pp, shared, layout.microbatches, bool(layout.cut)
+        key = (*degrees, layout.schedule, layout.chunks, layout.remat, layout.sequence)
+        if key not in self._fits:
+            usable = usable_bytes(layout)
+            held = memory(replace(layout, dp=1, fsdp=shared, zero=3))
+            whole = shared * (held["parameters"] + held["optimizer"])
+            # what `zero` leaves whole is less than the blocks that are gathered at once where there are very few
+            others = [(shared, 2), (shared, 1)] if layout.pp == 1 and shared > 1 else []
+            others += [(1, 3)] if shared > 1 and whole <= usable else []
+            self._fits[key] = sum(held.values()) <= usable or any(
+                sum(memory(replace(layout, dp=shared // fsdp, fsdp=fsdp, zero=zero)).values()) <= usable
+                for fsdp, zero in others
+            )
+        return self._fits[key]
 
-    def unevenness_s(self, seconds: Floats, repeated_s: Floats, pp: Ints, microbatches: Ints) -> Floats:
+    def easier(self, tp: int, pp: int, chunks: int) -> tuple[ModelTrace, tuple[int, ...]]:
+        """A smaller model and its cut, which needs less memory in so many stages.
+
+        Each stage has as many of the smallest layers as the smallest of an even cut. The last, with the fewest
+        microbatches in flight, has the head alone, or those layers by which some rank has more, whichever are larger.
+        With one stage, or more than layers, it is the model itself.
+        """
+        if (tp, pp, chunks) not in self._easier:
+            repeated = [i for i, count in enumerate(self._counts) if count > 1] or [self._counts.index(self.layers)]
+            blocks, each = self._trace_at(tp).blocks, sum(self._counts[i] for i in repeated) // (pp * chunks)
+            small = _smallest_of([self._each_at(tp).blocks[i] for i in repeated])
+            layer = self._each_at(tp).blocks[self._counts.index(self.layers)]
+            fuller = (layer,) * (-(-self.layers // pp) - each * (chunks - 1))
+            last = max((blocks[-1],), fuller, key=lambda some: sum(block.parameters for block in some))
+            smaller = ModelTrace((*(small,) * (each * (pp * chunks - 1)), *last))
+            cut = (*(each,) * (pp * chunks - 1), len(last))
+            self._easier[tp, pp, chunks] = (smaller, cut) if pp > 1 and each else (self._trace_at(tp), ())
+        return self._easier[tp, pp, chunks]
+
+    def passes(self, rows: Mapping[str, NDArray[Any]], pipeline: Pipeline) -> tuple[Floats, Floats]:
+        """Microbatches and hops on the critical path of even stages. Both grow evenly with the microbatches."""
+        several, place = np.unique(rows["pp"], return_inverse=True)
+        keys = [(pipeline, pp) for pp in several.tolist()]
+        self._passes |= {key: _passes(*key) for key in keys if key not in self._passes}
+        first, more = np.moveaxis(np.array([self._passes[key] for key in keys]).reshape(-1, 2, 2)[place], 1, 0)
+        work, hops = (first + (rows["microbatches"] - 1)[:, None] * (more - first)).T
+        return work, hops
+
+    def unevenness_s(self, costs: Mapping[str, Floats], pp: Ints, microbatches: Ints) -> Floats:
         """Additional seconds because layers are whole. Some rank has at least an even number of layers, rounded up."""
-        fullest = repeated_s / self.layers * np.ceil(self.layers / pp)
-        return np.asarray((microbatches - 1) * np.maximum(fullest - seconds / pp, 0.0), np.float64)
+        fullest = costs["layer_s"] * np.ceil(self.layers / pp)
+        return np.asarray((microbatches - 1) * np.maximum(fullest - costs["seconds"] / pp, 0.0), np.float64)
 
-    def optimizers_s(self, parameters: Floats) -> Floats:
-        """Seconds in which the optimizer reads state, parameters and gradients and writes the first two."""
-        layout = self.layout
-        each = 2 * layout.parameter_bytes + layout.gradient_bytes + 2 * layout.optimizer_bytes
-        machines = layout.machines
-        # one rank may compute with all of them
-        cores = machines.per_host if machines.device.is_core else 1
-        fastest = machines.device.memory_bandwidth * cores
-        seconds: Floats = _CERTAIN * parameters * each / fastest
-        return seconds
+    def beside_s(self, costs: Mapping[str, Floats], rows: Mapping[str, NDArray[Any]], fsdp: Ints, zero: Ints) -> Floats:
+        """Least seconds of the update, and of collectives that compute cannot hide."""
+        apart = rows["tp"] * rows["cp"] * rows["ep"]
+        keys, place = numbered(apart, rows["pp"], fsdp, rows["shared"] // fsdp, zero)
+        if not keys:
+            return np.zeros(0)
+        for key in keys:
+            if key not in self._beside:
+                self._beside[key] = self._beside_by(*key)
+        first, more = np.moveaxis(np.array([self._beside[key] for key in keys])[place], 1, 0)
+        busy, hidden, endless = np.moveaxis(first + (rows["microbatches"] - 1)[:, None, None] * (more - first), 1, 0)
+        seconds = costs["seconds"] / rows["pp"]
+        parameters = (seconds * costs["dense"])[:, None]
+        return np.asarray(np.maximum(busy * parameters + hidden * seconds[:, None], endless * parameters).sum(1))
 
-    def sum_s_per_byte(self, apart: int, dp: int) -> float:
-        """Seconds per byte of the gradients' all-reduce, without latency.
+    def _beside_by(self, apart: int, pp: int, fsdp: int, dp: int, zero: int) -> Floats:
+        """Seconds of fsdp, dp and update with one microbatch, and with two.
 
-        `apart` is the distance between the ranks of neighbouring replicas.
+        For each of these: seconds per parameter where nothing is computed; how much less for a second of computing in
+        either pass; and seconds per parameter where all is hidden that can be.
         """
-        key = apart, dp
-        if key not in self._sums:
-            over = link_path(replace(self.layout, fsdp=apart, dp=dp), "dp")
-            self._sums[key] = (all_reduce_s(2e9, over) - all_reduce_s(1e9, over)) / 1e9 if dp > 1 else 0.0
-        return self._sums[key]
+        layout = replace(self.layout, cp=apart, pp=pp, fsdp=fsdp, dp=dp, zero=zero)
+        found = []
+        for count in (1, 2):
+            plan = replace(layout, microbatches=count)
 
-    def state_bytes(self, pp: Ints, microbatches: Ints, fsdp: Ints, zero: int) -> Floats:
-        """State bytes per parameter of a rank, between and during steps.
+            def seconds(passes_s: float, plan: Layout = plan) -> Floats:
+                # of so many blocks that no single one of them counts
+                slow = StageCost(passes_s, passes_s, parameters=_MANY, blocks=_MANY)
+                return np.array(beside_passes_s(plan, slow))
 
-        Gathered tensors that stay during a step are included.
-        """
-        layout = self.layout
-        divided, pipelined = fsdp > 1, pp > 1
-        shared = (layout.parameter_bytes + layout.gradient_bytes + layout.optimizer_bytes) / fsdp
-        narrow = np.where(divided & (pipelined | (zero < 3)), min(layout.parameter_bytes, layout.number_bytes), 0.0)
-        beside = np.where(divided & (microbatches > 1) & (pipelined | (zero == 1)), layout.gradient_bytes, 0.0)
-        return np.asarray(np.where(divided & layout.offload, 0.0, shared) + narrow + beside, np.float64)
-
-    def gathered_bytes(self, layer: Floats, pp: Ints, fsdp: Ints, zero: int) -> Floats:
-        """Bytes of a layer that fsdp gathers, with its gradients.
-
-        A pipeline's stage has all its parameters whole, which `state_bytes` counts.
-        """
-        narrow = min(self.layout.parameter_bytes, self.layout.number_bytes)
-        whole = (pp > 1) | (zero < 3)
-        gathered: Floats = layer * (
-            narrow + self.layout.gradient_bytes + np.where(whole, 0.0, GATHERED_AT_ONCE * narrow)
-        )
-        return np.where(fsdp > 1, (1 + FRAGMENTS) * gathered, 0.0)
-
-    def activations_bytes(self, kept: Floats, pp: Ints, microbatches: Ints, schedule: str) -> Floats:
-        """Lower bound on the activation bytes in flight on an average rank."""
-        flight = 1.0 * microbatches if schedule == "gpipe" else np.maximum(0.5 * np.minimum(microbatches, pp), 1.0)
-        activations: Floats = kept / pp * np.where(pp > 1, flight, 1.0)
-        return activations
-
-    def first_bytes(self, repeated_kept: Floats, pp: Ints, microbatches: Ints, schedule: str) -> Floats:
-        """Lower bound on the activation bytes in flight on the pipeline's first rank.
-
-        It holds if that has no fewer layers than the smallest stage of an even cut.
-        """
-        chunks = STAGES_PER_RANK[schedule]
-        layers = self.layers // (pp * chunks)
-        if schedule == "zero-bubble":
-            flight = np.minimum(microbatches, 2 * pp) + 1
-        elif schedule == "interleaved":
-            flight = np.minimum(3 * pp - 1, 2 * microbatches)
-        else:
-            flight = microbatches if schedule == "gpipe" else np.minimum(microbatches, pp)
-        activations: Floats = repeated_kept / self.layers * layers * np.where(pp > 1, flight, 1.0)
-        return activations
+            alone = seconds(0.0)
+            little = max(1e-6 * float(alone.max()), 1e-9)
+            endless = seconds(1e30) / _MANY
+            hidden = np.minimum((seconds(little) - alone) / little, 0.0)
+            found.append([alone / _MANY, hidden, endless])
+        return np.array(found) * (1 - 1e-6)
 
     def _computed(self, config: ShardConfig) -> RankCost:
-        layout = replace(self.layout, **config._asdict())
         each = self._each_at(config.tp)
-        costs = stages(replace(layout, trace=each, cut=(1,) * len(self._counts)))
+        layout = replace(self.layout, **config._asdict(), trace=each, cut=(1,) * len(self._counts))
+        costs = stages(layout)
         total = StageCost(*[sum(map(mul, values, self._counts)) for values in zip(*costs, strict=True)])
         dense = [cost.parameters / seconds for cost in costs if (seconds := cost.forward + cost.backward) > 0]
-        kept, hops = self._per_sample(layout)
-        layer, sample = self._counts.index(self.layers), config.samples * layout.number_bytes / config.cp
+        layer = costs[self._counts.index(self.layers)]
         return RankCost(
-            forward_s=total.forward,
-            backward_s=total.backward,
-            repeated_s=(costs[layer].forward + costs[layer].backward) * self.layers,
-            parameters=total.parameters,
-            repeated=costs[layer].parameters * self.layers,
-            dense=min(dense, default=0.0),
-            kept=sum(map(mul, kept, self._counts)) * config.samples,
-            repeated_kept=kept[layer] * self.layers * config.samples,
-            received=each.blocks[layer].boundary / (config.tp if config.sequence else 1) * sample,
-            hop_s=max(0.0, hops[0] + (hops[1] - hops[0]) * (config.samples - 1)),
+            total.forward + total.backward,
+            layer.forward + layer.backward,
+            min(dense, default=0.0),
+            hop_s(replace(layout, pp=2)),
         )
 
     def _each_at(self, tp: int) -> ModelTrace:
@@ -237,25 +212,37 @@ class Bounds:
             self._each[tp] = ModelTrace(tuple(there[blocks.index(kind)] for kind in self._kinds))
         return self._each[tp]
 
-    def _per_sample(self, layout: Layout) -> tuple[list[float], list[float]]:
-        """Bytes per sample that each block kind saves, and seconds of one and two hops.
 
-        The hops send one and two samples to a stage.
-        """
-        key = layout.tp, layout.cp, layout.ep, layout.sequence, layout.remat
-        found = self._samples.get(key)
-        if found is None:
-            one = replace(layout, samples=1.0, microbatches=2)
-            twice = [
-                ModelTrace((block,) * min(count, 2))
-                for block, count in zip(self._each_at(layout.tp).blocks, self._counts, strict=True)
-            ]
-            kept = [
-                (1 + FRAGMENTS) * memory(replace(one, trace=trace))["activations"] / len(trace.blocks)
-                for trace in twice
-            ]
-            found = self._samples[key] = kept, [hop_s(replace(layout, pp=2, samples=samples)) for samples in (1.0, 2.0)]
-        return found
+def _passes(pipeline: Pipeline, pp: int) -> list[tuple[float, float]]:
+    """Microbatches and hops on the critical path, with one microbatch and with two."""
+    stage, none = 1 / (pp * pipeline.chunks(pp)), [0.0] * (pp * pipeline.chunks(pp))
+    splits = [([part * stage] * len(none), [(1 - part) * stage] * len(none)) for part in _FORWARD]
+    return [
+        (
+            min(pipeline_s(*split, count, 0.0, pp, pipeline.schedule) for split in splits),
+            pipeline_s(none, none, count, 1.0, pp, pipeline.schedule),
+        )
+        for count in (1, 2)
+    ]
+
+
+def smallest(layout: Layout) -> Layout:
+    """The layout with microbatches of one sample, which need the least memory.
+
+    A single microbatch stays one.
+    """
+    if layout.microbatches == 1:
+        return layout
+    return replace(layout, samples=1.0, microbatches=round(layout.samples * layout.microbatches))
+
+
+def _smallest_of(blocks: list[BlockTrace]) -> BlockTrace:
+    """A block that holds and keeps no more than any of these."""
+    if len(blocks) == 1:
+        return blocks[0]
+    names = [field.name for field in fields(BlockTrace) if type(getattr(blocks[0], field.name)) in (int, float)]
+    least = {name: min(getattr(block, name) for block in blocks) for name in names}
+    return replace(blocks[0], gemms=(), trained=all(block.trained for block in blocks), **least)
 
 
 def _kinds(trace: ModelTrace) -> dict[BlockTrace, int]:
@@ -280,12 +267,8 @@ class MeasuredBounds(Bounds):
         return np.asarray(each[place] * rows["microbatches"]) if len(keys) else np.zeros(0)
 
     def rank_cost(self, config: ShardConfig) -> RankCost:
-        """Rank cost without times, of which `least_s` has the measured ones."""
-        return replace(super().rank_cost(config), forward_s=0.0, backward_s=0.0, repeated_s=0.0, dense=0.0, hop_s=0.0)
-
-    def sum_s_per_byte(self, apart: int, dp: int) -> float:
-        """No seconds: what a calibration point's update sent is in its times already."""
-        return 0.0
+        """No times: those that `least_s` has were measured, with collectives."""
+        return RankCost(0.0, 0.0, 0.0, 0.0)
 
     def _microbatch_s(self, tp: int, cp: int, ep: int, pp: int, shared: int, samples: float, remat: Remat) -> float:
         """Least seconds of a rank's work for one microbatch."""

@@ -11,7 +11,7 @@ from paceline.job.job import Job
 from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.rules import CHECKS
 from paceline.planner.check.split_check import MEMORY
-from paceline.plans.choices import STAGES_PER_RANK
+from paceline.plans.choices import stages_per_rank
 from paceline.plans.plan import Plan
 from paceline.units import count
 
@@ -69,7 +69,8 @@ class LegalPlans:
 
     def _too_many_stages(self, pp: int) -> Refusal | None:
         one_a_rank = [
-            self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) for schedule in ("1f1b", "gpipe")
+            self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut", "virtual"))
+            for schedule in ("1f1b", "gpipe")
         ]
         if all(one_a_rank):
             return next(iter(one_a_rank))
@@ -80,12 +81,11 @@ class LegalPlans:
         """True if sequence parallelism is legal with these degrees."""
         return tp > 1 and self.refusal({"tp": tp, "cp": cp, "sequence": True}, ("sequence", "tp", "cp")) is None
 
-    def schedule_fits(self, schedule: str, pp: int) -> bool:
+    def schedule_fits(self, schedule: str, virtual: int, pp: int) -> bool:
         """True if the model has blocks for the schedule's stages."""
-        stages = pp * STAGES_PER_RANK[schedule] if pp > 1 else 1
-        return (
-            stages <= self.blocks and self.refusal({"pp": pp, "schedule": schedule}, ("pp", "schedule", "cut")) is None
-        )
+        values = {"pp": pp, "schedule": schedule, "virtual": virtual}
+        stages = pp * stages_per_rank(schedule, virtual) if pp > 1 else 1
+        return stages <= self.blocks and self.refusal(values, (*values, "cut")) is None
 
     def fsdp_refusal(self, schedule: str, pp: int) -> Refusal | None:
         """Reason why fsdp cannot shard a rank's stages of such a pipeline, or None."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.errors import PlanError
 from paceline.planner.cost.layout import Layout
 from paceline.planner.search.capacity import smallest_that_works
@@ -42,21 +39,12 @@ class RejectionCounts:
     # bytes of a device
     capacity: float = 0.0
     out_of_memory: int = 0
-    least_bytes: float = float("inf")
-    most_bytes: float = 0.0
     refused: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)
 
     @property
     def plans(self) -> int:
         """Number of all excluded plans."""
         return self.out_of_memory + sum(count for _, count in self.refused.values())
-
-    def count_out_of_memory(self, needed: NDArray[np.float64], plans: NDArray[np.int64]) -> None:
-        """Count plans that need more memory than there is."""
-        if len(needed):
-            self.out_of_memory += int(plans.sum())
-            self.least_bytes = min(self.least_bytes, float(needed.min()))
-            self.most_bytes = max(self.most_bytes, float(needed.max()))
 
     def refuse(self, keys: tuple[str, ...], reason: str, plans: int = 1) -> None:
         """Count plans that a check refused."""
@@ -71,19 +59,9 @@ class RejectionCounts:
             values.append(batch)
         found = [Excluded(" ".join(keys[:3]), text, count) for keys, (text, count) in self.refused.items()]
         if self.out_of_memory:
-            needs = f"need {size(self.least_bytes)}" + (
-                f" to {size(self.most_bytes)}" if self.most_bytes > 1.05 * self.least_bytes else ""
-            )
-            found.append(
-                Excluded(
-                    "memory",
-                    (
-                        f"does not fit: {self.out_of_memory:,} plans {needs} on a device that has "
-                        f"{size(self.capacity)} to give"
-                    ),
-                    self.out_of_memory,
-                )
-            )
+            plans, room = f"{self.out_of_memory:,} plans", size(self.capacity)
+            reason = f"does not fit: {plans} need more on a device that has {room} to give"
+            found.append(Excluded("memory", reason, self.out_of_memory))
         return (*values, *sorted(found, key=lambda one: -one.plans))[:_MOST_REASONS]
 
 

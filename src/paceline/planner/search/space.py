@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,34 @@ from numpy.typing import NDArray
 from paceline.cluster.cluster import Cluster, spread
 from paceline.job.job import Job
 from paceline.planner.search.legal import LegalPlans, Refusal
-from paceline.plans.choices import REMATS, SCHEDULES
+from paceline.plans.choices import REMATS, SCHEDULES, Schedule, stages_per_rank
 from paceline.plans.limits import microbatches_fit
 from paceline.plans.plan import Plan
 from paceline.plans.transport_info import BETWEEN_HOSTS, WITHIN_HOST, carriers
 from paceline.trace.graph import ModelTrace
 
 Ints = NDArray[np.int64]
+# numbers of interleaved stages of a rank; those above 2 only where all stages get as many layers
+_VIRTUAL = (2, 3, 4, 6, 8, 12)
 COLUMNS = ("tp", "cp", "ep", "pp", "shared", "microbatches")
+
+
+class Pipeline(NamedTuple):
+    """A schedule with its number of stages on each rank."""
+
+    schedule: Schedule
+    virtual: int = Plan.virtual
+
+    def chunks(self, pp: int) -> int:
+        """Stages of a rank; 1 without a pipeline."""
+        return stages_per_rank(self.schedule, self.virtual) if pp > 1 else 1
+
+
+PIPELINES = tuple(
+    Pipeline(schedule, virtual)
+    for schedule in SCHEDULES
+    for virtual in (_VIRTUAL if schedule == "interleaved" else (Plan.virtual,))
+)
 
 
 @dataclass(frozen=True)
@@ -69,8 +89,10 @@ class Space:
         rows["knobs"] = np.array(
             [len(self._knobs(ranks, most)) for (ranks,), most in zip(several, threads, strict=True)], np.int64
         )[place]
-        sizes, place = numbered(rows["shared"] * rows["ep"] * rows["microbatches"])
-        rows["size"], rows["samples"] = place, np.array([self.job.global_batch / key[0] for key in sizes])[place]
+        # of the data-parallel rank that has the most
+        share = -(-self.job.global_batch // (rows["shared"] * rows["ep"]))
+        rows["samples"] = share / np.maximum(rows["microbatches"], 1)
+        rows["size"] = np.unique(rows["samples"], return_inverse=True)[1]
         return rows
 
     @cached_property
@@ -87,11 +109,11 @@ class Space:
     def plans_per_row(self) -> Ints:
         """Number of plans of each row."""
         every = np.arange(len(self.rows["tp"]))
-        schedules = sum(self.runs(every, schedule).astype(np.int64) for schedule in SCHEDULES)
+        pipelines = sum(self.runs(every, pipeline).astype(np.int64) for pipeline in PIPELINES)
         variants = sum(
             self.allows(every, sequence, remat).astype(np.int64) for sequence in (False, True) for remat in REMATS
         )
-        return np.asarray(schedules * variants * self.factorisations)
+        return np.asarray(pipelines * variants * self.factorisations)
 
     def allows(self, rows: Ints, sequence: bool, remat: str) -> NDArray[np.bool_]:
         """Mask of the rows that are legal with sequence parallelism and remat."""
@@ -103,23 +125,38 @@ class Space:
         both, place = numbered(self.rows["tp"], self.rows["cp"])
         return np.array([self.legal.divides_sequence(*key) for key in both], np.bool_)[place]
 
-    def runs(self, rows: Ints, schedule: str) -> NDArray[np.bool_]:
+    def runs(self, rows: Ints, pipeline: Pipeline) -> NDArray[np.bool_]:
         """Mask of the rows that a schedule can run; without a pipeline only 1f1b."""
-        return self._schedules[schedule][rows]
+        return np.asarray(self._schedules[pipeline.schedule][rows] & self._suited[pipeline][self.rows["pp"][rows]])
+
+    @cached_property
+    def _suited(self) -> dict[Pipeline, NDArray[np.bool_]]:
+        """For each schedule, by pp, whether the model has layers for its stages."""
+        layers = max((count for _, count in self.trace.runs), default=0)
+
+        def suits(pipeline: Pipeline, pp: int) -> bool:
+            stages = pp * pipeline.chunks(pp)
+            # the first and the last stage may have one layer less, beside embedding and head
+            even = layers % stages == 0 or (layers + 2) % stages == 0
+            return (even or pipeline.virtual == Plan.virtual) and self.legal.schedule_fits(*pipeline, pp)
+
+        values = range(max(self.degrees["pp"]) + 1)
+        return {
+            pipeline: np.array([pp in self.degrees["pp"] and suits(pipeline, pp) for pp in values], np.bool_)
+            for pipeline in PIPELINES
+        }
 
     @cached_property
     def _schedules(self) -> dict[str, NDArray[np.bool_]]:
         both, place = numbered(self.rows["pp"], self.rows["microbatches"])
-        fitting = {(name, pp): self.legal.schedule_fits(name, pp) for name in SCHEDULES for pp in self.degrees["pp"]}
-        works = {name: [_runs(name, pp, count) and fitting[name, pp] for pp, count in both] for name in SCHEDULES}
-        return {name: np.array(works[name], np.bool_)[place] for name in SCHEDULES}
+        return {name: np.array([_runs(name, *key) for key in both], np.bool_)[place] for name in SCHEDULES}
 
-    def shares(self, rows: Ints, fsdp: Ints, schedules: Ints) -> Iterator[tuple[NDArray[np.bool_], Refusal]]:
-        """Masks of the rows that this `fsdp` and these schedules (of `SCHEDULES`) rule out, with reasons."""
-        keys, place = numbered(self.rows["pp"][rows], schedules)
-        for i, (pp, schedule) in enumerate(keys):
-            if refusal := self.legal.fsdp_refusal(SCHEDULES[schedule], pp):
-                yield (place == i) & (fsdp > 1), refusal
+    def shards_refused(self, rows: Ints, pipelines: Ints) -> Iterator[tuple[NDArray[np.bool_], Refusal]]:
+        """Masks of the rows whose stages under these pipelines (of `PIPELINES`) fsdp cannot shard, with reasons."""
+        keys, place = numbered(self.rows["pp"][rows], pipelines)
+        for i, (pp, pipeline) in enumerate(keys):
+            if refusal := self.legal.fsdp_refusal(PIPELINES[pipeline].schedule, pp):
+                yield place == i, refusal
 
     def knobs(self, row: int) -> list[dict[str, Any]]:
         """Knobs of a row: on CPUs, transports and numbers of threads, in trying order."""

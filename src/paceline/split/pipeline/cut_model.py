@@ -107,7 +107,7 @@ class CutModel:
         """
         names = plan.cut.split(",") if plan.cut else []
         modules = [name for name, _ in self.model.named_modules() if name]
-        if names and (reason := wrong_cuts(plan.cut, plan.schedule, plan.pp, modules, self.blocks)):
+        if names and (reason := wrong_cuts(plan, modules, self.blocks)):
             raise PlanError(f"plan {plan} {reason}")
         trace: ForwardTrace | None = None
         try:
@@ -117,9 +117,7 @@ class CutModel:
         refuse_unsupported_code(self._observed)
         if trace is not None:
             cuts, reasons = named_cuts(trace, names) if names else possible_cuts(trace, self.blocks)
-            if reason := too_many_stages(
-                plan.pp, plan.schedule, len(cuts) + 1, f"the model can be cut into {len(cuts) + 1} at most"
-            ):
+            if reason := too_many_stages(plan, len(cuts) + 1, f"the model can be cut into {len(cuts) + 1} at most"):
                 reasons = [
                     f"plan {plan} {reason} (fsdp and tp divide any model).{f' {reasons[0]}.' if reasons else ''}"
                 ]

@@ -12,13 +12,19 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
-from paceline.plans.choices import STAGES_PER_RANK
+from paceline.plans.choices import V_SCHEDULES, stages_per_rank
 from paceline.plans.limits import microbatches_fit, sharded_twice
 from paceline.plans.plan import Plan
 from paceline.split.parts import Parts, local
@@ -42,11 +48,11 @@ class Pipeline:
     in the undivided model. The tensors that cross between stages are found by tracing one forward pass
     (`ForwardTrace`): any number of them, such as T5's position bias, if modules return them.
 
-    Zero bubble is the V schedule (Qi et al., 2024, arXiv:2401.10241): two stages a rank, the first and the last on rank
-    0.
+    Zero bubble (Qi et al., 2024, arXiv:2401.10241) and DualPipe (Liu et al., 2024, arXiv:2412.19437) are V schedules:
+    two stages a rank, the first and the last on rank 0.
 
     Attributes:
-        stages: this rank's stages: one, or two for interleaved and zero-bubble.
+        stages: this rank's stages: one, two of a V schedule, or as many interleaved ones as the plan's `virtual`.
         by_export: True if `torch.export` traced the model.
         lines: report of the cuts, one line each.
         shared: the ranks of every parameter that several ranks hold.
@@ -67,7 +73,7 @@ class Pipeline:
         self, model: nn.Module, parts: Parts, plan: Plan, pp: Group, example: Batch, call: Call, *, device: torch.device
     ) -> None:
         self._pp, self._device, self._schedule_name, self._example = pp, device, plan.schedule, example
-        self._count = pp.size * STAGES_PER_RANK[plan.schedule]
+        self._count = pp.size * stages_per_rank(plan.schedule, plan.virtual)
         self.stages: list[nn.Module] = []
         self._names = {n: first for first, all_ in _aliases(model).items() for n in all_}
         self._schedules = NewestByShape[Any](device)
@@ -84,7 +90,7 @@ class Pipeline:
         self._stages: dict[int, Stage | ExportedStage] = {
             i: self._stage(i, stage_bounds[i], example, owners) for i in self._own
         }
-        splits_backward = plan.schedule == "zero-bubble"
+        splits_backward = plan.schedule in V_SCHEDULES
         self._deferred = (
             {i: DeferredWeights(stage.module) for i, stage in self._stages.items()} if splits_backward else {}
         )
@@ -297,7 +303,7 @@ class Pipeline:
 
     def _rank_of(self, stage: int) -> int:
         size = self._pp.size
-        return 2 * size - 1 - stage if self._schedule_name == "zero-bubble" and stage >= size else stage % size
+        return 2 * size - 1 - stage if self._schedule_name in V_SCHEDULES and stage >= size else stage % size
 
     def _bounds_of(self, batch: Batch) -> Sequence[StageBounds | StageGraph]:
         training = self.stages[0].training if self.stages else self._cut.model.training
@@ -377,11 +383,12 @@ def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
 
     If there are too few microbatches for it, one with the same stages that takes any number.
     """
+    fits = microbatches_fit(name, ranks, microbatches)
     if name == "interleaved":
-        return ScheduleInterleaved1F1B if microbatches_fit(name, ranks, microbatches) else ScheduleLoopedBFS
-    if name == "zero-bubble":
-        return ScheduleZBVZeroBubble
-    return Schedule1F1B if name == "1f1b" and microbatches_fit(name, ranks, microbatches) else ScheduleGPipe
+        return ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS
+    if name in V_SCHEDULES:
+        return ScheduleDualPipeV if name == "dualpipe" and fits else ScheduleZBVZeroBubble
+    return Schedule1F1B if name == "1f1b" and fits else ScheduleGPipe
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:

@@ -40,7 +40,6 @@ from paceline.job.job import Job
 from paceline.job.zoo.models.moe import by_expert
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.axes import AXES
-from paceline.plans.choices import STAGES_PER_RANK
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.deferred_init.initialise import DeferredModel, record
@@ -163,7 +162,7 @@ def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
     if job.partition.host_files:
         notes.append("partition.host_files is left out of the dry run: what files the hosts hold is not known here")
     if plan.pp > 1 and not plan.cut:
-        blocks, stages = find_blocks(model), plan.pp * STAGES_PER_RANK[plan.schedule]
+        blocks, stages = find_blocks(model), plan.stages
         if len(blocks) >= stages:
             notes.append("stages are cut evenly by the number of blocks; a run measures the blocks and cuts by that")
             cut = ",".join(blocks[round(len(blocks) * i / stages)] for i in range(1, stages))

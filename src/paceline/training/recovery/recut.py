@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.partition import contiguous
-from paceline.plans.choices import STAGES_PER_RANK
 from paceline.training.recovery.busy_blocks import BusyBlocks, Floats, error_of_slowest, medians
 
 UNEVEN = 1.1  # times the mean of the stages: less is not looked at
@@ -45,7 +44,7 @@ class Pipe:
 
     def step_s(self, busy_s: Floats) -> float:
         """Time of a step: the slowest rank's, and filling and draining the pipeline."""
-        chunks = self.microbatches * STAGES_PER_RANK[self.schedule]
+        chunks = self.microbatches * len(self.stage_ranks) // self.ranks
         return float(busy_s.max() + (busy_s.sum() - busy_s.max()) / chunks)
 
 
