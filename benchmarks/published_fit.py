@@ -78,6 +78,7 @@ GLOBAL = (
 )
 OF_FRAMEWORK = {"derating": 0.10, "vector": 0.35, "kernels": 0.35, "loss": 0.3, "overlaps_ep": 0.5}
 SUSTAINED = 0.10
+ROUNDS, ROUNDS_NEAR = 12, 4
 CLIP = 0.05  # errors of logarithms beyond this weigh less and less
 
 
@@ -94,7 +95,10 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name} = {value:.4g}")
     if options.cold:
-        fits = {table: fit([row for row in kept if row.table != table]) for table in sorted({r.table for r in kept})}
+        fits = {
+            table: fit([row for row in kept if row.table != table], found, ROUNDS_NEAR)
+            for table in sorted({row.table for row in kept})
+        }
         FITS.write_text(json.dumps(fits, indent=0) + "\n", encoding="utf-8")
         print(f"written: {FITS}")
 
@@ -115,23 +119,26 @@ def free_of(rows: Sequence[Row]) -> list[Free]:
     return [*GLOBAL, *own, *(Free(f"{name}:sustained", value, SUSTAINED) for name, value in devices.items())]
 
 
-def fit(rows: Sequence[Row]) -> dict[str, float]:
-    """The values with the least errors of logarithms and deviations from what was assumed."""
+def fit(rows: Sequence[Row], start: Mapping[str, float] | None = None, rounds: int = ROUNDS) -> dict[str, float]:
+    """The values with the least errors of logarithms and deviations from what was assumed.
+
+    Args:
+        start: values near to those that are sought.
+    """
     free = free_of(rows)
-    start = np.array([each.assumed for each in free])
+    assumed = np.array([each.assumed for each in free])
     widths = np.array([each.width for each in free])
     counts = Counter(row.table for row in rows)
     weights = np.array([counts[row.table] ** -0.25 for row in rows])
 
     def residuals(moved: np.ndarray) -> np.ndarray:
-        values = dict(zip((each.name for each in free), start * np.exp(moved * widths), strict=True))
+        values = dict(zip((each.name for each in free), assumed * np.exp(moved * widths), strict=True))
         errors = np.array([math.log(seconds / (row.seconds or 1)) for row, seconds in predicted(rows, values)])
         return np.concatenate([_robust(errors) * weights / CLIP, moved])
 
-    best = least_squares(residuals, np.zeros(len(free)), diff_step=1e-2, max_nfev=12)
-    moved = best.x
-    predicted(rows, dict(zip((each.name for each in free), start, strict=True)))
-    return {each.name: float(value) for each, value in zip(free, start * np.exp(moved * widths), strict=True)}
+    begin = np.log([(start or {}).get(each.name, each.assumed) / each.assumed for each in free]) / widths
+    moved = least_squares(residuals, begin, diff_step=1e-2, max_nfev=rounds).x
+    return {each.name: float(value) for each, value in zip(free, assumed * np.exp(moved * widths), strict=True)}
 
 
 def _robust(errors: np.ndarray) -> np.ndarray:

@@ -185,7 +185,7 @@ def held_weights(block: BlockTrace, config: BlockConfig) -> float:
 
 def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
     """Kernels of a forward pass; casts to low precision come on top of those of the trace."""
-    casts = sum(not gemm.batch for gemm in block.gemms) if config.products else 0
+    casts = float(sum(not gemm.batch for gemm in block.gemms)) if config.products else 0.0
     if block.experts:
         casts += constants.MIXTURE_KERNELS
         each = next((gemm.experts for gemm in block.gemms if gemm.experts), 0) / (config.expert_ranks or config.ep)

@@ -11,7 +11,7 @@ from paceline.planner.cost.fitted import CONSTANTS
 # Matrix products
 # of the peak, what a large product reaches while power does not slow the clock
 GEMM_TOP = 0.93
-# of the peak, what products keep for minutes within an A100's power, 250 TFLOP/s: what the catalogue's `sustained` is of
+# of the peak, what products keep for minutes within an A100's power, 250 TFLOP/s; `sustained` is relative to that
 PRODUCTS_TOP = 0.80
 # fitted: starting and ending a tile takes as long as so many steps of its inner loop
 GEMM_START_K = CONSTANTS["GEMM_START_K"]
@@ -28,8 +28,8 @@ UNALIGNED = CONSTANTS["UNALIGNED"]  # fitted: below 16 bytes
 # below 16 bytes, many small products do not use tensor cores: this of the fp32 peak
 UNALIGNED_BATCH = 0.9
 
-# Products in less than 16 bits: of what 16-bit ones reach of their peak, by how they are scaled. fp8 of whole tensors and
-# of rows are measured (tables/operations_h100.csv: 1,320 and 1,150 TFLOP/s of 1,979, bf16 706 of 989); others assumed
+# Products in less than 16 bits: of what 16-bit ones reach of their peak, by how they are scaled. fp8 of whole tensors
+# and of rows are measured (tables/operations_h100.csv: 1,320 and 1,150 TFLOP/s of 1,979, bf16 706 of 989)
 LOW_TOP = {"int8": 0.94, "fp8": 0.94, "fp8-row": 0.82, "fp8-block": 0.80, "mxfp8": 0.90, "fp4": 0.75}
 # bytes of a number with its scales
 LOW_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "fp4": 0.56}

@@ -105,7 +105,7 @@ def _catalogue_inputs(layout: Layout) -> StepInputs:
 
 
 def _offloaded_s(layout: Layout, slow: StageCost) -> float:
-    """Exposed time of activations that go to the host's memory in the forward pass and come back in the backward pass."""
+    """Exposed time of activations that wait for the backward pass in the host's memory."""
     if not layout.offload_activations:
         return 0.0
     across = layout.cp * layout.pp * (layout.tp if layout.sequence else 1)

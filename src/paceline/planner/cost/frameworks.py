@@ -142,7 +142,7 @@ TENSORFLOW_FUSED_IMAGES = Framework(
 PADDLE = Framework(FrameworkProfile("PaddlePaddle Fleet", flash=False, kernels=1.2), full=True)
 ONEFLOW = Framework(FrameworkProfile("LiBai (OneFlow)", flash=False, kernels=1.0), full=True)
 MAXTEXT = Framework(
-    FrameworkProfile("MaxText (XLA)", kernels=0.7, vector=0.8, graphs=True, keeps="products"),
+    FrameworkProfile("MaxText (XLA)", kernels=0.7, vector=0.8, graphs=True, keeps="products", overlaps_tp=0.7),
     full=True,
     shards="zero3",
     sequence=True,

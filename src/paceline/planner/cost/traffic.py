@@ -88,7 +88,7 @@ def _to_all(layout: Layout, ranks: int, within: float) -> float:
     torus = layout.machines.device.torus
     if not torus or ranks < 2:
         return within
-    side = max(ranks ** (1 / torus), 2.0)
+    side = max(float(ranks) ** (1 / torus), 2.0)
     return within / (2 * torus) * min(8 / side, 2.0 * torus)
 
 

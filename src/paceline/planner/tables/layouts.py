@@ -53,7 +53,9 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     layout = Layout(
         trace,
         _machines(cells, device, ranks),
-        **degrees,
+        tp=degrees["tp"],
+        pp=degrees["pp"],
+        cp=degrees["cp"],
         samples=batch / data_ranks / microbatches,
         microbatches=microbatches,
         precision=read.precision(cells, device),
@@ -123,8 +125,8 @@ def _machines(cells: Cells, device: Accelerator, ranks: int) -> Machines:
     ):
         rate *= per_host  # one of a host's cards
     between = LinkSpec("between hosts", rate, device.network.latency_s) if rate else device.network
-    between = replace(between, bandwidth=between.bandwidth * read.fabric_share(text))
-    return Machines(device, max(-(-ranks // per_host), 1), per_host, between)
+    hosts = max(-(-ranks // per_host), 1)
+    return Machines(device, hosts, per_host, between, oversubscription=1 / read.fabric_share(text))
 
 
 def _chunks(cells: Cells, pp: int, layers: int) -> int:
