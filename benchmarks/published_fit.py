@@ -14,7 +14,6 @@ that table cold.
 
 from __future__ import annotations
 
-import sys
 
 sys.path.insert(0, "/tmp/x")
 import patch
