@@ -14,9 +14,6 @@ that table cold.
 
 from __future__ import annotations
 
-
-sys.path.insert(0, "/tmp/x")
-import patch
 import argparse
 import json
 import math
