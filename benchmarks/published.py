@@ -4,18 +4,21 @@ How far off, and how good is its choice?
 
     python benchmarks/published.py [--tables DIR] [--plot FILE] [--rows] [--json]
 
-Of every table: rows used, rows that are not and why, the error of the step time (mean, median, 90th percentile), the
-bias, Spearman's rank correlation, the error of the memory, and the *regret*: in each group of rows with equal model,
-sequence, devices and global batch, the measured time of the plan that is predicted fastest / the best measured − 1.
-Beside it stands the *null model*: one share of the peak, fitted to that very table, and the formula of the pipeline's
-bubble.
+Every usable row of every table counts, and is predicted twice. *Calibrated*: with a factor for its software and
+hardware (`paceline plan --calibrate-on`), found on the tenth of the table's rows that are set aside for that and not
+scored. *Cold*: with constants that were fitted without any row of the table (`tables/fits.json`, by
+`published_fit.py --cold`; a table that is not there was never fitted), and without a factor.
 
-All tables are predicted with one set of constants (`paceline/planner/cost/constants.py`) and one derating a software
-stack (printed). They were found by `published_fit.py` from timings of collectives and from a tenth of vTrain's table;
-deratings of other stacks from a tenth of each table. What was used to fit is set aside, printed, and not scored.
-Figures: `mean_error`, `median_error`, `p90_error`, `mean_regret`, `rank_correlation`, `oom_missed`, `rows_used`, over
-the discriminating tables, or over all that are there where none of them is; and `mean_error_elsewhere`, over the other
-tables, of hardware and software that no constant was fitted to: the ± of plans for such machines.
+Of every table: rows, error of the step time calibrated and cold, the null model (one share of the peak, fitted to the
+very rows that it is scored on, and the formula of the pipeline's bubble), bias, rank correlation; the *regret*: in each
+group of rows of equal model, batch, hardware, precision and framework with different plans, the measured time of the
+plan that is predicted fastest / the best measured − 1; the error of the memory; how often the 80 % interval holds; and
+rows that are not used, with why.
+
+Figures: `mean_error`, `mean_over_tables`, `p90_error` (calibrated), `cold_mean_error`, `cold_mean_over_tables`,
+`mean_regret`, `tables_worse_than_null` (calibrated), `false_oom` (share of the rows that ran which are predicted not to
+fit), `missed_oom` (rows that ran out of memory and are predicted to fit), `memory_median_error`, `coverage_80`,
+`unusable_share`; those of each table with `_of_` and its name.
 """
 
 from __future__ import annotations
@@ -25,30 +28,31 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from measure import environment_line
+from paceline.planner.adjustment import adjustment
 from paceline.planner.cost.estimate import estimate
+from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.prediction import Prediction
+from published_fit import cold_seconds
 from published_null import null_seconds
-from published_rows import DISCRIMINATING, Row, Skipped, read, set_aside
-from published_score import Predicted, Score, score
-from published_stacks import STACKS
+from published_rows import TABLES, Row, Skipped, read, set_aside
+from published_score import Predicted, Score, mean, score
 
-TABLES = Path(__file__).parent / "tables"
-FIGURES = (
-    "mean_error",
-    "median_error",
-    "p90_error",
-    "mean_regret",
-    "worst_regret",
-    "rank_correlation",
-    "oom_missed",
-    "oom_false",
-)
 GIB = 2**30
+# lines whose memory was looked at when the constants of the memory model were set
+WEIGHED_BY_HAND = {
+    ("bloom_tr11_a100", 2),
+    ("bloom_tr11_a100", 17),
+    ("bloom_tr11_a100", 32),
+    ("bloom_tr11_a100", 47),
+    ("torchtitan_llama_given", 2),
+    ("torchtitan_llama_given", 6),
+    ("torchtitan_llama_given", 17),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,47 +63,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no table of runs in {options.tables} has a row that can be used", file=sys.stderr)
         return 1
     aside = set_aside(rows)
-    kept = [row for row in rows if row.place not in aside]
-    predicted = predict(kept)
+    predicted = predict(rows, aside)
     _print(predicted, skipped, [row for row in rows if row.place in aside], options.rows)
-    main_rows = [each for each in predicted if each.row.table in DISCRIMINATING] or list(predicted)
-    total = score(main_rows)
     if options.plot:
         from published_plot import write
 
         write(options.plot, predicted)
         print(f"\npredicted against measured: {options.plot}")
     if options.json:
-        figures = {name: getattr(total, name) for name in FIGURES} | {
-            "rows_used": total.rows,
-            "null_mean_error": total.null_mean_error,
-        }
-        if others := _others(predicted):
-            figures["mean_error_elsewhere"] = score(others).mean_error
-        by_table = {
-            f"{name}_of_{table}": value
-            for table, found in _scores(predicted).items()
-            for name, value in _few(found).items()
-        }
-        print(
-            json.dumps({"figures": figures | by_table, "environment": {"machine": environment_line()}}, default=float)
-        )
+        found = figures(predicted, skipped)
+        print(json.dumps({"figures": found, "environment": {"machine": environment_line()}}, default=float))
     return 0
 
 
-def predict(rows: Sequence[Row]) -> list[Predicted]:
-    """Ours, and the null model of each table."""
-    null_s: dict[tuple[str, int], float] = {}
-    for table in {row.table for row in rows}:
-        timed = [row for row in rows if row.table == table and row.seconds]
-        null_s |= {row.place: seconds for row, seconds in zip(timed, null_seconds(timed), strict=True)}
+def predict(rows: Sequence[Row], aside: set[tuple[str, int]]) -> list[Predicted]:
+    """Predictions of the rows that are not set aside, table by table."""
+    ours = {row.place: estimate(row.layout) for row in rows}
+    cold = cold_seconds([row for row in rows if row.seconds])
     found = []
-    for row in rows:
-        ours = estimate(row.layout)
-        found.append(
-            Predicted(row, ours.step_time_s, null_s.get(row.place, math.nan), _memory_gib(row, ours), ours.fits)
-        )
+    for table in dict.fromkeys(row.table for row in rows):
+        own = [row for row in rows if row.table == table]
+        few = [row for row in own if row.place in aside]
+        kept = [row for row in own if row.place not in aside]
+        factors = adjustment(few, _seconds)
+        timed = [row for row in kept if row.seconds]
+        nulls = {row.place: seconds for row, seconds in zip(timed, null_seconds(timed), strict=True)}
+        for row in kept:
+            one = ours[row.place]
+            seconds = one.step_time_s * factors.factor(row.layout)
+            found.append(
+                Predicted(
+                    row,
+                    seconds,
+                    cold.get(row.place, math.nan),
+                    nulls.get(row.place, math.nan),
+                    _memory_gib(row, one),
+                    one.fits,
+                    factors.interval(row.layout, seconds),
+                    row.place not in WEIGHED_BY_HAND,
+                )
+            )
     return found
+
+
+def figures(predicted: Sequence[Predicted], skipped: Sequence[Skipped]) -> dict[str, float]:
+    """The figures of all tables, and of each."""
+    scores = _scores(predicted)
+    timed = {table: found for table, found in scores.items() if found.rows}
+    total = score(predicted)
+    result = {
+        "mean_error": total.mean_error,
+        "mean_over_tables": mean([found.mean_error for found in timed.values()]),
+        "p90_error": total.p90_error,
+        "cold_mean_error": total.cold_error,
+        "cold_mean_over_tables": mean([found.cold_error for found in timed.values()]),
+        "mean_regret": total.mean_regret,
+        "tables_worse_than_null": sum(found.mean_error > found.null_mean_error for found in timed.values()),
+        "false_oom": total.oom_false / max(total.rows, 1),
+        "missed_oom": total.oom_missed,
+        "memory_median_error": total.memory_median_error,
+        "coverage_80": total.coverage,
+        "unusable_share": len(skipped) / max(len(skipped) + len(predicted), 1),
+        "rows_used": total.rows,
+        "null_mean_error": total.null_mean_error,
+        "rank_correlation": total.rank_correlation,
+    }
+    return result | {f"{name}_of_{table}": value for table, found in scores.items() for name, value in _few(found)}
+
+
+def _seconds(layout: Layout) -> float:
+    return estimate(layout).step_time_s
 
 
 def _memory_gib(row: Row, ours: Prediction) -> float:
@@ -123,93 +156,73 @@ def _scores(predicted: Sequence[Predicted]) -> dict[str, Score]:
     return {table: score([each for each in predicted if each.row.table == table]) for table in tables}
 
 
-def _others(predicted: Sequence[Predicted]) -> list[Predicted]:
-    """Rows of hardware and software that no constant was fitted to."""
-    return [each for each in predicted if each.row.table not in DISCRIMINATING]
+def _few(found: Score) -> list[tuple[str, float]]:
+    kept = ("rows", "mean_error", "cold_error", "mean_regret", "coverage", "memory_median_error", "null_mean_error")
+    return [(name, value) for name, value in asdict(found).items() if name in kept and not math.isnan(value)]
 
 
-def _few(found: Score) -> dict[str, float]:
-    kept = (
-        "rows",
-        "mean_error",
-        "p90_error",
-        "bias",
-        "mean_regret",
-        "rank_correlation",
-        "memory_median_error",
-        "null_mean_error",
-    )
-    return {name: value for name, value in asdict(found).items() if name in kept and not math.isnan(value)}
+_COLUMNS: Mapping[str, int] = {
+    "rows": 5,
+    "error": 7,
+    "p90": 7,
+    "cold": 7,
+    "null": 7,
+    "bias": 6,
+    "cold bias": 10,
+    "rank": 7,
+    "regret": 8,
+    "groups (ties)": 14,
+    "80 %": 6,
+    "memory": 8,
+}
 
 
 def _print(predicted: Sequence[Predicted], skipped: Sequence[Skipped], aside: Sequence[Row], every: bool) -> None:
-    scores = _scores(predicted)
-    names = (
-        ("mean", 7),
-        ("median", 8),
-        ("p90", 7),
-        ("bias", 7),
-        ("rank", 7),
-        ("regret", 8),
-        ("groups", 8),
-        ("memory", 8),
-    )
-    print(f"{'table':32} rows" + "".join(name.rjust(width) for name, width in names) + "   null model")
-    for table, found in scores.items():
-        mark = "" if table in DISCRIMINATING else "  (not in the sums)"
-        print(_line(table, found) + mark)
-    judged = [each for each in predicted if each.row.table in DISCRIMINATING]
-    if judged and len(scores) > 1:
-        print(_line("the discriminating tables", score(judged)))
-        print(_line("the other tables", score(_others(predicted))))
-    print(_line("all tables", score(predicted)))
-    _print_what_is_behind(predicted, skipped, aside)
-    if every:
-        for each in predicted:
-            if each.row.seconds:
-                print(
-                    f"{each.row.table}:{each.row.number}  {each.row.seconds:10.4f} s  predicted "
-                    f"{each.seconds:10.4f} s  {each.error:6.1%}"
-                )
-
-
-def _line(name: str, found: Score) -> str:
-    ours = (
-        f"{found.rows:5}{_percent(found.mean_error):>7}{_percent(found.median_error):>8}"
-        f"{_percent(found.p90_error):>7}{found.bias:7.3f}"
-    )
-    choice = (
-        f"{found.rank_correlation:7.3f}{_percent(found.mean_regret):>8}{found.groups:8}"
-        f"{_percent(found.memory_median_error):>8}"
-    )
-    null = (
-        f"   {_percent(found.null_mean_error)}, rank {found.null_rank_correlation:.3f}, regret "
-        f"{_percent(found.null_mean_regret)}"
-    )
-    burst = f"; out of memory {found.out_of_memory}, missed {found.oom_missed}" if found.out_of_memory else ""
-    false = f"; predicted not to fit but ran {found.oom_false}" if found.oom_false else ""
-    return f"{name:32}{ours}{choice}{null}{burst}{false}"
-
-
-def _percent(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.1%}"
-
-
-def _print_what_is_behind(predicted: Sequence[Predicted], skipped: Sequence[Skipped], aside: Sequence[Row]) -> None:
-    used = {each.row.layout.framework.name for each in predicted}
-    print("\nderating of each software stack (computing takes so many times what the physics say):")
-    print(
-        "  "
-        + ", ".join(f"{facts.stack.name} {facts.stack.derating:.2f}" for facts in STACKS if facts.stack.name in used)
-    )
-    if aside:
-        print("\nset aside to fit, not scored (table: lines):")
+    print(f"{'table':36}" + "".join(name.rjust(width) for name, width in _COLUMNS.items()))
+    for table, found in _scores(predicted).items():
+        print(_line(table, found))
+    print(_line("all rows", score(predicted)))
+    for name, value in figures(predicted, skipped).items():
+        if "_of_" not in name:
+            print(f"  {name} {value:.4g}")
+    print("\nset aside to fit and to calibrate, not scored (table: lines):")
     for table in dict.fromkeys(row.table for row in aside):
         print(f"  {table}: " + " ".join(str(row.number) for row in aside if row.table == table))
     if skipped:
         print("\nnot used:")
     for (table, why), count in Counter((each.table, each.why) for each in skipped).items():
         print(f"  {table}: {count} × {why}")
+    for each in predicted if every else ():
+        if each.row.seconds:
+            print(
+                f"{each.row.table}:{each.row.number}  {each.measured_s:10.4f} s  calibrated {each.seconds:10.4f} s "
+                f"{each.error:6.1%}  cold {each.cold_s:10.4f} s"
+            )
+
+
+def _line(name: str, found: Score) -> str:
+    values = (
+        str(found.rows),
+        _percent(found.mean_error),
+        _percent(found.p90_error),
+        _percent(found.cold_error),
+        _percent(found.null_mean_error),
+        f"{found.bias:.2f}",
+        f"{found.cold_bias:.2f}",
+        f"{found.rank_correlation:.3f}",
+        _percent(found.mean_regret),
+        f"{found.groups} ({found.ties})",
+        f"{found.coverage:.2f}",
+        _percent(found.memory_median_error),
+    )
+    line = "".join(value.rjust(width) for value, width in zip(values, _COLUMNS.values(), strict=True))
+    burst = f"  out of memory {found.out_of_memory}, missed {found.oom_missed}" if found.out_of_memory else ""
+    false = f"  predicted not to fit but ran {found.oom_false}" if found.oom_false else ""
+    return f"{name:36}{line}{burst}{false}".replace("nan", "–")
+
+
+def _percent(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.1%}"
 
 
 if __name__ == "__main__":

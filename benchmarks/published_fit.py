@@ -2,14 +2,14 @@
 
     python benchmarks/published_fit.py [--cold] [--tables DIR]
 
-Links come from timings of NCCL's all-reduce (`tables/calib_collectives.csv`), products and attention from timings of
-single operations on an H100 (`tables/operations_h100.csv`), all others from a tenth of the rows of each table of runs, which are not
-scored. Those start from what data sheets and documentation say, and move from there only as far as the rows
-outweigh that: a fit with a prior, so that none ends at a bound. Each table weighs as the square root of its rows.
+Links and attention come from timings of NCCL's all-reduce (`tables/calib_collectives.csv`) and of single operations on
+an H100 (`tables/operations_h100.csv`); what they gave stands in `paceline/planner/cost/constants.py`. All others are
+fitted to a tenth of the rows of each table of runs, which are not scored. They start from what data sheets and
+documentation say, and move from there only as far as the rows outweigh that: a fit with a prior, so that none ends at a
+bound. Each table weighs as the square root of its rows.
 
-Prints the values, to be written into `paceline/planner/cost/constants.py`, `frameworks.py` and the catalogue. With
-`--cold`, fits once more without each table in turn, and writes `tables/fits.json`, with which `published.py` predicts
-that table cold.
+Writes `paceline/planner/cost/fitted.py`. With `--cold`, fits once more without each table in turn, and writes
+`tables/fits.json`, with which `published.py` predicts that table cold.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from paceline.planner.cost import compute, constants, stages
+from paceline.planner.cost import compute, constants, fitted, stages
 from paceline.planner.cost.estimate import estimate
-from paceline.planner.cost.fitted import SUSTAINED as SUSTAINED_FITTED
 from paceline.planner.cost.frameworks import FRAMEWORKS
 from paceline.planner.cost.layout import Layout
 from paceline.planner.tables.rows import Row, read
 from published_rows import TABLES, set_aside
 
 FITS = TABLES / "fits.json"
+FITTED = Path(fitted.__file__)
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def main() -> None:
     found = fit(kept)
     for name, value in found.items():
         print(f"{name} = {value:.4g}")
+    FITTED.write_text(as_module(found), encoding="utf-8")
+    print(f"written: {FITTED}")
     if options.cold:
         fits = {
             table: fit([row for row in kept if row.table != table], found, ROUNDS_NEAR)
@@ -160,8 +162,69 @@ def changed(layout: Layout, values: Mapping[str, float]) -> Layout:
     device = layout.machines.device
     sustained = values.get(f"{device.name}:sustained")
     if sustained is not None:
-        SUSTAINED_FITTED[device.name] = sustained
+        fitted.SUSTAINED[device.name] = sustained
     return replace(layout, framework=replace(layout.framework, **own)) if own else layout  # type: ignore[arg-type]
+
+
+def cold_seconds(rows: Sequence[Row]) -> dict[tuple[str, int], float]:
+    """Step times of rows, by values that no row of their table was used for; leaves what is fitted as it was.
+
+    A table without values of its own was not fitted to.
+    """
+    fits = json.loads(FITS.read_text(encoding="utf-8")) if FITS.is_file() else {}
+    assumed = {each.name: each.assumed for each in free_of(rows)}
+    shipped = assumed | {key: value for key, value in in_use().items() if key in assumed}
+    seconds: dict[tuple[str, int], float] = {}
+    for table in dict.fromkeys(row.table for row in rows):
+        own = [row for row in rows if row.table == table]
+        values = assumed | fits[table] if table in fits else shipped
+        seconds |= {row.place: found for row, found in predicted(own, values)}
+    predicted([], shipped)
+    for device in {row.layout.machines.device.name for row in rows} - set(_FITTED_DEVICES):
+        fitted.SUSTAINED.pop(device, None)
+    fitted.SUSTAINED.update(_FITTED_DEVICES)
+    return seconds
+
+
+_FITTED_DEVICES = dict(fitted.SUSTAINED)
+
+
+def in_use() -> dict[str, float]:
+    """The values that are in use, named as `fit` names them."""
+    frameworks = {f"{name}:{field}": value for name, own in fitted.FRAMEWORKS.items() for field, value in own.items()}
+    devices = {f"{name}:sustained": value for name, value in fitted.SUSTAINED.items()}
+    return fitted.CONSTANTS | frameworks | devices
+
+
+def as_module(values: Mapping[str, float]) -> str:
+    """The values as the module that the cost model reads."""
+    frameworks: dict[str, dict[str, float]] = {}
+    for name, value in values.items():
+        owner, _, field = name.rpartition(":")
+        if owner:
+            frameworks.setdefault(owner, {})[field] = value
+    devices = {owner: own.pop("sustained") for owner, own in frameworks.items() if "sustained" in own}
+    lines = [_HEAD, "CONSTANTS: dict[str, float] = {"]
+    lines += [f'    "{name}": {value:.4g},' for name, value in values.items() if name.isupper()]
+    lines += ["}", "", _OF_FRAMEWORKS, "FRAMEWORKS: dict[str, dict[str, float]] = {"]
+    for name, own in frameworks.items():
+        if own:
+            lines.append(f'    "{name}": {{' + ", ".join(f'"{key}": {value:.4g}' for key, value in own.items()) + "},")
+    lines += ["}", "", _OF_DEVICES, "SUSTAINED: dict[str, float] = {"]
+    lines += [f'    "{name}": {value:.4g},' for name, value in devices.items()]
+    return "\n".join([*lines, "}", ""])
+
+
+_HEAD = '''"""Values that `benchmarks/published_fit.py` found and wrote: change them there.
+
+They rest on a tenth of the rows of each table of published runs, which are not scored, and on what data sheets and
+documentation say beforehand.
+"""
+
+from __future__ import annotations
+'''
+_OF_FRAMEWORKS = "# of each framework: of its computing, of its traffic beside products, of its kernels, of its loss"
+_OF_DEVICES = "# of the peak of each device, what long products keep within its power"
 
 
 def with_constants(values: Mapping[str, float]) -> None:

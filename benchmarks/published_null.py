@@ -32,4 +32,4 @@ def _bare_s(row: Row) -> float:
     passes = 4 if layout.remat == "block" else 3
     flops = passes * layout.trace.flops * layout.global_batch / layout.ranks
     bubble = 1 + (layout.pp - 1) / (layout.chunks * layout.microbatches)
-    return flops / peak_flops(layout.machines.device, layout.precision) * bubble
+    return flops / peak_flops(layout.machines.device, layout.products or layout.precision) * bubble

@@ -1,36 +1,55 @@
 """What is said of predictions of a table.
 
-Errors of time and memory, bias, rank correlation, and the regret of choosing by them.
+Errors of time and memory, bias, rank correlation, the regret of choosing by them, and how often intervals hold.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import spearmanr
 
+from paceline.planner.adjustment import Interval
 from published_rows import Row
+
+# plans that are predicted this near to each other, relative, are a tie
+TIE = 1e-3
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A row, and what was predicted of it; memory as the row counts it, activations alone or all."""
+    """A row, and what was predicted of it.
+
+    Attributes:
+        seconds: with the factor of its table's set-aside rows.
+        cold_s: with constants that no row of its table was used for.
+        null_s: by the null model.
+        memory_gib: as the row counts it, activations alone or all.
+        weighed: True if its memory counts: no constant was fitted to it.
+    """
 
     row: Row
     seconds: float
+    cold_s: float
     null_s: float
     memory_gib: float
     fits: bool
+    interval: Interval
+    weighed: bool = True
+
+    @property
+    def measured_s(self) -> float:
+        """Measured seconds; NaN where there are none."""
+        return self.row.seconds or math.nan
 
     @property
     def error(self) -> float:
         """Of the time, relative, without its sign."""
-        assert self.row.seconds is not None
-        return abs(self.seconds / self.row.seconds - 1)
+        return abs(self.seconds / self.measured_s - 1)
 
 
 @dataclass(frozen=True)
@@ -39,8 +58,10 @@ class Score:
 
     Attributes:
         bias: the median of predicted / measured.
-        regret: for groups of rows of equal work: measured time of the plan predicted fastest / of the fastest − 1, mean
-            and worst.
+        cold_error, cold_bias: the same of predictions without the table.
+        regret: for groups of different plans for equal work: measured time of the plan predicted fastest / of the
+            fastest − 1, mean and worst. Of plans in a tie the mean counts; `ties` is the number of such groups.
+        coverage: part of the measured times inside their 80 % interval.
         out_of_memory: rows that ran out of memory; `oom_missed` of them were predicted to fit, and `oom_false` others
             not to.
     """
@@ -50,12 +71,15 @@ class Score:
     median_error: float
     p90_error: float
     bias: float
+    cold_error: float
+    cold_bias: float
     rank_correlation: float
     groups: int
+    ties: int
     mean_regret: float
     worst_regret: float
+    coverage: float
     null_mean_error: float
-    null_rank_correlation: float
     null_mean_regret: float
     memory_rows: int
     memory_median_error: float
@@ -67,57 +91,66 @@ class Score:
 def score(predicted: Sequence[Predicted]) -> Score:
     """Over the given rows."""
     timed = [each for each in predicted if each.row.seconds]
-    measured = [each.row.seconds or math.nan for each in timed]
+    measured = [each.measured_s for each in timed]
     errors = [each.error for each in timed]
-    null_errors = [abs(each.null_s / (each.row.seconds or math.nan) - 1) for each in timed]
-    regrets = [regret(group, [each.seconds for each in group]) for group in _groups(timed)]
-    null_regrets = [regret(group, [each.null_s for each in group]) for group in _groups(timed)]
-    weighed = [abs(each.memory_gib / each.row.memory_gib - 1) for each in predicted if each.row.memory_gib]
+    groups = _groups(timed)
+    regrets = [regret(group, lambda each: each.seconds) for group in groups]
+    weighed = [
+        abs(each.memory_gib / each.row.memory_gib - 1) for each in predicted if each.row.memory_gib and each.weighed
+    ]
     burst = [each for each in predicted if each.row.out_of_memory]
     return Score(
         rows=len(timed),
-        mean_error=_mean(errors),
-        median_error=_quantile(errors, 0.5),
-        p90_error=_quantile(errors, 0.9),
-        bias=_quantile([each.seconds / seconds for each, seconds in zip(timed, measured, strict=True)], 0.5),
+        mean_error=mean(errors),
+        median_error=quantile(errors, 0.5),
+        p90_error=quantile(errors, 0.9),
+        bias=quantile([each.seconds / each.measured_s for each in timed], 0.5),
+        cold_error=mean([abs(each.cold_s / each.measured_s - 1) for each in timed]),
+        cold_bias=quantile([each.cold_s / each.measured_s for each in timed], 0.5),
         rank_correlation=_rank_correlation([each.seconds for each in timed], measured),
         groups=len(regrets),
-        mean_regret=_mean(regrets),
-        worst_regret=max(regrets, default=math.nan),
-        null_mean_error=_mean(null_errors),
-        null_rank_correlation=_rank_correlation([each.null_s for each in timed], measured),
-        null_mean_regret=_mean(null_regrets),
+        ties=sum(tied for _, tied in regrets),
+        mean_regret=mean([lost for lost, _ in regrets]),
+        worst_regret=max((lost for lost, _ in regrets), default=math.nan),
+        coverage=mean([float(each.measured_s in each.interval) for each in timed]),
+        null_mean_error=mean([abs(each.null_s / each.measured_s - 1) for each in timed]),
+        null_mean_regret=mean([regret(group, lambda each: each.null_s)[0] for group in groups]),
         memory_rows=len(weighed),
-        memory_median_error=_quantile(weighed, 0.5),
+        memory_median_error=quantile(weighed, 0.5),
         out_of_memory=len(burst),
         oom_missed=sum(each.fits for each in burst),
         oom_false=sum(not each.fits for each in timed),
     )
 
 
-def regret(group: Sequence[Predicted], seconds: Sequence[float]) -> float:
-    """Slowdown of the plan that the predictions choose, against the group's best.
+def regret(group: Sequence[Predicted], seconds: Callable[[Predicted], float]) -> tuple[float, bool]:
+    """Slowdown of the plan that the predictions choose, against the group's best, and whether it was a tie.
 
     Chosen among those predicted to fit, if there are any.
     """
-    able = [pair for pair in zip(group, seconds, strict=True) if pair[0].fits] or list(zip(group, seconds, strict=True))
-    chosen = min(able, key=lambda pair: pair[1])[0]
-    best = min(each.row.seconds or math.inf for each in group)
-    return (chosen.row.seconds or math.inf) / best - 1
+    able = [each for each in group if each.fits] or list(group)
+    least = min(seconds(each) for each in able)
+    chosen = [each for each in able if seconds(each) <= least * (1 + TIE)]
+    best = min(each.measured_s for each in group)
+    plans = {each.row.plan for each in chosen}
+    return mean([each.measured_s for each in chosen]) / best - 1, len(plans) > 1
 
 
 def _groups(timed: Sequence[Predicted]) -> list[list[Predicted]]:
-    groups: dict[tuple[str, ...], list[Predicted]] = defaultdict(list)
+    """Groups of equal work on equal machines that have different plans."""
+    groups: dict[tuple[object, ...], list[Predicted]] = defaultdict(list)
     for each in timed:
         groups[each.row.group].append(each)
-    return [group for group in groups.values() if len(group) > 1]
+    return [group for group in groups.values() if len({each.row.plan for each in group}) > 1]
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Mean; NaN of nothing."""
     return float(np.mean(values)) if values else math.nan
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
+def quantile(values: Sequence[float], share: float) -> float:
+    """Quantile; NaN of nothing."""
     return float(np.quantile(values, share)) if values else math.nan
 
 
