@@ -73,6 +73,8 @@ GLOBAL = (
     Free("EXPERT_KERNELS", 3.0, 0.5),
 )
 OF_FRAMEWORK = {"derating": 0.10, "vector": 0.35, "kernels": 0.35, "loss": 0.3, "overlaps_ep": 0.5}
+# of one framework alone
+ONLY = {"Megatron Core of NeMo 26.06": {"mixtures": 0.4}}
 SUSTAINED = 0.10
 ROUNDS, ROUNDS_NEAR = 12, 4
 CLIP = 0.05  # errors of logarithms beyond this weigh less and less
@@ -111,7 +113,7 @@ def free_of(rows: Sequence[Row]) -> list[Free]:
     own = [
         Free(f"{name}:{field}", float(getattr(profile, field)), width)
         for name, profile in profiles.items()
-        for field, width in OF_FRAMEWORK.items()
+        for field, width in (OF_FRAMEWORK | ONLY.get(name, {})).items()
         if getattr(profile, field)
     ]
     return [*GLOBAL, *own, *(Free(f"{name}:sustained", value, SUSTAINED) for name, value in devices.items())]
@@ -156,7 +158,7 @@ def changed(layout: Layout, values: Mapping[str, float]) -> Layout:
     """A layout with the values of its framework and device."""
     own = {
         field: values[f"{layout.framework.name}:{field}"]
-        for field in OF_FRAMEWORK
+        for field in (*OF_FRAMEWORK, "mixtures")
         if f"{layout.framework.name}:{field}" in values
     }
     device = layout.machines.device

@@ -16,7 +16,7 @@ from paceline.planner.tables.rows import Row
 
 # Standard deviations that are assumed of logarithms: of the factor of all runs, of a framework and of a device beside
 # that, and of a run around its factor, of which one in some is far off (Student's t of so many degrees of freedom)
-FACTOR_SPREADS, RUN_SPREAD, DEGREES = (0.15, 0.12, 0.10, 0.10), 0.06, 3.0
+FACTOR_SPREADS, RUN_SPREAD, DEGREES = (0.12, 0.08, 0.05, 0.05), 0.14, 4.0
 # Standard deviations of log(measured / predicted) that are assumed before any is seen, and for how many runs they
 # count: with a factor, and without one (`benchmarks/published.py`, rows that no constant was fitted on)
 SPREAD, COLD_SPREAD, SPREAD_RUNS = 0.085, 0.17, 3.0

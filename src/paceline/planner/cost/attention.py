@@ -20,7 +20,7 @@ class KernelSpeed(NamedTuple):
 # are of Dao, 2023 (arXiv:2307.08691, figures 4 to 6); Blackwell's of NVIDIA's cuDNN 9 notes; CDNA's of AMD's blog on
 # composable kernels. The rest is assumed to be as Ampere's.
 KERNELS: dict[int, dict[str, KernelSpeed]] = {
-    1: {"": KernelSpeed(0.36, 0.36), "hopper": KernelSpeed(0.23, 0.23)},
+    1: {"": KernelSpeed(0.36, 0.36), "hopper": KernelSpeed(0.23, 0.23), "blackwell": KernelSpeed(0.12, 0.10)},
     2: {
         "": KernelSpeed(0.60, 0.52),
         "ampere": KernelSpeed(0.66, 0.60),

@@ -40,6 +40,7 @@ class BlockConfig(NamedTuple):
     # of a step's microbatches, in how many weights are cast to `products`
     casts: float
     vector: float
+    mixtures: float
     expert_ranks: int
     lora: int
     overlaps_tp: float
@@ -100,6 +101,7 @@ def block_config(layout: Layout) -> BlockConfig:
         low,
         1.0 if regathers else 1.0 / layout.microbatches,
         framework.vector,
+        framework.mixtures,
         layout.expert_ranks,
         layout.lora,
         framework.overlaps_tp,
@@ -198,6 +200,7 @@ def _other_s(block: BlockTrace, config: BlockConfig) -> float:
     """Seconds of the kernels that only read and write, forward, without attention's squares."""
     head = block.kind == "head"
     vector = config.vector * (constants.CONVOLUTION_VECTOR if any(gemm.read for gemm in block.gemms) else 1.0)
+    vector *= config.mixtures if block.experts else 1.0
     inside = block.inside * (config.loss if head else vector)
     outside = block.outside * vector
     return _pass_s(inside / config.tp / config.cp + outside / (config.tp if config.sequence else 1) / config.cp, config)
@@ -214,7 +217,7 @@ def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) ->
             forward += rows * gemm.k / (config.tp if gemm.divided == "k" else 1)
             backward += rows * gemm.n / (config.tp if gemm.divided == "n" else 1)
     forward += held_weights(block, config) * config.casts
-    each = constants.CAST_BYTES / _vector_bandwidth(config.device)
+    each = constants.CAST_BYTES[config.products] / _vector_bandwidth(config.device)
     return forward * each, backward * each
 
 
@@ -262,7 +265,9 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
     inputs = product_s(config.device, precision, rows, k, n, many, spared)
     if config.lora and not gemm.batch:
         return repeated * inputs
-    return repeated * (inputs + product_s(config.device, precision, n, k, rows, many, spared))
+    # AQT's products in int8 leave the weights' gradients in 16 bits (MaxText's default)
+    weights = config.precision if precision == "int8" else precision
+    return repeated * (inputs + product_s(config.device, weights, n, k, rows, many, spared))
 
 
 def _of_products(gemm: Gemm, config: BlockConfig) -> float:

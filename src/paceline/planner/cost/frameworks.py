@@ -104,15 +104,13 @@ MEGATRON_CORE = Framework(
 # the same from NeMo's container 26.06 on: casts, ordering and products of experts are fused
 MEGATRON_CORE_FUSED = replace(
     MEGATRON_CORE,
-    profile=replace(
-        MEGATRON_CORE.profile, name="Megatron Core of NeMo 26.06", vector=0.45, kernels=0.8, overlaps_ep=0.5
-    ),
+    profile=replace(MEGATRON_CORE.profile, name="Megatron Core of NeMo 26.06", mixtures=0.4, overlaps_ep=0.5),
 )
 DEEPSPEED = Framework(FrameworkProfile("DeepSpeed", kernels=2.0, stops_early=False))
 FSDP = Framework(FrameworkProfile("FSDP", kernels=1.5), full=True, shards="zero3", sequence=True)
 COMPOSER = Framework(FrameworkProfile("Composer FSDP", kernels=1.5), full=True)
 TORCHTITAN = Framework(
-    FrameworkProfile("torchtitan", kernels=2.0, vector=1.6, keeps="half"),
+    FrameworkProfile("torchtitan", kernels=2.0, vector=2.2, keeps="half"),
     full=True,
     shards="zero3",
     sequence=True,

@@ -80,7 +80,7 @@ def _by_name(cells: Cells, device: Accelerator) -> Framework:
             return framework
     if "megatron" in name or "nemo" in name:
         about = f"{name} {cells.get('gpu', '')} {cells.get('notes', '')}"
-        if _nemo(cells) >= (26, 6):
+        if _nemo(cells) >= (26, 6) and "MX" in cells.get("precision", "").upper():
             return known.MEGATRON_CORE_FUSED
         return known.MEGATRON_CORE if _MODERN.search(about) else known.MEGATRON_LM
     if "fsdp" in cells.get("zero_fsdp", "").lower():
