@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.planner.cost.estimate import beside_passes_s
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured import added_by, calibration_of, passes_of
 from paceline.planner.cost.memory import memory, usable_bytes
 from paceline.planner.cost.pipeline import hop_s, pipeline_s
 from paceline.planner.cost.stages import StageCost, stages
+from paceline.planner.cost.state_traffic import beside_passes_s
 from paceline.planner.search.space import Ints, Pipeline, divisors, numbered
 from paceline.plans.choices import Remat
 from paceline.trace.graph import BlockTrace, ModelTrace
