@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from paceline.planner.cost import compute, constants, fitted, stages
+from paceline.planner.cost import compute, constants, fitted, products, stages
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.frameworks import FRAMEWORKS
 from paceline.planner.cost.layout import Layout
@@ -236,7 +236,7 @@ def with_constants(values: Mapping[str, float]) -> None:
             setattr(constants, name, value)
     caches: tuple[Callable[..., object], ...] = (
         compute.block_time,
-        compute.product_s,
+        products.product_s,
         stages.block_cost,
         stages.summed,
         stages._stage_times,

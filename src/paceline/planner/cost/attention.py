@@ -9,7 +9,10 @@ from paceline.trace.graph import Gemm
 
 
 class KernelSpeed(NamedTuple):
-    """Part of the 16-bit peak that a kernel reaches on long sequences of heads 128 wide."""
+    """Part of the 16-bit peak that a kernel reaches on long sequences.
+
+    Heads are 128 wide.
+    """
 
     forward: float
     backward: float
@@ -18,7 +21,7 @@ class KernelSpeed(NamedTuple):
 # By generation of the kernel (FlashAttention 1, 2, 3; cuDNN's from 9.0 on count as 3), then of the device; "" is any
 # other. Hopper's 2 and 3 are measured (tables/operations_h100.csv: torch's FlashAttention 2, and cuDNN 9's); Ampere's
 # are of Dao, 2023 (arXiv:2307.08691, figures 4 to 6); Blackwell's of NVIDIA's cuDNN 9 notes; CDNA's of AMD's blog on
-# composable kernels. The rest is assumed to be as Ampere's.
+# composable kernels. Others are assumed to be as Ampere's.
 KERNELS: dict[int, dict[str, KernelSpeed]] = {
     1: {"": KernelSpeed(0.36, 0.36), "hopper": KernelSpeed(0.23, 0.23), "blackwell": KernelSpeed(0.12, 0.10)},
     2: {

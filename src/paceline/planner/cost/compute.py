@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import ceil
 from typing import NamedTuple
 
 from paceline.cluster.catalogue.hardware import Accelerator
@@ -13,11 +12,22 @@ from paceline.planner.cost import constants
 from paceline.planner.cost.attention import fused_attention_s
 from paceline.planner.cost.fitted import SUSTAINED
 from paceline.planner.cost.layout import BYTES, Layout, Precision
+from paceline.planner.cost.products import LOW, peak_flops, product_s, vector_bandwidth
 from paceline.trace.graph import BlockTrace, Gemm
 
 
 class BlockConfig(NamedTuple):
-    """Everything that a block's time on one rank depends on, but for the block."""
+    """Everything that a block's time on one rank depends on, but for the block.
+
+    Those without a comment here are as in `Layout` and `FrameworkProfile`.
+
+    Attributes:
+        attention: generation of the fused kernel; 0 if attention is not fused.
+        floor_s: least seconds of Python for a kernel.
+        added_bytes: bytes moved per number of a weight's gradient to add it to those of earlier microbatches.
+        products: precision of products with weights; "" if the device is no faster in it.
+        casts: part of a step's microbatches in which weights are cast to `products`.
+    """
 
     device: Accelerator
     samples: float
@@ -37,7 +47,6 @@ class BlockConfig(NamedTuple):
     derating: float
     added_bytes: float
     products: str
-    # of a step's microbatches, in how many weights are cast to `products`
     casts: float
     vector: float
     mixtures: float
@@ -48,17 +57,31 @@ class BlockConfig(NamedTuple):
     node_limit: int
     ulysses: bool
 
+    @property
+    def expert_groups(self) -> int:
+        """Number of ranks that have different experts of a layer, whole or in parts."""
+        return self.expert_ranks or self.ep
+
+    @property
+    def expert_parts(self) -> int:
+        """Number of parts that a layer's experts are in, as `Layout.expert_parts`."""
+        return self.expert_ranks or self.tp * self.ep
+
 
 class BlockTime(NamedTuple):
-    """Seconds of one microbatch on one rank: the device's, and Python's to launch kernels."""
+    """Seconds of one microbatch on one rank: the device's, and Python's to launch kernels.
+
+    Attributes:
+        scores_s: forward seconds that remat=selective computes again where it keeps all but attention's squares.
+        last_s: forward seconds of the last product.
+        others_s: forward seconds of kernels that only read and write.
+        weights_s: forward seconds of products with weights.
+    """
 
     forward_s: float
     backward_s: float
-    # forward seconds that remat=selective recomputes
     scores_s: float
-    # forward seconds of the last product
     last_s: float
-    # forward seconds of kernels that only read and write, and of products with weights
     others_s: float
     weights_s: float
     launch_forward_s: float
@@ -68,46 +91,38 @@ class BlockTime(NamedTuple):
 def block_config(layout: Layout) -> BlockConfig:
     """The part of a layout that a block's time depends on."""
     framework, device = layout.framework, device_of(layout)
-    floor = (
-        0.0
-        if framework.graphs or (not device.is_gpu and not device.is_core)
-        else max(device.launch_s, constants.LAUNCH_S)
-    )
+    queued = (device.is_gpu or device.is_core) and not framework.graphs
     regathers = layout.fsdp > 1 and layout.zero == 3 and layout.pp == 1
     adds_up = layout.microbatches > 1 and not regathers and not layout.lora
-    low = (
-        layout.products
-        if layout.products in LOW and peak_flops(device, layout.products) > peak_flops(device, "bf16")
-        else ""
-    )
+    faster = layout.products in LOW and peak_flops(device, layout.products) > peak_flops(device, "bf16")
     return BlockConfig(
-        device,
-        layout.samples,
-        layout.tp,
-        layout.cp,
-        layout.ep,
-        layout.sequence,
-        layout.precision,
-        framework.attention if framework.flash else 0,
-        framework.loss,
-        framework.kernels,
-        framework.softmax_of,
-        framework.stops_early,
-        framework.keeps,
-        framework.blocking,
-        floor,
-        framework.derating,
-        3 * layout.gradient_bytes if adds_up else 0.0,
-        low,
-        1.0 if regathers else 1.0 / layout.microbatches,
-        framework.vector,
-        framework.mixtures,
-        layout.expert_ranks,
-        layout.lora,
-        framework.overlaps_tp,
-        framework.overlaps_ep,
-        framework.node_limit,
-        layout.ulysses,
+        device=device,
+        samples=layout.samples,
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        sequence=layout.sequence,
+        precision=layout.precision,
+        attention=framework.attention if framework.flash else 0,
+        loss=framework.loss,
+        kernels=framework.kernels,
+        softmax_of=framework.softmax_of,
+        stops_early=framework.stops_early,
+        keeps=framework.keeps,
+        blocking=framework.blocking,
+        floor_s=max(device.launch_s, constants.LAUNCH_S) if queued else 0.0,
+        derating=framework.derating,
+        added_bytes=3 * layout.gradient_bytes if adds_up else 0.0,
+        products=layout.products if faster else "",
+        casts=1.0 if regathers else 1.0 / layout.microbatches,
+        vector=framework.vector,
+        mixtures=framework.mixtures,
+        expert_ranks=layout.expert_ranks,
+        lora=layout.lora,
+        overlaps_tp=framework.overlaps_tp,
+        overlaps_ep=framework.overlaps_ep,
+        node_limit=framework.node_limit,
+        ulysses=layout.ulysses,
     )
 
 
@@ -129,46 +144,56 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     if config.products and block.kind in ("embedding", "head"):
         config = config._replace(products="")
     weights = [gemm for gemm in block.gemms if not (gemm.batch and config.attention)]
-    fused = [_fused_s(gemm, config) for gemm in block.gemms if gemm.batch and config.attention]
-    attention, attention_backward = (sum(times) for times in zip(*fused, strict=True)) if fused else (0.0, 0.0)
-    if block.kind.startswith("mamba"):
-        attention, attention_backward = attention / constants.SCAN, attention_backward / constants.SCAN
+    attention, attention_backward = _attention_s(block, config)
     products = sum(gemm_s(gemm, config) for gemm in weights)
     products_backward = sum(gemm_s(gemm, config, backward=True) for gemm in weights)
     unfused = _softmax_is_unfused(block, config)
-    scores = (
-        0.0
-        if config.attention
-        else _pass_s(block.scores / config.tp / config.cp, config) * (constants.UNFUSED_SOFTMAX if unfused else 1)
-    )
-    other = _other_s(block, config)
-    squares = scores + attention + sum(gemm_s(gemm, config) for gemm in weights if gemm.batch)
-    added = held_weights(block, config) * config.added_bytes / _vector_bandwidth(config.device)
+    scores, other = _scores_s(block, config, unfused), _other_s(block, config)
     cast, cast_backward = _casts_s(weights, block, config)
+    added = held_weights(block, config) * config.added_bytes / vector_bandwidth(config.device)
+    others_backward = constants.VECTOR_BACKWARD * other + constants.SCORES_BACKWARD * scores + added + cast_backward
     kernels = _kernels(block, config, unfused)
     starts = kernels * constants.KERNEL_S if config.device.is_gpu else 0.0
     starts += constants.EXPERT_S if block.experts else 0.0
     launch = kernels * config.floor_s * (1 + constants.LAUNCH_TP * (config.tp - 1))
-    slow = config.derating
-    trained = 1.0 if block.trained else 0.0
-    others_backward = constants.VECTOR_BACKWARD * other + constants.SCORES_BACKWARD * scores + added + cast_backward
     beside = attention + attention_backward + other + scores + cast + others_backward + 3 * starts
     throttled = _throttled(products + products_backward, beside, 3 * launch, config)
-    forward, backward = products * throttled + attention, products_backward * throttled + attention_backward
+    slow, trained = config.derating, 1.0 if block.trained else 0.0
+    backward = products_backward * throttled + attention_backward + others_backward
     return BlockTime(
-        (forward + other + scores + cast) * slow + starts,
-        ((backward + others_backward) * slow + 2 * starts) * trained,
-        squares * slow,
-        gemm_s(block.gemms[-1], config) * slow if block.gemms else 0.0,
-        (other + cast) * slow + starts,
-        sum(gemm_s(gemm, config) for gemm in weights if not gemm.batch) * slow * throttled,
-        launch,
-        2 * launch * trained,
+        forward_s=(products * throttled + attention + other + scores + cast) * slow + starts,
+        backward_s=(backward * slow + 2 * starts) * trained,
+        scores_s=(scores + attention + sum(gemm_s(gemm, config) for gemm in weights if gemm.batch)) * slow,
+        last_s=gemm_s(block.gemms[-1], config) * slow if block.gemms else 0.0,
+        others_s=(other + cast) * slow + starts,
+        weights_s=sum(gemm_s(gemm, config) for gemm in weights if not gemm.batch) * slow * throttled,
+        launch_forward_s=launch,
+        launch_backward_s=2 * launch * trained,
     )
 
 
+def held_weights(block: BlockTrace, config: BlockConfig) -> float:
+    """Numbers of weights that one rank has of a block."""
+    return block.matrices / config.tp + block.experts / config.expert_parts
+
+
+def _attention_s(block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
+    """Forward and backward seconds of fused attention, or of a state space's scan."""
+    if not config.attention:
+        return 0.0, 0.0
+    reached = constants.SCAN if block.kind.startswith("mamba") else 1.0
+    peak = peak_flops(config.device, config.precision)
+    forward = backward = 0.0
+    for gemm in block.gemms:
+        if gemm.batch:
+            ranks = config.cp * (config.tp if gemm.divided != "none" else 1)
+            times = fused_attention_s(gemm, config.device, config.attention, peak, config.samples, ranks)
+            forward, backward = forward + times[0] / reached, backward + times[1] / reached
+    return forward, backward
+
+
 def _throttled(products_s: float, others_s: float, launch_s: float, config: BlockConfig) -> float:
-    """How much longer products take where their power slows the clock.
+    """Factor by which products take longer where the device's power slows its clock.
 
     A device that is busy with products all the time keeps `sustained` of its clock; with less to do, more.
     """
@@ -179,21 +204,28 @@ def _throttled(products_s: float, others_s: float, launch_s: float, config: Bloc
     return 1 / (1 - (1 - min(sustained / constants.GEMM_TOP, 1.0)) * share)
 
 
-def held_weights(block: BlockTrace, config: BlockConfig) -> float:
-    """Numbers of weights that one rank has of a block."""
-    divided = config.expert_ranks or config.tp * config.ep
-    return block.matrices / config.tp + block.experts / divided
-
-
 def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
-    """Kernels of a forward pass; casts to low precision come on top of those of the trace."""
-    casts = float(sum(not gemm.batch for gemm in block.gemms)) if config.products else 0.0
+    """Kernels of a forward pass, with casts to low precision, experts and adapters."""
+    products = sum(not gemm.batch for gemm in block.gemms)
+    added = float(products if config.products else 0) + (4 * products if config.lora else 0)
     if block.experts:
-        casts += constants.MIXTURE_KERNELS
-        each = next((gemm.experts for gemm in block.gemms if gemm.experts), 0) / (config.expert_ranks or config.ep)
-        casts += each * constants.EXPERT_KERNELS * (2 if config.products else 1)
-    adapters = 4 * sum(not gemm.batch for gemm in block.gemms) if config.lora else 0
-    return (block.kernels + casts + adapters + (constants.UNFUSED_KERNELS if unfused else 0)) * config.kernels
+        each = next((gemm.experts for gemm in block.gemms if gemm.experts), 0) / config.expert_groups
+        added += constants.MIXTURE_KERNELS + each * constants.EXPERT_KERNELS * (2 if config.products else 1)
+    return (block.kernels + added + (constants.UNFUSED_KERNELS if unfused else 0)) * config.kernels
+
+
+def _scores_s(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
+    """Seconds of the kernels over attention's squares, forward; none where attention is fused."""
+    if config.attention:
+        return 0.0
+    return _pass_s(block.scores / config.tp / config.cp, config) * (constants.UNFUSED_SOFTMAX if unfused else 1)
+
+
+def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
+    if config.attention or config.softmax_of == 1:
+        return False
+    squares = max((gemm.batch for gemm in block.gemms), default=0) * config.samples / config.tp
+    return squares % config.softmax_of != 0
 
 
 def _other_s(block: BlockTrace, config: BlockConfig) -> float:
@@ -207,7 +239,7 @@ def _other_s(block: BlockTrace, config: BlockConfig) -> float:
 
 
 def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
-    """Seconds of casts to low precision, forward and backward: inputs and weights, then gradients of results."""
+    """Seconds of casts to low precision: inputs and weights forward, gradients of results backward."""
     if not config.products:
         return 0.0, 0.0
     forward = backward = 0.0
@@ -217,15 +249,13 @@ def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) ->
             forward += rows * gemm.k / (config.tp if gemm.divided == "k" else 1)
             backward += rows * gemm.n / (config.tp if gemm.divided == "n" else 1)
     forward += held_weights(block, config) * config.casts
-    each = constants.CAST_BYTES[config.products] / _vector_bandwidth(config.device)
+    each = constants.CAST_BYTES[config.products] / vector_bandwidth(config.device)
     return forward * each, backward * each
 
 
-def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
-    if config.attention or config.softmax_of == 1:
-        return False
-    squares = max((gemm.batch for gemm in block.gemms), default=0) * config.samples / config.tp
-    return squares % config.softmax_of != 0
+def _pass_s(numbers: float, config: BlockConfig) -> float:
+    """Seconds to move `numbers` elements per sample through the device's memory."""
+    return numbers * config.samples * BYTES[config.precision] / vector_bandwidth(config.device)
 
 
 def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
@@ -233,15 +263,49 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
 
     The backward pass has two products for each, and one where the weight is not trained.
     """
+    shape = _shape(gemm, config)
+    precision: str = config.precision if gemm.batch else config.products or config.precision
+    repeated, spared = shape.repeated, 0.0
+    if gemm.read:
+        spared = max(shape.rows * shape.k - gemm.read * config.samples, 0.0)
+        repeated *= constants.CONVOLUTION * _of_products(gemm, config)
+
+    def seconds(m: float, n: float, k: float, kind: str = precision) -> float:
+        return product_s(config.device, kind, m, n, k, shape.many, spared)
+
+    if not backward:
+        return repeated * seconds(shape.rows, shape.n, shape.k)
+    inputs = seconds(shape.rows, shape.k, shape.n)
+    if config.lora and not gemm.batch:
+        return repeated * inputs
+    # products in int8 leave the weights' gradients in 16 bits (AQT's default in MaxText)
+    kept = config.precision if precision == "int8" else precision
+    return repeated * (inputs + seconds(shape.n, shape.k, shape.rows, kept))
+
+
+class Shape(NamedTuple):
+    """Products of one rank in a microbatch: `many` at once, that `repeated` times.
+
+    Each is (rows × k) · (k × n).
+    """
+
+    rows: float
+    n: float
+    k: float
+    many: float
+    repeated: float
+
+
+def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
+    """One rank's part of products."""
     rows, n, k = gemm.rows / config.cp, float(gemm.n), float(gemm.k)
     times, tp = float(gemm.times), config.tp
     if gemm.batch:
         times *= gemm.batch * config.samples / (tp if gemm.divided != "none" else 1)
     elif gemm.experts:
-        among = config.expert_ranks or config.ep
         # with experts whole on some of the ranks of tp, each of these has its part of the tokens
-        rows *= config.samples * among / gemm.experts / (tp if config.expert_ranks else 1)
-        times *= gemm.experts / among
+        rows *= config.samples * config.expert_groups / gemm.experts / (tp if config.expert_ranks else 1)
+        times *= gemm.experts / config.expert_groups
         tp = 1 if config.expert_ranks else tp
     else:
         rows *= config.samples
@@ -254,20 +318,7 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
         together = min(constants.GROUPS_N / n, times)
         n, k, times = n * together, k * together, times / together
     many = times if gemm.batch or gemm.experts else 1.0
-    repeated = times / many
-    precision: str = config.precision if gemm.batch else config.products or config.precision
-    spared = 0.0
-    if gemm.read:
-        spared = max(rows * k - gemm.read * config.samples, 0.0)
-        repeated *= constants.CONVOLUTION * _of_products(gemm, config)
-    if not backward:
-        return repeated * product_s(config.device, precision, rows, n, k, many, spared)
-    inputs = product_s(config.device, precision, rows, k, n, many, spared)
-    if config.lora and not gemm.batch:
-        return repeated * inputs
-    # AQT's products in int8 leave the weights' gradients in 16 bits (MaxText's default)
-    weights = config.precision if precision == "int8" else precision
-    return repeated * (inputs + product_s(config.device, weights, n, k, rows, many, spared))
+    return Shape(rows, n, k, many, times / many)
 
 
 def _of_products(gemm: Gemm, config: BlockConfig) -> float:
@@ -277,89 +328,3 @@ def _of_products(gemm: Gemm, config: BlockConfig) -> float:
     """
     wide = config.precision == "fp32" and config.device.is_gpu
     return 1 / constants.WINOGRAD if wide and gemm.k % 9 == 0 and gemm.k % 27 and gemm.k > 9 else 1.0
-
-
-@lru_cache(maxsize=100_000)
-def product_s(
-    device: Accelerator, precision: str, m: float, n: float, k: float, many: float = 1.0, spared: float = 0.0
-) -> float:
-    """Seconds of `many` equal products (m × k) · (k × n) at once, bound by arithmetic or memory.
-
-    `spared` elements are not moved: convolutions read an element once for many rows.
-
-    The result is cut into tiles; multiprocessors take one each, in waves, the last of which may be almost empty. Of the
-    sizes of tiles that libraries have, the fastest is taken.
-    """
-    low = precision in LOW
-    size = constants.LOW_BYTES[precision] if low else BYTES[precision]
-    moved = (many * ((m * k + k * n) * size + m * n * (2 if low else size)) - spared * size) / _vector_bandwidth(device)
-    alignment = 1.0 if low else _alignment(n, k, int(size))
-    if not device.is_gpu:
-        return max(2 * m * n * k * many / (peak_flops(device, precision) * constants.GEMM_TOP), moved)
-    if alignment is None and size == 2 and many > 1:
-        return max(2 * m * n * k * many / (peak_flops(device, "fp32") * constants.UNALIGNED_BATCH), moved)
-    units = device.multiprocessors
-    each = (
-        peak_flops(device, precision)
-        * constants.GEMM_TOP
-        * (constants.LOW_TOP[precision] if low else alignment or constants.UNALIGNED)
-        / units
-    )
-    fastest = float("inf")
-    for rows, columns, use in constants.TILES:
-        tiles = ceil(m / rows) * ceil(n / columns) * many
-        for split in constants.SPLITS if many == 1 and k >= 2048 else (1,):
-            exact = tiles * split / units
-            whole = ceil(exact) if exact < 20 else exact
-            waves = max(exact + constants.WAVE * (whole - exact), min(whole, 1.0))
-            depth = k / split + constants.GEMM_START_K * (1 if split == 1 else 2)
-            fastest = min(fastest, waves * 2 * rows * columns * depth / (each * use))
-    return max(fastest, moved)
-
-
-# precisions of products that are lower than 16 bits, and the peak that each uses
-LOW = {"int8": "int8", "fp8": "fp8", "fp8-row": "fp8", "fp8-block": "fp8", "mxfp8": "fp8", "fp4": "fp4"}
-_WIDER = {
-    "fp4": ("fp8", "bf16"),
-    "int8": ("fp8", "bf16"),
-    "fp8": ("bf16", "fp16"),
-    "bf16": ("fp16", "fp32"),
-    "fp16": ("fp32",),
-    "tf32": ("fp32",),
-}
-
-
-def peak_flops(device: Accelerator, precision: str) -> float:
-    """Peak FLOP/s of a precision, or of the next wider one."""
-    precision = LOW.get(precision, precision)
-    for name in (precision, *_WIDER.get(precision, ())):
-        if name in device.peak_flops:
-            return device.peak_flops[name]
-    return min(device.peak_flops.values())
-
-
-def _fused_s(gemm: Gemm, config: BlockConfig) -> tuple[float, float]:
-    """Seconds of one of attention's products in a fused kernel, forward and backward."""
-    ranks = config.cp * (config.tp if gemm.divided != "none" else 1)
-    peak = peak_flops(config.device, config.precision)
-    return fused_attention_s(gemm, config.device, config.attention, peak, config.samples, ranks)
-
-
-def _alignment(n: float, k: float, size: int) -> float | None:
-    """Relative speed for the rows' alignment; None if tensor cores cannot be used."""
-    speed = 1.0
-    for width in (n, k):
-        found = next((left for divisor, left in constants.ALIGNED if (width * size) % divisor == 0), None)
-        if found is None:
-            return None
-        speed = min(speed, found)
-    return speed
-
-
-def _pass_s(numbers: float, config: BlockConfig) -> float:
-    """Seconds to move `numbers` elements per sample through the device's memory."""
-    return numbers * config.samples * BYTES[config.precision] / _vector_bandwidth(config.device)
-
-
-def _vector_bandwidth(device: Accelerator) -> float:
-    return device.memory_bandwidth * constants.VECTOR_TOP

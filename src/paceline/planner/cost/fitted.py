@@ -1,7 +1,7 @@
 """Values that `benchmarks/published_fit.py` found and wrote: change them there.
 
 They rest on a tenth of the rows of each table of published runs, which are not scored, and on what data sheets and
-documentation say beforehand.
+documentation say in advance.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
     "Megatron-DeepSpeed": {"derating": 0.9814, "vector": 0.8558, "kernels": 5.664, "loss": 2.183},
     "Megatron-LM": {"derating": 0.9686, "vector": 1.12, "kernels": 1.993, "loss": 2.103},
     "Megatron Core": {"derating": 0.9599, "vector": 1.067, "kernels": 1.823, "loss": 1.539, "overlaps_ep": 0.3583},
-    "Megatron Core of NeMo 26.06": {"derating": 1.036, "vector": 1.06, "kernels": 2.02, "loss": 1.525, "overlaps_ep": 0.437, "mixtures": 0.4271},
+    "Megatron Core of NeMo 26.06": {
+        "derating": 1.036,
+        "vector": 1.06,
+        "kernels": 2.02,
+        "loss": 1.525,
+        "overlaps_ep": 0.437,
+        "mixtures": 0.4271,
+    },
     "FSDP": {"derating": 1.021, "vector": 1.003, "kernels": 1.501, "loss": 1},
     "Composer FSDP": {"derating": 1.104, "vector": 0.8918, "kernels": 1.492, "loss": 0.8675},
     "torchtitan, compiled": {"derating": 1.131, "vector": 1.027, "kernels": 0.7017, "loss": 1.013},

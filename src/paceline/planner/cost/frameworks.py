@@ -51,7 +51,7 @@ class Framework:
         return self.profile.name
 
     def laid_out(self, layout: Layout, *, fp32_gradients: bool = False, pure: bool = False) -> Layout:
-        """A layout with this framework's profile, its order of ranks, and its bytes for each parameter.
+        """A layout with this framework's profile, order of ranks, and bytes for each parameter.
 
         Args:
             fp32_gradients: gradients are added up, and sent, in four bytes.

@@ -199,6 +199,16 @@ class Layout:
         """Bytes of one element of an activation."""
         return BYTES[self.precision]
 
+    @property
+    def expert_parts(self) -> int:
+        """Number of parts of a layer's experts: whole ones, or slices of each by tp."""
+        return self.expert_ranks or self.tp * self.ep
+
+    @property
+    def expert_copies(self) -> float:
+        """Number of ranks of a stage that have the same experts."""
+        return max(self.ranks / self.pp / self.expert_ranks, 1.0) if self.expert_ranks else float(self.dp)
+
     @cached_property
     def stride(self) -> dict[str, int]:
         """Distance in ranks between neighbours along each axis."""

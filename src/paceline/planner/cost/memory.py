@@ -11,10 +11,11 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from paceline.planner.cost.block_memory import BlockMemory, MemoryConfig, block_memories, summed
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.stages import stages
 from paceline.plans.choices import V_SCHEDULES
-from paceline.trace.graph import BlockTrace, ModelTrace
+from paceline.trace.graph import ModelTrace
 
 HOLDERS = (
     "parameters",
@@ -36,8 +37,6 @@ RUNTIME_BYTES_ON_CPU = 3.95e8
 FRAGMENTS = 0.03
 # fraction of a GPU for its driver and for errors of predictions; proposed plans leave it free
 RESERVE = 0.03
-# of the activations inside layers, what is left where products keep their inputs in 8 bits: these are about half
-LOW_KEPT = 0.75
 
 
 class MemoryModel(NamedTuple):
@@ -79,55 +78,10 @@ _MEMORY_MODELS = {
     "Composer": MemoryModel(head=1 / 3),  # FlashAttention's cross entropy
     "torchtitan, compiled": MemoryModel(apart=True, head=0.7, fragments=0.2),  # the loss is one kernel
     "torchtitan": MemoryModel(apart=True, fragments=0.25),  # as printed: what the allocator holds
-    # XLA places all buffers beforehand, and computes logits in parts
+    # XLA places all buffers in advance, and computes logits in parts
     "MaxText": MemoryModel(apart=True, head=0.25, at_once=1, narrow_scattered=True, fragments=0.0),
 }
 _OTHER = MemoryModel()
-
-
-# kinds of blocks that are layers, also where there is only one of a kind
-LAYERS = ("layer", "mixture", "encoder", "mamba", "delta", "attention", "feed_forward", "mtp")
-
-
-class BlockMemory(NamedTuple):
-    """Memory of a rank for consecutive blocks. Activations are elements of one sample.
-
-    Attributes:
-        dense, experts: parameters, after tp, and after tp and ep.
-        outside: those of `dense` that are not in layers.
-        largest: parameters of the largest layer.
-        kept: saved for the backward pass; `logits` for the head.
-        working: further memory of a layer while its backward pass recomputes it.
-        result: output to the next stage.
-    """
-
-    dense: float
-    experts: float
-    outside: float
-    largest: float
-    kept: float
-    logits: float
-    working: float
-    result: float
-
-
-class MemoryConfig(NamedTuple):
-    """Everything that a block's `BlockMemory` depends on, but for the block."""
-
-    tp: int
-    # ranks that experts are divided among
-    experts: int
-    sequence: bool
-    remat: str
-    # whether attention keeps its squares
-    squares: bool
-    products: bool
-    # part of the products with weights that remat=selective keeps
-    kept_products: float
-    # part of the layers that remat=block computes again
-    share: float
-    # part of what products keep, where they keep their inputs in low precision
-    kept: float
 
 
 def memory(layout: Layout) -> dict[str, float]:
@@ -208,8 +162,7 @@ def _state(
     shards = layout.fsdp * (over_cp if layout.zero == 3 and not layout.zero_dp and layout.dp == 1 else 1)
     own = numbers / shards
     if layout.zero_dp:
-        copies = layout.ranks / layout.pp / layout.expert_ranks if layout.expert_ranks else layout.dp
-        own = (dense / (layout.dp * layout.ep * over_cp) + experts / max(copies, 1)) / shards
+        own = (dense / (layout.dp * layout.ep * over_cp) + experts / layout.expert_copies) / shards
     narrow = min(layout.parameter_bytes, layout.number_bytes)
     whole = layout.pp > 1 or layout.zero < 3
     gathered, beside = 0.0, 0.0
@@ -237,7 +190,10 @@ def _state(
 
 
 def trained_part(layout: Layout) -> float:
-    """Part of the parameters that is trained: all, or adapters of two narrow matrices for each wide one."""
+    """Part of the parameters that is trained.
+
+    Adapters have two narrow matrices for each wide one.
+    """
     if not layout.lora:
         return 1.0
     return min(2 * layout.lora / max(block.boundary / layout.trace.tokens for block in layout.trace.blocks), 1.0)
@@ -248,7 +204,7 @@ def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
 
     One backward pass frees activations block by block, while the blocks' gradients appear.
     """
-    held = _block_memories(layout.trace, _memory_config(layout, _MEMORY_MODELS["paceline"]))
+    held = block_memories(layout.trace, _memory_config(layout, _MEMORY_MODELS["paceline"]))
     later, most = 0.0, 0.0
     for block in reversed(held):
         later += (block.dense + block.experts) * layout.gradient_bytes
@@ -310,75 +266,20 @@ def _even_cut(layout: Layout) -> tuple[int, ...]:
 def _memory_config(layout: Layout, memory_model: MemoryModel) -> MemoryConfig:
     return MemoryConfig(
         layout.tp,
-        layout.expert_ranks or layout.tp * layout.ep,
+        layout.expert_parts,
         layout.sequence,
         layout.remat,
         not layout.framework.flash,
         memory_model.products or layout.framework.keeps != "attention",
         0.5 if layout.framework.keeps == "half" else 1.0,
         layout.remat_share,
-        LOW_KEPT if layout.products else 1.0,
+        bool(layout.products),
     )
 
 
 def _chunks(trace: ModelTrace, config: MemoryConfig, cut: tuple[int, ...]) -> list[BlockMemory]:
-    memories = _block_memories(trace, config)
-    return [_summed(memories[start:end]) for start, end in pairwise(accumulate(cut, initial=0))]
-
-
-def _summed(memories: tuple[BlockMemory, ...]) -> BlockMemory:
-    dense, experts, outside, largest, kept, logits, working, _ = zip(*memories, strict=True)
-    return BlockMemory(
-        sum(dense), sum(experts), sum(outside), max(largest), sum(kept), sum(logits), max(working), memories[-1].result
-    )
-
-
-def _block_memories(trace: ModelTrace, config: MemoryConfig) -> tuple[BlockMemory, ...]:
-    """Memory of every block. Equal blocks share one object, so that equal sums are equal to the last bit."""
-    if config not in trace.memo:
-        kinds = [block.kind for block in trace.blocks]
-        repeated = {kind for kind in kinds if kinds.count(kind) > 1 or kind in LAYERS}
-        by_block: dict[BlockTrace, BlockMemory] = {}
-        for block in trace.blocks:
-            if block not in by_block:
-                by_block[block] = _held(block, config, block.kind in repeated)
-        trace.memo[config] = tuple(by_block[block] for block in trace.blocks)
-    memories: tuple[BlockMemory, ...] = trace.memo[config]
-    return memories
-
-
-def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
-    tp, across = config.tp, config.tp if config.sequence else 1
-    dense, experts = block.vectors + block.matrices / tp, block.experts / config.experts
-    squares = block.kept_scores / tp if config.squares else 0.0
-    inside = block.kept_inside * (config.kept if block.kind != "head" else 1.0)
-    kept, result = inside / tp + block.kept_outside / across, block.boundary / across
-    logits, working = 0.0, 0.0
-    if block.kind == "head":
-        kept, logits = block.kept_outside / across, block.kept_inside / tp
-    elif not block.trained:
-        kept = 0.0
-    elif layer and config.remat == "block":
-        whole = kept + squares
-        kept, working = config.share * result + (1 - config.share) * whole, whole
-    elif layer and config.remat == "selective":
-        products = result + _products(block, config, across) if config.products else kept
-        kept, working = min(products, kept), squares + max(kept - products, 0.0)
-    else:
-        kept += squares
-    return BlockMemory(
-        dense, experts, 0.0 if layer else dense, dense + experts if layer else 0.0, kept, logits, working, result
-    )
-
-
-def _products(block: BlockTrace, config: MemoryConfig, across: int) -> float:
-    """Elements of the results of products with weights that are kept, and of attention's."""
-    width = {"n": config.tp, "batch": config.tp}
-    weights = sum(
-        gemm.rows * gemm.n * gemm.times / width.get(gemm.divided, across) for gemm in block.gemms if not gemm.batch
-    )
-    attention = [gemm.rows * gemm.n * gemm.batch * gemm.times / config.tp for gemm in block.gemms if gemm.batch]
-    return weights * config.kept_products + min(attention, default=0.0)
+    memories = block_memories(trace, config)
+    return [summed(memories[start:end]) for start, end in pairwise(accumulate(cut, initial=0))]
 
 
 def _baseline_bytes(layout: Layout) -> float:

@@ -18,36 +18,38 @@ class StageCost(NamedTuple):
     """Seconds of one microbatch on one rank of a (virtual) stage, and its parameters.
 
     Seconds of communication are exposed ones.
+
+    Attributes:
+        again_s: recomputation of the forward pass, if remat asks for it.
+        launch_forward_s, launch_backward_s: Python's time to launch the kernels; it runs ahead of the device.
+        tp_backward_s: with the collectives of recomputation.
+        parameters: numbers on one rank, before fsdp; `experts`: of experts among these.
+        tail_forward_s, tail_backward_s: compute time of the head beyond its launch time; nothing else is left to launch
+            then.
+        added_s: measured overhead of a split, half of it forward.
+        waited_s: launches that Python waits for.
     """
 
-    # computing
     forward_s: float = 0.0
     backward_s: float = 0.0
-    # recomputation of the forward pass, if remat asks for it
     again_s: float = 0.0
-    # Python's time to launch the kernels; it runs ahead of the device
     launch_forward_s: float = 0.0
     launch_backward_s: float = 0.0
     tp_forward_s: float = 0.0
-    # with the collectives of recomputation
     tp_backward_s: float = 0.0
     cp_s: float = 0.0
     ep_s: float = 0.0
-    # on one rank, before fsdp
     parameters: float = 0.0
-    # of experts among these
     experts: float = 0.0
     blocks: float = 0.0
-    # compute time of the head beyond its launch time; nothing else is left to launch then
     tail_forward_s: float = 0.0
     tail_backward_s: float = 0.0
-    # measured overhead of a split, half of it forward
     added_s: float = 0.0
-    # launches that Python waits for
     waited_s: float = 0.0
 
-    def __add__(self, other: tuple[float, ...]) -> StageCost:  # type: ignore[override]
-        return StageCost(*[mine + theirs for mine, theirs in zip(self, other, strict=True)])
+    def plus(self, other: StageCost, times: float = 1.0) -> StageCost:
+        """Cost with so many times the other one."""
+        return StageCost._make([mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
     @property
     def forward(self) -> float:
@@ -150,13 +152,13 @@ def _stage_times(
     cut: tuple[int, ...],
     share: float = 1.0,
 ) -> StageTimes:
-    until = summed(trace, config, remat, tp_path, cp_path, ep_path)
+    until = _summed(trace, config, remat, tp_path, cp_path, ep_path)
     if remat == "block" and share < 1:
-        none = summed(trace, config, "none", tp_path, cp_path, ep_path)
+        none = _summed(trace, config, "none", tp_path, cp_path, ep_path)
         until = tuple(_mixed(full, plain, share) for full, plain in zip(until, none, strict=True))
     cut = cut or _even(until, ranks * chunks)
     ends = accumulate(cut)
-    costs = tuple(_between(until[end - count], until[end]) for count, end in zip(cut, ends, strict=True))
+    costs = tuple(until[end].plus(until[end - count], -1) for count, end in zip(cut, ends, strict=True))
     return times_of(costs, ranks)
 
 
@@ -165,7 +167,7 @@ def times_of(costs: tuple[StageCost, ...], ranks: int) -> StageTimes:
     own = [costs[rank::ranks] for rank in range(ranks)]
     working = [sum(cost.forward + cost.backward for cost in stages) for stages in own]
     slowest = own[working.index(max(working))]
-    total = StageCost(*[sum(values) for values in zip(*slowest, strict=True)])
+    total = StageCost._make([sum(values) for values in zip(*slowest, strict=True)])
     return StageTimes(
         costs, tuple(cost.forward for cost in costs), tuple(cost.backward for cost in costs), total, max(working)
     )
@@ -173,17 +175,17 @@ def times_of(costs: tuple[StageCost, ...], ranks: int) -> StageTimes:
 
 def _mixed(full: StageCost, plain: StageCost, share: float) -> StageCost:
     """Cost where a part of the layers is computed again."""
-    return StageCost(*[share * one + (1 - share) * other for one, other in zip(full, plain, strict=True)])
-
-
-def _between(start: StageCost, end: StageCost) -> StageCost:
-    return StageCost(*[late - early for early, late in zip(start, end, strict=True)])
+    return StageCost._make([share * one + (1 - share) * other for one, other in zip(full, plain, strict=True)])
 
 
 @lru_cache(maxsize=4096)
-def summed(trace: ModelTrace, config: BlockConfig, remat: str, *links: LinkPath) -> tuple[StageCost, ...]:
-    costs = (block_cost(block, config, remat, *links) for block in trace)
-    return tuple(accumulate(costs, StageCost.__add__, initial=StageCost()))
+def _summed(trace: ModelTrace, config: BlockConfig, remat: str, *links: LinkPath) -> tuple[StageCost, ...]:
+    """Costs of the first 0, 1, 2, … blocks."""
+    found = [StageCost()]
+    for block, count in trace.runs:
+        cost, until = block_cost(block, config, remat, *links), found[-1]
+        found += [until.plus(cost, times) for times in range(1, count + 1)]
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -202,29 +204,25 @@ def block_cost(
     time = block_time(block, config)
     layer = block.kind not in ("embedding", "between", "head")
     again, launch_again, reductions = _again(block, time, remat if layer else "none", config)
-    number_bytes = BYTES[config.precision]
-    width = config.samples / config.cp * number_bytes
+    width = config.samples / config.cp * BYTES[config.precision]
     reduced = _shown(all_reduce_s(block.boundary * width, tp_path), config.overlaps_tp)
     routed = _routed_s(block, config, ep_path) if block.routed else 0.0
-    trained = 1 if block.trained else 0
-    experts = block.experts / (config.expert_ranks or config.tp * config.ep)
     return StageCost(
-        time.forward_s,
-        time.backward_s,
-        again,
-        time.launch_forward_s,
-        time.launch_backward_s + launch_again,
-        block.reductions * reduced,
-        trained * (block.reductions + reductions) * reduced,
-        _context_s(block, config, time, cp_path) if config.cp > 1 and layer else 0.0,
-        (6 if remat == "block" else 4) * routed,
-        held_weights(block, config) + block.vectors,
-        experts,
-        1.0,
-        0.0 if layer else max(time.forward_s - time.launch_forward_s, 0.0),
-        0.0 if layer else max(time.backward_s - time.launch_backward_s, 0.0),
-        0.0,
-        time.launch_forward_s + time.launch_backward_s if config.blocking else 0.0,
+        forward_s=time.forward_s,
+        backward_s=time.backward_s,
+        again_s=again,
+        launch_forward_s=time.launch_forward_s,
+        launch_backward_s=time.launch_backward_s + launch_again,
+        tp_forward_s=block.reductions * reduced,
+        tp_backward_s=(block.reductions + reductions) * reduced if block.trained else 0.0,
+        cp_s=_context_s(block, config, time, cp_path) if config.cp > 1 and layer else 0.0,
+        ep_s=(6 if remat == "block" else 4) * routed,
+        parameters=held_weights(block, config) + block.vectors,
+        experts=block.experts / config.expert_parts,
+        blocks=1.0,
+        tail_forward_s=0.0 if layer else max(time.forward_s - time.launch_forward_s, 0.0),
+        tail_backward_s=0.0 if layer else max(time.backward_s - time.launch_backward_s, 0.0),
+        waited_s=time.launch_forward_s + time.launch_backward_s if config.blocking else 0.0,
     )
 
 
@@ -244,7 +242,7 @@ def _routed_s(block: BlockTrace, config: BlockConfig, path: LinkPath) -> float:
 
 
 def _context_s(block: BlockTrace, config: BlockConfig, time: BlockTime, path: LinkPath) -> float:
-    """Exposed seconds of context parallelism: keys and values around a ring, or heads exchanged for tokens."""
+    """Exposed seconds of a ring of keys and values, or of heads exchanged for tokens."""
     each = config.samples * BYTES[config.precision]
     if config.ulysses:
         keys = block.keys or 2 * block.boundary

@@ -68,9 +68,9 @@ def _group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:
 
 
 def _of_torus(layout: Layout, ranks: int) -> float:
-    """Part of a device's links that a group uses: on a torus small groups lie along one dimension.
+    """Part of a device's links that a group uses.
 
-    Of a mesh between pairs, a group has only its own links.
+    On a torus small groups lie along one dimension; of a mesh between pairs, a group has only its own links.
     """
     device, torus = layout.machines.device, layout.machines.device.torus
     if device.mesh and 1 < ranks < device.per_host:
@@ -89,7 +89,8 @@ def _to_all(layout: Layout, ranks: int, within: float) -> float:
     if not torus or ranks < 2:
         return within
     side = max(float(ranks) ** (1 / torus), 2.0)
-    return within / (2 * torus) * min(8 / side, 2.0 * torus)
+    links: float = min(8 / side, 2.0 * torus)
+    return within / (2 * torus) * links
 
 
 def all_reduce_s(nbytes: float, path: LinkPath) -> float:

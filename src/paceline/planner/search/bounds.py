@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.planner.cost.estimate import beside_passes_s
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured import added_by, calibration_of, passes_of
 from paceline.planner.cost.memory import memory, usable_bytes
 from paceline.planner.cost.pipeline import hop_s, pipeline_s
 from paceline.planner.cost.stages import StageCost, stages
+from paceline.planner.cost.state_traffic import beside_passes_s
 from paceline.planner.search.space import Ints, Pipeline, divisors, numbered
 from paceline.plans.choices import Remat
 from paceline.trace.graph import BlockTrace, ModelTrace
@@ -29,8 +29,9 @@ from paceline.trace.graph import BlockTrace, ModelTrace
 Floats = NDArray[np.float64]
 # samples of a microbatch so large that matrix products reach their peak
 _ENDLESS = 2.0**16
-# parameters so many that latencies do not count
-_MANY = 1e15
+# Blocks so many that one's own traffic does not count, with parameters so many more that latencies of blocks do not,
+# and seconds of computing that hide the traffic of all of these
+_BLOCKS, _PARAMETERS, _FOREVER = 1e10, 1e30, 1e45
 # parts of a stage's time that its forward pass may take
 _FORWARD = (1 / 4, 1 / 3, 1 / 2)
 
@@ -180,15 +181,14 @@ class Bounds:
             plan = replace(layout, microbatches=count)
 
             def seconds(passes_s: float, plan: Layout = plan) -> Floats:
-                # of so many blocks that no single one of them counts
-                slow = StageCost(passes_s, passes_s, parameters=_MANY, blocks=_MANY)
+                slow = StageCost(passes_s, passes_s, parameters=_PARAMETERS, blocks=_BLOCKS)
                 return np.array(beside_passes_s(plan, slow))
 
             alone = seconds(0.0)
             little = max(1e-6 * float(alone.max()), 1e-9)
-            endless = seconds(1e30) / _MANY
+            endless = seconds(_FOREVER) / _PARAMETERS
             hidden = np.minimum((seconds(little) - alone) / little, 0.0)
-            found.append([alone / _MANY, hidden, endless])
+            found.append([alone / _PARAMETERS, hidden, endless])
         return np.array(found) * (1 - 1e-6)
 
     def _computed(self, config: ShardConfig) -> RankCost:

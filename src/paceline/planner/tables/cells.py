@@ -88,7 +88,7 @@ def products(cells: Cells) -> Products:
 
 
 def recomputed(cells: Cells) -> Recomputed:
-    """What is computed again in the backward pass."""
+    """Part of the forward pass that is computed again."""
     text = cells.get("act_ckpt", "").lower()
     if not stated(text):
         return "unknown"
@@ -108,7 +108,11 @@ def sequence(cells: Cells) -> bool:
 
 
 def sharding(text: str, unstated: Sharding) -> Sharding:
-    """How ranks with the same data share state."""
+    """Sharding of the state among data-parallel ranks.
+
+    Args:
+        unstated: what the framework does where the cell says nothing.
+    """
     text = text.lower()
     if not stated(text):
         return unstated
@@ -124,7 +128,10 @@ def sharding(text: str, unstated: Sharding) -> Sharding:
 
 
 def between_bytes_per_s(text: str, per_host: int) -> float | None:
-    """Of one device, from `8x200Gb/s HDR IB per node`, `400Gb/s RDMA per GPU`, `100GbE`; None if no rate is stated."""
+    """Network bandwidth of one device; None if no rate is stated.
+
+    A rate is a host's (`8x200Gb/s HDR IB per node`, `100GbE`) unless the text says a device's (`400Gb/s RDMA per GPU`).
+    """
     rates = [
         float(times or 1) * float(rate) * 1e9 / 8 / (1 if per_device else per_host)
         for times, rate, per_device in _RATE.findall(text)

@@ -30,7 +30,7 @@ _FLASH = re.compile(r"(?<!no )flash(?!\w* not)|transformer_engine|xformers|sdpa|
 
 
 def framework_of(cells: Cells, device: Accelerator) -> Framework:
-    """The framework of a row, with what the row says of its attention and its launches."""
+    """The framework of a row, with its attention and launches as the row says."""
     name, notes = cells.get("framework", ""), cells.get("notes", "")
     found = _by_name(cells, device)
     profile = found.profile

@@ -1,4 +1,4 @@
-"""Layout of a table's row: its plan, machines and framework, and what follows where they are not stated."""
+"""Layout of a table's row: what it states, and what follows from that."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
 
 
 def _with_least_recomputed(layout: Layout) -> Layout:
-    """A layout whose recomputation is not stated: the least with which it fits, as its users would have it.
+    """A layout with the least recomputation that fits, as users would choose.
 
     Of the layers some may be computed again, and others not; what is kept of all may wait in the host's memory.
     """

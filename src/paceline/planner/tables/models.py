@@ -52,7 +52,7 @@ def _sequence(cells: Cells) -> int | None:
 
 
 def _agree(named: Dimensions, cells: Cells) -> bool:
-    """True if a row states nothing that differs from the named model but its depth, sequence and vocabulary."""
+    """True if what a row states of width, heads and depth is the named model's."""
     pairs = (("hidden", named.hidden), ("n_heads", named.heads), ("ffn", named.feed_forward))
     return all(number(cells.get(name, "")) in (None, value) for name, value in pairs) and _depth(cells) in (
         None,
@@ -104,15 +104,18 @@ def _masked(cells: Cells, seq: int) -> dict[str, float]:
 
 
 def _padded(vocab: int, tp: int, framework: str) -> int:
-    """A vocabulary as frameworks pad it: Megatron to 128 for each rank of tp, others to what tensor cores read."""
+    """A vocabulary as frameworks pad it.
+
+    Megatron does to 128 for each rank of tp, others to what tensor cores read.
+    """
     wide = 128 * tp if tp > 1 or re.search(r"megatron|nemo|libai", framework, re.IGNORECASE) else 8
     return -(-vocab // wide) * wide
 
 
 def _dense(cells: Cells, seq: int) -> int:
-    """Tokens that are computed of a sample: NVIDIA's BERT for PyTorch and Paddle leaves padding out.
+    """Tokens of a sample that are computed, without padding if a recipe leaves it out.
 
-    Its long sequences are deal out by length (LDDL); of 512 tokens about half are text.
+    NVIDIA's BERT for PyTorch and Paddle does. Of its sequences of 512 tokens about half are text.
     """
     recipe = re.search(r"pre-?training", cells.get("notes", ""), re.IGNORECASE) and re.search(
         r"pytorch|paddle", cells.get("framework", ""), re.IGNORECASE
@@ -171,7 +174,7 @@ def _stated(cells: Cells, others: Sequence[Cells], tp: int, stages: int) -> Dime
 
 
 def _gated_by_size(base: Mapping[str, Any], layers: int, parameters: float, likely: bool) -> bool:
-    """Whether two or three matrices a feed-forward part come nearer to the stated number of parameters."""
+    """True if three matrices a feed-forward part come nearer to the stated parameters than two."""
 
     def off(gated: bool) -> float:
         return abs(transformer(_checked({"layers": layers, "gated": gated, **base})).parameters / parameters - 1)
@@ -180,10 +183,7 @@ def _gated_by_size(base: Mapping[str, Any], layers: int, parameters: float, like
 
 
 def _heads_of_others(cells: Cells, others: Sequence[Cells], hidden: int) -> int:
-    """Where a row does not say how many heads.
-
-    As other rows of its table with the same width, or heads about 128 wide.
-    """
+    """Heads of other rows with the same width, or such that each is about 128 wide."""
     for other in others:
         if other.get("n_heads") and number(other.get("hidden", "")) == hidden:
             return whole(other, "n_heads")

@@ -1,4 +1,4 @@
-"""Rows of tables of measured runs, each with the layout that it states and what was measured."""
+"""Rows of tables of measured runs: the layout of each, and what was measured."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import ClusterError
-from paceline.planner.cost.compute import peak_flops
 from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.products import peak_flops
 from paceline.planner.tables.cells import Cells, UnusableError, number
 from paceline.planner.tables.layouts import layout_of
 
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Rows of one group do the same work on the same machines: the choice among them is what a planner is for."""
+        """Same work on the same machines: rows of a group differ in their plans."""
         layout = self.layout
         work = (layout.trace, round(layout.global_batch, 3), layout.precision, layout.products, layout.lora)
         device = layout.machines.device
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def plan(self) -> tuple[object, ...]:
-        """What a planner chooses."""
+        """Part of the layout that a planner chooses."""
         layout = self.layout
         degrees = (layout.dp, layout.fsdp, layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_ranks)
         return *degrees, layout.zero, layout.zero_dp, layout.samples, layout.chunks, layout.schedule, layout.remat

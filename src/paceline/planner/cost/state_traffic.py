@@ -1,0 +1,122 @@
+"""Traffic of parameters and gradients between data-parallel ranks, and the update, beside a step's passes."""
+
+from __future__ import annotations
+
+from paceline.planner.cost import constants
+from paceline.planner.cost.compute import device_of
+from paceline.planner.cost.layout import Layout
+from paceline.planner.cost.memory import trained_part
+from paceline.planner.cost.products import vector_bandwidth
+from paceline.planner.cost.servers import exchanged, joined_s, served_s
+from paceline.planner.cost.stages import StageCost, exposed_s
+from paceline.planner.cost.traffic import all_reduce_s, gather_s, link_path, send_s
+
+
+def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, float]:
+    """Seconds of fsdp, of dp and of the update, beside the slowest rank's passes.
+
+    The search bounds plans by it, with stages that compute nothing, or for ever.
+    """
+    return _fsdp_s(layout, slow), _dp_s(layout, slow), _optimizer_s(layout, slow)
+
+
+def _fsdp_s(layout: Layout, slow: StageCost) -> float:
+    """FSDP all-gather and reduce-scatter time that compute cannot overlap, in seconds.
+
+    Each block is gathered and scattered by itself, with the latency of its group; the next one's is prefetched.
+    """
+    if layout.fsdp == 1:
+        return 0.0
+    link = link_path(layout, "fsdp")
+    trained = _trained(layout, slow)
+    gathered = gather_s(slow.parameters * min(layout.parameter_bytes, layout.number_bytes), link, slow.blocks)
+    scattered = gather_s(trained * layout.sync_bytes, link, slow.blocks)
+    one = exposed_s(scattered, slow.backward) + scattered / slow.blocks
+    # pipelines gather and scatter once a step, for every `zero`
+    if layout.pp > 1 or layout.zero == 1:
+        return gathered + one
+    if layout.zero == 2:
+        return gathered + layout.microbatches * one
+    forward = exposed_s(gathered, slow.forward) + gathered / slow.blocks
+    backward = exposed_s(gathered + scattered, slow.backward) + scattered / slow.blocks
+    return layout.microbatches * (forward + backward)
+
+
+def _trained(layout: Layout, slow: StageCost) -> float:
+    """Numbers of a rank's trained parameters; adapters have two narrow matrices for each wide one."""
+    return slow.parameters * trained_part(layout)
+
+
+def _dp_s(layout: Layout, slow: StageCost) -> float:
+    """Time of the gradients' all-reduce that the last backward pass cannot overlap.
+
+    Where each replica updates a part (`zero_dp`), it is a reduce-scatter, and an all-gather of the new parameters.
+    """
+    if layout.dp == 1:
+        return 0.0
+    shared = _trained(layout, slow) / layout.fsdp
+    if layout.servers:
+        return _with_servers_s(layout, slow, shared)
+    path, framework = link_path(layout, "dp"), layout.framework
+    shared -= _single_experts(layout, slow)
+    if not layout.zero_dp:
+        seconds = all_reduce_s(shared * layout.sync_bytes, path) / layout.sync_every
+        if not framework.overlaps_gradients:
+            return seconds
+        return exposed_s(seconds, slow.backward) + seconds / slow.blocks
+    narrow = min(layout.parameter_bytes, layout.number_bytes)
+    reduced, gathered = (gather_s(shared * size, path) / layout.sync_every for size in (layout.sync_bytes, narrow))
+    if framework.overlaps_gradients:
+        reduced = _behind_chunks_s(reduced, slow.backward, layout.chunks, slow.blocks)
+    if framework.overlaps_parameters:
+        gathered = _behind_chunks_s(gathered, slow.forward, layout.chunks, slow.blocks)
+    return reduced + gathered
+
+
+def _with_servers_s(layout: Layout, slow: StageCost, shared: float) -> float:
+    """Seconds of an exchange of so many numbers with parameter servers."""
+    up, down = exchanged(layout, shared)
+    up_s, down_s = send_s(up * layout.sync_bytes, layout, "dp"), send_s(down * layout.gradient_bytes, layout, "dp")
+    apply_s = _optimizer_s(layout, slow) * up / shared
+    joined = 2 * joined_s(layout, shared, lambda nbytes, axis: send_s(nbytes, layout, axis))
+    return joined + served_s(layout, up_s, down_s, slow.forward + slow.backward, apply_s)
+
+
+def _behind_chunks_s(seconds: float, behind: float, chunks: int, blocks: float) -> float:
+    """Exposed seconds of what travels chunk by chunk.
+
+    All but one of a rank's chunks hide theirs behind other chunks' work.
+    """
+    own = seconds / chunks
+    return exposed_s(own, behind / chunks) + own / blocks * chunks + constants.CONTENTION * (seconds - own)
+
+
+def _single_experts(layout: Layout, slow: StageCost) -> float:
+    """Numbers of a rank's experts that no other rank has, before fsdp divides them."""
+    single = layout.expert_ranks and layout.expert_copies < 2
+    return slow.experts / layout.fsdp if single else 0.0
+
+
+def _optimizer_s(layout: Layout, slow: StageCost) -> float:
+    """Time to read and write parameters, gradients and the optimizer's state once."""
+    shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
+    numbers = _trained(layout, slow) / shards
+    if layout.expert_ranks and layout.zero_dp and slow.experts:
+        numbers += slow.experts / layout.fsdp * (1 / layout.expert_copies - 1 / layout.dp)
+    each = constants.OPTIMIZER_PASSES * (
+        2 * layout.parameter_bytes + 2 * layout.gradient_bytes + 2 * layout.optimizer_bytes
+    )
+    if layout.offload and not layout.machines.device.is_core:
+        return _on_host_s(layout, numbers)
+    return numbers * each / vector_bandwidth(device_of(layout))
+
+
+def _on_host_s(layout: Layout, numbers: float) -> float:
+    """Time of an update in the host's memory: gradients go there, new parameters come back.
+
+    The host's processors read and write the state (as ZeRO-Offload's Adam, arXiv:2101.06840); its memory is shared.
+    """
+    device = layout.machines.device
+    travel_s = numbers * max(layout.gradient_bytes, layout.number_bytes) / device.host_link.bandwidth
+    state = numbers * (2 * layout.parameter_bytes + layout.gradient_bytes + 2 * layout.optimizer_bytes)
+    return max(2 * travel_s, state / constants.HOST_MEMORY_EACH) + travel_s
