@@ -18,7 +18,9 @@ GEMM_START_K = CONSTANTS["GEMM_START_K"]
 # of a last wave of tiles that is not full, how much it costs of what is missing: smaller tiles fill it up
 WAVE = CONSTANTS["WAVE"]
 # of the result, and how well each uses a multiprocessor
-TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66), (128, 32, 0.55), (64, 32, 0.45))
+TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66))
+# of results that are narrower than these, as those of convolutions with few channels
+NARROW_N, NARROW_TILES = 32, ((256, 32, 0.66), (128, 32, 0.55), (64, 32, 0.45))
 # among how many multiprocessors a tile's inner loop may be split
 SPLITS = (1, 2, 4, 8)
 # Rows that do not begin on a line of memory are read in more pieces (NVIDIA, "Matrix Multiplication Background User's
@@ -34,8 +36,8 @@ UNALIGNED_BATCH = 0.9
 LOW_TOP = {"int8": 0.94, "fp8": 0.94, "fp8-row": 0.76, "fp8-block": 0.80, "mxfp8": 0.90, "fp4": 0.75}
 # bytes of a number with its scales
 LOW_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "fp4": 0.56}
-# bytes moved for each number that is cast: read for its scale and to cast it, and written in two layouts; rows need scales
-# of their own in each layout, and what has scales of few numbers is read once
+# bytes moved for each number that is cast: read for its scale and to cast it, and written in two layouts; rows need
+# scales of their own in each layout, and what has scales of few numbers is read once
 CAST_BYTES = {"int8": 5.0, "fp8": 6.0, "fp8-row": 10.0, "fp8-block": 6.0, "mxfp8": 4.0, "fp4": 3.5}
 
 # Convolutions: how long they take as products, how many fewer products Winograd's algorithm has for 3 × 3 in tiles of

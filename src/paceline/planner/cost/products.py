@@ -62,7 +62,7 @@ def _tiled_s(m: float, n: float, k: float, many: float, units: int, each: float)
         units: multiprocessors of the device; `each`: FLOP/s of one.
     """
     fastest = float("inf")
-    for rows, columns, use in constants.TILES:
+    for rows, columns, use in constants.TILES if n > constants.NARROW_N else constants.NARROW_TILES:
         tiles = ceil(m / rows) * ceil(n / columns) * many
         for split in constants.SPLITS if many == 1 and k >= 2048 else (1,):
             exact = tiles * split / units
