@@ -12,7 +12,8 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planner.check.state import moments
 from paceline.planner.cost.estimate import estimate
-from paceline.planner.cost.layout import BYTES, FrameworkProfile, Layout, Machines
+from paceline.planner.cost.frameworks import PACELINE, PACELINE_COMPILED
+from paceline.planner.cost.layout import BYTES, Layout, Machines
 from paceline.planner.cost.prediction import Prediction
 from paceline.planner.history import corrected
 from paceline.planner.machines import machines
@@ -105,15 +106,11 @@ class Layouts:
             sync_every=sync.period,
             servers=int(sync.arguments["servers"]) if sync.name == "server" else 0,
             served=sync.info.served,
-            framework=_FRAMEWORK,
+            framework=PACELINE if plan.compile == "off" else PACELINE_COMPILED,
             threads=threads,
             transport=plan.transport,
             fused=plan.fused,
         )
-
-
-# as torch's FSDP in the published measurements: none of ours is from a GPU
-_FRAMEWORK = FrameworkProfile(derating=1.09)
 
 
 def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan) -> Prediction:
