@@ -114,12 +114,11 @@ def _is_measured(link: Link, other: Link, hosts: int) -> bool:
 
 def _note(found: Found, number: int, speed: Speed) -> None:
     """Add the link to both of its hosts."""
-    measured = {
-        "bandwidth_gbps": max(0.001, round(speed.bits_per_s / 1e9, 3)),
-        "latency_ms": max(0.0001, round(speed.round_trip_s * 500, 4)),
-    }
+    gbps, latency_ms = max(0.001, round(speed.bits_per_s / 1e9, 3)), max(0.0001, round(speed.round_trip_s * 500, 4))
     for here, there in ((number, speed.number), (speed.number, number)):
-        found.setdefault(here, []).append(NetworkLink(name=f"channel:{there}", kind="measured", **measured))
+        found.setdefault(here, []).append(
+            NetworkLink(name=f"channel:{there}", kind="measured", bandwidth_gbps=gbps, latency_ms=latency_ms)
+        )
 
 
 def _speed(number: int, send: Callable[[Struct], None], echoed: Callable[[], bool], budget_s: float) -> Speed | None:

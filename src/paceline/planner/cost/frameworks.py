@@ -81,7 +81,7 @@ _MEGATRON = FrameworkProfile(
 )
 _EAGER = replace(_MEGATRON, loss=2.5, kernels=5.5)
 # Megatron-LM of 2021 to 2022, and DeepSpeed's copy, whose kernels are fused less
-MEGATRON_DEEPSPEED = Framework(replace(_EAGER, name="Megatron-DeepSpeed"), order=MEGATRON_ORDER)
+MEGATRON_DEEPSPEED = Framework(replace(_EAGER, name="Megatron-DeepSpeed", sums_gradients=True), order=MEGATRON_ORDER)
 MEGATRON_LM = Framework(
     replace(_MEGATRON, name="Megatron-LM", loss=2.0, kernels=2.0, scatters_hops=True), order=MEGATRON_ORDER
 )

@@ -34,6 +34,7 @@ class FrameworkProfile:
         name: such as `paceline`, `Megatron-LM`, `Megatron-DeepSpeed`, `FSDP`.
         derating: multiplies all compute times.
         overlaps_gradients: True if gradients are reduced during the backward pass.
+        sums_gradients: True if ZeRO-1's gradients are summed whole, not scattered (DeepSpeed without `reduce_scatter`).
         overlaps_parameters: True if parameters that ZeRO-1 updates in parts are gathered during the next forward pass.
         overlaps_tp, overlaps_ep: part of the traffic of tensor and expert parallelism that products hide.
         overlaps_hops: True if stages of a pipeline send while they compute.
@@ -57,6 +58,7 @@ class FrameworkProfile:
     name: str = "paceline"
     derating: float = 1.0
     overlaps_gradients: bool = True
+    sums_gradients: bool = False
     overlaps_parameters: bool = True
     overlaps_tp: float = 0.0
     overlaps_ep: float = 0.0

@@ -64,8 +64,9 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
         if not framework.overlaps_gradients:
             return seconds
         return exposed_s(seconds, slow.backward) + seconds / slow.blocks
-    narrow = min(layout.parameter_bytes, layout.number_bytes)
-    reduced, gathered = (gather_s(shared * size, path) / layout.sync_every for size in (layout.sync_bytes, narrow))
+    reduce_s = all_reduce_s if framework.sums_gradients else gather_s
+    reduced = reduce_s(shared * layout.sync_bytes, path) / layout.sync_every
+    gathered = gather_s(shared * min(layout.parameter_bytes, layout.number_bytes), path) / layout.sync_every
     if framework.overlaps_gradients:
         reduced = _behind_chunks_s(reduced, slow.backward, layout.chunks, slow.blocks)
     if framework.overlaps_parameters:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec, accelerator
 from paceline.planner.cost.estimate import memory_fits
 from paceline.planner.cost.frameworks import (
+    MEGATRON_DEEPSPEED,
     TENSORFLOW_FUSED_IMAGES,
     TENSORFLOW_IMAGES,
     TORCH_IMAGES,
@@ -68,12 +69,20 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     layout = replace(layout, schedule="interleaved" if layout.chunks > 1 else _schedule(cells))
     layout = _sharded(layout, cells, data_ranks, framework)
     layout = replace(layout, cut=_cut(layout, layers))
+    if layout.zero_dp and not re.search("zero", cells.get("zero_fsdp", ""), re.IGNORECASE):
+        # its gradients are scattered; those of stage 1 are summed whole
+        framework = replace(framework, profile=replace(framework.profile, sums_gradients=False))
     layout = framework.laid_out(
         layout,
         fp32_gradients="fp32 grad" in cells.get("precision", "").lower(),
         pure="pure" in cells.get("precision", "").lower(),
     )
     return _with_least_recomputed(layout) if remat == "unknown" else layout
+
+
+def _divides_always(layout: Layout, framework: Framework) -> bool:
+    """True of DeepSpeed in bf16, whose `BF16_Optimizer` divides its state at every stage."""
+    return framework.name == MEGATRON_DEEPSPEED.name and layout.precision == "bf16"
 
 
 def _for_model(framework: Framework, trace: ModelTrace, cells: Cells) -> Framework:
@@ -171,8 +180,8 @@ def _sharded(layout: Layout, cells: Cells, data_ranks: int, framework: Framework
     elif ep > 1 and data_ranks % ep == 0:
         layout, data_ranks = replace(layout, ep=ep), data_ranks // ep
     kind = read.sharding(text, framework.shards)
-    if kind == "none" and framework.name == "Megatron-DeepSpeed" and layout.precision == "bf16":
-        kind = "zero1"  # DeepSpeed's BF16_Optimizer divides its state at every stage
+    if kind == "none" and _divides_always(layout, framework):
+        kind = "zero1"
     over = re.search(r"\bover (\d+)|fsdp(\d{2,})", text, re.IGNORECASE)
     over_ranks = int(over[1] or over[2]) if over else 0
     if kind == "hybrid" or (kind == "zero3" and 1 < over_ranks < data_ranks):

@@ -14,6 +14,9 @@ from paceline.planner.cost.products import peak_flops
 from paceline.planner.tables.cells import Cells, UnusableError, number
 from paceline.planner.tables.layouts import layout_of
 
+# what a plan does not change of a model: its trace has the vocabulary padded for tp
+_MODEL = ("model", "n_layers", "hidden", "ffn", "n_heads", "n_kv_heads", "vocab")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -44,15 +47,17 @@ class Row:
     def group(self) -> tuple[object, ...]:
         """Same work on the same machines: rows of a group differ in their plans."""
         layout = self.layout
-        work = (layout.trace, round(layout.global_batch, 3), layout.precision, layout.products, layout.lora)
+        model = tuple(self.cells.get(name, "") for name in _MODEL)
+        work = (layout.trace.tokens, round(layout.global_batch, 3), layout.precision, layout.products, layout.lora)
         device = layout.machines.device
         where = (device.name, device.memory_bytes, layout.ranks, layout.machines.between.bandwidth)
-        return self.table, self.framework, *work, *where
+        return self.table, self.framework, *model, *work, *where
 
     @property
     def framework(self) -> str:
-        """Its framework, without remarks that tell plans apart."""
-        return re.split(r"[;(]", self.cells.get("framework", ""))[0].strip().lower()
+        """Its framework and version, without remarks that tell plans apart."""
+        name = re.split(r"[;(]", self.cells.get("framework", ""))[0].strip().lower()
+        return f"{name} {self.cells.get('source', '')}"
 
     @property
     def plan(self) -> tuple[object, ...]:
