@@ -86,8 +86,6 @@ LINK_TOP_BETWEEN = CONSTANTS["LINK_TOP_BETWEEN"]  # the same between hosts
 COLLECTIVE_S = 3.21e-05  # fitted: to start one
 # ranks along one dimension of a torus
 TORUS_SIDE = 16
-# of what ranks send to experts on average, what the busiest one gets (Megatron Core's benchmarks balance by force: 1.0)
-EXPERT_IMBALANCE = 1.0
 # of the time of bytes that travel while a device computes, how much longer that takes (Galvatron's overlap_coe)
 CONTENTION = CONSTANTS["CONTENTION"]
 # fitted: to hand a microbatch from one stage to the next, beside the link
