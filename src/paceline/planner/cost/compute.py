@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from math import ceil
 from typing import NamedTuple
 
 from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator
@@ -313,6 +314,7 @@ def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
         # with experts whole on some of the ranks of tp, each of these has its part of the tokens
         rows *= config.samples * config.imbalance * config.expert_groups / gemm.experts
         rows /= tp if config.expert_ranks else 1
+        rows = ceil(rows / constants.EXPERT_ROWS) * constants.EXPERT_ROWS
         times *= gemm.experts / config.expert_groups
         tp = 1 if config.expert_ranks else tp
     else:

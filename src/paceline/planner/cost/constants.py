@@ -47,6 +47,10 @@ CONVOLUTION_VECTOR = CONSTANTS["CONVOLUTION_VECTOR"]
 # State spaces: of what a fused attention kernel reaches, what the scan's small products do
 SCAN = CONSTANTS["SCAN"]
 
+# Tokens of an expert are padded to a multiple of so many, that rows of its gradients begin on a line of memory
+# (torchtitan pads to 8 in bf16, to 16 in fp8)
+EXPERT_ROWS = 16
+
 # Kernels that only read and write
 # fitted: of the memory's bandwidth
 VECTOR_TOP = CONSTANTS["VECTOR_TOP"]

@@ -192,7 +192,7 @@ def _state(
 
 
 def kept_bytes(layout: Layout) -> float:
-    """Bytes that the forward pass of a microbatch keeps on a rank, on average over a pipeline's stages."""
+    """Bytes that a microbatch's forward pass keeps on a rank, averaged over stages."""
     held = block_memories(layout.trace, _memory_config(layout, _memory_model(layout.framework.name)))
     return sum(block.kept for block in held) / layout.pp * layout.samples / layout.cp * layout.number_bytes
 
