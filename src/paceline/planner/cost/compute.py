@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from math import ceil
 from typing import NamedTuple
 
-from paceline.cluster.catalogue.hardware import Accelerator
+from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator
 from paceline.planner.cost import constants
 from paceline.planner.cost.attention import fused_attention_s
 from paceline.planner.cost.fitted import SUSTAINED
@@ -56,6 +57,7 @@ class BlockConfig(NamedTuple):
     overlaps_ep: float
     node_limit: int
     ulysses: bool
+    imbalance: float
 
     @property
     def expert_groups(self) -> int:
@@ -123,6 +125,7 @@ def block_config(layout: Layout) -> BlockConfig:
         overlaps_ep=framework.overlaps_ep,
         node_limit=framework.node_limit,
         ulysses=layout.ulysses,
+        imbalance=layout.imbalance,
     )
 
 
@@ -200,8 +203,18 @@ def _throttled(products_s: float, others_s: float, launch_s: float, config: Bloc
     if not products_s:
         return 1.0
     share = products_s / max(products_s + others_s, launch_s)
-    sustained = SUSTAINED.get(config.device.name, config.device.sustained * constants.PRODUCTS_TOP)
-    return 1 / (1 - (1 - min(sustained / constants.GEMM_TOP, 1.0)) * share)
+    return 1 / (1 - (1 - min(_sustained(config.device) / constants.GEMM_TOP, 1.0)) * share)
+
+
+@cache
+def _sustained(device: Accelerator) -> float:
+    """Part of the peak that long products keep within a device's power.
+
+    What was found for a device goes for it with another memory or power, too, in proportion to `sustained`.
+    """
+    usual = CATALOGUE.get(device.name.split(" ")[0], device)
+    found = SUSTAINED.get(usual.name, usual.sustained * constants.PRODUCTS_TOP)
+    return found * device.sustained / usual.sustained
 
 
 def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
@@ -245,9 +258,9 @@ def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) ->
     forward = backward = 0.0
     for gemm in weights:
         if not gemm.batch:
-            rows = gemm.rows * config.samples / config.cp * gemm.times
-            forward += rows * gemm.k / (config.tp if gemm.divided == "k" else 1)
-            backward += rows * gemm.n / (config.tp if gemm.divided == "n" else 1)
+            shape = _shape(gemm, config)
+            forward += shape.rows * shape.k * shape.many * shape.repeated
+            backward += shape.rows * shape.n * shape.many * shape.repeated
     forward += held_weights(block, config) * config.casts
     each = constants.CAST_BYTES[config.products] / vector_bandwidth(config.device)
     return forward * each, backward * each
@@ -304,7 +317,9 @@ def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
         times *= gemm.batch * config.samples / (tp if gemm.divided != "none" else 1)
     elif gemm.experts:
         # with experts whole on some of the ranks of tp, each of these has its part of the tokens
-        rows *= config.samples * config.expert_groups / gemm.experts / (tp if config.expert_ranks else 1)
+        rows *= config.samples * config.imbalance * config.expert_groups / gemm.experts
+        rows /= tp if config.expert_ranks else 1
+        rows = ceil(rows / constants.EXPERT_ROWS) * constants.EXPERT_ROWS
         times *= gemm.experts / config.expert_groups
         tp = 1 if config.expert_ranks else tp
     else:

@@ -7,7 +7,7 @@ from paceline.planner.cost.compute import device_of
 from paceline.planner.cost.layout import FrameworkProfile, Layout
 from paceline.planner.cost.measured import measured_inputs
 from paceline.planner.cost.measured_memory import measured_memory
-from paceline.planner.cost.memory import capacity_bytes, memory
+from paceline.planner.cost.memory import capacity_bytes, kept_bytes, memory
 from paceline.planner.cost.pipeline import hop_s, pipeline_s, simulated
 from paceline.planner.cost.prediction import PARTS, Prediction, Span
 from paceline.planner.cost.products import peak_flops
@@ -107,7 +107,5 @@ def _offloaded_s(layout: Layout, slow: StageCost) -> float:
     """Exposed time of activations that wait for the backward pass in the host's memory."""
     if not layout.offload_activations:
         return 0.0
-    across = layout.cp * layout.pp * (layout.tp if layout.sequence else 1)
-    kept = sum(block.boundary for block in layout.trace.blocks) * layout.samples * layout.number_bytes / across
-    travel_s = kept / layout.machines.device.host_link.bandwidth
+    travel_s = kept_bytes(layout) / layout.machines.device.host_link.bandwidth
     return layout.microbatches * (exposed_s(travel_s, slow.forward) + exposed_s(travel_s, slow.backward))

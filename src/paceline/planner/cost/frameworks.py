@@ -50,22 +50,27 @@ class Framework:
         """Name of the profile."""
         return self.profile.name
 
-    def laid_out(self, layout: Layout, *, fp32_gradients: bool = False, pure: bool = False) -> Layout:
+    def laid_out(
+        self, layout: Layout, *, fp32_gradients: bool = False, pure: bool = False, moment_bytes: float = 4.0
+    ) -> Layout:
         """A layout with this framework's profile, order of ranks, and bytes for each parameter.
 
         Args:
             fp32_gradients: gradients are added up, and sent, in four bytes.
             pure: gradients are sent in 16 bits whatever is kept.
+            moment_bytes: of each of Adam's two moments: 4, in bf16 2, in 8 bits 1 (arXiv:2110.02861).
         """
         layout = replace(layout, framework=self.fitted, order=self.order, shards_over_cp=self.shards_over_cp)
         if layout.precision in ("fp32", "tf32", "fp64") or self.full:
             size = 8.0 if layout.precision == "fp64" else 4.0
+            state = 2 * moment_bytes * size / 4
             return replace(
-                layout, parameter_bytes=size, gradient_bytes=size, optimizer_bytes=2 * size, sync_bytes=self._sent(size)
+                layout, parameter_bytes=size, gradient_bytes=size, optimizer_bytes=state, sync_bytes=self._sent(size)
             )
         kept = 4.0 if fp32_gradients else self.gradient_bytes
         sent = 2.0 if pure else 4.0 if fp32_gradients else self.sync_bytes
-        return replace(layout, parameter_bytes=2.0, gradient_bytes=kept, optimizer_bytes=12.0, sync_bytes=sent)
+        state = 4 + 2 * moment_bytes  # with a master copy
+        return replace(layout, parameter_bytes=2.0, gradient_bytes=kept, optimizer_bytes=state, sync_bytes=sent)
 
     def _sent(self, size: float) -> float:
         return min(size, self.sync_bytes) if self.full else size

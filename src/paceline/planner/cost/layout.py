@@ -138,6 +138,11 @@ class Layout:
         ulysses: True if cp exchanges heads for tokens (arXiv:2309.14509) instead of passing keys around.
         remat_share: part of the layers that remat=block computes again.
         lora: rank of adapters that are trained in place of the weights; 0: the weights are.
+        imbalance: tokens of the rank whose experts get the most, relative to the mean (benchmarks balance by force: 1).
+        gather_bytes: bytes of a parameter as it is gathered, if fewer than activations have (ZeRO++'s quantised
+            weights, arXiv:2306.10209); 0: those of activations.
+        regather_ranks: ranks of fsdp, the nearest, that keep a further copy for the backward pass (ZeRO++'s
+            hierarchical partition; `reshard_after_forward` of torch's FSDP as a number); 0: it gathers from all.
     """
 
     trace: ModelTrace
@@ -180,6 +185,9 @@ class Layout:
     ulysses: bool = False
     remat_share: float = 1.0
     lora: int = 0
+    imbalance: float = 1.0
+    gather_bytes: float = 0.0
+    regather_ranks: int = 0
 
     @property
     def ranks(self) -> int:
@@ -200,6 +208,11 @@ class Layout:
     def number_bytes(self) -> int:
         """Bytes of one element of an activation."""
         return BYTES[self.precision]
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of a parameter as it is gathered."""
+        return self.gather_bytes or min(self.parameter_bytes, self.number_bytes)
 
     @property
     def expert_parts(self) -> int:

@@ -178,6 +178,8 @@ def _state(
         # a gradient before and while it is scattered
         scattered = 0.0 if memory_model.narrow_scattered else layout.gradient_bytes
         gathered += (narrow + scattered) * max(largest, outside)
+        if layout.regather_ranks and not whole:
+            gathered += layout.gathered_bytes * numbers / min(layout.regather_ranks, shards)
         if layout.microbatches > 1 and (layout.pp > 1 or layout.zero == 1):
             beside = layout.gradient_bytes
     elif memory_model.narrow_gradients and layout.gradient_bytes > layout.number_bytes:
@@ -190,6 +192,12 @@ def _state(
     optimizer_copy = layout.parameter_bytes if layout.optimizer_bytes >= 2 * layout.parameter_bytes else 0.0
     update = own * (memory_model.update_bytes or (0.0 if layout.machines.device.is_core else optimizer_copy))
     return *kept, gathered, update * trained
+
+
+def kept_bytes(layout: Layout) -> float:
+    """Bytes that a microbatch's forward pass keeps on a rank, averaged over stages."""
+    held = block_memories(layout.trace, _memory_config(layout, _memory_model(layout.framework.name)))
+    return sum(block.kept for block in held) / layout.pp * layout.samples / layout.cp * layout.number_bytes
 
 
 def trained_part(layout: Layout) -> float:

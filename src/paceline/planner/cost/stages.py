@@ -237,7 +237,7 @@ def _routed_s(block: BlockTrace, config: BlockConfig, path: LinkPath) -> float:
     if config.sequence or config.expert_ranks:
         sent /= config.tp
     copies = block.routed / block.boundary if block.boundary else 1.0
-    travel_s = all_to_all_s(sent * constants.EXPERT_IMBALANCE, path, copies, config.node_limit)
+    travel_s = all_to_all_s(sent * config.imbalance, path, copies, config.node_limit)
     return _shown(travel_s, config.overlaps_ep)
 
 

@@ -9,7 +9,7 @@ from paceline.planner.cost.memory import trained_part
 from paceline.planner.cost.products import vector_bandwidth
 from paceline.planner.cost.servers import exchanged, joined_s, served_s
 from paceline.planner.cost.stages import StageCost, exposed_s
-from paceline.planner.cost.traffic import all_reduce_s, gather_s, link_path, send_s
+from paceline.planner.cost.traffic import all_reduce_s, gather_s, group_path, link_path, send_s
 
 
 def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, float]:
@@ -29,7 +29,7 @@ def _fsdp_s(layout: Layout, slow: StageCost) -> float:
         return 0.0
     link = link_path(layout, "fsdp")
     trained = _trained(layout, slow)
-    gathered = gather_s(slow.parameters * min(layout.parameter_bytes, layout.number_bytes), link, slow.blocks)
+    gathered = gather_s(slow.parameters * layout.gathered_bytes, link, slow.blocks)
     scattered = gather_s(trained * layout.sync_bytes, link, slow.blocks)
     one = exposed_s(scattered, slow.backward) + scattered / slow.blocks
     # pipelines gather and scatter once a step, for every `zero`
@@ -37,8 +37,12 @@ def _fsdp_s(layout: Layout, slow: StageCost) -> float:
         return gathered + one
     if layout.zero == 2:
         return gathered + layout.microbatches * one
+    again = gathered
+    if layout.regather_ranks:
+        near = group_path(layout, min(layout.regather_ranks, layout.fsdp), layout.stride["fsdp"])
+        again = gather_s(slow.parameters * layout.gathered_bytes, near, slow.blocks)
     forward = exposed_s(gathered, slow.forward) + gathered / slow.blocks
-    backward = exposed_s(gathered + scattered, slow.backward) + scattered / slow.blocks
+    backward = exposed_s(again + scattered, slow.backward) + scattered / slow.blocks
     return layout.microbatches * (forward + backward)
 
 
@@ -66,7 +70,7 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
         return exposed_s(seconds, slow.backward) + seconds / slow.blocks
     reduce_s = all_reduce_s if framework.sums_gradients else gather_s
     reduced = reduce_s(shared * layout.sync_bytes, path) / layout.sync_every
-    gathered = gather_s(shared * min(layout.parameter_bytes, layout.number_bytes), path) / layout.sync_every
+    gathered = gather_s(shared * layout.gathered_bytes, path) / layout.sync_every
     if framework.overlaps_gradients:
         reduced = _behind_chunks_s(reduced, slow.backward, layout.chunks, slow.blocks)
     if framework.overlaps_parameters:

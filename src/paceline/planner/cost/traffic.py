@@ -36,7 +36,7 @@ def link_path(layout: Layout, axis: str) -> LinkPath:
 
     A host's ranks of one group share all of its links to other hosts with the host's other groups.
     """
-    return _group_path(layout, getattr(layout, axis), layout.stride[axis])
+    return group_path(layout, getattr(layout, axis), layout.stride[axis])
 
 
 def expert_path(layout: Layout) -> LinkPath:
@@ -44,10 +44,11 @@ def expert_path(layout: Layout) -> LinkPath:
 
     Experts that are divided among ranks of other axes have the nearest ranks of a stage.
     """
-    return _group_path(layout, layout.expert_ranks, 1) if layout.expert_ranks else link_path(layout, "ep")
+    return group_path(layout, layout.expert_ranks, 1) if layout.expert_ranks else link_path(layout, "ep")
 
 
-def _group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:
+def group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:
+    """Link path of groups of so many ranks, which are so far apart."""
     machines = layout.machines
     inside = machines.device.inside
     within = inside.bandwidth * constants.LINK_TOP_INSIDE * _of_torus(layout, ranks)

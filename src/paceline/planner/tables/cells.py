@@ -87,6 +87,15 @@ def products(cells: Cells) -> Products:
     return "fp8-block" if re.search(r"block|deepgemm|128", text) or "deepseek" in about.split("task=")[0] else "fp8"
 
 
+def moment_bytes(cells: Cells) -> float:
+    """Bytes of each of the optimizer's moments."""
+    text = f"{cells.get('precision', '')} {cells.get('zero_fsdp', '')} {cells.get('notes', '')}"
+    if re.search(r"8-?bit[ -](adam|optim)", text, re.IGNORECASE):
+        return 1.0
+    state = r"(adam|optimi[sz]er|moments)[ -]*(states?|moments)?"
+    return 2.0 if re.search(rf"(bf16|16-?bit)[ -]{state}|{state} in bf16", text, re.IGNORECASE) else 4.0
+
+
 def recomputed(cells: Cells) -> Recomputed:
     """Part of the forward pass that is computed again."""
     text = cells.get("act_ckpt", "").lower()

@@ -76,6 +76,7 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
         layout,
         fp32_gradients="fp32 grad" in cells.get("precision", "").lower(),
         pure="pure" in cells.get("precision", "").lower(),
+        moment_bytes=read.moment_bytes(cells),
     )
     return _with_least_recomputed(layout) if remat == "unknown" else layout
 

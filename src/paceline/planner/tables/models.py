@@ -183,7 +183,7 @@ def _gated_by_size(base: Mapping[str, Any], layers: int, parameters: float, like
 
 
 def _heads_of_others(cells: Cells, others: Sequence[Cells], hidden: int) -> int:
-    """Heads of other rows with the same width, or such that each is about 128 wide."""
+    """Heads of other rows with the same width, or such as are about 128 wide."""
     for other in others:
         if other.get("n_heads") and number(other.get("hidden", "")) == hidden:
             return whole(other, "n_heads")
