@@ -35,6 +35,8 @@ MEASURED_SPREAD = 0.1
 RATIO_SPREAD = 0.04
 COVERED = 0.8  # of measured times, inside of an interval
 
+_KINDS = 3  # what tells software, hardware and precision apart: the length of the longest keys
+
 Key = tuple[str, ...]
 
 
@@ -73,9 +75,11 @@ class Adjustment:
         return max(self.spread, min(COLD_SPREAD, math.hypot(self.spread, *unseen)))
 
     def _rests_on(self, layout: Layout) -> str:
-        own = _keys(layout)[-1] in self.logs
-        alike = "of this software and hardware" if own else "of other software or hardware"
-        return f"{count(len(self.errors), 'measured run')}, {'some' if own else 'all'} {alike}"
+        kinds, own = [key for key in self.logs if len(key) == _KINDS], _keys(layout)[-1]
+        alike = "of other software, hardware or precision"
+        if own in kinds:
+            alike = "of this software and hardware" + (" and of others" if len(kinds) > 1 else "")
+        return f"{count(len(self.errors), 'measured run')} {alike}"
 
     @property
     def spread(self) -> float:
