@@ -1,4 +1,4 @@
-"""Correction of predictions by a few measured runs: one factor for each software and hardware, and what is left."""
+"""Correction of predictions by a few measured runs: factors, and intervals of what is left."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Adjustment:
     errors: tuple[float, ...] = ()
 
     def factor(self, layout: Layout) -> float:
-        """What a predicted step time is multiplied with."""
+        """Factor that a predicted step time is multiplied with."""
         found = next((self.logs[key] for key in reversed(_keys(layout)) if key in self.logs), 0.0)
         return math.exp(found)
 
@@ -65,9 +65,9 @@ class Adjustment:
         return _around(step_time_s, wide, self._rests_on(layout) if found else "the cost model alone")
 
     def _spread_of(self, layout: Layout) -> float:
-        """Standard deviation for a layout: larger where no run is of its software, hardware or precision.
+        """Standard deviation for a layout, larger where no run is of its kind.
 
-        By what these are assumed to differ, and then no more than without any runs.
+        By what software, hardware and precisions are assumed to differ, and then no more than without any runs.
         """
         if not self.errors:
             return self.spread
@@ -132,7 +132,7 @@ def factor_of(layout: Layout) -> float:
 
 
 def equal_ratio() -> float:
-    """Largest ratio of two plans' times of one job whose 80 % interval has 1 in it."""
+    """Largest ratio of two plans' times whose 80 % interval includes 1."""
     return math.exp(NormalDist().inv_cdf((1 + COVERED) / 2) * RATIO_SPREAD)
 
 
@@ -155,7 +155,10 @@ def _around(seconds: float, wide: float, rests_on: str) -> Interval:
 
 
 def _likeliest(logs: Sequence[float], around: float, spread: float) -> float:
-    """The likeliest logarithm of a factor that is assumed to be near to another, of runs some of which are far off."""
+    """Likeliest logarithm of a factor near to another one.
+
+    Some runs may be far off.
+    """
 
     def unlikely(value: float) -> float:
         far = sum(math.log1p(((log - value) / RUN_SPREAD) ** 2 / DEGREES) for log in logs)
@@ -182,6 +185,6 @@ def _left(pairs: Sequence[tuple[Layout, float]], logs: dict[Key, float]) -> Iter
 
 
 def _keys(layout: Layout) -> list[Key]:
-    """What a run is alike in, from all runs to the same software, hardware and precision."""
+    """Kinds of a run, from all runs to those of its software, hardware and precision."""
     framework, device = layout.framework.name, layout.machines.device.name
     return [(), (framework,), (framework, device), (framework, device, layout.products or layout.precision)]

@@ -120,7 +120,7 @@ class Layouts:
 
 
 def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, layout: Layout) -> Prediction:
-    """Prediction for people: adjusted, with its interval, the step's real samples, and the cost of the whole run.
+    """Prediction with its interval, the step's real samples, and the cost of the whole run.
 
     The global batch may not divide evenly. The cost is None if the cluster has no price or the job's stop rule names no
     steps.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError
+from paceline.planner.adjustment import equal_ratio
 from paceline.planner.check.rules import reasons_against
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.frameworks import (
@@ -119,6 +120,7 @@ class ConfiguredPlan:
         return (
             f"{self.best.plan} is predicted to be {percent(self.gain)} faster: "
             f"{seconds(self.best.prediction.step_time_s)} a step, {size(self.best.prediction.memory_bytes)}"
+            + ("; that is less than predictions can tell apart" if 1 + self.gain <= equal_ratio() else "")
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -170,7 +172,7 @@ def explain_configuration(
 
 
 def _of_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """The part of the cluster that a configuration is for, or more such hosts; all of it if unknown."""
+    """The cluster with as many ranks as a configuration is for; unchanged if unknown."""
     part = with_devices(cluster, ranks / cluster.devices) if ranks != cluster.devices else None
     return cluster if part is None else part
 

@@ -100,6 +100,7 @@ class Answer:
             "gain": self.gain,
             "plan": str(found.plan) if found else None,
             "step_time_s": found.prediction.step_time_s if found else None,
+            "interval_80_s": [found.interval.low_s, found.interval.high_s] if found else None,
             "throughput": found.prediction.throughput if found else None,
             "memory_bytes": found.prediction.memory_bytes if found else None,
             "cost": self.cost,

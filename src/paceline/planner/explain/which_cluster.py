@@ -65,6 +65,7 @@ class Option:
             "what": self.bought.what,
             "plan": str(self.candidate.plan),
             "step_time_s": prediction.step_time_s,
+            "interval_80_s": [self.candidate.interval.low_s, self.candidate.interval.high_s],
             "mfu": prediction.mfu,
             "goodput": self.bought.goodput,
             "time_s": self.bought.wall_s,

@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def interval(self) -> Interval:
-        """Interval of its step time; that of the cost model alone where its prediction has none."""
+        """Interval of its step time; by the cost model alone if it has none."""
         found = self.prediction.interval
         return found or Adjustment().interval(self.layout, self.prediction.step_time_s)
 
