@@ -21,6 +21,9 @@ from paceline.planner.adjustment import (
     student_quantile,
 )
 from paceline.planner.cost.layout import Layout
+from paceline.planner.explain.explain import explain
+from paceline.planner.explain.questions import answers
+from paceline.planner.explain.what_if import Case
 from paceline.planner.predict import predict
 from paceline.planner.search.search import plan, search
 from paceline.planner.tables.rows import Row
@@ -133,3 +136,15 @@ def test_the_plan_that_is_returned_is_one_of_the_equal_ones() -> None:
     chosen, best = plan(job(), cluster()), search(job(), cluster()).best
     times = {one.plan: one.prediction.step_time_s for one in best}
     assert times[chosen] <= equal_ratio() * best[0].prediction.step_time_s
+
+
+def test_gains_of_changes_are_the_same_with_a_factor() -> None:
+    """Both sides of a comparison are multiplied, other devices included."""
+    factors = found([1.3] * 20)
+    gains = []
+    for basis in (None, factors):
+        told = explain(job(), cluster(), search(job(), cluster(), calibration=basis), basis)
+        questions = answers(told, Case(job(), cluster(), basis), ["one more host", "2x8xB200"])
+        assert all(one.gain is not None for one in questions)
+        gains.append([*(one.gain for one in told.changes), *(one.gain for one in questions)])
+    assert gains[1] == pytest.approx(gains[0])
