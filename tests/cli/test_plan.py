@@ -214,4 +214,4 @@ def test_every_command_of_the_documentation_is_one() -> None:
         if context.params["job"] is not None:
             Job.load(root / context.params["job"])
         if context.params["cluster"] is not None:
-            assert command._cluster(context.params["cluster"], None)[0].devices == 128
+            assert command._cluster(context.params["cluster"], None)[0].devices in (8, 128)

@@ -9,19 +9,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.cli import plan_options as options
 from paceline.cli.plan_config import Given, explain_config, write_config
 from paceline.cli.plan_offers import Limits, choose, wanted
-from paceline.cli.where import not_at_a_url
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
+    from paceline.planner.adjustment import Adjustment, Basis
     from paceline.planner.calibrate import Calibration
     from paceline.planner.explain.batch_advice import BatchAdvice
     from paceline.planner.explain.explain import Explanation
@@ -29,150 +30,40 @@ if TYPE_CHECKING:
     from paceline.planner.explain.training_run import Conditions, Goal
 
 EXAMPLE = 'Example: paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"'
-_RUN, _WHICH, _OTHERS = "The whole training", "Which cluster", "Other systems"
 _ON_PAGE = 30  # plans in the pictures of a page
 
 
 def command(
-    job: Annotated[
-        Path | None, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|NAME",
-            help='Cluster file, or a name such as "64x8xH100-SXM, 400gbit".',
-            show_default="this machine",
-        ),
-    ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many of the best plans to show.")] = 10,
-    price: Annotated[float | None, typer.Option(min=0, help="Price of a device for an hour, in any currency.")] = None,
-    failures: Annotated[
-        float | None,
-        typer.Option(
-            "--failures-per-host-day",
-            min=0,
-            metavar="X",
-            help="Failures of a host in a day, e.g. 0.004: say what they cost, and how often to save.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Tokens to train on, e.g. 15T: say time, cost, energy.", rich_help_panel=_RUN),
-    ] = None,
-    samples: Annotated[
-        str | None, typer.Option(metavar="N", help="Samples to train on, e.g. 300M.", rich_help_panel=_RUN)
-    ] = None,
-    loss: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Loss to reach, in nats per token, by scaling laws.", rich_help_panel=_RUN),
-    ] = None,
-    spot_price: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="X", help="Price of a device for an hour as a spot machine.", rich_help_panel=_RUN),
-    ] = None,
-    preemptions: Annotated[
-        float | None,
-        typer.Option(
-            "--preemptions-per-host-day",
-            min=0,
-            metavar="X",
-            help="How often a spot machine is taken away in a day.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    straggler_sigma: Annotated[
-        str | None,
-        typer.Option(
-            metavar="X|RUN",
-            help="Standard deviation of a rank's step time, relative to it; or a run that has it.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    pue: Annotated[
-        float | None,
-        typer.Option(min=1, metavar="X", help="Power of the data centre over its machines'.", rich_help_panel=_RUN),
-    ] = None,
-    carbon: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="G/KWH", help="Grams of CO₂ for a kWh of electricity.", rich_help_panel=_RUN),
-    ] = None,
-    catalogue: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[FILE]",
-            help="Which of these offers (YAML or CSV) to take; without a file, of a list of examples.",
-            rich_help_panel=_WHICH,
-        ),
-    ] = None,
-    budget: Annotated[
-        float | None, typer.Option(min=0, metavar="X", help="The most that it may cost.", rich_help_panel=_WHICH)
-    ] = None,
-    deadline: Annotated[
-        str | None, typer.Option(metavar="TIME", help="The longest that it may take, e.g. 30d.", rich_help_panel=_WHICH)
-    ] = None,
-    cheapest: Annotated[
-        bool, typer.Option("--cheapest", help="Name the cheapest first, not the fastest.", rich_help_panel=_WHICH)
-    ] = False,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--what-if",
-            metavar="TEXT",
-            help='Also with this changed: "one more host", "twice the memory", bf16, remat=none, …; may be repeated.',
-        ),
-    ] = None,
-    explain_config_: Annotated[
-        Path | None,
-        typer.Option(
-            "--explain-config",
-            metavar="FILE",
-            help="Explain a configuration of Megatron-LM, DeepSpeed, torchtitan or Accelerate instead of a job.",
-            rich_help_panel=_OTHERS,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|JOB", help="Model of that configuration: a name, or a job.", rich_help_panel=_OTHERS
-        ),
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Its samples of a step.", rich_help_panel=_OTHERS)
-    ] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Its samples of a microbatch.", rich_help_panel=_OTHERS)
-    ] = None,
-    seq: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Its tokens of a sample.", rich_help_panel=_OTHERS)
-    ] = None,
-    write_config_: Annotated[
-        tuple[str, Path] | None,
-        typer.Option(
-            "--write-config",
-            metavar="SYSTEM OUT",
-            help="Write the plan for megatron, deepspeed, torchtitan or accelerate.",
-            rich_help_panel=_OTHERS,
-        ),
-    ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure/--no-measure",
-            help="Measure this machine first, in seconds, once; or take the catalogue's figures.",
-        ),
-    ] = True,
-    batch_advice: Annotated[
-        bool, typer.Option("--batch-advice", help="Say how large a global batch is useful, and its learning rate.")
-    ] = False,
-    accept_batch: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OUT.yaml", help="Write a job with the useful batch and its learning rate; JOB stays as it is."
-        ),
-    ] = None,
-    page: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with pictures.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON that has everything.")] = False,
+    job: options.JobPath = None,
+    cluster: options.ClusterName = None,
+    top: options.Top = 10,
+    price: options.Price = None,
+    failures: options.Failures = None,
+    tokens: options.Tokens = None,
+    samples: options.Samples = None,
+    loss: options.LossToReach = None,
+    spot_price: options.SpotPrice = None,
+    preemptions: options.Preemptions = None,
+    straggler_sigma: options.StragglerSigma = None,
+    pue: options.Pue = None,
+    carbon: options.Carbon = None,
+    catalogue: options.CatalogueFile = None,
+    budget: options.Budget = None,
+    deadline: options.Deadline = None,
+    cheapest: options.Cheapest = False,
+    what_if: options.WhatIf = None,
+    explain_config_: options.ExplainConfig = None,
+    model: options.ModelName = None,
+    global_batch: options.GlobalBatch = None,
+    micro_batch: options.MicroBatch = None,
+    seq: options.Seq = None,
+    write_config_: options.WriteConfig = None,
+    measure: options.MeasureFirst = True,
+    calibrate_on: options.CalibrateOn = None,
+    batch_advice: options.BatchAdvice = False,
+    accept_batch: options.AcceptBatch = None,
+    page: options.PageFile = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Find the fastest plan for a job on a cluster by prediction, and explain it.
 
@@ -200,7 +91,9 @@ def command(
         asked |= {"--deadline": deadline, "--what-if": what_if, "--page": page, "--accept-batch": accept_batch}
         _without("--explain-config", asked)
         given = Given(model or (None if job is None else str(job)), global_batch, micro_batch, seq)
-        explain_config(explain_config_, _named(cluster, price), given, console, write_config_, as_json=as_json)
+        place = _named(cluster, price)
+        factors = _factors(calibrate_on, place, console)
+        explain_config(explain_config_, place, given, console, write_config_, as_json=as_json, factors=factors)
         return
     if what is None or job is None:
         raise typer.BadParameter("name the job's file, or a configuration with --explain-config", param_hint="JOB")
@@ -214,10 +107,13 @@ def command(
         _without("the choice of a cluster", asked)
         limits = Limits(budget, deadline, cheapest=cheapest, failures=failures)
         named = _cluster(cluster, price, failures)[0] if cluster is not None and catalogue is None else None
-        choose(what, catalogue, named, goal, conditions, limits, console, as_json=as_json, page=page)
+        factors = _factors(calibrate_on, named, console)
+        choose(what, catalogue, named, goal, conditions, limits, console, as_json=as_json, page=page, factors=factors)
         return
     where, here = _cluster(cluster, price, failures)
-    calibration = _measured(what, where, console) if here and measure else None
+    calibration: Basis | None = _factors(calibrate_on, where, console)
+    if here and measure and calibration is None:
+        calibration = _measured(what, where, console)
     with Console(stderr=True).status("searching"):
         explanation = _explained(what, where, calibration, top if page is None else max(top, _ON_PAGE))
         explanation = _asked(explanation, calibration, goal, conditions, what_if or [])
@@ -227,7 +123,7 @@ def command(
         advice = _advice(what, where, calibration)
         show_advice(advice, console)
     if write_config_ is not None:
-        plan, machines = explanation.winner.plan, explanation.winner.layout.machines
+        plan, machines = explanation.proposed.plan, explanation.proposed.layout.machines
         write_config(*write_config_, plan, what, machines.per_host, console)
     if accept_batch is not None and advice is not None:
         _accept(advice, what, accept_batch, console)
@@ -274,7 +170,7 @@ def _sigma(text: str | None) -> float:
     return sigma
 
 
-def _explained(job: Job, cluster: Cluster, calibration: Calibration | None, top: int) -> Explanation:
+def _explained(job: Job, cluster: Cluster, calibration: Basis | None, top: int) -> Explanation:
     from paceline.planner.explain.explain import explain
     from paceline.planner.search.search import search
 
@@ -283,7 +179,7 @@ def _explained(job: Job, cluster: Cluster, calibration: Calibration | None, top:
 
 def _asked(
     explanation: Explanation,
-    calibration: Calibration | None,
+    calibration: Basis | None,
     goal: Goal,
     conditions: Conditions,
     questions: Sequence[str],
@@ -312,6 +208,23 @@ def _cluster(text: str | None, price: float | None, failures: float | None = Non
     return where, text is None or where.emulate is not None
 
 
+def _factors(paths: Sequence[Path] | None, cluster: Cluster | None, console: Console) -> Adjustment | None:
+    """Factors of measured runs; None if none are named. What was read is told."""
+    from rich.text import Text
+
+    from paceline.console import Console
+    from paceline.tuning.runs.calibrate_on import calibrate_on
+
+    if not paths:
+        return None
+    with Console(stderr=True).status("predicting the measured runs"):
+        lines: list[str] = []
+        found = calibrate_on(paths, cluster, lines.append)
+    for line in lines:
+        console.print(Text(line, style="dim"))
+    return found
+
+
 def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | None:
     """Measurements of the machine; None, with a printed reason, if it could not be measured."""
     from rich.text import Text
@@ -331,7 +244,7 @@ def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | Non
         return None
 
 
-def _advice(job: Job, cluster: Cluster, calibration: Calibration | None) -> BatchAdvice:
+def _advice(job: Job, cluster: Cluster, calibration: Basis | None) -> BatchAdvice:
     from paceline.console import Console
     from paceline.planner.explain.batch_advice import advise
 
@@ -370,12 +283,12 @@ def _next(explanation: Explanation, job: Path, cluster: str | None, console: Con
     on = f" --cluster {shlex.quote(cluster)}" if cluster and not where.only_planned else ""
     launcher = "there, on every host: torchrun … --no-python " if where.only_planned and len(where.hosts) > 1 else ""
     console.print(
-        Text(f'train it  {launcher}paceline train {shlex.quote(str(job))}{on} --plan "{explanation.winner.plan}"')
+        Text(f'train it  {launcher}paceline train {shlex.quote(str(job))}{on} --plan "{explanation.proposed.plan}"')
     )
 
 
 def _page(
-    explanation: Explanation, advice: BatchAdvice | None, calibration: Calibration | None, file: Path
+    explanation: Explanation, advice: BatchAdvice | None, calibration: Basis | None, file: Path
 ) -> tuple[ScaledPlan, ...]:
     from paceline.console import Console
     from paceline.planner.explain.scaling import scaling

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
     from paceline.job.read.dimensions import Dimensions
+    from paceline.planner.adjustment import Adjustment
     from paceline.planner.explain.configured import ConfiguredPlan
     from paceline.plans.plan import Plan
 
@@ -39,10 +40,12 @@ def explain_config(
     wanted: tuple[str, Path] | None = None,
     *,
     as_json: bool,
+    factors: Adjustment | None = None,
 ) -> None:
     """Read a configuration, predict it, search a better plan, and show all of that.
 
     Args:
+        factors: of measured runs.
         wanted: a system, and the file to which the better plan is written for it.
     """
     from dataclasses import replace
@@ -62,7 +65,7 @@ def explain_config(
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in file.stem) or "job"
     what = planned(found, cluster.devices, name, dimensions_of)
     with Console(stderr=True).status("searching a better plan"):
-        explained = explain_configuration(found, what, cluster)
+        explained = explain_configuration(found, what, cluster, factors)
     show_configured(explained, file, console)
     if wanted is not None:
         best = explained.best or explained.own.winner

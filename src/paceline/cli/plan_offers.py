@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
+    from paceline.planner.adjustment import Adjustment
     from paceline.planner.explain.offers import Offers
     from paceline.planner.explain.training_run import Conditions, Goal
     from paceline.planner.explain.which_cluster import ClusterChoice, Option
@@ -66,6 +67,7 @@ def choose(
     *,
     as_json: bool,
     page: Path | None,
+    factors: Adjustment | None = None,
 ) -> None:
     """Search the best plan on every offer, and show which to take."""
     from paceline.console import Console
@@ -82,6 +84,7 @@ def choose(
             failures_per_host_day=limits.failures,
             budget=limits.budget,
             deadline_s=None if limits.deadline is None else read_duration(limits.deadline),
+            calibration=factors,
         )
     show_choice(choice, console, cheapest=limits.cheapest, bundled=cluster is None and catalogue in (None, BUNDLED))
     if page is not None:
@@ -133,7 +136,7 @@ def show_choice(choice: ClusterChoice, console: Console, *, cheapest: bool, bund
     if not choice.within:
         print_inset(console, Text(choice.nothing, style="bold yellow"))
     error = percent(choice.error, 0)
-    titled(console, "time against cost", f"machines that no others beat in both; predicted, ± {error}")
+    titled(console, "time against cost", f"machines that no others beat in both; predicted, ± {error} (80 %)")
     table = table_of("", "time", "cost", "MFU", "goodput", "machines, and the best plan on them")
     inside = choice.within
     for option in choice.front:

@@ -14,7 +14,7 @@ from rich.text import Text
 from paceline.benchmark.words import on_cores
 from paceline.planner.cost.prediction import PART_NAMES
 from paceline.planner.explain.explain import LEAST
-from paceline.planner.search.result import equals, error_of, preferred
+from paceline.planner.search.result import equals
 from paceline.units import count, digits, large, percent, seconds, size
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def show_winner(explanation: Explanation, console: Console) -> None:
     best = explanation.winner
     prediction, cost = best.prediction, explanation.cost(best)
     figures = [
-        ("step", f"{seconds(prediction.step_time_s)} ± {percent(error_of(best), 0)}"),
+        ("step", f"{seconds(prediction.step_time_s)} ± {percent(best.interval.relative, 0)}"),
         ("samples/s", digits(prediction.throughput)),
     ]
     if explanation.tokens > 1:
@@ -116,6 +116,15 @@ def show_winner(explanation: Explanation, console: Console) -> None:
     print_inset(console, table)
     console.print()
     print_inset(console, Text(explanation.limit))
+    known = best.interval
+    print_inset(
+        console,
+        Text(
+            f"with a probability of 80 % it is measured between {seconds(known.low_s)} and {seconds(known.high_s)}; "
+            f"that rests on {known.rests_on}",
+            style=QUIET,
+        ),
+    )
 
 
 def show_time(explanation: Explanation, console: Console) -> None:
@@ -175,7 +184,7 @@ def _bar(share: float) -> str:
 def _candidates(explanation: Explanation, console: Console, top: int) -> None:
     priced = explanation.cost(explanation.winner)
     about = [
-        f"predicted, ± {percent(error_of(explanation.winner), 0)}; ≈: too near the fastest to tell apart",
+        f"predicted, ± {percent(explanation.winner.interval.relative, 0)}; ≈: too near the fastest to tell apart",
         *([f"cost: of {priced.of}"] if priced else []),
     ]
     titled(console, "the best plans", "; ".join(about))
@@ -184,12 +193,12 @@ def _candidates(explanation: Explanation, console: Console, top: int) -> None:
         table.add_row(*_row(explanation, number, candidate), style="" if number > 1 else "bold")
     print_inset(console, table)
     if len(alike := equals(explanation.found.best[:top])) > 1:
-        print_inset(console, Text(_preference(explanation.found.best[:top], alike)))
+        print_inset(console, Text(_preference(explanation, explanation.found.best[:top], alike)))
 
 
-def _preference(best: Sequence[Candidate], alike: Sequence[Candidate]) -> str:
+def _preference(explanation: Explanation, best: Sequence[Candidate], alike: Sequence[Candidate]) -> str:
     """The sentence that recommends one of several equally fast plans."""
-    taken = preferred(best)
+    taken = explanation.proposed
     numbers = ", ".join(str(number) for number, candidate in enumerate(best, 1) if candidate in alike)
     why = f"the fewest moving parts and, of those, the most free memory ({size(taken.prediction.memory_bytes)} taken)"
     return (
@@ -271,7 +280,8 @@ def _answers(explanation: Explanation, console: Console) -> None:
 def _run(explanation: Explanation, console: Console) -> None:
     if (run := explanation.run) is None:
         return
-    titled(console, "what the training takes", f"{run.amount.words}, by the first plan; ± {percent(run.error, 0)}")
+    about = f"{run.amount.words}, by the first plan; ± {percent(run.error, 0)} (80 %), by {run.rests_on}"
+    titled(console, "what the training takes", about)
     show_run(run, console)
 
 

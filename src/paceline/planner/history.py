@@ -120,12 +120,7 @@ def corrected(
     factor = found.factor
     how_many = f"{count(found.pairs, 'such plan')} of {found.all}"
     return replace(
-        prediction,
-        step_time_s=prediction.step_time_s * factor,
-        throughput=prediction.throughput / factor,
-        mfu=None if prediction.mfu is None else prediction.mfu / factor,
-        cost_per_run=None if prediction.cost_per_run is None else prediction.cost_per_run * factor,
-        breakdown={part: seconds * factor for part, seconds in prediction.breakdown.items()},
+        prediction.times(factor),
         notes=(*prediction.notes, f"{_MARK}: times {factor:.2f}, by {how_many} on this hardware"),
     )
 

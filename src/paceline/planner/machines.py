@@ -12,10 +12,11 @@ from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, LinkSpec
 from paceline.cluster.cluster import Cluster, Host
 from paceline.cluster.domains import domains
 from paceline.errors import ClusterError
+from paceline.planner.adjustment import Adjustment
 from paceline.planner.cost.layout import Machines
 
 if TYPE_CHECKING:
-    from paceline.planner.calibrate import Calibration
+    from paceline.planner.adjustment import Basis
 
 # latency of a small message between CPUs of two hosts
 _TCP_S = 5e-5
@@ -24,12 +25,12 @@ _ARM = ("neoverse", "graviton", "cortex", "ampere", "apple", "arm")
 _WIDE = ("xeon", "epyc 9", "epyc-genoa", "epyc-turin", "avx512")
 
 
-def machines(cluster: Cluster, calibration: Calibration | None = None) -> Machines:
+def machines(cluster: Cluster, calibration: Basis | None = None) -> Machines:
     """The cost model's view of a cluster. Devices come from the catalogue by name, links from their rates.
 
     The slowest device stands for all; `speeds` tell how much faster hosts are. A device of a cluster of CPUs is one
     core. A host's link is shared by its devices. Hosts that are joined to a domain, as those of an NVL72, are one. A
-    calibration is passed on, and takes precedence.
+    calibration is passed on, and takes precedence; so are the factors of measured runs.
 
     Raises:
         ClusterError: a GPU is not in the catalogue; with the nearest names.
@@ -54,7 +55,8 @@ def machines(cluster: Cluster, calibration: Calibration | None = None) -> Machin
         speeds=_of_domains(speeds, count) if uneven else (),
         memory_bytes=memory_bytes,
         price_per_hour=cluster.price_per_hour,
-        calibration=calibration,
+        calibration=None if isinstance(calibration, Adjustment) else calibration,
+        adjustment=calibration if isinstance(calibration, Adjustment) else None,
         oversubscription=oversubscription,
         oversubscribed_beyond=max(1, beyond * each // per_host),
     )

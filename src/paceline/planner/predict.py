@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
+from paceline.planner.adjustment import Adjustment, adjusted
 from paceline.planner.check.state import moments
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.frameworks import PACELINE, PACELINE_COMPILED
@@ -26,16 +27,17 @@ from paceline.trace.graph import ModelTrace
 from paceline.units import count
 
 if TYPE_CHECKING:
-    from paceline.planner.calibrate import Calibration
+    from paceline.planner.adjustment import Basis
 
 
-def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Calibration | None = None) -> Prediction:
+def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Basis | None = None) -> Prediction:
     """Predicted step time, memory, throughput and cost of a plan, without running it.
 
     Known errors of such predictions on this hardware correct it; the notes say so.
 
     Args:
-        calibration: measurements of the machines; without, the catalogue's figures are used.
+        calibration: measurements of the machines, or the factors of measured runs (`paceline.calibrate_on`); without,
+            the catalogue's figures are used.
 
     Raises:
         JobError: the model cannot be built.
@@ -43,15 +45,19 @@ def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Calibrati
         PlanError: the text is not a plan.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    return corrected(modelled(job, cluster, plan, calibration), job, cluster, plan, calibrated=calibration is not None)
+    found = modelled(job, cluster, plan, calibration)
+    if isinstance(calibration, Adjustment):
+        return found
+    return corrected(found, job, cluster, plan, calibrated=calibration is not None)
 
 
-def modelled(job: Job, cluster: Cluster, plan: Plan, calibration: Calibration | None = None) -> Prediction:
+def modelled(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None = None) -> Prediction:
     """Prediction of the cost model alone, without corrections from earlier runs. Raises as `predict` does."""
-    return priced(estimate(layout_of(job, cluster, plan, calibration)), job, cluster, plan)
+    layout = layout_of(job, cluster, plan, calibration)
+    return priced(estimate(layout), job, cluster, plan, layout)
 
 
-def layout_of(job: Job, cluster: Cluster, plan: Plan, calibration: Calibration | None = None) -> Layout:
+def layout_of(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None = None) -> Layout:
     """The plan as numbers for the cost model. Raises as `predict` does."""
     return Layouts(job, machines(cluster, calibration)).of(plan, _threads(plan, cluster))
 
@@ -113,15 +119,15 @@ class Layouts:
         )
 
 
-def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan) -> Prediction:
-    """Prediction with the step's real number of samples, and the cost of the whole run.
+def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, layout: Layout) -> Prediction:
+    """Prediction with its interval, the step's real samples, and the cost of the whole run.
 
     The global batch may not divide evenly. The cost is None if the cluster has no price or the job's stop rule names no
     steps.
     """
     even = job.global_batch / (_fullest_share(job, plan) * plan.data_ranks)
     mfu = prediction.mfu and prediction.mfu * even
-    prediction = replace(prediction, throughput=prediction.throughput * even, mfu=mfu)
+    prediction = adjusted(replace(prediction, throughput=prediction.throughput * even, mfu=mfu), layout)
     if cluster.price_per_hour is None or job.stop.steps is None:
         return prediction
     hours = prediction.step_time_s * job.stop.steps / 3600

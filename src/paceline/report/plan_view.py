@@ -10,12 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from paceline import units
+from paceline.planner.adjustment import factor_of
 from paceline.planner.cost.estimate import timeline
 from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.batch_advice import BatchAdvice
 from paceline.planner.explain.explain import Explanation, shares_of_time
 from paceline.planner.explain.scaling import ScaledPlan
-from paceline.planner.search.result import Candidate, error_of
+from paceline.planner.search.result import Candidate
 from paceline.report import plan_charts as charts
 from paceline.report.page import Card, Cell, Chart, Row, write_page
 from paceline.units import Shown, percent, seconds, size
@@ -71,7 +72,7 @@ class PlanView:
             devices = f"{ranks:,} cores" if ranks > 1 else "one rank"
         return (
             f"{seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted, ± "
-            f"{percent(error_of(self.best), 0)}."
+            f"{percent(self.best.interval.relative, 0)} (80 %, by {self.best.interval.rests_on})."
         )
 
     @property
@@ -171,7 +172,12 @@ class PlanView:
         label = (
             f"What each of {piped.plan.pp} stages does in a step of {piped.plan}: forward, backward, waiting. {note}"
         )
-        figure = charts.pipeline(timeline(replace(piped.layout, microbatches=drawn)))
+        factor = factor_of(piped.layout)
+        spans = [
+            replace(span, start_s=factor * span.start_s, end_s=factor * span.end_s)
+            for span in timeline(replace(piped.layout, microbatches=drawn))
+        ]
+        figure = charts.pipeline(spans)
         return piped, Chart("pipeline", figure, label, note=note)
 
     @property

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.cluster.catalogue.hardware import LinkSpec
 from paceline.cluster.cluster import Cluster, Host
 from paceline.job.job import Job
+from paceline.planner.adjustment import adjusted
 from paceline.planner.calibrate import Calibration, CalibrationPoint, Collective, PassTiming
 from paceline.planner.cost.estimate import estimate, inputs_of, step_parts, timeline
 from paceline.planner.cost.layout import Layout
@@ -132,6 +133,14 @@ def test_two_ranks_have_half_of_the_samples_each() -> None:
 def test_without_a_calibration_the_roofline_stands() -> None:
     assert measured_inputs(layout(None)) is None
     assert estimate(layout(None)).step_time_s > 0
+
+
+def test_an_interval_rests_on_the_measurements_where_there_are_some() -> None:
+    measured, catalogue = (adjusted(estimate(one), one).interval for one in (layout(), layout(None)))
+    assert measured is not None
+    assert catalogue is not None
+    assert "this machine" in measured.rests_on
+    assert measured.relative < catalogue.relative
 
 
 def test_what_was_not_measured_is_not_hoped_to_be_fast() -> None:

@@ -15,6 +15,7 @@ from paceline.plans.choices import Remat, Schedule
 from paceline.trace.graph import ModelTrace
 
 if TYPE_CHECKING:
+    from paceline.planner.adjustment import Adjustment
     from paceline.planner.calibrate import Calibration
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
@@ -102,6 +103,8 @@ class Machines:
     price_per_hour: float | None = None
     # what was measured here; it goes before the catalogue
     calibration: Calibration | None = None
+    # factors of runs that were measured, which whole predictions are multiplied with
+    adjustment: Adjustment | None = field(default=None, compare=False)
     oversubscription: float = 1.0
     oversubscribed_beyond: int = 1
 

@@ -21,7 +21,7 @@ from paceline.plans.plan import Plan
 from paceline.units import percent
 
 if TYPE_CHECKING:
-    from paceline.planner.calibrate import Calibration
+    from paceline.planner.adjustment import Basis
 
 # fraction of the best throughput: batches beyond the smallest one that reaches it gain next to nothing
 USEFUL = 0.95
@@ -159,7 +159,7 @@ class BatchAdvice:
         }
 
 
-def advise(job: Job, cluster: Cluster, calibration: Calibration | None = None) -> BatchAdvice:
+def advise(job: Job, cluster: Cluster, calibration: Basis | None = None) -> BatchAdvice:
     """Find the largest useful global batch.
 
     The job's own batch, its halves and its doubles are tried with their best plans, as long as those are faster.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError
+from paceline.planner.adjustment import equal_ratio
 from paceline.planner.check.rules import reasons_against
 from paceline.planner.cost.estimate import estimate
 from paceline.planner.cost.frameworks import (
@@ -19,16 +20,20 @@ from paceline.planner.cost.frameworks import (
     TORCHTITAN_COMPILED,
     Framework,
 )
+from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.explain import Explanation, explain
 from paceline.planner.explain.what_if import with_devices
 from paceline.planner.foreign.configuration import Configuration, Planned
 from paceline.planner.foreign.systems import system_named, writes
-from paceline.planner.predict import Layouts, layout_of, modelled, priced
+from paceline.planner.predict import Layouts, layout_of, priced
 from paceline.planner.search.result import Candidate, SearchResult, preferred
 from paceline.planner.search.search import search
 from paceline.plans.plan import Plan
 from paceline.units import percent, seconds, size
+
+if TYPE_CHECKING:
+    from paceline.planner.adjustment import Basis
 
 # fraction of the step below which a part is not told
 _SMALL = 0.01
@@ -115,6 +120,7 @@ class ConfiguredPlan:
         return (
             f"{self.best.plan} is predicted to be {percent(self.gain)} faster: "
             f"{seconds(self.best.prediction.step_time_s)} a step, {size(self.best.prediction.memory_bytes)}"
+            + ("; that is less than predictions can tell apart" if 1 + self.gain <= equal_ratio() else "")
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -136,8 +142,13 @@ class ConfiguredPlan:
         }
 
 
-def explain_configuration(configuration: Configuration, planned: Planned, cluster: Cluster) -> ConfiguredPlan:
+def explain_configuration(
+    configuration: Configuration, planned: Planned, cluster: Cluster, calibration: Basis | None = None
+) -> ConfiguredPlan:
     """Predict a configuration's plan, and search a better one for the same job.
+
+    Args:
+        calibration: factors of measured runs.
 
     Raises:
         JobError: the model cannot be built.
@@ -147,10 +158,9 @@ def explain_configuration(configuration: Configuration, planned: Planned, cluste
     job, plan, notes, _ = planned
     cluster = _of_ranks(cluster, plan.ranks)
     framework = framework_of(configuration)
-    plain = Candidate(plan, layout_of(job, cluster, plan), modelled(job, cluster, plan))
-    own = _predicted(plain, planned, cluster, framework)
+    own = _predicted(plan, layout_of(job, cluster, plan, calibration), planned, cluster, framework)
     prediction = own.prediction
-    best, nothing = _best(planned, cluster, framework, system_named(configuration.system))
+    best, nothing = _best(planned, cluster, framework, system_named(configuration.system), calibration)
     return ConfiguredPlan(
         configuration=configuration,
         own=explain(job, cluster, SearchResult(best=(own,)), what_would_help=False),
@@ -162,8 +172,8 @@ def explain_configuration(configuration: Configuration, planned: Planned, cluste
 
 
 def _of_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """The part of the cluster that a configuration is for; all of it if unknown."""
-    part = with_devices(cluster, ranks / cluster.devices) if ranks < cluster.devices else None
+    """The cluster with as many ranks as a configuration is for; unchanged if unknown."""
+    part = with_devices(cluster, ranks / cluster.devices) if ranks != cluster.devices else None
     return cluster if part is None else part
 
 
@@ -179,26 +189,36 @@ def framework_of(configuration: Configuration) -> Framework:
     return FSDP if "fsdp" in words else DDP
 
 
-def _predicted(candidate: Candidate, planned: Planned, cluster: Cluster, framework: Framework) -> Candidate:
-    """The candidate as another framework runs it, with products in the configuration's precision."""
-    layout = framework.laid_out(replace(candidate.layout, products=planned.products))  # type: ignore[arg-type]
-    prediction = priced(estimate(layout), planned.job, cluster, candidate.plan)
-    return replace(candidate, layout=layout, prediction=prediction)
+def layout_as_configured(configuration: Configuration, planned: Planned, cluster: Cluster) -> Layout:
+    """Layout of a configuration's plan as its software runs it."""
+    job, plan, _, products = planned
+    layout = layout_of(job, _of_ranks(cluster, plan.ranks), plan)
+    return _as_run(layout, framework_of(configuration), products)
 
 
-def _best(planned: Planned, cluster: Cluster, framework: Framework, system: str) -> tuple[Candidate | None, str]:
+def _as_run(layout: Layout, framework: Framework, products: str) -> Layout:
+    return framework.laid_out(replace(layout, products=products))  # type: ignore[arg-type]
+
+
+def _predicted(plan: Plan, layout: Layout, planned: Planned, cluster: Cluster, framework: Framework) -> Candidate:
+    """The plan as another framework runs it, with products in the configuration's precision."""
+    layout = _as_run(layout, framework, planned.products)
+    return Candidate(plan, layout, priced(estimate(layout), planned.job, cluster, plan, layout))
+
+
+def _best(
+    planned: Planned, cluster: Cluster, framework: Framework, system: str, calibration: Basis | None
+) -> tuple[Candidate | None, str]:
     """The proposed one of the best plans that the system can run, or why not."""
     job = planned.job
     try:
-        best = search(job, cluster).best
+        best = search(job, cluster, calibration=calibration).best
     except PacelineError as error:
         return None, str(error).splitlines()[0]
     plans = dict.fromkeys(plan for one in best for plan in _likenesses(one.plan) if writes(system, plan, job))
     legal = [plan for plan in plans if not reasons_against(plan, job, cluster)]
     layouts = Layouts(job, best[0].layout.machines)
-    found = [
-        _predicted(Candidate(plan, layouts.of(plan), best[0].prediction), planned, cluster, framework) for plan in legal
-    ]
+    found = [_predicted(plan, layouts.of(plan), planned, cluster, framework) for plan in legal]
     fitting = [one for one in found if one.prediction.fits]
     if not fitting:
         return None, f"none of the best plans is one that {system} can run, and that fits as it keeps its state"

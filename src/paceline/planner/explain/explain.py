@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
+from paceline.planner.adjustment import Adjustment
 from paceline.planner.cost.memory import capacity_bytes
 from paceline.planner.cost.prediction import PART_NAMES, PARTS
 from paceline.planner.explain.advice import WORTH, Advice, other_machines, other_trainings
 from paceline.planner.explain.failures import FailureOutlook, outlook
 from paceline.planner.explain.uneven import cut_by_speed, weights_by_speed
 from paceline.planner.explain.what_if import Case
-from paceline.planner.search.result import Candidate, SearchResult
+from paceline.planner.search.result import Candidate, SearchResult, preferred
 from paceline.units import percent, size
 
 if TYPE_CHECKING:
+    from paceline.planner.adjustment import Basis
     from paceline.planner.calibrate import Calibration
     from paceline.planner.explain.questions import Answer
     from paceline.planner.explain.training_run import TrainingRun
@@ -112,6 +114,11 @@ class Explanation:
         return self.found.best[0]
 
     @property
+    def proposed(self) -> Candidate:
+        """The simplest of the plans that predictions cannot tell from the fastest one."""
+        return preferred(self.found.best)
+
+    @property
     def tokens(self) -> int:
         """Tokens of one sample; 1 if it is not a sequence."""
         return self.winner.layout.trace.tokens
@@ -144,7 +151,8 @@ class Explanation:
         mfu = f", MFU {percent(prediction.mfu)}" if prediction.mfu is not None else ""
         lines = [
             f"{best.plan}: the fastest of {self.found.considered:,} plans for {self.job.name} on {cluster}",
-            f"predicted: {prediction.step_time_s:.4g} s a step, {prediction.throughput:,.4g} samples/s{mfu}, "
+            f"predicted: {prediction.step_time_s:.4g} s a step ± {percent(best.interval.relative, 0)}, "
+            f"{prediction.throughput:,.4g} samples/s{mfu}, "
             f"{size(prediction.memory_bytes)} of {size(self.capacity_bytes)}",
             self.limit,
         ]
@@ -209,6 +217,7 @@ class Explanation:
             "parameters": self.winner.layout.trace.parameters,
             "tokens_per_sample": self.tokens,
             "plan": str(self.winner.plan),
+            "proposed": str(self.proposed.plan),
             "candidates": [self._candidate(candidate) for candidate in found.best],
             "excluded": [{"what": e.what, "reason": e.reason, "plans": e.plans} for e in found.excluded],
             "search": {
@@ -236,6 +245,8 @@ class Explanation:
             "plan": str(candidate.plan),
             "why": candidate.why,
             "step_time_s": prediction.step_time_s,
+            "interval_80_s": [candidate.interval.low_s, candidate.interval.high_s],
+            "interval_rests_on": candidate.interval.rests_on,
             "memory_bytes": prediction.memory_bytes,
             "throughput": prediction.throughput,
             "tokens_per_s": prediction.throughput * self.tokens if self.tokens > 1 else None,
@@ -253,7 +264,7 @@ def explain(
     job: Job,
     cluster: Cluster,
     found: SearchResult,
-    calibration: Calibration | None = None,
+    calibration: Basis | None = None,
     *,
     what_would_help: bool = True,
 ) -> Explanation:
@@ -270,6 +281,7 @@ def explain(
         reasons = "\n".join(f"{excluded.what}: {excluded.reason}" for excluded in found.excluded)
         raise PlanError(f"no plan can run {job.name} on {cluster.name}" + (f":\n{reasons}" if reasons else ""))
     best, case = found.best[0], Case(job, cluster, calibration)
+    calibrated = None if isinstance(calibration, Adjustment) else calibration
     weights, weights_gain = weights_by_speed(case, best) if what_would_help else (None, 0.0)
     cut, cut_gain = cut_by_speed(case, best) if what_would_help else ((), 0.0)
     return Explanation(
@@ -284,9 +296,9 @@ def explain(
         weights_gain=weights_gain,
         cut=cut,
         cut_gain=cut_gain,
-        notes=_notes(best, calibration),
+        notes=_notes(best, calibrated),
         failures=outlook(job, cluster, found.best),
-        measured=calibration is not None,
+        measured=calibrated is not None,
     )
 
 

@@ -11,6 +11,7 @@ from paceline.cluster.named import cluster_from
 from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Precision
 from paceline.nearest import closest
+from paceline.planner.adjustment import Adjustment
 from paceline.planner.check.rules import reasons_against
 from paceline.planner.cost.layout import Products
 from paceline.planner.explain.explain import Explanation, Suggestion
@@ -99,6 +100,7 @@ class Answer:
             "gain": self.gain,
             "plan": str(found.plan) if found else None,
             "step_time_s": found.prediction.step_time_s if found else None,
+            "interval_80_s": [found.interval.low_s, found.interval.high_s] if found else None,
             "throughput": found.prediction.throughput if found else None,
             "memory_bytes": found.prediction.memory_bytes if found else None,
             "cost": self.cost,
@@ -209,7 +211,9 @@ def _cluster(text: str) -> Change:
 
     def change(case: Case) -> Case:
         price = case.cluster.price_per_hour if cluster.price_per_hour is None else cluster.price_per_hour
-        return case._replace(cluster=cluster.model_copy(update={"price_per_hour": price}), calibration=None, plans=())
+        # what was measured of this machine says nothing of another; factors of runs are kept for each
+        basis = case.calibration if isinstance(case.calibration, Adjustment) else None
+        return case._replace(cluster=cluster.model_copy(update={"price_per_hour": price}), calibration=basis, plans=())
 
     return change
 

@@ -13,7 +13,7 @@ from paceline.planner.search.result import SearchResult
 from paceline.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from paceline.planner.calibrate import Calibration
+    from paceline.planner.adjustment import Basis
 
 _FACTORS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 
@@ -49,7 +49,7 @@ class ScaledPlan:
 
 
 def scaling(
-    job: Job, cluster: Cluster, found: SearchResult, calibration: Calibration | None = None
+    job: Job, cluster: Cluster, found: SearchResult, calibration: Basis | None = None
 ) -> tuple[ScaledPlan, ...]:
     """Points from an eighth of the devices to eight times as many. Clusters whose links are unknown are left out."""
     case = Case(job, cluster, calibration)

@@ -14,7 +14,7 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planner.explain.failures import costs_of, interval_s
 from paceline.planner.explain.scaling_laws import BESIROGLU, LAWS, extrapolated
-from paceline.planner.search.result import Candidate, error_of
+from paceline.planner.search.result import Candidate
 from paceline.trace.graph import ModelTrace
 from paceline.units import count, kilograms, kilowatt_hours, large, money, percent, span
 
@@ -184,7 +184,8 @@ class TrainingRun:
         steps_s: seconds of all steps, without interruptions and stragglers.
         slowdown: factor on a step by its slowest rank.
         purchases: on demand, then spot where its price is known.
-        error: mean relative error of such predictions.
+        error: half of the step time's 80 % interval, relative to it.
+        rests_on: what that rests on, for people.
         conditions: under which it runs.
         notes: sentences on what is assumed, or unknown.
     """
@@ -197,6 +198,7 @@ class TrainingRun:
     error: float
     conditions: Conditions = NO_CONDITIONS
     notes: tuple[str, ...] = ()
+    rests_on: str = ""
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:
@@ -264,7 +266,10 @@ def training_run(
             )
         )
     notes = (*_notes(conditions, failures), *energy_notes({device.name: device.power_w}, conditions))
-    return TrainingRun(amount, ranks, steps_s, slowdown, tuple(purchases), error_of(candidate), conditions, notes)
+    known = candidate.interval
+    return TrainingRun(
+        amount, ranks, steps_s, slowdown, tuple(purchases), known.relative, conditions, notes, known.rests_on
+    )
 
 
 def straggler_slowdown(ranks: int, sigma: float) -> float:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.partition import contiguous
+from paceline.planner.adjustment import factor_of
 from paceline.planner.check.rules import reasons_against
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.stages import stages
@@ -62,7 +63,7 @@ def cut_by_speed(case: Case, best: Candidate) -> tuple[tuple[str, ...], float]:
     ends = np.cumsum(cut)
     after = [sum(blocks[end - count : end]) for count, end in zip(cut, ends, strict=True)]
     saved = layout.microbatches * (_slowest(before, speeds) - _slowest(after, speeds))
-    gain = saved / (best.prediction.step_time_s * _slowest(before, speeds) / max(before))
+    gain = saved * factor_of(layout) / (best.prediction.step_time_s * _slowest(before, speeds) / max(before))
     names = tuple(layout.trace.blocks[end].name for end in ends[:-1])
     named = len(set(names)) == len(names) and all(names)
     if (

@@ -23,7 +23,7 @@ from paceline.plans.plan import Plan
 from paceline.units import count
 
 if TYPE_CHECKING:
-    from paceline.planner.calibrate import Calibration
+    from paceline.planner.adjustment import Basis
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
     job: Job
     cluster: Cluster
-    calibration: Calibration | None = None
+    calibration: Basis | None = None
     plans: tuple[tuple[Plan, Layout], ...] = ()
 
 
@@ -65,7 +65,7 @@ def what_if(case: Case, change: Change) -> Outcome:
     except PacelineError as error:
         return Outcome(None, error)
     again = (
-        Candidate(plan, layout, priced(estimate(layout), changed.job, changed.cluster, plan))
+        Candidate(plan, layout, priced(estimate(layout), changed.job, changed.cluster, plan, layout))
         for plan, layout in changed.plans
     )
     return Outcome(min(again, key=lambda one: (not one.prediction.fits, one.prediction.step_time_s)))

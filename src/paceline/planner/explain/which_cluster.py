@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError, PlanError
 from paceline.job.job import Job
+from paceline.planner.adjustment import equal_ratio
 from paceline.planner.explain.offers import Offer, Offers
 from paceline.planner.explain.training_run import (
     JOBS_OWN,
@@ -21,10 +22,13 @@ from paceline.planner.explain.training_run import (
     energy_notes,
     training_run,
 )
-from paceline.planner.search.result import ERROR, Candidate, preferred
+from paceline.planner.search.result import Candidate, preferred
 from paceline.planner.search.search import search
 from paceline.trace.build import trace
 from paceline.units import count, money, span
+
+if TYPE_CHECKING:
+    from paceline.planner.adjustment import Basis
 
 # plans of each search, of which the preferred one of equal ones is taken
 _TOP = 5
@@ -61,6 +65,7 @@ class Option:
             "what": self.bought.what,
             "plan": str(self.candidate.plan),
             "step_time_s": prediction.step_time_s,
+            "interval_80_s": [self.candidate.interval.low_s, self.candidate.interval.high_s],
             "mfu": prediction.mfu,
             "goodput": self.bought.goodput,
             "time_s": self.bought.wall_s,
@@ -115,13 +120,13 @@ class ClusterChoice:
         """
         if (least := self.cheapest) is None:
             return None
-        alike = [option for option in self.within if option.cost <= (1 + ERROR) * least.cost]
+        alike = [option for option in self.within if option.cost <= equal_ratio() * least.cost]
         found = min(alike, key=lambda option: (option.bought.wall_s, option.cost))
         return None if found in (least, self.fastest) else found
 
     @property
     def error(self) -> float:
-        """Largest mean relative error of the predictions."""
+        """Half of the widest 80 % interval of the predictions, relative to a time."""
         return max(option.run.error for option in self.options)
 
     @property
@@ -174,8 +179,12 @@ def which_cluster(
     failures_per_host_day: float | None = None,
     budget: float | None = None,
     deadline_s: float | None = None,
+    calibration: Basis | None = None,
 ) -> ClusterChoice:
     """The best plan on every offer and a geometric range of numbers of its hosts.
+
+    Args:
+        calibration: factors of measured runs.
 
     Raises:
         JobError: the model cannot be built.
@@ -188,7 +197,7 @@ def which_cluster(
         of_offer, reasons = [], []
         for hosts in host_counts(offer.hosts):
             try:
-                of_offer += list(_options(job, offer, hosts, amount, conditions, failures_per_host_day))
+                of_offer += list(_options(job, offer, hosts, amount, conditions, failures_per_host_day, calibration))
             except PacelineError as error:
                 reasons.append((hosts, str(error).splitlines()[0]))
         options += of_offer
@@ -214,10 +223,16 @@ def pareto(options: Sequence[Option]) -> list[Option]:
 
 
 def _options(
-    job: Job, offer: Offer, hosts: int, amount: Amount, conditions: Conditions, failures: float | None
+    job: Job,
+    offer: Offer,
+    hosts: int,
+    amount: Amount,
+    conditions: Conditions,
+    failures: float | None,
+    calibration: Basis | None,
 ) -> Iterator[Option]:
     cluster = offer.of_hosts(hosts, failures)
-    candidate = preferred(search(job, cluster, top=_TOP).best)
+    candidate = preferred(search(job, cluster, top=_TOP, calibration=calibration).best)
     taken = conditions.preemptions_per_host_day
     rate = offer.preemptions_per_host_day if offer.preemptions_per_host_day is not None else taken
     spot = offer.spot if offer.spot is not None and rate is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,15 @@ def read(file: Path, text: str) -> Configuration:
             raise PlanError(f"{file} is not valid YAML: {error}") from None
     else:
         values, notes = arguments(text)
+    return configured(values, notes)
+
+
+def configured(values: dict[str, Any], notes: Sequence[str] = ()) -> Configuration:
+    """The configuration of arguments, by name with underscores.
+
+    Raises:
+        PlanError: a value is none that its key takes.
+    """
     keys = Keys(NAME, values, _QUIET, _NOTED)
     found = _configuration(keys)
     problems = (*notes, *_problems(found, keys))

@@ -51,10 +51,19 @@ def read(file: Path, text: str) -> Configuration:
         PlanError: it is not TOML, or a value is none that its key takes.
     """
     try:
-        values = flattened(tomllib.loads(text))
+        values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PlanError(f"{file} is not valid TOML: {error}") from None
-    keys = Keys(NAME, values, _QUIET, _NOTED)
+    return configured(values)
+
+
+def configured(values: dict[str, Any]) -> Configuration:
+    """The configuration of its groups of keys.
+
+    Raises:
+        PlanError: a value is none that its key takes.
+    """
+    keys = Keys(NAME, flattened(values), _QUIET, _NOTED)
     found, problems = _configuration(keys)
     return Configuration(
         **{**found, "read": keys.stated, "noted": keys.noted, "unknown": keys.unknown, "problems": tuple(problems)}

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.planner.adjustment import Adjustment, equal_ratio
 from paceline.planner.cost.layout import Layout
-from paceline.planner.cost.prediction import Prediction
+from paceline.planner.cost.prediction import Interval, Prediction
 from paceline.plans.plan import Plan
 
-# Mean error of a predicted step time: over 868 published runs, nearly all on A100s, and over 53 plans measured on two
-# cores.
-ERROR = 0.05
-# Mean error over 37 runs of other hardware and software (`mean_error_elsewhere` of benchmarks/published.py); of these
-# only TensorFlow's derating was fitted, to 3 more rows.
-ERROR_ELSEWHERE = 0.28
 _MOVING = {
     "fsdp": 1,
     "tp": 1,
@@ -44,6 +39,12 @@ class Candidate:
     layout: Layout
     prediction: Prediction
     why: str = ""
+
+    @property
+    def interval(self) -> Interval:
+        """Interval of its step time; by the cost model alone if it has none."""
+        found = self.prediction.interval
+        return found or Adjustment().interval(self.layout, self.prediction.step_time_s)
 
 
 @dataclass(frozen=True)
@@ -85,19 +86,14 @@ class SearchResult:
     pruned: int = 0
 
 
-def error_of(candidate: Candidate) -> float:
-    """Mean relative error of such a prediction, by the measurements for its hardware."""
-    device = candidate.layout.machines.device
-    return ERROR if device.is_core or device.name.startswith("A100") else ERROR_ELSEWHERE
-
-
 def equals(best: Sequence[Candidate]) -> list[Candidate]:
-    """Plans that predictions cannot tell from the fastest one, given their error.
+    """Plans that predictions cannot tell from the fastest one.
 
-    Always by `ERROR`: errors on other hardware shift all plans alike, more than one against another.
+    By the interval of the ratio of two plans' times, which has 1 in it: most of an error is common to both, so it is
+    narrower than that of a time.
     """
     fastest = min(candidate.prediction.step_time_s for candidate in best)
-    return [c for c in best if c.prediction.step_time_s * (1 - ERROR) <= fastest * (1 + ERROR)]
+    return [c for c in best if c.prediction.step_time_s <= equal_ratio() * fastest]
 
 
 def preferred(best: Sequence[Candidate]) -> Candidate:

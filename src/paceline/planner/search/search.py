@@ -19,12 +19,12 @@ from paceline.planner.machines import machines
 from paceline.planner.predict import Layouts, priced
 from paceline.planner.search.branch_and_bound import BranchAndBound
 from paceline.planner.search.rejected import nothing_fits, why_it_loses, why_it_wins
-from paceline.planner.search.result import SearchResult
+from paceline.planner.search.result import SearchResult, preferred
 from paceline.planner.search.space import Space
 from paceline.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from paceline.planner.calibrate import Calibration
+    from paceline.planner.adjustment import Basis
 
 
 def search(
@@ -32,14 +32,15 @@ def search(
     cluster: Cluster,
     *,
     top: int = 10,
-    calibration: Calibration | None = None,
+    calibration: Basis | None = None,
     base: Plan | None = None,
 ) -> SearchResult:
     """The plans predicted to be fastest, of all that pass `check_plan` and fit the memory.
 
     Args:
         top: number of plans to list, each with other degrees.
-        calibration: measurements of the cluster; without, the catalogue is used.
+        calibration: measurements of the cluster, or the factors of measured runs, which are common to all its plans;
+            without, the catalogue is used.
         base: values of keys that do not vary: precision, sync, compress and the knobs; `Plan()` by default.
 
     Raises:
@@ -64,12 +65,13 @@ def search(
     ordered = sorted(solver.found.values(), key=lambda one: (one.prediction.step_time_s, str(one.plan)))[:top]
     winner = ordered[0]
     best = [
-        replace(c, prediction=priced(c.prediction, job, cluster, c.plan), why=why_it_loses(c, winner))
-        for c in ordered[1:]
+        replace(
+            c,
+            prediction=priced(c.prediction, job, cluster, c.plan, c.layout),
+            why=why_it_loses(c, winner) if c is not winner else why_it_wins(winner),
+        )
+        for c in ordered
     ]
-    best.insert(
-        0, replace(winner, prediction=priced(winner.prediction, job, cluster, winner.plan), why=why_it_wins(winner))
-    )
     found = SearchResult(
         best=tuple(best),
         excluded=solver.rejections.excluded(space),
@@ -81,15 +83,16 @@ def search(
     return replace(found, seconds=time.perf_counter() - started)
 
 
-def plan(
-    job: Job | str | Path, cluster: Cluster | str | Path | None = None, calibration: Calibration | None = None
-) -> Plan:
+def plan(job: Job | str | Path, cluster: Cluster | str | Path | None = None, calibration: Basis | None = None) -> Plan:
     """The plan for a job on a cluster, found without running anything.
+
+    Of plans that predictions cannot tell from the fastest one it is the simplest, with the most free memory.
 
     Args:
         job: the job, or the YAML file that holds it.
         cluster: the cluster, its file, or a name such as `64x8xH100-SXM, 400gbit`; None: this machine.
-        calibration: measurements of its machines; without, the catalogue's figures are used.
+        calibration: measurements of its machines, or the factors of measured runs (`paceline.calibrate_on`); without,
+            the catalogue's figures are used.
 
     Raises:
         JobError: the job cannot be read, or its model not be built.
@@ -97,7 +100,7 @@ def plan(
         PlanError: no plan can run the job there; the message says why, and what would.
     """
     read = job if isinstance(job, Job) else Job.load(job)
-    return search(read, _cluster(cluster), top=1, calibration=calibration).best[0].plan
+    return preferred(search(read, _cluster(cluster), calibration=calibration).best).plan
 
 
 def _cluster(cluster: Cluster | str | Path | None) -> Cluster:
