@@ -41,7 +41,7 @@ class Free:
     """A number that is fitted: `CONSTANT`, `framework:field` or `device:sustained`.
 
     Attributes:
-        assumed: what is assumed beforehand.
+        assumed: what is assumed in advance.
         width: standard deviation of its logarithm around that.
     """
 
@@ -221,7 +221,7 @@ def as_module(values: Mapping[str, float]) -> str:
 _HEAD = '''"""Values that `benchmarks/published_fit.py` found and wrote: change them there.
 
 They rest on a tenth of the rows of each table of published runs, which are not scored, and on what data sheets and
-documentation say beforehand.
+documentation say in advance.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.runner.train import train
     from paceline.training.own_loop.setup import setup
     from paceline.training.record.run import Run
-    from paceline.tuning.runs.calibrate_on import calibrate_on
+    from paceline.tuning.measured_runs.calibrate_on import calibrate_on
 
     __version__: str
 
@@ -51,7 +51,7 @@ _HOMES = {
     "Plan": "paceline.plans.plan",
     "Run": "paceline.training.record.run",
     "bench": "paceline.benchmark.protocol",
-    "calibrate_on": "paceline.tuning.runs.calibrate_on",
+    "calibrate_on": "paceline.tuning.measured_runs.calibrate_on",
     "check": "paceline.parity.check",
     "check_plan": "paceline.planner.check.check_plan",
     "plan": "paceline.planner.search.search",

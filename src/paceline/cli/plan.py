@@ -213,7 +213,7 @@ def _factors(paths: Sequence[Path] | None, cluster: Cluster | None, console: Con
     from rich.text import Text
 
     from paceline.console import Console
-    from paceline.tuning.runs.calibrate_on import calibrate_on
+    from paceline.tuning.measured_runs.calibrate_on import calibrate_on
 
     if not paths:
         return None

@@ -1,7 +1,7 @@
 """Values that `benchmarks/published_fit.py` found and wrote: change them there.
 
 They rest on a tenth of the rows of each table of published runs, which are not scored, and on what data sheets and
-documentation say beforehand.
+documentation say in advance.
 """
 
 from __future__ import annotations
