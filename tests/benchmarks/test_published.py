@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.planner.adjustment import Interval
+from paceline.planner.cost.prediction import Interval
 from paceline.planner.tables.cells import number
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"

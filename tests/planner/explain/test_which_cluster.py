@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ H100 = Offer(cluster="8xH100-SXM, 400gbit", price=3.0, spot=1.0, hosts=4, name="
 A100 = Offer(cluster="8xA100-SXM-80", price=1.5, hosts=2)
 
 
-def choice(*offers: Offer, **limits: float | None) -> ClusterChoice:
+def choice(*offers: Offer, **limits: Any) -> ClusterChoice:
     conditions = Conditions(preemptions_per_host_day=1.0)
     return which_cluster(job(), Offers(offers=offers), Goal(tokens=1e9), conditions, **limits)
 

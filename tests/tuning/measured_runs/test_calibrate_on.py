@@ -102,6 +102,7 @@ def test_a_run_of_paceline_corrects_predictions_of_its_machine(tmp_path: Path) -
     [row] = read_runs([tmp_path / "runs" / "long"]).rows
     predicted = paceline.predict(paceline.Job.load(job), discover(), "dp=1", factors)
     before = estimate(row.layout).step_time_s
+    assert row.seconds is not None
     assert predicted.step_time_s == pytest.approx(before * factors.factor(row.layout))
     assert (factors.factor(row.layout) - 1) * (row.seconds / before - 1) >= 0  # towards what was measured
     assert predicted.interval is not None
@@ -110,9 +111,7 @@ def test_a_run_of_paceline_corrects_predictions_of_its_machine(tmp_path: Path) -
 
 def test_the_screen_says_what_was_read_the_factor_and_what_the_interval_rests_on(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    shown = command(
-        "plan", "job.yaml", "--cluster", "8xH100-SXM", "--calibrate-on", TABLE, "--top", 3, folder=tmp_path
-    )
+    shown = command("plan", "job.yaml", "--cluster", "8xH100-SXM", "--calibrate-on", TABLE, "--top", 3, folder=tmp_path)
     assert shown.code == 0, shown.err
     whole = " ".join(shown.out.split())
     for text in ("calibrated on 39 runs of llmfoundry_mpt_h100_given", "39 measured runs of other software", "80 %"):
