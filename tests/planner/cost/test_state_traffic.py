@@ -51,7 +51,7 @@ def test_each_half_hides_behind_its_own_pass() -> None:
     """Gradients travel in the backward pass and parameters in the next forward pass, where the framework does so."""
     apart = dp_s(BUSY, dp=64, zero_dp=True, framework=APART)
     one, other, both = (
-        dp_s(BUSY, dp=64, zero_dp=True, framework=replace(APART, **{name: True for name in names}))
+        dp_s(BUSY, dp=64, zero_dp=True, framework=replace(APART, **dict.fromkeys(names, True)))
         for names in (("overlaps_gradients",), ("overlaps_parameters",), ("overlaps_gradients", "overlaps_parameters"))
     )
     assert both < one < other < apart  # gradients are the larger half
@@ -87,9 +87,7 @@ def test_each_microbatch_gathers_unless_parameters_stay() -> None:
 def test_hybrid_sharding_gathers_inside_a_host_and_sums_between_hosts() -> None:
     """Over all ranks every microbatch's parameters cross hosts; in a host's shards gradients do, once a step."""
     slow = replace(MACHINES, between=replace(H100.network, bandwidth=H100.network.bandwidth / 8))
-    everywhere, hybrid = (
-        laid_out(machines=slow, fsdp=fsdp, dp=64 // fsdp, microbatches=8, zero=3) for fsdp in (64, 8)
-    )
+    everywhere, hybrid = (laid_out(machines=slow, fsdp=fsdp, dp=64 // fsdp, microbatches=8, zero=3) for fsdp in (64, 8))
     assert sum(beside_passes_s(hybrid, IDLE)[:2]) < 0.6 * sum(beside_passes_s(everywhere, IDLE)[:2])
 
 
@@ -119,9 +117,7 @@ def test_experts_with_one_copy_send_no_gradients() -> None:
 
 def test_the_optimizer_updates_as_many_experts_as_have_copies() -> None:
     half = IDLE._replace(experts=0.5e9)
-    folded, plain = (
-        beside_passes_s(laid_out(dp=64, zero_dp=True, expert_ranks=ranks), half)[2] for ranks in (64, 0)
-    )
+    folded, plain = (beside_passes_s(laid_out(dp=64, zero_dp=True, expert_ranks=ranks), half)[2] for ranks in (64, 0))
     assert folded > 10 * plain  # each rank has all of its own experts' state, and 1 / 64 of the rest's
 
 
