@@ -99,13 +99,16 @@ def _catalogue_inputs(layout: Layout) -> StepInputs:
         fsdp_s=fsdp,
         dp_s=dp,
         optimizer_s=optimizer,
-        other_s=constants.STEP_S + _offloaded_s(layout, times.slowest),
+        other_s=constants.STEP_S + _offloaded_s(layout, times.slowest, fsdp + dp),
     )
 
 
-def _offloaded_s(layout: Layout, slow: StageCost) -> float:
-    """Exposed time of activations that wait for the backward pass in the host's memory."""
+def _offloaded_s(layout: Layout, slow: StageCost, shown_s: float) -> float:
+    """Exposed time of activations that wait for the backward pass in the host's memory.
+
+    They travel beside both passes, and beside what these show of other traffic, which has other links.
+    """
     if not layout.offload_activations:
         return 0.0
-    travel_s = kept_bytes(layout) / layout.machines.device.host_link.bandwidth
-    return layout.microbatches * (exposed_s(travel_s, slow.forward) + exposed_s(travel_s, slow.backward))
+    travel_s = layout.microbatches * 2 * kept_bytes(layout) / layout.machines.device.host_link.bandwidth
+    return exposed_s(travel_s, layout.microbatches * (slow.forward + slow.backward) + shown_s)

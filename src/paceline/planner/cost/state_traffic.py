@@ -99,7 +99,7 @@ def _behind_chunks_s(seconds: float, behind: float, chunks: int, blocks: float) 
 def _single_experts(layout: Layout, slow: StageCost) -> float:
     """Numbers of a rank's experts that no other rank has, before fsdp divides them."""
     single = layout.expert_ranks and layout.expert_copies < 2
-    return slow.experts / layout.fsdp if single else 0.0
+    return trained_part(layout) * slow.experts / layout.fsdp if single else 0.0
 
 
 def _optimizer_s(layout: Layout, slow: StageCost) -> float:
@@ -107,7 +107,7 @@ def _optimizer_s(layout: Layout, slow: StageCost) -> float:
     shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
     numbers = _trained(layout, slow) / shards
     if layout.expert_ranks and layout.zero_dp and slow.experts:
-        numbers += slow.experts / layout.fsdp * (1 / layout.expert_copies - 1 / layout.dp)
+        numbers += trained_part(layout) * slow.experts / layout.fsdp * (1 / layout.expert_copies - 1 / layout.dp)
     each = constants.OPTIMIZER_PASSES * (
         2 * layout.parameter_bytes + 2 * layout.gradient_bytes + 2 * layout.optimizer_bytes
     )

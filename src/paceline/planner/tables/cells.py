@@ -17,7 +17,7 @@ _SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _NUMBER = re.compile(r"(?<![\w.])(\d[\d,]*\.?\d*(?:[eE][+-]?\d+)?)\s*([kKMBT](?![A-Za-z]))?")
 _UNSTATED = re.compile(r"not stated|per recipe|unknown|not printed|default", re.IGNORECASE)
 _RATE = re.compile(
-    r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(?:Gb/s|Gbps|Gbit/s|gbit|GbE)"
+    r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*(?:(?-i:Gb/s|Gbps)|Gbit/s|gbit|GbE)"
     r"((?:\s+[\w-]+){0,3}?\s*per (?:GPU|device|card|chip))?",
     re.IGNORECASE,
 )
