@@ -18,6 +18,7 @@ _NAMES: tuple[tuple[str, Framework], ...] = (
     (r"megatron-deepspeed|megatron.deepspeed", known.MEGATRON_DEEPSPEED),
     (r"deepspeed", known.DEEPSPEED),
     (r"composer|llm-foundry", known.COMPOSER),
+    (r"hai-?llm", known.HAI_LLM),
     (r"libai|oneflow", known.ONEFLOW),
     (r"paddle", known.PADDLE),
     (r"\b(?:tf|tensorflow) ?1[89]\.\d\d", known.HOROVOD_UNFUSED),
