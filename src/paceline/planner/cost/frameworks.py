@@ -120,7 +120,7 @@ MEGATRON_CORE_FUSED = replace(
 # arXiv:2412.19437, sections 2.1.2 and 3.2.1)
 HAI_LLM = Framework(
     FrameworkProfile(
-        "HAI-LLM", attention=3, overlaps_ep=0.9, overlaps_hops=True, node_limit=4, stops_early=False, keeps="products"
+        "HAI-LLM", attention=3, overlaps_ep=0.9, overlaps_hops=True, node_limit=4, stops_early=False, keeps="half"
     ),
     gradient_bytes=4.0,
     order=MEGATRON_ORDER,

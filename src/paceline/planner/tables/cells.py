@@ -101,7 +101,7 @@ def recomputed(cells: Cells) -> Recomputed:
     text = cells.get("act_ckpt", "").lower()
     if not stated(text):
         return "unknown"
-    if re.search(r"selective|partial|minimal|save_", text):
+    if re.search(r"selective|partial|minimal|save_|norms|projections|core_attn|moe_act", text):
         return "selective"
     if re.search(r"full|block|every|yes|true|uniform|layer", text) and not text.startswith(("none", "no ")):
         return "block"
