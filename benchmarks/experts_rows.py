@@ -21,7 +21,6 @@ from paceline.planner.cost.layout import Layout
 from paceline.planner.tables.rows import Row, Skipped, read
 from paceline.plans.axes import DEGREES
 from paceline.plans.plan import Plan
-from paceline.units import count
 
 TABLE = Path(__file__).parent / "experts" / "plans.csv"
 SAME_PRECISION = {"fp16": "bf16", "tf32": "fp32"}  # as fast, as wide
@@ -118,10 +117,6 @@ def _expert(row: Row) -> Expert:
     precision = _precision(row)
     if row.layout.products:
         unsaid = (*unsaid, f"products in {row.layout.products}, compared in {precision}")
-    heads = dimensions.get("kv_heads", dimensions["heads"])
-    if heads < plan.tp and plan.tp % heads == 0:
-        unsaid = (*unsaid, f"keys and values of {count(heads, 'head')} on all ranks of tp, as if there were {plan.tp}")
-        dimensions["kv_heads"] = plan.tp
     return Expert(row, _job(row, dimensions, precision), named_cluster(row.cells["cluster"]), plan, unsaid)
 
 

@@ -24,6 +24,8 @@ TRUNK = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
     # two divide the vocabulary and the feed-forward layer, four do not
     "uneven": TRUNK | {"model_type": "llama", "vocab_size": 122, "intermediate_size": 66},
+    # four ranks share two heads of keys and values, whose projections every rank holds whole
+    "grouped": TRUNK | {"model_type": "llama", "vocab_size": 122, "intermediate_size": 64, "num_key_value_heads": 2},
     "tied": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 120},
     "mixture": TRUNK
     | {

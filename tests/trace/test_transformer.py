@@ -50,6 +50,21 @@ def test_experts_add_parameters_for_all_and_work_for_those_that_a_token_meets(ex
     assert more == pytest.approx((top_k - 1) * 2 * 64 * 2 * 256 * 1024 + router)
 
 
+def test_ranks_that_share_keys_and_values_compute_their_own_and_hold_all_weights_of_them() -> None:
+    """Eight heads of keys and values over 16 ranks: half as many columns as with sixteen heads, once for each rank."""
+    whole, shared, many = (
+        transformer(d, tp)
+        for d, tp in ((LLAMA_70B, 8), (LLAMA_70B, 16), (LLAMA_70B.model_copy(update={"kv_heads": 16}), 16))
+    )
+    assert whole == transformer(LLAMA_70B)
+    assert shared.blocks[1].gemms == many.blocks[1].gemms
+    assert shared.blocks[1].keys == many.blocks[1].keys
+    assert shared.parameters == whole.parameters
+    keys_and_values = 2 * 8 * 128 * 8192
+    assert shared.blocks[1].vectors - whole.blocks[1].vectors == keys_and_values
+    assert whole.blocks[1].matrices - shared.blocks[1].matrices == keys_and_values
+
+
 def test_equal_layers_are_one_object_so_that_searches_cost_them_once() -> None:
     assert len({id(block) for block in transformer(GPT3)}) == 3
 

@@ -36,17 +36,28 @@ def other_world(plan: Plan, world: int) -> str | None:
     return f"needs {count(plan.ranks, 'rank')}{multiplied(plan)}, but {world} were started: {works}."
 
 
-def undivided_heads(heads: Mapping[str, Sequence[int]], tp: int) -> str | None:
+def undivided_heads(
+    heads: Mapping[str, Sequence[int]], tp: int, shared: Mapping[str, Sequence[int]] | None = None
+) -> str | None:
     """Reason why heads cannot be divided over `tp` ranks.
 
     Args:
         heads: the model's numbers of heads, by what they are, such as `attention heads`.
+        shared: numbers of heads of keys and values, of which one may be on several ranks.
     """
+    keys = shared or {}
     wrong = [f"{what} ({_numbers(found)})" for what, found in heads.items() if any(n % tp for n in found)]
+    wrong += [f"{what} ({_numbers(found)})" for what, found in keys.items() if not shares_heads(found, tp)]
     if not wrong:
         return None
-    working = _common_divisors([n for found in heads.values() for n in found])
+    divisors = _common_divisors([n for found in heads.values() for n in found])
+    working = [n for n in divisors if all(shares_heads(found, n) for found in keys.values())]
     return f"divides the model's {' and '.join(wrong)} by {tp}, which leaves a remainder: {_one_of('tp', working)}."
+
+
+def shares_heads(heads: Sequence[int], tp: int) -> bool:
+    """True if each rank has whole heads of keys and values, or several share one."""
+    return all(n % tp == 0 or tp % n == 0 for n in heads)
 
 
 def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> str | None:

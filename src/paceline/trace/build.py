@@ -49,9 +49,20 @@ def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Mode
     if job.model.transformer is not None:
         from paceline.trace.transformer import transformer
 
-        return transformer(job.model.transformer)
-    key = job.model_dump_json(include={"model", "data", "loss"})
-    return _MODELS.setdefault(key, TracedModel(job)).trace(precision == "bf16", tp)
+        return transformer(job.model.transformer, tp or 1)
+    return _traced(job).trace(precision == "bf16", tp)
+
+
+def undivided_attention(job: Job, tp: int) -> str | None:
+    """Reason why attention of a job's model cannot be divided over `tp` ranks.
+
+    It is found by tracing the model. One named by its dimensions has none, as it has no code. Raises as `trace` does.
+    """
+    return None if job.model.transformer is not None else _traced(job).undivided_attention(tp)
+
+
+def _traced(job: Job) -> TracedModel:
+    return _MODELS.setdefault(job.model_dump_json(include={"model", "data", "loss"}), TracedModel(job))
 
 
 class TracedModel:
@@ -79,6 +90,10 @@ class TracedModel:
 
             self._traces[key] = assembled(seen, model_info(self._job.model), self._job.loss.name, key[1])
         return self._traces[key]
+
+    def undivided_attention(self, tp: int) -> str | None:
+        """Reason why attention cannot be divided over `tp` ranks. Raises as the function `trace` does."""
+        return next((reason.removeprefix(f"tp={tp} ") for reason in self._degrees.refusals(tp)), None)
 
     @cached_property
     def _degrees(self) -> TensorDegrees:

@@ -9,9 +9,19 @@ from __future__ import annotations
 from itertools import groupby
 
 from paceline.job.read.dimensions import Dimensions
+from paceline.plans.limits import shares_heads
 from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
 from paceline.trace.layer_work import Work, work
-from paceline.trace.weights import Layer, Weight, encoder_layers, further_layers, layers, vectors, weights
+from paceline.trace.weights import (
+    Layer,
+    Weight,
+    encoder_layers,
+    further_layers,
+    key_value_weights,
+    layers,
+    vectors,
+    weights,
+)
 
 # norm, product, cast, and the cross entropy's maximum, difference, exponential, sums, gather, logarithm
 HEAD_KERNELS = 14
@@ -23,14 +33,18 @@ MASKED_KERNELS = 6
 MASK = 0.5
 
 
-def transformer(d: Dimensions) -> ModelTrace:
+def transformer(d: Dimensions, tp: int = 1) -> ModelTrace:
     """Embedding, layers and head of a transformer, as blocks.
 
     Activations saved for the backward pass are those of §4.1: per token and layer `34 + 5 · heads · seq / hidden` times
     `hidden` bytes with two-byte elements, of which tensor parallelism divides `24 + 5 · heads · seq / hidden`.
+
+    Args:
+        tp: ranks of tensor parallelism. Where they are more than heads of keys and values, several compute the same
+            ones, and each holds their projections whole.
     """
     stacks = encoder_layers(d), (*layers(d), *further_layers(d))
-    by_layer = {layer: _layer(d, layer) for layer in dict.fromkeys(stacks[0] + stacks[1])}
+    by_layer = {layer: _layer(d, layer, tp) for layer in dict.fromkeys(stacks[0] + stacks[1])}
     encoder, decoder = ([by_layer[layer] for layer in stack] for stack in stacks)
     tied = d.vocab * d.hidden if d.tied else 0
     between = (_between(d),) if encoder else ()
@@ -47,17 +61,18 @@ def active_parameters(d: Dimensions) -> int:
     return trace.parameters - experts + (experts // d.experts * d.top_k if d.experts else 0)
 
 
-def _layer(d: Dimensions, layer: Layer) -> BlockTrace:
-    tokens = d.source if layer.encodes else d.seq
-    own, done = weights(d, layer), work(d, layer, tokens)
+def _layer(d: Dimensions, layer: Layer, tp: int) -> BlockTrace:
+    tokens, computed = d.source if layer.encodes else d.seq, _with_copied_keys(d, tp)
+    own, done = weights(d, layer), work(computed, layer, tokens)
     parts = Work.total(done)
-    divided = sum(weight.numel for weight in own if weight.divided != "none" and not weight.experts)
-    whole = sum(weight.numel for weight in own if weight.divided == "none")
+    copied = 0 if computed is d else key_value_weights(d, layer)
+    divided = sum(weight.numel for weight in own if weight.divided != "none" and not weight.experts) - copied
+    whole = sum(weight.numel for weight in own if weight.divided == "none") + copied
     mixture = layer.feed_forward == "mixture"
     return BlockTrace(
         kind=layer.kind,
         name="encoder" if layer.encodes else "layers",
-        gemms=_gemms(d, own, done, tokens),
+        gemms=_gemms(d, weights(computed, layer), done, tokens),
         inside=parts.inside,
         outside=parts.outside,
         scores=parts.scores,
@@ -73,6 +88,16 @@ def _layer(d: Dimensions, layer: Layer) -> BlockTrace:
         keys=parts.keys,
         routed=float(tokens * (d.expert_hidden or d.hidden) * d.top_k) if mixture else 0.0,
     )
+
+
+def _with_copied_keys(d: Dimensions, tp: int) -> Dimensions:
+    """Dimensions with the heads of keys and values that `tp` ranks compute together.
+
+    They are `d` itself if `tp` divides its heads, or cannot share them.
+    """
+    if d.mla or d.key_value_heads % tp == 0 or d.heads % tp or not shares_heads((d.key_value_heads,), tp):
+        return d
+    return d.model_copy(update={"kv_heads": tp})
 
 
 def _gemms(d: Dimensions, own: tuple[Weight, ...], done: dict[str, Work], tokens: int) -> tuple[Gemm, ...]:

@@ -162,6 +162,12 @@ def _of_index(d: Dimensions, index: int) -> Layer:
     )
 
 
+def key_value_weights(d: Dimensions, layer: Layer) -> int:
+    """Number of weights of a layer that make keys and values."""
+    attentions = (layer.mixer == "attention") + layer.cross
+    return attentions * 2 * d.key_value_heads * d.head_width * d.hidden
+
+
 def _attention(d: Dimensions) -> Iterator[Weight]:
     queries, narrow = d.heads * d.head_width, d.key_value_heads * d.head_width
     biased = d.biased or d.biases == "qkv"

@@ -131,9 +131,15 @@ def test_what_can_be_divided_is(plan: str, changes: dict[str, Any]) -> None:
         ),
         ("tp=3", {}, "divides the model's attention heads (4) by 3, which leaves a remainder: tp is one of 1, 2, 4."),
         (
-            "tp=4",
+            "tp=3",
             {"model": f"{__file__}:few_keys"},
-            "divides the model's heads of keys and values (2) by 4, which leaves a remainder: tp is one of 1, 2.",
+            "divides the model's heads of keys and values (2) by 3, which leaves a remainder: tp is one of 1, 2, 6.",
+        ),
+        (
+            "tp=4",
+            {"model": f"{__file__}:few_fused_keys"},
+            "divides the model's heads in model.layers.0.self_attn (2, 4) by 4, which leaves a remainder: tp is one of "
+            "1, 2.",
         ),
         (
             "ep=2",
@@ -320,11 +326,19 @@ class Stage(_PipelineStageBase):
 
 
 def few_keys() -> torch.nn.Module:
-    """Four heads that share two heads of keys and values."""
+    """Six heads that share two heads of keys and values."""
     transformers.logging.set_verbosity_error()
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 120}
+    sizes: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 120}
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+        transformers.LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2)
+    )
+
+
+def few_fused_keys() -> torch.nn.Module:
+    """Four heads that share two heads of keys and values, and one matrix for all."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 120}
+    return transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
     )
 
 

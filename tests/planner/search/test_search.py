@@ -99,6 +99,7 @@ jobs = st.builds(
     layers=st.integers(2, 5),
     hidden=st.sampled_from([768, 1536]),
     heads=st.sampled_from([4, 6]),
+    kv_heads=st.sampled_from([None, 1, 2]),
     seq=st.sampled_from([96, 1024]),
     vocab=st.sampled_from([1024, 32000]),
     experts=st.sampled_from([0, 0, 2]),

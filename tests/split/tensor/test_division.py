@@ -345,7 +345,8 @@ def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do() -> None
         shard_tensors(model, whole_parts(model), Group(0, 3), batch, call)
     assert prove(model, 4, batch, call).refused == []
     model, batch = llama()
-    assert " more (2, 4) by 4, which leaves a remainder: tp is one of 1, 2." in prove(model, 4, batch, call).refused[0]
+    assert prove(model, 4, batch, call).refused == [], "two ranks share each head of keys and values"
+    assert "1 more (2) by 3, which leaves a remainder: tp is one of 1, 2, 4." in prove(model, 3, batch, call).refused[0]
 
 
 def test_sequences_that_do_not_divide_are_refused_with_a_length_that_does() -> None:

@@ -5,8 +5,10 @@ The other reasons are in `rules.py`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
+from paceline.errors import PacelineError
 from paceline.planner.check.plan_context import Check, PlanContext
 from paceline.planner.check.state import memory_shortage
 from paceline.plans.axes import DEGREES
@@ -22,6 +24,7 @@ from paceline.plans.limits import (
     unfit_microbatches,
     wrong_cuts,
 )
+from paceline.trace.build import undivided_attention
 from paceline.units import count
 
 # optimizers whose step of an element needs no other element, so that they work on any shard
@@ -88,15 +91,19 @@ def _wrong_cuts(context: PlanContext) -> str | None:
 def _heads_do_not_divide(context: PlanContext) -> str | None:
     """Reason against a `tp` that does not divide the heads, or None.
 
-    A vocabulary that cannot be divided stays replicated, which is slower but works: see `warnings.py`.
+    Ranks that share a head of keys and values need projections that can be used in part: the model's code tells. A
+    vocabulary that cannot be divided stays replicated, which is slower but works: see `warnings.py`.
     """
     if context.plan.tp == 1:
         return None
-    heads = {
-        "attention heads": context.model_info.heads,
-        "heads of keys and values": context.model_info.key_value_heads,
-    }
-    return context.reason(undivided_heads(heads, context.plan.tp))
+    heads = {"attention heads": context.model_info.heads}
+    keys = {"heads of keys and values": context.model_info.key_value_heads}
+    reason = undivided_heads(heads, context.plan.tp, keys)
+    if reason is None and any(n % context.plan.tp for n in context.model_info.key_value_heads):
+        # samples that cannot be read are the trace's to report
+        with suppress(PacelineError):
+            reason = undivided_attention(context.job, context.plan.tp)
+    return context.reason(reason)
 
 
 def _experts_do_not_divide(context: PlanContext) -> str | None:

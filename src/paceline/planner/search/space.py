@@ -14,7 +14,7 @@ from paceline.cluster.cluster import Cluster, spread
 from paceline.job.job import Job
 from paceline.planner.search.legal import LegalPlans, Refusal
 from paceline.plans.choices import REMATS, SCHEDULES, Schedule, stages_per_rank
-from paceline.plans.limits import microbatches_fit
+from paceline.plans.limits import microbatches_fit, shares_heads
 from paceline.plans.plan import Plan
 from paceline.plans.transport_info import BETWEEN_HOSTS, WITHIN_HOST, carriers
 from paceline.trace.graph import ModelTrace
@@ -207,14 +207,15 @@ class Space:
         if key == "cp" and not context.model_info.takes_parts_of_sequences:
             return [1]
         numbers: tuple[int, ...] = {
-            "tp": (*context.model_info.heads, *context.model_info.key_value_heads),
+            "tp": context.model_info.heads,
             "cp": (context.tokens or self.trace.tokens,),
             "ep": context.model_info.experts or (1,),
         }[key]
         # a model without heads: every power of two may divide
         if not numbers:
             return [1, *(2**n for n in range(1, most.bit_length()) if 2**n <= most)]
-        return [n for n in range(1, min(most, min(numbers)) + 1) if not any(number % n for number in numbers)]
+        fitting = [n for n in range(1, min(most, min(numbers)) + 1) if not any(number % n for number in numbers)]
+        return [n for n in fitting if key != "tp" or shares_heads(context.model_info.key_value_heads, n)]
 
     def _note_refused(self, key: str, fitting: list[int]) -> None:
         """Add one refusal for all values of a degree that cannot work. Its reason is that of the first power of two."""

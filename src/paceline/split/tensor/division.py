@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.split.layout import ShardLayout
 from paceline.split.parts import Parts, shard_parameter
 from paceline.split.tensor.dropout import separate_random_streams
 from paceline.split.tensor.layers import (
@@ -32,6 +33,7 @@ from paceline.split.tensor.layers import (
     gather,
     gather_partial,
     gathered_forward,
+    part_forward,
     reduce,
     reduce_scatter,
     row_forward,
@@ -133,9 +135,9 @@ def _divide_regions(
     owners = owners_of(model)
     for v, label in proof.labels.items():
         value = proof.graph.values[v]
-        if value.kind == "parameter":
+        if value.kind == "parameter" and value.name not in proof.used_in_part:
             shard(parts, owners, value.name, tp, label.dim, label.sections)
-    install(model, proof.rewrites, tp.size)
+    install(model, proof.rewrites)
     for region in proof.regions:
         for paths, style in ((region.columns, "column"), (region.rows, "row")):
             for path in paths:
@@ -145,8 +147,31 @@ def _divide_regions(
         module = model.get_submodule(path)
         if is_transposed(module):
             module.forward = column_forward(module)
+    _use_rows_of_heads(model, parts, owners, tp, proof, report)
     for name in sequence.parameters if sequence is not None else proof.boundaries.parameters:
         parts[name].summed.add("tp")
+
+
+def _use_rows_of_heads(
+    model: nn.Module, parts: Parts, owners: Owners, tp: Group, proof: Proof, report: TensorReport
+) -> None:
+    """Let projections to heads that several ranks share compute the rows of this rank's heads.
+
+    Every rank holds the whole projection, so that its gradient is a sum over ranks.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    rows: dict[str, dict[str, ShardLayout]] = {}
+    for name, label in proof.used_in_part.items():
+        parts[name].summed.add("tp")
+        of = label.parts(tp.size)
+        for module, attribute in owners[name]:
+            whole = ShardLayout.whole(getattr(module, attribute).shape)
+            own = whole.divide(label.dim, tp.rank // label.copies, of, label.sections)
+            rows.setdefault(paths[id(module)], {})[attribute] = own
+            report.done[paths[id(module)]] = f"column, one of {of} parts on {label.copies} ranks each"
+    for path, kept in rows.items():
+        module = model.get_submodule(path)
+        module.forward = part_forward(module, kept["weight"], kept.get("bias"))
 
 
 def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceRegion | None) -> None:

@@ -22,6 +22,7 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.zoo.models.moe import without_values
 from paceline.plans.limits import undivided_tokens
+from paceline.split.layout import ShardLayout
 from paceline.trace.recording.layers import is_transposed, weighted
 
 # the dimension of (samples, tokens, features) that sequence parallelism divides
@@ -228,6 +229,18 @@ def column_forward(module: nn.Module) -> Forward:
 
     def forward(input: Tensor) -> Tensor:
         return F.linear(input, layer.weight.T, layer.bias)
+
+    return forward
+
+
+def part_forward(module: nn.Module, weight: ShardLayout, bias: ShardLayout | None) -> Forward:
+    """Forward of a linear layer that uses the kept rows of its weight and bias."""
+    layer, transposed = weighted(module), is_transposed(module)
+
+    def forward(input: Tensor) -> Tensor:
+        rows = weight.take(layer.weight)
+        own = bias.take(layer.bias) if bias is not None and layer.bias is not None else None
+        return F.linear(input, rows.T if transposed else rows, own)
 
     return forward
 

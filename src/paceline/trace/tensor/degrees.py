@@ -55,8 +55,9 @@ class TensorDegrees:
     def __init__(self, model: nn.Module, example: Batch, call: Call) -> None:
         self._model, self._example, self._call = model, example, call
         self._survey = survey(model, example, call)
-        # by the regions that a degree divides: what was verified at one degree holds at others
-        self._proofs: dict[frozenset[int], Proof] = {}
+        # by the regions that a degree divides, and their heads that it copies: what was verified at one degree holds at
+        # others
+        self._proofs: dict[frozenset[tuple[int, frozenset[int]]], Proof] = {}
 
     @property
     def least(self) -> int:
@@ -69,12 +70,20 @@ class TensorDegrees:
         working = reduce(set.intersection, heads) if heads else {n for region in regions for n in region.degrees}
         return min(working - {1}, default=2)
 
+    def refusals(self, ranks: int) -> list[str]:
+        """Reasons for which the split would refuse a number of ranks."""
+        return refusals(self._survey.regions, ranks)
+
     def at(self, ranks: int) -> DividedWeights:
         """The weights that are divided over `ranks` ranks; none if the split would refuse."""
         regions = self._survey.regions
         if refusals(regions, ranks):
             return DividedWeights()
-        fitting = frozenset(i for i, region in enumerate(regions) if region.divides(ranks))
+        fitting = frozenset(
+            (i, frozenset(heads.heads for heads in region.shared if heads.heads % ranks))
+            for i, region in enumerate(regions)
+            if region.divides(ranks)
+        )
         if fitting not in self._proofs:
             self._proofs[fitting] = prove(self._model, ranks, self._example, self._call, self._survey)
         return self._weights(self._proofs[fitting], ranks)

@@ -20,6 +20,7 @@ from paceline.trace.recording.record import Call, record_graph
 from paceline.trace.tensor.regions import EXCHANGES, Boundaries, Region, find_boundaries, find_regions
 from paceline.trace.tensor.rules import CREATIONS, Label, is_row
 from paceline.trace.tensor.shape_rewriter import Rewrites, ShapeRewriter, install
+from paceline.trace.tensor.shared_heads import rows_of_heads
 
 _LAYOUT_ONLY = {
     *(
@@ -38,7 +39,7 @@ _LAYOUT_ONLY = {
     *("alias", "detach", "detach_", "to", "_to_copy", "lift_fresh"),
 }
 
-_TAKES_SIZES = CREATIONS | {"split", "split_with_sizes", "chunk", "slice", "narrow"}
+_TAKES_SIZES = CREATIONS | {"split", "split_with_sizes", "chunk", "slice", "narrow", "repeat_interleave"}
 
 
 @dataclass
@@ -63,7 +64,13 @@ class Proof:
         """Names of the parameters that the regions divide."""
         if self.graph is None:
             return set()
-        return {self.graph.values[v].name for v in self.labels if self.graph.values[v].kind == "parameter"}
+        parameters = {self.graph.values[v].name for v in self.labels if self.graph.values[v].kind == "parameter"}
+        return parameters - self.used_in_part.keys()
+
+    @property
+    def used_in_part(self) -> dict[str, Label]:
+        """Labels of parameters that every rank holds whole and uses a part of, by name."""
+        return {} if self.graph is None else rows_of_heads(self.graph, self.labels)
 
 
 @dataclass
@@ -113,20 +120,28 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Su
                     f"its size {sizes} is not a multiple of tp={ranks}; tp={_listed(region.degrees)} divide it",
                 )
         _keep_proven(proof, _alike(fitting), model, ranks, example, call)
+        for node in found.graph.nodes:
+            if node.op == "linear" and found.graph.values[node.inputs[1]].name in proof.boundaries.parameters:
+                proof.why_whole[node.path] = "every rank uses all of its outputs, for its own part of the next layers"
     return proof
 
 
 def refusals(regions: list[Region], ranks: int) -> list[str]:
     """Reasons against a degree, one for each number of heads that it does not divide."""
-    bad: dict[tuple[int, ...], list[Region]] = {}
+    bad: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Region]] = {}
     for region in regions:
         if region.attention and not region.divides(ranks):
-            heads = region.heads if any(n % ranks for n in region.heads) else region.sizes
-            bad.setdefault(tuple(sorted(heads)), []).append(region)
-    where = {
-        heads: _common(of[0].columns) + (f" and {len(of) - 1} more" if of[1:] else "") for heads, of in bad.items()
-    }
-    return [f"tp={ranks} {undivided_heads({f'heads in {where[heads]}': heads}, ranks)}" for heads in bad]
+            shared = tuple(sorted({heads.heads for heads in region.shared}))
+            fits = all(n % ranks == 0 for n in region.heads) and all(heads.fits(ranks) for heads in region.shared)
+            bad.setdefault(
+                (tuple(sorted(region.sizes if fits or not region.heads else region.heads)), shared), []
+            ).append(region)
+    reasons = []
+    for (heads, shared), of in bad.items():
+        where = _common(of[0].columns) + (f" and {len(of) - 1} more" if of[1:] else "")
+        keys = {f"heads of keys and values in {where}": shared}
+        reasons.append(f"tp={ranks} {undivided_heads({f'heads in {where}': heads}, ranks, keys if shared else {})}")
+    return reasons
 
 
 def _listed(degrees: list[int]) -> str:
@@ -182,7 +197,7 @@ def _verify(proof: Proof, regions: list[Region], model: nn.Module, ranks: int, e
     """
     graph = proof.graph
     assert graph is not None
-    labels = {value: label for region in regions for value, label in region.labels.items()}
+    labels = {value: label for region in regions for value, label in region.labels_over(ranks).items()}
     boundaries = find_boundaries(graph, labels)
     rewrites = retraced(graph, labels, shapes_of(graph, labels, ranks), model, ranks, example, call)
     proof.regions, proof.labels, proof.boundaries, proof.rewrites = regions, labels, boundaries, rewrites
@@ -202,11 +217,11 @@ def retraced(
     Raises:
         Unfollowable: there are none.
     """
-    rewriter = ShapeRewriter(graph, labels, ranks)
+    rewriter = ShapeRewriter(graph, labels, ranks, model)
     try:
         again = record_graph(model, example, call, shapes, graph.opaque, rewriter)
         if rewriter.rewrites:
-            remove = install(model, rewriter.rewrites, ranks)
+            remove = install(model, rewriter.rewrites)
             try:
                 again = record_graph(model, example, call, shapes, graph.opaque)
             finally:
@@ -252,8 +267,10 @@ def _computing(graph: Graph) -> list[Node]:
 def _numbers(node: Node) -> list[Any]:
     """Numbers among a node's arguments, which must be the same on a rank's part.
 
-    A scale, for instance, may be computed from a shape.
+    A scale, for instance, may be computed from a shape. Attention needs no permission for groups of heads where a rank
+    has a single one.
     """
     if node.name in _TAKES_SIZES:
         return []
-    return [leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, (int, float))]
+    named = {name: value for name, value in node.kwargs.items() if name != "enable_gqa"}
+    return [leaf for leaf in tree_leaves((node.args, named)) if isinstance(leaf, (int, float))]

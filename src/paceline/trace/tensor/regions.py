@@ -15,6 +15,7 @@ from math import gcd, prod
 
 from paceline.trace.recording.graph import UNSEEN_GRADIENT, Entry, Graph, Node, Unfollowable
 from paceline.trace.tensor.rules import Label, bound, implied, is_row
+from paceline.trace.tensor.shared_heads import SharedHeads, find_shared_heads
 
 # operations that `sequence` adds to a graph; they sum or cut gradients themselves
 EXCHANGES = ("enter", "scatter", "collect")
@@ -27,7 +28,9 @@ class Region:
 
     Attributes:
         columns, rows: paths of its column- and row-parallel linear layers.
-        heads: sizes of the dimensions that attention divides.
+        heads: sizes of the dimensions that attention divides, without those of `shared`.
+        sizes: sizes of all dimensions that are divided, without those of `shared`.
+        shared: keys and values that fewer ranks can divide than the other values.
     """
 
     labels: dict[int, Label]
@@ -36,16 +39,23 @@ class Region:
     attention: bool
     heads: set[int]
     sizes: set[int]
+    shared: list[SharedHeads] = field(default_factory=list)
 
     def divides(self, ranks: int) -> bool:
-        """True if all divided sizes are multiples of `ranks`."""
-        return all(size % ranks == 0 for size in self.sizes)
+        """True if `ranks` divides all sizes, and the shared heads or the number of ranks."""
+        return all(size % ranks == 0 for size in self.sizes) and all(heads.fits(ranks) for heads in self.shared)
 
     @property
     def degrees(self) -> list[int]:
         """Numbers of ranks that the region can be divided over."""
-        common = gcd(*self.sizes)
-        return [n for n in range(1, common + 1) if common % n == 0]
+        return [n for n in range(1, gcd(*self.sizes) + 1) if self.divides(n)]
+
+    def labels_over(self, ranks: int) -> dict[int, Label]:
+        """The labels over `ranks` ranks, of which several may have the same shared heads."""
+        found = dict(self.labels)
+        for heads in self.shared:
+            found |= heads.labels(self.labels, ranks)
+        return found
 
 
 @dataclass
@@ -143,19 +153,23 @@ def _grown(graph: Graph, value: int, label: Label) -> Region:
         node.path for node in nodes if node.name == "linear" and node.inputs[1] in labels and not is_row(node, labels)
     ]
     attention = any(node.name in _ATTENTION and len(graph.values[node.outputs[0]].shape) > 3 for node in nodes)
-    sizes = {size for entry in labels.values() for size in entry.sizes}
+    shared = find_shared_heads(graph, nodes, labels)
+    own = labels.keys() - {v for heads in shared for v in heads.values}
+    sizes = {size for v in own for size in labels[v].sizes}
     heads = {
         size
         for node in nodes
         if node.name in {"view", "reshape", "unflatten"}
         for v in node.outputs
-        if v in labels
+        if v in own
         for size in labels[v].sizes
     }
     merged = {
-        size for node in nodes if node.name == "linear" for v in node.inputs if v in labels for size in labels[v].sizes
+        size for node in nodes if node.name == "linear" for v in node.inputs if v in own for size in labels[v].sizes
     }
-    return Region(labels, list(dict.fromkeys(columns)), list(dict.fromkeys(rows)), attention, heads - merged, sizes)
+    return Region(
+        labels, list(dict.fromkeys(columns)), list(dict.fromkeys(rows)), attention, heads - merged, sizes, shared
+    )
 
 
 def _around(graph: Graph, value: int) -> set[int]:
@@ -204,7 +218,8 @@ def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
         producer = graph.values[value].producer
         if value not in partial or (producer >= 0 and graph.nodes[producer].op in EXCHANGES):
             continue
-        entry, uses = graph.values[value], {number for number, _ in graph.values[value].uses}
+        entry = graph.values[value]
+        uses = {number for number, _ in entry.uses if number in partial[value] or not _is_unread(graph, number)}
         open_uses = set(partial[value])
         if entry.kind != "parameter":
             for boundary in _boundaries(graph, value, uses, open_uses):
@@ -232,6 +247,12 @@ def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
                 f"{node.path} is called several times, for divided and for undivided operations", node.path
             )
     return result
+
+
+def _is_unread(graph: Graph, number: int) -> bool:
+    """True for a slice that nothing reads, as a sliding window's cache keeps."""
+    node = graph.nodes[number]
+    return node.name == "slice" and not any(graph.values[v].uses or v in graph.outputs for v in node.outputs)
 
 
 def _walk_back(

@@ -26,12 +26,14 @@ Tie = list[Slot]
 class Label:
     """A division along `dim` into sections, of which each rank holds an equal part.
 
-    The dimension is `outer` repeats of the sections `sizes`.
+    The dimension is `outer` repeats of the sections `sizes`. Of fewer parts than ranks, `copies` consecutive ranks hold
+    the same one.
     """
 
     dim: int
     outer: int
     sizes: tuple[int, ...]
+    copies: int = 1
 
     @classmethod
     def of(cls, dim: int, sections: Sequence[int]) -> Label:
@@ -50,7 +52,11 @@ class Label:
 
     def local(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
         """The shape of a rank's part."""
-        return tuple(n // ranks if d == self.dim else n for d, n in enumerate(shape))
+        return tuple(n // self.parts(ranks) if d == self.dim else n for d, n in enumerate(shape))
+
+    def parts(self, ranks: int) -> int:
+        """Number of different parts that the ranks hold."""
+        return ranks // self.copies
 
 
 def implied(graph: Graph, node: Node, labels: dict[int, Label]) -> dict[int, Label]:
@@ -335,6 +341,9 @@ def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]
     times = given["repeats"]
     if 0 in known:
         return {1: Label(dim, known[0].outer, tuple(n * times for n in known[0].sizes))}
+    # each rank repeats the only row less often
+    if shapes[0][dim] == 1:
+        return {}
     if any(n % times for n in known[1].sizes):
         raise Unfollowable(f"{_where(node)} cuts through what would be divided")
     return {0: Label(dim, known[1].outer, tuple(n // times for n in known[1].sizes))}
@@ -352,7 +361,8 @@ def _attention(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label
         if back <= 2 or len(label.sizes) > 1:
             raise Unfollowable(f"{_where(node)} needs whole sequences and heads")
         for slot, shape in enumerate(shapes):
-            if len(shape) < back or (slot not in (0, 1, 2, out) and shape[-back] == 1):
+            # a single head of keys and values is for all queries, as a mask of size 1 is
+            if len(shape) < back or (slot not in (0, out) and shape[-back] == 1):
                 continue
             if shape[-back] % label.outer:
                 raise Unfollowable(f"{_where(node)} has heads that do not group")

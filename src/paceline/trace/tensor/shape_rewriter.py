@@ -17,8 +17,10 @@ Only the method's copy on that module is rewritten, never the source file. Worke
    shapes of a rank's part. A wrong rewrite therefore leaves the region replicated; it never changes results.
 
 The other kinds of rewrites: `x.split(self.width)` becomes `x.split(_paceline_part(self.width, 2, None))`,
-`x[..., : self.width]` becomes `x[..., : self.width // 2]`, and sizes with a star, `x.view(*sizes, 8)`, become
-`x.view(_paceline_part((*sizes, 8), 2, 2))`.
+`x[..., : self.width]` becomes `x[..., : self.width // 2]`, sizes with a star, `x.view(*sizes, 8)`, become
+`x.view(_paceline_part((*sizes, 8), 2, 2))`, and the number of query heads that share one of keys and values becomes
+smaller where several ranks share it (`shared_heads`): in a call of the module's own code, or as the module's attribute
+that a function reads.
 """
 
 from __future__ import annotations
@@ -30,18 +32,35 @@ from collections.abc import Callable
 from functools import cache
 from inspect import unwrap
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from paceline.trace.recording.graph import Graph, PythonCall, Site, Unfollowable
 from paceline.trace.tensor.rules import Label
+from paceline.trace.tensor.shared_heads import Repeat, counts_of, repeats_of
 
-# (site, "sizes" | "split" | "slice", index of the size)
-Rewrite = tuple[Site, str, int]
+
+class Rewrite(NamedTuple):
+    """One size that a rank divides by `by`.
+
+    Attributes:
+        site: of the call; None for an attribute of the module.
+        kind: `sizes`, `split`, `slice` or `repeats`, or the attribute's name.
+        which: index of the size.
+    """
+
+    site: Site | None
+    kind: str
+    which: int
+    by: int
+
+
 # module path -> rewrites
 Rewrites = dict[str, set[Rewrite]]
+# of a call: its rewrites' (kind, which, by)
+_Changes = list[tuple[str, int, int]]
 _PART = "_paceline_part"
 _OF_TENSOR = {"view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full"}
 _NEW = {"zeros", "ones", "empty", "full"}
@@ -53,11 +72,20 @@ class ShapeRewriter:
     An instance is the argument `rewrite` of `trace`; `rewrites` is the result.
     """
 
-    def __init__(self, graph: Graph, labels: dict[int, Label], ranks: int) -> None:
+    def __init__(self, graph: Graph, labels: dict[int, Label], ranks: int, model: nn.Module) -> None:
         self.graph = graph
         self.labels = labels
         self.ranks = ranks
+        self.model = model
         self.rewrites: Rewrites = {}
+        # by the results that have repeated heads
+        self.repeated: dict[int, Repeat] = {}
+        self.merged: dict[int, Repeat] = {}
+        for repeat in repeats_of(graph, labels, ranks):
+            if repeat.repeated is None or repeat.merged is None:
+                self._note_attributes(repeat)
+            else:
+                self.repeated[repeat.repeated] = self.merged[repeat.merged] = repeat
 
     def __call__(
         self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -65,6 +93,9 @@ class ShapeRewriter:
         if number >= len(self.graph.calls) or self.graph.calls[number].name != name:
             raise Unfollowable(f"the divided model runs other code than the whole one at {name}")
         full = self.graph.calls[number]
+        repeat = next((self.repeated[v] for v in full.results if v in self.repeated), None)
+        if repeat is not None:
+            args, kwargs = self._repeats(full, args, kwargs, repeat)
         label = next((self.labels[v] for v in full.results if v in self.labels), None)
         if label is None:
             return args, kwargs
@@ -73,7 +104,7 @@ class ShapeRewriter:
         if name in {"split", "split_with_sizes"}:
             dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
             if dim % len(self._shape(full)) == label.dim:
-                return self._split(full, args), kwargs
+                return self._split(full, args, label), kwargs
         if name == "__getitem__":
             return self._slice(full, args, label), kwargs
         return args, kwargs
@@ -81,10 +112,45 @@ class ShapeRewriter:
     def _shape(self, full: PythonCall) -> tuple[int, ...]:
         return self.graph.values[full.results[0]].shape
 
-    def _note(self, full: PythonCall, kind: str, which: int) -> None:
+    def _note(self, full: PythonCall, kind: str, which: int, by: int) -> None:
         if full.site is None:
             raise Unfollowable(f"{full.name} in {full.path} needs other sizes, and its code is not known")
-        self.rewrites.setdefault(full.path, set()).add((full.site, kind, which))
+        self.rewrites.setdefault(full.path, set()).add(Rewrite(full.site, kind, which, by))
+
+    def _note_attributes(self, repeat: Repeat) -> bool:
+        """Divide the attributes that say how often a module repeats heads; False without any."""
+        names = counts_of(self.model.get_submodule(repeat.path), repeat.times)
+        if names:
+            self.rewrites.setdefault(repeat.path, set()).update(Rewrite(None, name, 0, repeat.by) for name in names)
+        return bool(names)
+
+    def _elsewhere(self, full: PythonCall, repeat: Repeat) -> bool:
+        """True if the code is a function's, which repeats heads as an attribute says."""
+        if full.site is None or _is_own(self.model.get_submodule(full.path), full.site.code):
+            return False
+        return self._note_attributes(repeat)
+
+    def _repeats(
+        self, full: PythonCall, args: tuple[Any, ...], kwargs: dict[str, Any], repeat: Repeat
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let a call repeat heads as often as a rank has queries for each."""
+        own = repeat.times // repeat.by
+        if full.name == "repeat_interleave":
+            if not self._elsewhere(full, repeat):
+                self._note(full, "repeats", 0, repeat.by)
+            if "repeats" in kwargs:
+                return args, kwargs | {"repeats": own}
+            return (args[0], own, *args[2:]), kwargs
+        if full.name != "expand":
+            return args, kwargs
+        sequence = not isinstance(args[1], int)
+        sizes = list(args[1] if sequence else args[1:])
+        if sizes[repeat.dim] != repeat.times:
+            return args, kwargs
+        if not self._elsewhere(full, repeat):
+            self._note(full, "sizes", repeat.dim, repeat.by)
+        sizes[repeat.dim] = own
+        return ((args[0], tuple(sizes)) if sequence else (args[0], *sizes)), kwargs
 
     def _sizes(self, full: PythonCall, args: tuple[Any, ...], label: Label, first: int) -> tuple[Any, ...]:
         whole, rest = self._shape(full)[label.dim], args[first:]
@@ -93,17 +159,25 @@ class ShapeRewriter:
             # view(dtype), or sizes given by keyword: the comparison of shapes tells whether that is right
             return args
         sizes = list(rest[0] if sequence else rest)
+        parts, by = label.parts(self.ranks), label.parts(self.ranks)
+        repeat = next((self.merged[v] for v in full.results if v in self.merged), None)
+        elsewhere = repeat is not None and self._elsewhere(full, repeat)
+        # the rank's heads, each as often as the whole model repeats it
+        if repeat is not None and sizes[label.dim] == whole * repeat.by // parts:
+            whole, by = sizes[label.dim], repeat.by
         if sizes[label.dim] != whole:
             return args
-        self._note(full, "sizes", label.dim)
-        sizes[label.dim] = whole // self.ranks
+        if not elsewhere:
+            self._note(full, "sizes", label.dim, by)
+        sizes[label.dim] = whole // by
         return (*args[:first], tuple(sizes), *rest[1:]) if sequence else (*args[:first], *sizes)
 
-    def _split(self, full: PythonCall, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _split(self, full: PythonCall, args: tuple[Any, ...], label: Label) -> tuple[Any, ...]:
         if args[1] != full.args[1]:
             return args
-        self._note(full, "split", 0)
-        return (args[0], part(args[1], self.ranks), *args[2:])
+        parts = label.parts(self.ranks)
+        self._note(full, "split", 0, parts)
+        return (args[0], part(args[1], parts), *args[2:])
 
     def _slice(self, full: PythonCall, args: tuple[Any, ...], label: Label) -> tuple[Any, ...]:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -121,8 +195,9 @@ class ShapeRewriter:
                 and x == before[i]
                 and (x.start, x.stop) != (None, None)
             ):
-                self._note(full, "slice", i)
-                cut = slice(*(None if b is None else b // self.ranks for b in (x.start, x.stop)))
+                parts = label.parts(self.ranks)
+                self._note(full, "slice", i, parts)
+                cut = slice(*(None if b is None else b // parts for b in (x.start, x.stop)))
                 return (args[0], (*index[:i], cut, *index[i + 1 :]))
         return args
 
@@ -139,30 +214,42 @@ def part(sizes: Any, ranks: int, which: int | None = None) -> Any:
     return torch.Size(size // ranks if i == which % len(sizes) and size != -1 else size for i, size in enumerate(sizes))
 
 
-def install(model: nn.Module, rewrites: Rewrites, ranks: int) -> Callable[[], None]:
-    """Install the rewritten methods on each module of `rewrites`; returns a function that removes them.
+def install(model: nn.Module, rewrites: Rewrites) -> Callable[[], None]:
+    """Install the rewritten methods and attributes; returns a function that removes them.
 
     Raises:
         Unfollowable: a size is used in code that is not a method of the module, or whose source is not available.
     """
     installed: list[tuple[nn.Module, str]] = []
+    attributes: list[tuple[nn.Module, str, int]] = []
 
     def remove() -> None:
         for module, name in installed:
             module.__dict__.pop(name, None)
+        for module, name, before in attributes:
+            module.__dict__[name] = before
 
     try:
         for path, changes in rewrites.items():
             module = model.get_submodule(path)
-            for code in {change[0].code for change in changes}:
+            for change in (change for change in changes if change.site is None):
+                attributes.append((module, change.kind, module.__dict__[change.kind]))
+                module.__dict__[change.kind] //= change.by
+            for code in {change.site.code for change in changes if change.site is not None}:
                 name, function = _method(module, code)
-                ours = frozenset((site.span, kind, which) for site, kind, which in changes if site.code is code)
-                module.__dict__[name] = MethodType(_changed(function, code, ours, ranks), module)
+                ours = frozenset((c.site.span, *c[1:]) for c in changes if c.site is not None and c.site.code is code)
+                module.__dict__[name] = MethodType(_changed(function, code, ours), module)
                 installed.append((module, name))
     except Unfollowable:
         remove()
         raise
     return remove
+
+
+def _is_own(module: nn.Module, code: CodeType) -> bool:
+    """True if the code is a method of the module."""
+    found = (owner.__dict__.get(code.co_name) for owner in type(module).__mro__)
+    return any(getattr(unwrap(function), "__code__", None) is code for function in found if function is not None)
 
 
 def _method(module: nn.Module, code: CodeType) -> tuple[str, FunctionType]:
@@ -176,10 +263,13 @@ def _method(module: nn.Module, code: CodeType) -> tuple[str, FunctionType]:
 
 
 @cache
-def _changed(function: FunctionType, code: CodeType, changes: frozenset[Any], ranks: int) -> FunctionType:
+def _changed(function: FunctionType, code: CodeType, changes: frozenset[Any]) -> FunctionType:
     """A copy of a method with rewritten sizes. All modules of a class share it, so that a compiler compiles it once."""
     tree = _definition(code)
-    change = _SizeTransformer({(span[1], span[3]): (kind, which) for span, kind, which in changes}, ranks)
+    at: dict[tuple[int, int], _Changes] = {}
+    for span, *one in sorted(changes):
+        at.setdefault((span[1], span[3]), []).append((one[0], one[1], one[2]))
+    change = _SizeTransformer(at)
     changed = change.visit(copy.deepcopy(tree))
     if change.open:
         raise Unfollowable(f"{code.co_qualname} names full sizes at a place that is not a plain call")
@@ -229,16 +319,17 @@ def _parsed(file: str) -> ast.Module:
 class _SizeTransformer(ast.NodeTransformer):
     """Transformer that rewrites the sizes of calls and subscripts ending at the given (line, column)."""
 
-    def __init__(self, at: dict[tuple[int, int], tuple[str, int]], ranks: int) -> None:
+    def __init__(self, at: dict[tuple[int, int], _Changes]) -> None:
         self.open = at
-        self.ranks = ranks
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        change = self.open.pop((node.end_lineno or 0, node.end_col_offset or 0), None)
+        changes = self.open.pop((node.end_lineno or 0, node.end_col_offset or 0), [])
         self.generic_visit(node)
-        if change is None:
-            return node
-        kind, which = change
+        for kind, which, by in changes:
+            self._change(node, kind, which, by)
+        return node
+
+    def _change(self, node: ast.Call, kind: str, which: int, by: int) -> None:
         name = (
             node.func.attr
             if isinstance(node.func, ast.Attribute)
@@ -253,34 +344,38 @@ class _SizeTransformer(ast.NodeTransformer):
         )
         start = 1 if of_torch and name not in _NEW else 0
         sizes = node.args[start:]
-        if kind == "split":
-            node.args[start] = self._part(node.args[start])
+        if kind == "repeats":
+            for keyword in node.keywords:
+                keyword.value = self._divided(keyword.value, by) if keyword.arg == "repeats" else keyword.value
+            if not any(keyword.arg == "repeats" for keyword in node.keywords):
+                node.args[start] = self._divided(node.args[start], by)
+        elif kind == "split":
+            node.args[start] = self._part(node.args[start], by)
         elif (
             sizes
             and isinstance(sizes[0], (ast.Tuple, ast.List))
             and not any(isinstance(e, ast.Starred) for e in sizes[0].elts)
         ):
-            sizes[0].elts[which] = self._divided(sizes[0].elts[which])
+            sizes[0].elts[which] = self._divided(sizes[0].elts[which], by)
         elif len(sizes) > 1 and not any(isinstance(e, ast.Starred) for e in sizes) and name != "full":
-            node.args[start + which] = self._divided(sizes[which])
+            node.args[start + which] = self._divided(sizes[which], by)
         elif any(isinstance(e, ast.Starred) for e in sizes):
-            node.args[start:] = [self._part(ast.Tuple(sizes, ast.Load()), which)]
+            node.args[start:] = [self._part(ast.Tuple(sizes, ast.Load()), by, which)]
         elif sizes:
-            node.args[start] = self._part(sizes[0], which)
-        return node
+            node.args[start] = self._part(sizes[0], by, which)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        change = self.open.pop((node.end_lineno or 0, node.end_col_offset or 0), None)
+        changes = self.open.pop((node.end_lineno or 0, node.end_col_offset or 0), [])
         self.generic_visit(node)
-        if change is not None:
-            cut = node.slice.elts[change[1]] if isinstance(node.slice, ast.Tuple) else node.slice
+        for _, which, by in changes:
+            cut = node.slice.elts[which] if isinstance(node.slice, ast.Tuple) else node.slice
             if isinstance(cut, ast.Slice):
-                cut.lower = cut.lower and self._divided(cut.lower)
-                cut.upper = cut.upper and self._divided(cut.upper)
+                cut.lower = cut.lower and self._divided(cut.lower, by)
+                cut.upper = cut.upper and self._divided(cut.upper, by)
         return node
 
-    def _divided(self, size: ast.expr) -> ast.expr:
-        return ast.BinOp(size, ast.FloorDiv(), ast.Constant(self.ranks))
+    def _divided(self, size: ast.expr, by: int) -> ast.expr:
+        return ast.BinOp(size, ast.FloorDiv(), ast.Constant(by))
 
-    def _part(self, sizes: ast.expr, which: int | None = None) -> ast.expr:
-        return ast.Call(ast.Name(_PART, ast.Load()), [sizes, ast.Constant(self.ranks), ast.Constant(which)], [])
+    def _part(self, sizes: ast.expr, by: int, which: int | None = None) -> ast.expr:
+        return ast.Call(ast.Name(_PART, ast.Load()), [sizes, ast.Constant(by), ast.Constant(which)], [])

@@ -59,7 +59,7 @@ def find_unpaired(
             for module, attribute in places
             if attribute == "weight" and (is_linear(module) or is_embedding(module))
         ]
-        if name in proof.divided or not layers:
+        if name in proof.divided or name in proof.used_in_part or not layers:
             continue
         rows, layer_paths = rows_of(layers[0]), [paths[id(module)] for module in layers]
         words = any(path in heads for path in layer_paths) or any(is_embedding(module) for module in layers)
