@@ -112,3 +112,12 @@ def test_heads_exchanged_for_tokens_send_less_than_a_ring_of_keys_on_many_ranks(
     assert 0 < heads < ring
     two, eight = (estimate(laid_out(trace=long, cp=cp, ulysses=True)).breakdown["cp"] for cp in (2, 8))
     assert eight < two
+
+
+def test_a_changed_layout_is_that_of_replacing_its_values_and_remembers_no_old_degrees() -> None:
+    """A search that found a link by the old degrees' distances would price messages inside a host as between hosts."""
+    layout = laid_out(tp=2, dp=4)
+    assert layout.stride["dp"] == 2
+    assert layout.changed(tp=4, dp=2) == replace(layout, tp=4, dp=2)
+    assert layout.changed(tp=4, dp=2).stride["dp"] == 4
+    assert layout.stride["dp"] == 2

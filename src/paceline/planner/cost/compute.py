@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -206,7 +206,6 @@ def _throttled(products_s: float, others_s: float, launch_s: float, config: Bloc
     return 1 / (1 - (1 - min(_sustained(config.device) / constants.GEMM_TOP, 1.0)) * share)
 
 
-@cache
 def _sustained(device: Accelerator) -> float:
     """Part of the peak that long products keep within a device's power.
 

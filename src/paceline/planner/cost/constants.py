@@ -1,7 +1,8 @@
 """Physical constants of the cost model: one set for all models, machines and software.
 
-Those marked *fitted* come from `benchmarks/published_fit.py`: links from timings of NCCL, the others from a tenth of
-one table of runs. The others are properties of the hardware, with the source.
+Those read from `CONSTANTS` are fitted (`fitted.py`): found by `benchmarks/published_fit.py` on a tenth of the rows of
+published tables. `LINK_TOP_INSIDE` and `COLLECTIVE_S` are fitted to timings of NCCL (`tables/calib_collectives.csv`).
+The others are properties of the hardware or of libraries, with their source, or are said to be assumed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from paceline.planner.cost.fitted import CONSTANTS
 GEMM_TOP = 0.93
 # of the peak, what products keep for minutes within an A100's power, 250 TFLOP/s; `sustained` is relative to that
 PRODUCTS_TOP = 0.80
-# fitted: starting and ending a tile takes as long as so many steps of its inner loop
+# starting and ending a tile takes as long as so many steps of its inner loop
 GEMM_START_K = CONSTANTS["GEMM_START_K"]
 # of a last wave of tiles that is not full, how much it costs of what is missing: smaller tiles fill it up
 WAVE = CONSTANTS["WAVE"]
@@ -26,7 +27,7 @@ SPLITS = (1, 2, 4, 8)
 # Rows that do not begin on a line of memory are read in more pieces (NVIDIA, "Matrix Multiplication Background User's
 # Guide") bytes that divide the rows' length, and the speed that remains
 ALIGNED = ((128, 1.0), (64, 0.97), (32, 0.93), (16, 0.86))
-UNALIGNED = CONSTANTS["UNALIGNED"]  # fitted: below 16 bytes
+UNALIGNED = CONSTANTS["UNALIGNED"]  # below 16 bytes
 # below 16 bytes, many small products do not use tensor cores: this of the fp32 peak
 UNALIGNED_BATCH = 0.9
 
@@ -56,7 +57,7 @@ SCAN = CONSTANTS["SCAN"]
 EXPERT_ROWS = 16
 
 # Kernels that only read and write
-# fitted: of the memory's bandwidth
+# of the memory's bandwidth
 VECTOR_TOP = CONSTANTS["VECTOR_TOP"]
 # what they move in the backward pass for each number of the forward pass
 VECTOR_BACKWARD = CONSTANTS["VECTOR_BACKWARD"]
@@ -65,19 +66,19 @@ SCORES_BACKWARD = CONSTANTS["SCORES_BACKWARD"]
 # scale, mask, softmax, casts one by one: how much more they move, in so many more kernels
 UNFUSED_SOFTMAX = 2.2
 UNFUSED_KERNELS = 5
-# fitted: times that an update reads and writes its numbers
+# times that an update reads and writes its numbers
 OPTIMIZER_PASSES = CONSTANTS["OPTIMIZER_PASSES"]
 
 # Kernels, and what Python takes
-# fitted: of a device, to start and to end a kernel, whatever it does
+# of a device, to start and to end a kernel, whatever it does
 KERNEL_S = CONSTANTS["KERNEL_S"]
 # from Python to a kernel on the device's queue, where the stack does not say otherwise
 LAUNCH_S = 7e-6
-# fitted: how much longer for each further rank of tp, which wait for the slowest of them
+# how much longer for each further rank of tp, which wait for the slowest of them
 LAUNCH_TP = CONSTANTS["LAUNCH_TP"]
-# fitted: the power in which Python's and the device's time add up where ranks of tp meet in every layer
+# the power in which Python's and the device's time add up where ranks of tp meet in every layer
 MEETING = CONSTANTS["MEETING"]
-# fitted: once a step: data, logging, the loss to all
+# once a step: data, logging, the loss to all
 STEP_S = CONSTANTS["STEP_S"]
 
 # kernels of routing and ordering beyond those that the trace counts, and of each expert that a rank has (its products
@@ -88,15 +89,15 @@ EXPERT_KERNELS = CONSTANTS["EXPERT_KERNELS"]
 EXPERT_S = CONSTANTS["EXPERT_S"]
 
 # Links
-# fitted: of the link's bandwidth inside a host, what large collectives reach
+# of the link's bandwidth inside a host, what large collectives reach
 LINK_TOP_INSIDE = 0.713
 LINK_TOP_BETWEEN = CONSTANTS["LINK_TOP_BETWEEN"]  # the same between hosts
-COLLECTIVE_S = 3.21e-05  # fitted: to start one
+COLLECTIVE_S = 3.21e-05  # to start one
 # ranks along one dimension of a torus
 TORUS_SIDE = 16
 # of the time of bytes that travel while a device computes, how much longer that takes (Galvatron's overlap_coe)
 CONTENTION = CONSTANTS["CONTENTION"]
-# fitted: to hand a microbatch from one stage to the next, beside the link
+# to hand a microbatch from one stage to the next, beside the link
 PIPELINE_S = CONSTANTS["PIPELINE_S"]
 
 # bytes per second of a host's memory, for each device: 8 to 12 channels of DDR5 on two sockets among 8, at two thirds

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec
 from paceline.plans.axes import AXES
@@ -191,6 +191,13 @@ class Layout:
     imbalance: float = 1.0
     gather_bytes: float = 0.0
     regather_ranks: int = 0
+
+    def changed(self, **values: Any) -> Layout:
+        """The layout with other values, as of `dataclasses.replace`; searches make a hundred thousand."""
+        other = object.__new__(Layout)
+        other.__dict__.update(self.__dict__, **values)
+        other.__dict__.pop("stride", None)  # was of the old degrees
+        return other
 
     @property
     def ranks(self) -> int:

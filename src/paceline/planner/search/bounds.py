@@ -110,13 +110,13 @@ class Bounds:
         key = (*degrees, layout.schedule, layout.chunks, layout.remat, layout.sequence)
         if key not in self._fits:
             usable = usable_bytes(layout)
-            held = memory(replace(layout, dp=1, fsdp=shared, zero=3))
+            held = memory(layout.changed(dp=1, fsdp=shared, zero=3))
             whole = shared * (held["parameters"] + held["optimizer"])
             # what `zero` leaves whole is less than the blocks that are gathered at once where there are very few
             others = [(shared, 2), (shared, 1)] if layout.pp == 1 and shared > 1 else []
             others += [(1, 3)] if shared > 1 and whole <= usable else []
             self._fits[key] = sum(held.values()) <= usable or any(
-                sum(memory(replace(layout, dp=shared // fsdp, fsdp=fsdp, zero=zero)).values()) <= usable
+                sum(memory(layout.changed(dp=shared // fsdp, fsdp=fsdp, zero=zero)).values()) <= usable
                 for fsdp, zero in others
             )
         return self._fits[key]
@@ -233,7 +233,7 @@ def smallest(layout: Layout) -> Layout:
     """
     if layout.microbatches == 1:
         return layout
-    return replace(layout, samples=1.0, microbatches=round(layout.samples * layout.microbatches))
+    return layout.changed(samples=1.0, microbatches=round(layout.samples * layout.microbatches))
 
 
 def _smallest_of(blocks: list[BlockTrace]) -> BlockTrace:

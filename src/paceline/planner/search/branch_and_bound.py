@@ -296,7 +296,7 @@ class BranchAndBound:
         values["chunks"] = PIPELINES[choice.pipeline].chunks(values["pp"])
         values["samples"] = float(self.space.rows["samples"][choice.row])
         changed["threads"] = changed.get("threads") or int(self.space.rows["threads"][choice.row])
-        return replace(self.layout, **values | changed)
+        return self.layout.changed(**values | changed)
 
     def _trace_at(self, tp: int) -> ModelTrace:
         return self.layouts.trace_at(self.layout.precision, tp)
