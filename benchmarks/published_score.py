@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import spearmanr
 
-from paceline.planner.adjustment import Interval
+from paceline.planner.cost.prediction import Interval
 from published_rows import Row
 
 # plans that are predicted this near to each other, relative, are a tie

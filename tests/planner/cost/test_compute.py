@@ -94,11 +94,11 @@ def test_the_head_stays_in_sixteen_bits() -> None:
     assert block_time(head, block_config(laid_out(products="fp8"))) == block_time(head, block_config(laid_out()))
 
 
+_SOMETIMES_GATHERED: tuple[dict[str, Any], ...] = ({}, {"microbatches": 16}, {"microbatches": 16, "fsdp": 8})
+
+
 def test_weights_are_cast_once_a_step_unless_they_are_gathered_for_each_microbatch() -> None:
-    one, kept, gathered = (
-        layer(laid_out(products="fp8", **changed)).others_s
-        for changed in ({}, {"microbatches": 16}, {"microbatches": 16, "fsdp": 8})
-    )
+    one, kept, gathered = (layer(laid_out(products="fp8", **changed)).others_s for changed in _SOMETIMES_GATHERED)
     assert kept < one == gathered
 
 

@@ -51,10 +51,21 @@ def test_each_half_hides_behind_its_own_pass() -> None:
     """Gradients travel in the backward pass and parameters in the next forward pass, where the framework does so."""
     apart = dp_s(BUSY, dp=64, zero_dp=True, framework=APART)
     one, other, both = (
-        dp_s(BUSY, dp=64, zero_dp=True, framework=replace(APART, **dict.fromkeys(names, True)))
-        for names in (("overlaps_gradients",), ("overlaps_parameters",), ("overlaps_gradients", "overlaps_parameters"))
+        dp_s(BUSY, dp=64, zero_dp=True, framework=FrameworkProfile(overlaps_gradients=up, overlaps_parameters=down))
+        for up, down in ((True, False), (False, True), (True, True))
     )
     assert both < one < other < apart  # gradients are the larger half
+
+
+def test_ranks_of_cp_and_ep_sum_the_gradients_of_what_they_have_in_common() -> None:
+    """As one replica (dp=1) they were predicted to send nothing, and searches took the traffic for free."""
+    group = link_path(laid_out(dp=8), "dp")
+    assert dp_s(IDLE, cp=8, framework=APART) == pytest.approx(all_reduce_s(4e9, group))
+    experts = IDLE._replace(experts=9e8)
+    assert dp_s(experts, ep=8, framework=APART) == pytest.approx(all_reduce_s(4e8, group))
+    assert dp_s(experts, ep=2, cp=4, framework=APART) > dp_s(experts, ep=8, framework=APART)
+    # as ranks of fsdp they have no weights in common
+    assert dp_s(IDLE, cp=8, fsdp=8, shards_over_cp=True, framework=APART) == 0.0
 
 
 def test_stages_in_chunks_hide_what_one_chunk_cannot() -> None:

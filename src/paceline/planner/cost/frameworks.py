@@ -116,8 +116,8 @@ MEGATRON_CORE_FUSED = replace(
     MEGATRON_CORE,
     profile=replace(MEGATRON_CORE.profile, name="Megatron Core of NeMo 26.06", mixtures=0.4, overlaps_ep=0.5),
 )
-# DeepSeek's own: DualPipe hides the exchange of experts behind computing, whose tokens go to 4 hosts at most (DeepSeek-V3,
-# arXiv:2412.19437, sections 2.1.2 and 3.2.1)
+# DeepSeek's own: DualPipe hides the exchange of experts behind computing, whose tokens go to 4 hosts at most
+# (DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.2.1)
 HAI_LLM = Framework(
     FrameworkProfile(
         "HAI-LLM", attention=3, overlaps_ep=0.9, overlaps_hops=True, node_limit=4, stops_early=False, keeps="half"

@@ -17,7 +17,7 @@ def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, floa
 
     The search bounds plans by it, with stages that compute nothing, or for ever.
     """
-    return _fsdp_s(layout, slow), _dp_s(layout, slow), _optimizer_s(layout, slow)
+    return _fsdp_s(layout, slow), _dp_s(layout, slow) + _same_weights_s(layout, slow), _optimizer_s(layout, slow)
 
 
 def _fsdp_s(layout: Layout, slow: StageCost) -> float:
@@ -76,6 +76,25 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
     if framework.overlaps_parameters:
         gathered = _behind_chunks_s(gathered, slow.forward, layout.chunks, slow.blocks)
     return reduced + gathered
+
+
+def _same_weights_s(layout: Layout, slow: StageCost) -> float:
+    """Exposed seconds of summing gradients over ranks of cp and ep, which have the same weights.
+
+    Experts are the same along cp alone. None where these ranks share the state as those of fsdp do.
+    """
+    apart = layout.ep * layout.cp
+    if apart == 1 or (layout.shards_over_cp and (layout.fsdp > 1 or layout.zero_dp)):
+        return 0.0
+    experts = slow.experts if layout.ep > 1 else 0.0
+    each = trained_part(layout) / layout.fsdp * layout.sync_bytes
+    paths = group_path(layout, apart, min(layout.stride["ep"], layout.stride["cp"])), link_path(layout, "cp")
+    numbers = slow.parameters - experts, experts
+    seconds = sum(all_reduce_s(count * each, path) for count, path in zip(numbers, paths, strict=True) if count)
+    seconds /= layout.sync_every
+    if not layout.framework.overlaps_gradients:
+        return seconds
+    return exposed_s(seconds, slow.backward) + seconds / slow.blocks
 
 
 def _with_servers_s(layout: Layout, slow: StageCost, shared: float) -> float:

@@ -175,7 +175,8 @@ class Bounds:
         For each of these: seconds per parameter where nothing is computed; how much less for a second of computing in
         either pass; and seconds per parameter where all is hidden that can be.
         """
-        layout = replace(self.layout, cp=apart, pp=pp, fsdp=fsdp, dp=dp, zero=zero)
+        # all of them as ranks of tp, which have no weights in common
+        layout = replace(self.layout, tp=apart, pp=pp, fsdp=fsdp, dp=dp, zero=zero)
         found = []
         for count in (1, 2):
             plan = replace(layout, microbatches=count)

@@ -31,14 +31,14 @@ def model_of(cells: Cells, others: Sequence[Cells], tp: int, stages: int) -> Mod
     named = known_dimensions(cells.get("model", ""))
     if number(cells.get("hidden", "")) is None:
         if named is not None:
-            return transformer(_changed(named, cells, tp))
+            return transformer(_changed(named, cells, tp), tp)
         known = known_model(cells.get("model", ""), seq=_sequence(cells))
         if known is None:
             raise UnusableError(f'hidden is not stated, and "{cells.get("model", "")}" is no model that is known')
         return known
     if named is not None and _agree(named, cells):
-        return transformer(_changed(named, cells, tp))
-    return transformer(_stated(cells, others, tp, stages))
+        return transformer(_changed(named, cells, tp), tp)
+    return transformer(_stated(cells, others, tp, stages), tp)
 
 
 def _sequence(cells: Cells) -> int | None:
