@@ -193,7 +193,16 @@ class _Builder:
         batch = round(product.batch / self.samples) if product.batch else 0
         batch = max(batch, 1) if product.batch else 0
         rows = product.flops / (2.0 * product.n * product.k * max(batch, 1) * self.samples)
-        return Gemm(rows, product.n, product.k, batch, how, causal=product.causal, read=product.read / self.samples)
+        return Gemm(
+            rows,
+            product.n,
+            product.k,
+            batch,
+            how,
+            causal=product.causal,
+            read=product.read / self.samples,
+            data=product.data,
+        )
 
 
 def _kept(seen: Seen) -> dict[int, dict[int, float]]:

@@ -24,6 +24,7 @@ class Gemm:
         experts: number of experts' weights that the rows are spread over; 0: one weight.
         causal: True if only half of the result is needed (attention with a causal mask).
         read: elements of the left operand if they are not rows × k: those of an image that a convolution reads; else 0.
+        data: True if the left operand is of the batch, and not of parameters: it needs no gradient.
     """
 
     rows: float
@@ -35,6 +36,7 @@ class Gemm:
     experts: int = 0
     causal: bool = False
     read: float = 0.0
+    data: bool = False
 
     @property
     def flops(self) -> float:

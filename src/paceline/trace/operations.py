@@ -51,6 +51,8 @@ class Watcher:
         self.seen.names.update({_storage(p): name for name, p in model.named_parameters()})
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._buffers = set(map(_storage, model.buffers()))
+        # storages that parameters had a part in
+        self._learned = set(self._parameters)
         # keeps storages alive, so that no address is used twice
         self._all: list[Tensor] = []
         self.unit = unit or next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
@@ -109,6 +111,8 @@ class Watcher:
 
     def _follow(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
         """Propagate the parameters and the samples that results are made of."""
+        if not self._learned.isdisjoint(reads):
+            self._learned.update(writes)
         named = [name for storage in reads if (name := self.seen.name_of(storage))]
         for name in named:
             self.seen.used.setdefault(name, set()).add(self.part)
@@ -138,14 +142,10 @@ class Watcher:
         rows, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         batch = left.shape[0] if left.dim() == 3 else 0
         if first and not second:  # W · x
-            rows, n, second = n, rows, first
-        if second and batch in (0, 1):
-            return Product(rows, n, k, weight=second, flops=flops)
-        # a weight for each: of experts, or of heads
-        if second and prod(self.shapes[second]) >= batch * k * n:
-            return Product(rows * batch, n, k, weight=second, flops=flops)
+            left, rows, n, second = right, n, rows, first
         if second:
-            return Product(rows * batch, n, k, weight=second, flops=flops)
+            # with more than one a weight for each: of experts, or of heads
+            return Product(rows * max(batch, 1), n, k, weight=second, flops=flops, data=self._is_data(left))
         return Product(rows, n, k, batch or 1, flops=flops)
 
     def _of_images(self, image: Tensor, weight: Tensor, result: Tensor, flops: float) -> Product:
@@ -153,7 +153,11 @@ class Watcher:
         k, name = prod(weight.shape[1:]), self.seen.name_of(_storage(weight))
         rows = result.numel() / max(result.shape[1], 1)
         n = max(1, round(flops / (2.0 * max(rows * k, 1))))
-        return Product(rows, n, k, weight=name, flops=flops, read=float(image.numel()))
+        return Product(rows, n, k, weight=name, flops=flops, read=float(image.numel()), data=self._is_data(image))
+
+    def _is_data(self, tensor: Tensor) -> bool:
+        """True of a tensor that no parameter had a part in."""
+        return _storage(tensor) not in self._learned
 
     def _touched(self, name: str, given: list[Tensor], results: list[Tensor]) -> float:
         """Elements read and written; for a look-up, the looked-up rows."""

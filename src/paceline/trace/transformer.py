@@ -170,7 +170,7 @@ def _head(d: Dimensions) -> BlockTrace:
         gemms=(*pooler, *dense, Gemm(rows, d.vocab, d.hidden, divided="n", times=predictions)),
         inside=logits * 6.0,
         outside=rows * d.hidden * (3.0 + (5.0 if d.predicted else 0.0)),
-        kept_inside=logits * 3.0,
+        kept_inside=logits * 2.0,
         kept_outside=rows * d.hidden * (2.0 + (3.0 if d.predicted else 0.0)),
         kernels=HEAD_KERNELS * predictions + (MASKED_KERNELS if d.predicted else 0) + (4 if d.pooled else 0),
         matrices=d.vocab * d.hidden,

@@ -273,7 +273,7 @@ def _pass_s(numbers: float, config: BlockConfig) -> float:
 def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
     """Seconds of all products of this shape in a microbatch, forward or backward.
 
-    The backward pass has two products for each, and one where the weight is not trained.
+    The backward pass has two products for each, and one where the weight is not trained or its input is data.
     """
     shape = _shape(gemm, config)
     precision: str = config.precision if gemm.batch else config.products or config.precision
@@ -287,7 +287,7 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
 
     if not backward:
         return repeated * seconds(shape.rows, shape.n, shape.k)
-    inputs = seconds(shape.rows, shape.k, shape.n)
+    inputs = 0.0 if gemm.data else seconds(shape.rows, shape.k, shape.n)
     if config.lora and not gemm.batch:
         return repeated * inputs
     # products in int8 leave the weights' gradients in 16 bits (AQT's default in MaxText)

@@ -23,7 +23,7 @@ TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66))
 # of results that are narrower than these, as those of convolutions with few channels
 NARROW_N, NARROW_TILES = 32, ((256, 32, 0.66), (128, 32, 0.55), (64, 32, 0.45))
 # among how many multiprocessors a tile's inner loop may be split
-SPLITS = (1, 2, 4, 8)
+SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Rows that do not begin on a line of memory are read in more pieces (NVIDIA, "Matrix Multiplication Background User's
 # Guide") bytes that divide the rows' length, and the speed that remains
 ALIGNED = ((128, 1.0), (64, 0.97), (32, 0.93), (16, 0.86))

@@ -37,6 +37,7 @@ class FrameworkProfile:
         overlaps_gradients: True if gradients are reduced during the backward pass.
         sums_gradients: True if ZeRO-1's gradients are summed whole, not scattered (DeepSpeed without `reduce_scatter`).
         overlaps_parameters: True if parameters that ZeRO-1 updates in parts are gathered during the next forward pass.
+        agrees_s: seconds until ranks have agreed that the last gradients are ready.
         overlaps_tp, overlaps_ep: part of the traffic of tensor and expert parallelism that products hide.
         overlaps_hops: True if stages of a pipeline send while they compute.
         flash: True if attention is one fused kernel that does not store its scores.
@@ -61,6 +62,7 @@ class FrameworkProfile:
     overlaps_gradients: bool = True
     sums_gradients: bool = False
     overlaps_parameters: bool = True
+    agrees_s: float = 0.0
     overlaps_tp: float = 0.0
     overlaps_ep: float = 0.0
     overlaps_hops: bool = False

@@ -48,8 +48,10 @@ class MemoryModel(NamedTuple):
         narrow_gradients: True if computed gradients stay beside those that are accumulated in four bytes.
         stage_results: number of copies of a stage's output that stay until its gradient arrives.
         products: True if remat=selective keeps matrix products only, and recomputes the remainder.
-        head: memory of the head at its peak, relative to what it saves: below 1 if the loss is computed in place of the
-            logits; twice where logits of 16 bits have copies and gradients of 32 bits beside them.
+        head: memory of the head at its peak, relative to what it saves, log-probabilities of 32 bits: below 1 if the
+            loss is computed in place of the logits. Torch's cross entropy has logits, these and two gradients: 14 bytes
+            for each logit of 16 bits where 4 are saved (measured: 17.2 GB of a GPT on an H100, benchmarks/gpu.py).
+        head_wide: the same where logits have 32 bits.
         apart: True if fsdp gathers embedding and head each by itself.
         at_once: blocks that fsdp has in memory at once.
         narrow_scattered: True if gradients are scattered in the precision of activations.
@@ -61,7 +63,8 @@ class MemoryModel(NamedTuple):
     narrow_gradients: bool = False
     stage_results: int = 1
     products: bool = False
-    head: float = 1.0
+    head: float = 1.5
+    head_wide: float = 1.0
     apart: bool = False
     at_once: int = 2
     narrow_scattered: bool = False
@@ -70,17 +73,17 @@ class MemoryModel(NamedTuple):
 
 # by the beginning of the framework's name
 _MEMORY_MODELS = {
-    "paceline": MemoryModel(products=True, head=2.0),
+    "paceline": MemoryModel(products=True, head=3.5, head_wide=4.0),
     "Megatron-DeepSpeed eager": MemoryModel(workspace_bytes=2e9, update_bytes=4.0),  # two buckets of 5e8 numbers
     # And what ZeRO 1 flattens into them: fitted, the least that lines 2, 17, 32 and 47 of bloom_tr11_a100.csv lack.
     "Megatron-DeepSpeed": MemoryModel(workspace_bytes=8.2e9, update_bytes=4.0, narrow_gradients=True),
     # frees a stage's result once it is sent
     "Megatron": MemoryModel(stage_results=0),
-    "Composer": MemoryModel(head=1 / 3),  # FlashAttention's cross entropy
-    "torchtitan, compiled": MemoryModel(apart=True, head=1.7, fragments=0.1),
-    "torchtitan": MemoryModel(apart=True, head=2.0, fragments=0.1),  # as printed: what the allocator holds
+    "Composer": MemoryModel(head=1 / 2),  # FlashAttention's cross entropy
+    "torchtitan, compiled": MemoryModel(apart=True, head=2.55, fragments=0.1),
+    "torchtitan": MemoryModel(apart=True, head=3.0, fragments=0.1),  # as printed: what the allocator holds
     # XLA places all buffers in advance, and computes logits in parts
-    "MaxText": MemoryModel(apart=True, head=0.25, at_once=1, narrow_scattered=True, fragments=0.0),
+    "MaxText": MemoryModel(apart=True, head=0.375, at_once=1, narrow_scattered=True, fragments=0.0),
 }
 _OTHER = MemoryModel()
 
@@ -129,8 +132,7 @@ def _of_rank(
     """Bytes of a rank in the order of `HOLDERS`, up to the buffers."""
     sample = layout.samples / layout.cp * layout.number_bytes
     kept = logits = 0.0
-    # in four bytes the loss has no wider copies
-    head = min(memory_model.head, 1.0) if layout.number_bytes > 2 else memory_model.head
+    head = memory_model.head_wide if layout.number_bytes > 2 else memory_model.head
     for held, count in zip(chunks, _in_flight(layout, stage), strict=True):
         results = memory_model.stage_results if layout.pp > 1 else 0
         kept += (held.kept + results * held.result) * count

@@ -17,7 +17,7 @@ def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, floa
 
     The search bounds plans by it, with stages that compute nothing, or for ever.
     """
-    return _fsdp_s(layout, slow), _dp_s(layout, slow) + _same_weights_s(layout, slow), _optimizer_s(layout, slow)
+    return _fsdp_s(layout, slow), _dp_s(layout, slow), _optimizer_s(layout, slow)
 
 
 def _fsdp_s(layout: Layout, slow: StageCost) -> float:
@@ -56,20 +56,19 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
 
     Where each replica updates a part (`zero_dp`), it is a reduce-scatter, and an all-gather of the new parameters.
     """
+    same_s = _same_weights_s(layout, slow)
     if layout.dp == 1:
-        return 0.0
+        return _summed_s(same_s, layout, slow)
     shared = _trained(layout, slow) / layout.fsdp
     if layout.servers:
-        return _with_servers_s(layout, slow, shared)
+        return _with_servers_s(layout, slow, shared) + _summed_s(same_s, layout, slow)
     path, framework = link_path(layout, "dp"), layout.framework
     shared -= _single_experts(layout, slow)
     if not layout.zero_dp:
         seconds = all_reduce_s(shared * layout.sync_bytes, path) / layout.sync_every
-        if not framework.overlaps_gradients:
-            return seconds
-        return exposed_s(seconds, slow.backward) + seconds / slow.blocks
+        return _summed_s(seconds + same_s, layout, slow) + framework.agrees_s
     reduce_s = all_reduce_s if framework.sums_gradients else gather_s
-    reduced = reduce_s(shared * layout.sync_bytes, path) / layout.sync_every
+    reduced = reduce_s(shared * layout.sync_bytes, path) / layout.sync_every + same_s
     gathered = gather_s(shared * layout.gathered_bytes, path) / layout.sync_every
     if framework.overlaps_gradients:
         reduced = _behind_chunks_s(reduced, slow.backward, layout.chunks, slow.blocks)
@@ -78,8 +77,15 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
     return reduced + gathered
 
 
+def _summed_s(seconds: float, layout: Layout, slow: StageCost) -> float:
+    """Exposed seconds of gradients' sums. Those of the last block have nothing to hide behind."""
+    if not layout.framework.overlaps_gradients:
+        return seconds
+    return exposed_s(seconds, slow.backward) + seconds / slow.blocks
+
+
 def _same_weights_s(layout: Layout, slow: StageCost) -> float:
-    """Exposed seconds of summing gradients over ranks of cp and ep, which have the same weights.
+    """Seconds of summing gradients over ranks of cp and ep, which have the same weights.
 
     Experts are the same along cp alone. None where these ranks share the state as those of fsdp do.
     """
@@ -91,10 +97,7 @@ def _same_weights_s(layout: Layout, slow: StageCost) -> float:
     paths = group_path(layout, apart, min(layout.stride["ep"], layout.stride["cp"])), link_path(layout, "cp")
     numbers = slow.parameters - experts, experts
     seconds = sum(all_reduce_s(count * each, path) for count, path in zip(numbers, paths, strict=True) if count)
-    seconds /= layout.sync_every
-    if not layout.framework.overlaps_gradients:
-        return seconds
-    return exposed_s(seconds, slow.backward) + seconds / slow.blocks
+    return seconds / layout.sync_every
 
 
 def _with_servers_s(layout: Layout, slow: StageCost, shared: float) -> float:

@@ -48,7 +48,8 @@ class ImageBuilder:
         self.size = tuple(-(-side // stride) for side in size)
         into = self.channels // groups * kernel ** len(size)
         rows = float(prod(self.size))
-        self._gemms.append(Gemm(rows, out // groups, into, times=groups, read=read / groups))
+        first = not self._blocks and not self._gemms
+        self._gemms.append(Gemm(rows, out // groups, into, times=groups, read=read / groups, data=first))
         self._matrices += out * into
         return self._behind(out, norm, activation, bias)
 

@@ -22,7 +22,7 @@ def vision_transformer(
     d = _plain(layers, hidden, ffn, heads, patches + 1)
     head = _part("head", (Gemm(1.0, classes, hidden),), extra=2 * hidden + classes)
     learned = hidden + (patches + 2) * hidden
-    stem = _part("embedding", (Gemm(float(patches), hidden, 3 * patch**2, read=3.0 * side**2),), learned)
+    stem = _part("embedding", (Gemm(float(patches), hidden, 3 * patch**2, read=3.0 * side**2, data=True),), learned)
     return ModelTrace((stem, *transformer(d).blocks[1:-1], replace(head, boundary=1.0, kept_inside=3.0 * classes)))
 
 
