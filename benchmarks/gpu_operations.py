@@ -5,8 +5,8 @@
 What products, attention and casts reach (`paceline/planner/cost/constants.py`, `attention.py`) is read off such a table
 (`tables/operations_h100.csv`), so that it does not rest on whole runs alone. Each line is one shape: the median of
 blocks of calls between two events of the device, on normally distributed numbers (power, and with it the clock,
-depends on them). A last line has the clock and power that the driver states under a long product. Lines of an operation that the
-device or this torch does not have are left out, and said.
+depends on them). A last line has the clock and power that the driver states under a long product. Lines of an operation
+that the device or this torch does not have are left out, and said.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,15 @@ from torch.nn.functional import cross_entropy, layer_norm, rms_norm, scaled_dot_
 
 COLUMNS = ("device", "operation", "precision", "m", "n", "k", "batch", "forward_s", "backward_s", "note")
 BLOCKS, BLOCK_S = 5, 0.004
-WIDTHS = ((768, 768), (3072, 768), (1024, 1024), (4096, 1024), (2048, 2048), (8192, 2048), (2048, 8192))
+WIDTHS: tuple[tuple[int, int], ...] = (
+    (768, 768),
+    (3072, 768),
+    (1024, 1024),
+    (4096, 1024),
+    (2048, 2048),
+    (8192, 2048),
+    (2048, 8192),
+)
 WIDTHS += ((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (10240, 8192), (8192, 8192), (28672, 8192))
 WIDTHS += ((8192, 28672), (16384, 16384), (50304, 2048), (128256, 4096), (512, 2048), (1024, 7168), (7168, 2048))
 ODD = ((4095, 4096, 4096), (4096, 4100, 4096), (8192, 8200, 8192), (8192, 8192, 8200), (8192, 6145, 4096))
@@ -68,31 +77,31 @@ def every() -> Iterator[Callable[[], Line]]:
     for precision in ("bf16", "fp8-tensor", "fp8-row"):
         for rows in ROWS:
             for n, k in WIDTHS:
-                yield lambda p=precision, m=rows, n=n, k=k: product(p, m, n, k)
+                yield partial(product, precision, rows, n, k)
     for m, n, k in ODD:
-        yield lambda m=m, n=n, k=k: product("bf16", m, n, k)
+        yield partial(product, "bf16", m, n, k)
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         for length in (512, 1024, 2048, 4096, 8192, 16384, 32768):
             for width in (64, 128):
-                yield lambda b=backend, s=length, d=width: attention(b, s, d, causal=True)
+                yield partial(attention, backend, length, width, causal=True)
         for length in (512, 4096, 16384):
-            yield lambda b=backend, s=length: attention(b, s, 128, causal=False)
+            yield partial(attention, backend, length, 128, causal=False)
     for experts, rows in ((8, 4096), (8, 512), (32, 512), (64, 256), (128, 128)):
         for n, k in ((2048, 7168), (7168, 2048), (14336, 4096), (768, 2048)):
-            yield lambda e=experts, m=rows, n=n, k=k: grouped(e, m, n, k)
+            yield partial(grouped, experts, rows, n, k)
     for name in ("add", "copy", "layer_norm", "rms_norm", "silu_multiply", "softmax", "cast"):
         for numbers in (2**18, 2**21, 2**24, 2**27):
-            yield lambda o=name, c=numbers: passing(o, c)
+            yield partial(passing, name, numbers)
     for tokens, vocab in ((2048, 50304), (8192, 50304), (8192, 128256)):
-        yield lambda t=tokens, v=vocab: loss(t, v)
+        yield partial(loss, tokens, vocab)
     for kind in ("fused", "foreach"):
         for numbers in (10**7, 10**8, 10**9):
-            yield lambda f=kind, c=numbers: update(f, c)
+            yield partial(update, kind, numbers)
     for way in ("to device", "to host"):
-        yield lambda w=way: copied(w)
+        yield partial(copied, way)
     for rows, n, k in ((1024, 1024, 1024), (8192, 8192, 8192)):
         for precision in ("tf32", "fp32"):
-            yield lambda p=precision, m=rows, n=n, k=k: product(p, m, n, k)
+            yield partial(product, precision, rows, n, k)
     yield launches
 
 
@@ -112,7 +121,7 @@ def _block(run: Callable[[], object], calls: int) -> float:
         run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / calls
+    return float(start.elapsed_time(end)) / 1e3 / calls
 
 
 def product(precision: str, m: int, n: int, k: int) -> Line:

@@ -212,10 +212,16 @@ def as_module(values: Mapping[str, float]) -> str:
     lines += ["}", "", _OF_FRAMEWORKS, "FRAMEWORKS: dict[str, dict[str, float]] = {"]
     for name, own in frameworks.items():
         if own:
-            lines.append(f'    "{name}": {{' + ", ".join(f'"{key}": {value:.4g}' for key, value in own.items()) + "},")
+            lines += _entry(name, [f'"{key}": {value:.4g}' for key, value in own.items()])
     lines += ["}", "", _OF_DEVICES, "SUSTAINED: dict[str, float] = {"]
     lines += [f'    "{name}": {value:.4g},' for name, value in devices.items()]
     return "\n".join([*lines, "}", ""])
+
+
+def _entry(name: str, values: Sequence[str]) -> list[str]:
+    """Lines of a table in a table, as the formatter breaks them."""
+    line = f'    "{name}": {{' + ", ".join(values) + "},"
+    return [line] if len(line) <= 120 else [f'    "{name}": {{', *(f"        {value}," for value in values), "    },"]
 
 
 _HEAD = '''"""Values that `benchmarks/published_fit.py` found and wrote: change them there.
