@@ -263,3 +263,15 @@ def test_the_marks_hold_on_the_tables_that_tell_models_apart(benchmark: Any, row
     assert found.rank_correlation >= 0.97
     assert found.oom_missed == 0
     assert found.mean_error < found.null_mean_error / 3
+
+
+def test_pieces_that_were_taken_out_are_put_back(monkeypatch: pytest.MonkeyPatch, rows: Any, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(_FOLDER)
+    ablation = importlib.import_module("published_ablation")
+    found, _ = rows.read([table(tmp_path, {}, {"micro_batch": "2"}) / "runs.csv"])
+    before, moved = ablation.errors(found, set()), 0
+    for piece in ablation.PIECES:
+        with ablation.taken_out(piece):
+            moved += ablation.errors(found, set(), piece.layout) != before
+        assert ablation.errors(found, set()) == before
+    assert moved > len(ablation.PIECES) / 4

@@ -311,6 +311,13 @@ def test_what_lies_before_all_training_has_no_backward_pass() -> None:
     assert [block.trained for block in found if block.parameters] == [False, False, True]
 
 
+def test_only_the_first_layer_reads_data_that_needs_no_gradient() -> None:
+    of_data = [[gemm.data for gemm in block.gemms] for block in trace(zoo("cifar_cnn"), "fp32").blocks]
+    assert sum(map(sum, of_data)) == 1
+    assert of_data[0][0]
+    assert not any(gemm.data for block in trace(zoo("gpt"), "fp32").blocks for gemm in block.gemms)
+
+
 def test_a_model_whose_code_reads_values_is_traced_on_invented_samples() -> None:
     found = trace(own("ReadsValues"))
     assert found.parameters == 4 * (16 * 16 + 16)

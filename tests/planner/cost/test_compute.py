@@ -192,3 +192,9 @@ def test_a_convolution_reads_its_image_once_not_once_for_each_place_of_its_kerne
         for gemm in (image, unfolded)
     )
     assert once < 0.6 * again
+
+
+def test_a_layer_that_reads_data_has_no_gradient_of_its_input() -> None:
+    config, inner = block_config(laid_out()), Gemm(4096, 4096, 4096)
+    both, one = gemm_s(inner, config, backward=True), gemm_s(replace(inner, data=True), config, backward=True)
+    assert one == pytest.approx(both / 2, rel=0.01)

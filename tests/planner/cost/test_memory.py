@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.cluster.catalogue.hardware import CATALOGUE
+from paceline.job.job import Job
 from paceline.job.read.dimensions import Dimensions
 from paceline.planner.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.planner.cost.memory import HOLDERS, capacity_bytes, memory
+from paceline.trace.build import trace
 from paceline.trace.graph import BlockTrace, ModelTrace
 from paceline.trace.transformer import transformer
+from paceline.training.dry_run.memory_watch import MemoryWatch
 
 GIB = 2**30
 A100 = Machines(CATALOGUE["A100-SXM-80"], 64, 8, CATALOGUE["A100-SXM-80"].network)
@@ -230,3 +235,30 @@ def test_every_holder_has_no_less_than_nothing_and_more_samples_take_no_less(lay
 @settings(max_examples=50)
 def test_more_ranks_along_tp_never_take_more_of_each(layout: Layout) -> None:
     assert sum(memory(replace(layout, tp=2 * layout.tp)).values()) <= sum(memory(layout).values())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_head_holds_what_torchs_cross_entropy_does(precision: Any) -> None:
+    """Logits, log-probabilities and the gradients of both: more than what is saved of them."""
+    samples, vocab, context = 4, 30_000, 16
+    text = {"kind": "synthetic", "shape": [context], "vocab": vocab}
+    args = {"vocab": vocab, "context": context, "layers": 2, "hidden": 8, "heads": 1}
+    job = Job(
+        model={"zoo": "gpt", "args": args},  # type: ignore[arg-type]
+        data=text,  # type: ignore[arg-type]
+        loss="cross_entropy",  # type: ignore[arg-type]
+        optimizer={"name": "sgd", "lr": 0.1},  # type: ignore[arg-type]
+        stop={"steps": 1},  # type: ignore[arg-type]
+        global_batch=samples,
+    )
+    with FakeTensorMode(), MemoryWatch() as watch:
+        head, states = torch.nn.Linear(8, vocab, bias=False), torch.zeros(samples * context, 8, requires_grad=True)
+        labels = torch.zeros(samples * context, dtype=torch.long)
+        before = watch.live_bytes
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            logits = head(states)
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        held = watch.peak_bytes - before
+    layout = Layout(trace(job, precision), A100, samples=samples, precision=precision)
+    assert memory(layout)["logits"] == pytest.approx(held, rel=0.03)

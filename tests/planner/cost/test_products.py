@@ -71,3 +71,9 @@ def test_what_a_convolution_reads_once_is_not_moved_for_every_row() -> None:
     moved = product_s(A100, "bf16", 1e6, 64.0, 576.0)
     spared = product_s(A100, "bf16", 1e6, 64.0, 576.0, 1.0, 1e6 * 576 * 8 / 9)
     assert spared < 0.5 * moved
+
+
+def test_a_long_sum_is_split_among_idle_multiprocessors() -> None:
+    """A first convolution's gradient has 32 × 9 results, each a sum over all positions of all images."""
+    moved = 2 * (32 + 9) * 2**22
+    assert product_s(A100, "bf16", 32.0, 16.0, 2.0**22) < 8 * moved / A100.memory_bandwidth

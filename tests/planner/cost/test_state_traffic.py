@@ -162,3 +162,10 @@ def test_nothing_hides_more_than_it_takes(forward: float, backward: float, chunk
     busy = StageCost(forward_s=forward, backward_s=backward, parameters=1e9, blocks=16.0)
     shown = dp_s(busy, dp=64, zero_dp=sharded, chunks=chunks)
     assert 0 < shown <= dp_s(busy, dp=64, zero_dp=sharded, framework=APART) * 17 / 16
+
+
+def test_ranks_that_agree_in_cycles_wait_for_one() -> None:
+    """Horovod's gradients of small models take milliseconds, however few bytes they have."""
+    agreeing = FrameworkProfile(agrees_s=0.005)
+    assert dp_s(BUSY, dp=8, framework=agreeing) == pytest.approx(dp_s(BUSY, dp=8) + 0.005)
+    assert dp_s(BUSY, framework=agreeing) == 0.0
