@@ -244,11 +244,11 @@ def test_the_head_holds_what_torchs_cross_entropy_does(precision: Any) -> None:
     text = {"kind": "synthetic", "shape": [context], "vocab": vocab}
     args = {"vocab": vocab, "context": context, "layers": 2, "hidden": 8, "heads": 1}
     job = Job(
-        model={"zoo": "gpt", "args": args},  # type: ignore[arg-type]
-        data=text,  # type: ignore[arg-type]
-        loss="cross_entropy",  # type: ignore[arg-type]
-        optimizer={"name": "sgd", "lr": 0.1},  # type: ignore[arg-type]
-        stop={"steps": 1},  # type: ignore[arg-type]
+        model={"zoo": "gpt", "args": args},
+        data=text,
+        loss="cross_entropy",
+        optimizer={"name": "sgd", "lr": 0.1},
+        stop={"steps": 1},
         global_batch=samples,
     )
     with FakeTensorMode(), MemoryWatch() as watch:
@@ -258,7 +258,7 @@ def test_the_head_holds_what_torchs_cross_entropy_does(precision: Any) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             logits = head(states)
             loss = torch.nn.functional.cross_entropy(logits, labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         held = watch.peak_bytes - before
     layout = Layout(trace(job, precision), A100, samples=samples, precision=precision)
     assert memory(layout)["logits"] == pytest.approx(held, rel=0.03)
