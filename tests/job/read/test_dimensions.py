@@ -124,9 +124,11 @@ def test_the_formula_is_that_of_the_zoos_gpt() -> None:
 
 def test_plans_are_checked_against_dimensions() -> None:
     many = job(heads=8, kv_heads=4, hidden=64, layers=4)
-    assert check_plan(Plan.parse("tp=8"), many, cluster(1))[0].startswith(
-        "plan tp=8 divides the model's heads of keys and values (4) by 8"
+    odd = job(heads=24, kv_heads=6, hidden=96, layers=4)
+    assert check_plan(Plan.parse("tp=8"), odd, cluster(1))[0].startswith(
+        "plan tp=8 divides the model's heads of keys and values (6) by 8"
     )
+    assert check_plan(Plan.parse("tp=8"), many, cluster(1)) == []  # two ranks share a head
     assert "stages" in check_plan(Plan.parse("pp=8 microbatches=8"), many, cluster(1))[0]
     assert "divides sequences of 16 tokens among 3 ranks" in check_plan(Plan.parse("cp=3"), many, cluster(1))[0]
     assert check_plan(Plan.parse("tp=2 pp=2 cp=2 microbatches=2"), many, cluster(1)) == []
