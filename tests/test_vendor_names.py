@@ -17,7 +17,6 @@ EXCEPT = {
     "cluster/catalogue/hosts.py": "a catalogue of makers' devices, with sources",
     "cluster/discover.py": "variables that a run records",
     "cluster/doctor/checks.py": "advice about one maker's library",
-    "tuning/measured_runs/logs.py": "what another system writes into its logs",
     "launch/failure.py": "what one maker's library writes when a rank was aborted",
 }
 

@@ -233,7 +233,7 @@ def test_any_tables_in_the_same_columns_can_be_scored(
     assert figures["unusable_share"] == pytest.approx(1 / 3)
 
 
-def test_the_marks_hold(benchmark: Any, rows: Any) -> None:
+def test_predictions_are_as_right_as_the_results_say(benchmark: Any, rows: Any) -> None:
     every, skipped = rows.read(sorted(benchmark.TABLES.glob("*.csv")))
     figures = benchmark.figures(benchmark.predict(every, rows.set_aside(every)), skipped)
     assert figures["mean_error"] <= 0.10

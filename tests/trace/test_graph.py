@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.job.read.dimensions import Dimensions
 from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
+from paceline.trace.transformer import transformer
 
 LAYER = BlockTrace(
     "layer", "layers.0", (Gemm(8, 4, 4, divided="n"), Gemm(8, 8, 2, batch=2, divided="batch")), matrices=16, vectors=4
@@ -29,3 +31,11 @@ def test_neighbours_that_are_equal_are_one_run() -> None:
     other = replace(LAYER, kernels=5)
     assert ModelTrace((LAYER, LAYER, other, LAYER, HEAD)).runs == ((LAYER, 2), (other, 1), (LAYER, 1), (HEAD, 1))
     assert list(ModelTrace((LAYER, HEAD))) == [LAYER, HEAD]
+
+
+def test_sums_over_tp_are_as_wide_as_the_products_that_make_them() -> None:
+    """A whole model as one block passes on one number, its loss, and sums far more in its middle."""
+    model = replace(LAYER, gemms=(Gemm(1024, 256, 64, divided="n"), Gemm(1024, 64, 256, divided="k")), boundary=1.0)
+    assert model.reduced == 1024 * 64
+    layer = transformer(Dimensions(layers=2, hidden=64, heads=4, seq=16, vocab=100)).blocks[1]
+    assert layer.reduced == layer.boundary

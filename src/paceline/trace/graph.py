@@ -68,7 +68,7 @@ class BlockTrace:
         kernels: kernels launched in the forward pass, products included.
         matrices, vectors, experts: parameters that tp divides, that it does not, and of experts (ep divides them).
         boundary: elements per sample that are passed to the next block: pp sends them and remat=block keeps them.
-        reductions: all-reduces of `boundary` over tp in the forward pass; the backward pass has as many.
+        reductions: all-reduces of `reduced` over tp in the forward pass; the backward pass has as many.
         keys: elements of keys and values per sample, which context parallelism passes around; 0 if there are none, or
             unknown.
         routed: elements per sample that are sent to experts and back, one way.
@@ -117,6 +117,16 @@ class BlockTrace:
     def flops(self) -> float:
         """Forward FLOPs of one sample."""
         return sum(gemm.flops for gemm in self.gemms)
+
+    @cached_property
+    def reduced(self) -> float:
+        """Elements of a sample in one sum over tp.
+
+        The mean result of products whose summed dimension tp divides. In a layer these are `boundary`; in a model without repeated layers they may be far more.
+        """
+        sums = [gemm for gemm in self.gemms if gemm.divided == "k" and not gemm.batch and not gemm.experts]
+        wide = sum(gemm.rows * gemm.n * gemm.times for gemm in sums) / max(sum(gemm.times for gemm in sums), 1)
+        return max(wide, self.boundary)
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def _reductions(trace: ModelTrace) -> tuple[tuple[float, int], ...]:
     found: dict[float, int] = {}
     for block in trace.blocks:
         if block.reductions:
-            found[block.boundary] = found.get(block.boundary, 0) + block.reductions
+            found[block.reduced] = found.get(block.reduced, 0) + block.reductions
     return tuple(found.items())
 
 

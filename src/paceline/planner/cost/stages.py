@@ -205,7 +205,7 @@ def block_cost(
     layer = block.kind not in ("embedding", "between", "head")
     again, launch_again, reductions = _again(block, time, remat if layer else "none", config)
     width = config.samples / config.cp * BYTES[config.precision]
-    reduced = _shown(all_reduce_s(block.boundary * width, tp_path), config.overlaps_tp)
+    reduced = _shown(all_reduce_s(block.reduced * width, tp_path), config.overlaps_tp)
     routed = _routed_s(block, config, ep_path) if block.routed else 0.0
     return StageCost(
         forward_s=time.forward_s,

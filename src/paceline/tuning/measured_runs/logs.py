@@ -42,7 +42,7 @@ _STEP = re.compile(r"\bstep: +\d+ .*?\btps: +([\d,]+(?:\.\d+)?)")
 _BATCHES = re.compile(r"local batch size (\d+), global batch size (\d+),.*?sequence length (\d+)")
 _MESH = re.compile(r"Building device mesh with parallelism: ([^\n]*)")
 _DEGREE = re.compile(r"\b(pp|dp_replicate|dp_shard|cp|tp)=(\d+)")
-_DEVICE = re.compile(r"CUDA capacity: (.+?) with [\d.]+ ?GiB")
+_DEVICE = re.compile(r"\b[A-Z]+ capacity: (.+?) with [\d.]+ ?GiB")
 _DUMP = re.compile(r"Running with (?:args|configs?): *(?=\{)")
 
 
