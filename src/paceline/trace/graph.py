@@ -122,7 +122,8 @@ class BlockTrace:
     def reduced(self) -> float:
         """Elements of a sample in one sum over tp.
 
-        The mean result of products whose summed dimension tp divides. In a layer these are `boundary`; in a model without repeated layers they may be far more.
+        The mean result of products whose summed dimension tp divides. In a layer these are `boundary`; in a model
+        without repeated layers they may be far more.
         """
         sums = [gemm for gemm in self.gemms if gemm.divided == "k" and not gemm.batch and not gemm.experts]
         wide = sum(gemm.rows * gemm.n * gemm.times for gemm in sums) / max(sum(gemm.times for gemm in sums), 1)
