@@ -36,6 +36,10 @@ def hang_on_rank_1() -> None:
     dist.barrier()
 
 
+def do_nothing() -> int:
+    return 1
+
+
 def die_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os._exit(7)
@@ -44,6 +48,11 @@ def die_on_rank_1() -> None:
 
 def test_ranks_compute_together_and_return_their_results_in_order(ranks: Ranks) -> None:
     assert ranks(3, add_up, Share([1.0, 2.0])) == [Share([6.0, 12.0])] * 3
+
+
+def test_a_rank_that_ends_at_once_fails_none_that_still_connects(ranks: Ranks) -> None:
+    for _ in range(6):  # eight ranks on two cores: some connect long after others
+        assert ranks(8, do_nothing) == [1] * 8
 
 
 def test_the_rank_that_failed_is_shown_and_not_the_one_that_lost_it(ranks: Ranks) -> None:

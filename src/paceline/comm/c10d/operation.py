@@ -65,24 +65,36 @@ class Operation:
 class OperationQueue:
     """Operations that run one after the other, such as a group's collectives.
 
-    A failed one fails those behind it.
+    A failed one fails those behind it. The first that fails has the error itself, also where another rank's report
+    of it came before the call.
+
+    Attributes:
+        broken: the error that ended the queue, or None.
+        told: True once a caller has had that error.
     """
 
     def __init__(self) -> None:
         self.operations: deque[Operation] = deque()
         self.broken: Exception | None = None
+        self.told = False
 
     def advance(self) -> list[Operation]:
         """Continue with the first operations as far as possible; returns those that are done."""
         done = []
         while self.operations and self.operations[0].advance():
             first = self.operations.popleft()
-            self.broken = self.broken or first.error
+            if first.error is not None:
+                self.broken, self.told = self.broken or first.error, True
             done.append(first)
-            if self.broken:
-                for behind in self.operations:
-                    behind.fail(follow_up_error(self.broken))
+            for behind in self.operations if self.broken else ():
+                self.fail_as_broken(behind)
         return done
+
+    def fail_as_broken(self, operation: Operation) -> None:
+        """End an operation of a queue that is broken."""
+        assert self.broken is not None
+        operation.fail(_follow_up_error(self.broken) if self.told else self.broken)
+        self.told = True
 
 
 class Driver(ABC):
@@ -122,7 +134,7 @@ class Driver(ABC):
         """Append an operation to its queue, and continue with all as far as possible."""
         with self.lock:
             if queue.broken is not None:
-                operation.fail(follow_up_error(queue.broken))
+                queue.fail_as_broken(operation)
                 return
             queue.operations.append(operation)
             self._busy[queue] = None
@@ -241,7 +253,7 @@ def call_all(calls: Iterable[Callable[[], None]]) -> None:
         call()
 
 
-def follow_up_error(error: Exception) -> DistBackendError:
+def _follow_up_error(error: Exception) -> DistBackendError:
     """The error of operations in a queue that has failed."""
     return DistBackendError(f"this group cannot be used any more, since: {error}")
 

@@ -55,6 +55,7 @@ class LinkMesh:
     def __init__(self, loop: TcpProgress, store: Store, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size, self.loop = rank, size, loop
         self.broken: Exception | None = None
+        self.told = False
         self._timeout_s = timeout_s
         self.links: dict[int, PeerLink] = {}
         self._inboxes: dict[int, TcpInbox] = {}
@@ -212,6 +213,15 @@ class MeshQueue(OperationQueue):
     def broken(self, error: Exception | None) -> None:
         if error is not None:
             self._mesh.fail(error)
+
+    @property
+    def told(self) -> bool:
+        """True once a caller of any of the group's queues has had that error."""
+        return self._mesh.told
+
+    @told.setter
+    def told(self, told: bool) -> None:
+        self._mesh.told |= told
 
     def advance(self) -> list[Operation]:
         """Go on as far as possible; returns the operations that are done."""
