@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import product, repeat
 from pathlib import Path
 
 import numpy as np
@@ -71,11 +71,25 @@ GLOBAL = (
     Free("SCAN", 0.25, 0.3),
     Free("CONVOLUTION", 0.9, 0.2),
     Free("CONVOLUTION_VECTOR", 0.7, 0.3),
+    Free("CONVOLUTION_3D", 1.5, 0.2),
+    Free("CONVOLUTION_TF32", 1.4, 0.2),
     Free("MIXTURE_KERNELS", 60.0, 0.7),
     Free("EXPERT_KERNELS", 3.0, 0.5),
 )
 # kernels are counted, so least is free in them
-OF_FRAMEWORK = {"derating": 0.10, "vector": 0.35, "kernels": 0.12, "loss": 0.3, "overlaps_ep": 0.5}
+OF_FRAMEWORK = {"derating": 0.08, "vector": 0.25, "kernels": 0.12, "loss": 0.3, "overlaps_ep": 0.5}
+# what was assumed of software of one origin is wrong alike: factors that its frameworks have in common
+OF_FAMILY = {"derating": 0.07, "vector": 0.3}
+FAMILIES = {
+    "of Megatron": ("Megatron-DeepSpeed", "Megatron-LM", "Megatron Core", "Megatron Core of NeMo 26.06", "HAI-LLM"),
+    "of torch": ("DeepSpeed", "FSDP", "Composer FSDP", "torchtitan", "torchtitan, compiled", "DDP", "DDP of images"),
+    "of TensorFlow": (
+        "TensorFlow with Horovod",
+        "TensorFlow of 2019 with Horovod",
+        "TensorFlow with Horovod of images",
+        "TensorFlow with XLA of images",
+    ),
+}
 # of one framework alone
 ONLY = {"Megatron Core of NeMo 26.06": {"mixtures": 0.4}}
 SUSTAINED = 0.10
@@ -96,13 +110,14 @@ def main() -> None:
     found = fit(kept)
     for name, value in found.items():
         print(f"{name} = {value:.4g}")
-    FITTED.write_text(as_module(found), encoding="utf-8")
+    FITTED.write_text(as_module(composed(found)), encoding="utf-8")
     print(f"written: {FITTED}")
     if options.cold:
         tables = sorted({row.table for row in kept})
         without = [[row for row in kept if row.table != table] for table in tables]
         with ProcessPoolExecutor() as pool:
-            fits = dict(zip(tables, pool.map(fit, without, repeat(found), repeat(ROUNDS_NEAR)), strict=True))
+            each = pool.map(fit, without, repeat(found), repeat(ROUNDS_NEAR))
+            fits = dict(zip(tables, map(composed, each), strict=True))
         FITS.write_text(json.dumps(fits, indent=0) + "\n", encoding="utf-8")
         print(f"written: {FITS}")
 
@@ -120,11 +135,28 @@ def free_of(rows: Sequence[Row]) -> list[Free]:
         for field, width in (OF_FRAMEWORK | ONLY.get(name, {})).items()
         if getattr(profile, field)
     ]
-    return [*GLOBAL, *own, *(Free(f"{name}:sustained", value, SUSTAINED) for name, value in devices.items())]
+    common = [
+        Free(f"{family}:{field}", 1.0, width)
+        for family, names in FAMILIES.items()
+        if used & {*names}
+        for field, width in OF_FAMILY.items()
+    ]
+    return [*GLOBAL, *common, *own, *(Free(f"{name}:sustained", value, SUSTAINED) for name, value in devices.items())]
+
+
+def composed(found: Mapping[str, float]) -> dict[str, float]:
+    """What was found, with the factors of families in the values of all their frameworks."""
+    values = {name: value for name, value in found.items() if name.rpartition(":")[0] not in FAMILIES}
+    profiles = {framework.name: framework.profile for framework in FRAMEWORKS}
+    for family, names in FAMILIES.items():
+        for name, field in product(names, OF_FAMILY):
+            if (common := found.get(f"{family}:{field}")) is not None:
+                values[f"{name}:{field}"] = common * values.get(f"{name}:{field}", getattr(profiles[name], field))
+    return values
 
 
 def fit(rows: Sequence[Row], start: Mapping[str, float] | None = None, rounds: int = ROUNDS) -> dict[str, float]:
-    """The values with the least errors of logarithms and deviations from what was assumed.
+    """The values with the least errors of logarithms and deviations from what was assumed; see `composed`.
 
     Args:
         start: values near to those that are sought.
@@ -137,7 +169,8 @@ def fit(rows: Sequence[Row], start: Mapping[str, float] | None = None, rounds: i
 
     def residuals(moved: np.ndarray) -> np.ndarray:
         values = dict(zip((each.name for each in free), assumed * np.exp(moved * widths), strict=True))
-        errors = np.array([math.log(seconds / (row.seconds or 1)) for row, seconds in predicted(rows, values)])
+        told = predicted(rows, composed(values))
+        errors = np.array([math.log(seconds / (row.seconds or 1)) for row, seconds in told])
         return np.concatenate([_robust(errors) * weights / CLIP, moved])
 
     begin = np.log([(start or {}).get(each.name, each.assumed) / each.assumed for each in free]) / widths
@@ -178,7 +211,7 @@ def cold_seconds(rows: Sequence[Row]) -> dict[tuple[str, int], float]:
     A table without values of its own was not fitted to.
     """
     fits = json.loads(FITS.read_text(encoding="utf-8")) if FITS.is_file() else {}
-    assumed = {each.name: each.assumed for each in free_of(rows)}
+    assumed = composed({each.name: each.assumed for each in free_of(rows)})
     shipped = assumed | {key: value for key, value in in_use().items() if key in assumed}
     seconds: dict[tuple[str, int], float] = {}
     for table in dict.fromkeys(row.table for row in rows):

@@ -16,6 +16,7 @@ from paceline.planner.cost.prediction import Interval, Prediction
 from paceline.units import count
 
 if TYPE_CHECKING:
+    from paceline.planner.alike import Alike
     from paceline.planner.calibrate import Calibration
     from paceline.planner.tables.rows import Row
 
@@ -45,18 +46,22 @@ class Adjustment:
     """Factors found on measured runs; without any, predictions stay as they are.
 
     Attributes:
-        logs: logarithm of measured / predicted, by what is alike: `()` for all runs, a framework, a framework on a
-            device.
+        logs: logarithm of measured / predicted, by kind: `()` for all runs, a framework, a framework on a device.
         errors: logarithms that are left after these.
+        near: what runs that are like another say of it beside the factor of its kind; None: nothing.
     """
 
     logs: dict[Key, float] = field(default_factory=dict)
     errors: tuple[float, ...] = ()
+    near: Alike | None = None
 
     def factor(self, layout: Layout) -> float:
         """Factor that a predicted step time is multiplied with."""
-        found = next((self.logs[key] for key in reversed(_keys(layout)) if key in self.logs), 0.0)
-        return math.exp(found)
+        return self.factor_of_kind(layout) * math.exp(self.near.log(layout) if self.near else 0.0)
+
+    def factor_of_kind(self, layout: Layout) -> float:
+        """The same for a layout's software, hardware and precision alone."""
+        return math.exp(_log_of_kind(layout, self.logs))
 
     def interval(self, layout: Layout, step_time_s: float) -> Interval:
         """Interval of a corrected step time."""
@@ -105,7 +110,10 @@ def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float]) -> A
         above = logs[parents[key]] if key else 0.0
         alone = bool(key) and len(by_key[key]) == len(by_key[parents[key]])
         logs[key] = above if alone else _likeliest(by_key[key], above, FACTOR_SPREADS[len(key)])
-    return Adjustment(logs, tuple(_left(pairs, logs)))
+    from paceline.planner.alike import alike  # numpy takes a while
+
+    near = alike([layout for layout, _ in pairs], [log - _log_of_kind(layout, logs) for layout, log in pairs])
+    return Adjustment(logs, tuple(_left(pairs, near.left)), near)
 
 
 def adjusted(prediction: Prediction, layout: Layout) -> Prediction:
@@ -174,14 +182,18 @@ def _likeliest(logs: Sequence[float], around: float, spread: float) -> float:
     return best
 
 
-def _left(pairs: Sequence[tuple[Layout, float]], logs: dict[Key, float]) -> Iterable[float]:
+def _left(pairs: Sequence[tuple[Layout, float]], logs: Sequence[float]) -> Iterable[float]:
     """Logarithms that are left, larger by what each run itself moved its factor."""
     counts: dict[Key, int] = defaultdict(int)
     for layout, _ in pairs:
         counts[_keys(layout)[-1]] += 1
-    for layout, log in pairs:
-        key = _keys(layout)[-1]
-        yield (log - logs[key]) * math.sqrt((counts[key] + 1) / counts[key])
+    for (layout, _), log in zip(pairs, logs, strict=True):
+        count = counts[_keys(layout)[-1]]
+        yield log * math.sqrt((count + 1) / count)
+
+
+def _log_of_kind(layout: Layout, logs: dict[Key, float]) -> float:
+    return next((logs[key] for key in reversed(_keys(layout)) if key in logs), 0.0)
 
 
 def _keys(layout: Layout) -> list[Key]:

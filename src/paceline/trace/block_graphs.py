@@ -201,6 +201,7 @@ class _Builder:
             how,
             causal=product.causal,
             read=product.read / self.samples,
+            taps=product.taps,
             data=product.data,
         )
 

@@ -24,6 +24,7 @@ class Gemm:
         experts: number of experts' weights that the rows are spread over; 0: one weight.
         causal: True if only half of the result is needed (attention with a causal mask).
         read: elements of the left operand if they are not rows × k: those of an image that a convolution reads; else 0.
+        taps: positions of a convolution's kernel, each of k / taps channels; else 1.
         data: True if the left operand is of the batch, and not of parameters: it needs no gradient.
     """
 
@@ -36,6 +37,7 @@ class Gemm:
     experts: int = 0
     causal: bool = False
     read: float = 0.0
+    taps: int = 1
     data: bool = False
 
     @property

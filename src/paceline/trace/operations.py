@@ -153,7 +153,8 @@ class Watcher:
         k, name = prod(weight.shape[1:]), self.seen.name_of(_storage(weight))
         rows = result.numel() / max(result.shape[1], 1)
         n = max(1, round(flops / (2.0 * max(rows * k, 1))))
-        return Product(rows, n, k, weight=name, flops=flops, read=float(image.numel()), data=self._is_data(image))
+        read, taps = float(image.numel()), prod(weight.shape[2:])
+        return Product(rows, n, k, weight=name, flops=flops, read=read, taps=taps, data=self._is_data(image))
 
     def _is_data(self, tensor: Tensor) -> bool:
         """True of a tensor that no parameter had a part in."""

@@ -21,6 +21,8 @@ class Product:
     flops: float = 0.0
     # elements of the left operand, if they are not rows × k: of an image
     read: float = 0.0
+    # positions of a convolution's kernel
+    taps: int = 1
     # True if no parameter made the left operand
     data: bool = False
 

@@ -157,7 +157,7 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
     others_backward = constants.VECTOR_BACKWARD * other + constants.SCORES_BACKWARD * scores + added + cast_backward
     kernels = _kernels(block, config, unfused)
     starts = kernels * constants.KERNEL_S if config.device.is_gpu else 0.0
-    starts += constants.EXPERT_S if block.experts else 0.0
+    starts += constants.EXPERT_S * config.mixtures if block.experts else 0.0
     launch = kernels * config.floor_s * (1 + constants.LAUNCH_TP * (config.tp - 1))
     beside = attention + attention_backward + other + scores + cast + others_backward + 3 * starts
     throttled = _throttled(products + products_backward, beside, 3 * launch, config)
@@ -222,7 +222,8 @@ def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
     added = float(products if config.products else 0) + (4 * products if config.lora else 0)
     if block.experts:
         each = next((gemm.experts for gemm in block.gemms if gemm.experts), 0) / config.expert_groups
-        added += constants.MIXTURE_KERNELS + each * constants.EXPERT_KERNELS * (2 if config.products else 1)
+        each *= constants.EXPERT_KERNELS * (2 if config.products else 1)
+        added = (added + constants.MIXTURE_KERNELS + each) * config.mixtures
     return (block.kernels + added + (constants.UNFUSED_KERNELS if unfused else 0)) * config.kernels
 
 
@@ -243,7 +244,9 @@ def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
 def _other_s(block: BlockTrace, config: BlockConfig) -> float:
     """Seconds of the kernels that only read and write, forward, without attention's squares."""
     head = block.kind == "head"
-    vector = config.vector * (constants.CONVOLUTION_VECTOR if any(gemm.read for gemm in block.gemms) else 1.0)
+    vector = config.vector
+    if any(gemm.read for gemm in block.gemms):
+        vector *= constants.CONVOLUTION_VECTOR * (constants.CONVOLUTION_TF32 if config.precision == "tf32" else 1.0)
     vector *= config.mixtures if block.experts else 1.0
     inside = block.inside * (config.loss if head else vector)
     outside = block.outside * vector
@@ -262,6 +265,7 @@ def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) ->
             backward += shape.rows * shape.n * shape.many * shape.repeated
     forward += held_weights(block, config) * config.casts
     each = constants.CAST_BYTES[config.products] / vector_bandwidth(config.device)
+    each *= config.mixtures if block.experts else 1.0
     return forward * each, backward * each
 
 
@@ -277,22 +281,28 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
     """
     shape = _shape(gemm, config)
     precision: str = config.precision if gemm.batch else config.products or config.precision
-    repeated, spared = shape.repeated, 0.0
+    repeated, read = shape.repeated, 0.0
     if gemm.read:
-        spared = max(shape.rows * shape.k - gemm.read * config.samples, 0.0)
+        read = gemm.read * config.samples * shape.k / gemm.k
         repeated *= constants.CONVOLUTION * _of_products(gemm, config)
 
-    def seconds(m: float, n: float, k: float, kind: str = precision) -> float:
+    def seconds(m: float, n: float, k: float, image: float = read, kind: str = precision) -> float:
+        spared = max(shape.rows * shape.k - image, 0.0) if image else 0.0
         return product_s(config.device, kind, m, n, k, shape.many, spared)
 
     if not backward:
         return repeated * seconds(shape.rows, shape.n, shape.k)
-    inputs = 0.0 if gemm.data else seconds(shape.rows, shape.k, shape.n)
+    inputs = 0.0
+    if not gemm.data:
+        # that of a convolution is one of the gradient of its result, with as many rows as the image has positions
+        rows = read * gemm.taps / shape.k if gemm.taps > 1 else shape.rows
+        wide, summed = shape.k / gemm.taps, shape.n * gemm.taps / max(round(rows / shape.rows), 1)
+        inputs = seconds(rows, wide, summed, shape.rows * shape.n if gemm.taps > 1 else read)
     if config.lora and not gemm.batch:
         return repeated * inputs
     # products in int8 leave the weights' gradients in 16 bits (AQT's default in MaxText)
     kept = config.precision if precision == "int8" else precision
-    return repeated * (inputs + seconds(shape.n, shape.k, shape.rows, kept))
+    return repeated * (inputs + seconds(shape.n, shape.k, shape.rows, kind=kept))
 
 
 class Shape(NamedTuple):
@@ -336,9 +346,12 @@ def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
 
 
 def _of_products(gemm: Gemm, config: BlockConfig) -> float:
-    """Part of a convolution's products that its algorithm computes.
+    """Relative time of a convolution's products by its algorithm.
 
-    Kernels of 3 × 3 are computed by Winograd's in fp32 (arXiv:1509.09308), where tensor cores do not multiply.
+    Kernels of 3 × 3 are computed by Winograd's in fp32 (arXiv:1509.09308), where tensor cores do not multiply. Where
+    they do, those over three dimensions are slower than those over two.
     """
     wide = config.precision == "fp32" and config.device.is_gpu
-    return 1 / constants.WINOGRAD if wide and gemm.k % 9 == 0 and gemm.k % 27 and gemm.k > 9 else 1.0
+    if wide:
+        return 1 / constants.WINOGRAD if gemm.taps == 9 else 1.0
+    return constants.CONVOLUTION_3D if gemm.taps == 27 else 1.0

@@ -19,9 +19,11 @@ GEMM_START_K = CONSTANTS["GEMM_START_K"]
 # of a last wave of tiles that is not full, how much it costs of what is missing: smaller tiles fill it up
 WAVE = CONSTANTS["WAVE"]
 # of the result, and how well each uses a multiprocessor
-TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66))
-# of results that are narrower than these, as those of convolutions with few channels
-NARROW_N, NARROW_TILES = 32, ((256, 32, 0.66), (128, 32, 0.55), (64, 32, 0.45))
+Tiles = tuple[tuple[int, int, float], ...]
+TILES: Tiles = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66))
+# of results that are no wider, as those of convolutions with few channels, where tensor cores do not multiply
+NARROW_N = 32
+NARROW_TILES: Tiles = ((256, 32, 0.66), (128, 32, 0.55), (64, 32, 0.45))
 # among how many multiprocessors a tile's inner loop may be split
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Rows that do not begin on a line of memory are read in more pieces (NVIDIA, "Matrix Multiplication Background User's
@@ -44,6 +46,11 @@ CAST_BYTES = {"int8": 5.0, "fp8": 6.0, "fp8-row": 10.0, "fp8-block": 6.0, "mxfp8
 # Convolutions: how long they take as products, how many fewer products Winograd's algorithm has for 3 × 3 in tiles of
 # 2 × 2, and of the traffic of norms and activations between them, what is left where they are fused
 CONVOLUTION = CONSTANTS["CONVOLUTION"]
+# of those over three dimensions in tensor cores, how much longer they take
+CONVOLUTION_3D = CONSTANTS["CONVOLUTION_3D"]
+# traffic between them in tf32, relative to that in 16 bits: tensor cores take images with their channels last, and tf32
+# is usually left on images that have them first, which are turned on the way (NVIDIA, Convolutional Layers Guide)
+CONVOLUTION_TF32 = CONSTANTS["CONVOLUTION_TF32"]
 WINOGRAD = 2.25
 # width up to which tensor cores take groups of a convolution together: a tile's
 GROUPS_N = 16

@@ -43,7 +43,7 @@ class FrameworkProfile:
         flash: True if attention is one fused kernel that does not store its scores.
         attention: the generation of that kernel: FlashAttention 1, 2, or 3 (also cuDNN's since 9.0).
         vector: memory traffic of kernels beside products, relative to the trace's; below 1 if more are fused.
-        mixtures: the same of layers with experts, relative to `vector`.
+        mixtures: the same of layers with experts, relative to `vector`; of their casts and of their kernels, too.
         graphs: True if kernels are replayed as graphs, without Python.
         blocking: True if Python waits for every kernel (CUDA_LAUNCH_BLOCKING=1).
         keeps: what remat=selective keeps: all but attention's squares, all results of products, or of every second one.

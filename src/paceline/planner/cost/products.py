@@ -49,10 +49,14 @@ def product_s(
         return max(flops / (peak_flops(device, "fp32") * constants.UNALIGNED_BATCH), moved)
     reached = constants.LOW_TOP[precision] if low else alignment or constants.UNALIGNED
     each = peak * constants.GEMM_TOP * reached / device.multiprocessors
-    return max(_tiled_s(m, n, k, many, device.multiprocessors, each), moved)
+    narrow = precision == "fp32" and min(m, n) <= constants.NARROW_N
+    tiles = constants.NARROW_TILES if narrow else constants.TILES
+    return max(_tiled_s(max(m, n), min(m, n), k, many, device.multiprocessors, each, tiles), moved)
 
 
-def _tiled_s(m: float, n: float, k: float, many: float, units: int, each: float) -> float:
+def _tiled_s(
+    m: float, n: float, k: float, many: float, units: int, each: float, sizes: constants.Tiles = constants.TILES
+) -> float:
     """Seconds of products whose result is cut into tiles.
 
     Multiprocessors take one tile each, in waves, the last of which may be almost empty. Of the sizes that libraries
@@ -60,9 +64,10 @@ def _tiled_s(m: float, n: float, k: float, many: float, units: int, each: float)
 
     Args:
         units: multiprocessors of the device; `each`: FLOP/s of one.
+        sizes: of tiles.
     """
     fastest = float("inf")
-    for rows, columns, use in constants.TILES if n > constants.NARROW_N else constants.NARROW_TILES:
+    for rows, columns, use in sizes:
         tiles = ceil(m / rows) * ceil(n / columns) * many
         for split in constants.SPLITS if many == 1 and k >= 2048 else (1,):
             exact = tiles * split / units

@@ -39,8 +39,8 @@ def search(
 
     Args:
         top: number of plans to list, each with other degrees.
-        calibration: measurements of the cluster, or the factors of measured runs, which are common to all its plans;
-            without, the catalogue is used.
+        calibration: measurements of the cluster, or the factors of measured runs, by which the plans found are put in
+            order; without, the catalogue is used.
         base: values of keys that do not vary: precision, sync, compress and the knobs; `Plan()` by default.
 
     Raises:
@@ -62,15 +62,13 @@ def search(
         space, solver = (offloaded, again) if again.found else (space, solver)
     if not solver.found:
         raise nothing_fits(space, solver.rejections, solver.layout)
-    ordered = sorted(solver.found.values(), key=lambda one: (one.prediction.step_time_s, str(one.plan)))[:top]
-    winner = ordered[0]
+    # measured runs may tell plans apart that the cost model does not
+    told = [(c, priced(c.prediction, job, cluster, c.plan, c.layout)) for c in solver.found.values()]
+    told = sorted(told, key=lambda one: (one[1].step_time_s, str(one[0].plan)))[:top]
+    winner = told[0][0]
     best = [
-        replace(
-            c,
-            prediction=priced(c.prediction, job, cluster, c.plan, c.layout),
-            why=why_it_loses(c, winner) if c is not winner else why_it_wins(winner),
-        )
-        for c in ordered
+        replace(c, prediction=prediction, why=why_it_loses(c, winner) if c is not winner else why_it_wins(winner))
+        for c, prediction in told
     ]
     found = SearchResult(
         best=tuple(best),

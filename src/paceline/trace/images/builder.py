@@ -46,10 +46,11 @@ class ImageBuilder:
         read = self.elements
         size = tuple((side if padded else side - kernel + 1) for side in self.size)
         self.size = tuple(-(-side // stride) for side in size)
-        into = self.channels // groups * kernel ** len(size)
+        taps = kernel ** len(size)
+        into = self.channels // groups * taps
         rows = float(prod(self.size))
         first = not self._blocks and not self._gemms
-        self._gemms.append(Gemm(rows, out // groups, into, times=groups, read=read / groups, data=first))
+        self._gemms.append(Gemm(rows, out // groups, into, times=groups, read=read / groups, taps=taps, data=first))
         self._matrices += out * into
         return self._behind(out, norm, activation, bias)
 

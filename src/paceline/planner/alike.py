@@ -1,0 +1,82 @@
+"""Measured runs that are like a plan: what their errors say of its prediction.
+
+A Gaussian process (Rasmussen and Williams, 2006, chapter 2) over a few properties of a run, for each framework.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.planner.cost.layout import Layout
+
+Floats = NDArray[np.float64]
+
+# Standard deviations of logarithms: of what runs that are alike have in common beside their factor, and of each around
+# that, of which one in some is far off (Student's t of so many degrees of freedom)
+COMMON, OWN, DEGREES = 0.10, 0.05, 4.0
+# Doublings by which two runs differ to have e^-½ of it in common: of the samples' tokens in a microbatch and of ranks of
+# tp, which make the shapes of products; of a sample's FLOPs; of stages, microbatches and ranks
+SHAPES, WORK, OTHERS = 0.6, 1.0, 4.0
+_ROUNDS = 15
+
+
+@dataclass(frozen=True, eq=False)
+class Alike:
+    """Errors of measured runs, to be asked for those of others.
+
+    Attributes:
+        left: of each run, the logarithm that the other runs do not explain.
+    """
+
+    layouts: tuple[Layout, ...]
+    weights: Floats
+    left: tuple[float, ...]
+
+    def log(self, layout: Layout) -> float:
+        """Logarithm of measured / predicted that is expected of a run beside its factor."""
+        return float(_common((layout,), self.layouts)[0] @ self.weights)
+
+
+def alike(layouts: Sequence[Layout], logs: Sequence[float]) -> Alike:
+    """What measured runs have in common with those that are like them.
+
+    Args:
+        logs: logarithms of measured / predicted that factors leave. Only differences between runs of a framework count.
+    """
+    by_framework: dict[str, list[float]] = defaultdict(list)
+    for layout, log in zip(layouts, logs, strict=True):
+        by_framework[layout.framework.name].append(log)
+    usual = {name: median(found) for name, found in by_framework.items()}
+    errors = np.array([log - usual[layout.framework.name] for layout, log in zip(layouts, logs, strict=True)])
+    common, trust = _common(layouts, layouts), np.ones(len(errors))
+    for _ in range(_ROUNDS):
+        inverse = np.linalg.inv(common + np.diag(OWN**2 / trust))
+        weights = inverse @ errors
+        trust = (DEGREES + 1) / (DEGREES + ((errors - common @ weights) / OWN) ** 2)
+    left = weights / np.diag(inverse)  # of each run, predicted by the others (the book's section 5.4.2)
+    return Alike(tuple(layouts), weights, tuple(left.tolist()))
+
+
+def _common(some: Sequence[Layout], others: Sequence[Layout]) -> Floats:
+    """Covariances of each run of some with each of others."""
+    apart = (np.array([_place(one) for one in some])[:, None] - np.array([_place(one) for one in others])) ** 2
+    same = [[one.framework.name == other.framework.name for other in others] for one in some]
+    return np.asarray(COMMON**2 * np.exp(-0.5 * apart.sum(axis=-1)) * same)
+
+
+def _place(layout: Layout) -> tuple[float, ...]:
+    """Properties of a run, in lengths over which errors change."""
+    shapes = log2(layout.samples * max(layout.trace.tokens, 1)), log2(layout.tp)
+    others = log2(layout.pp), log2(layout.microbatches), log2(layout.ranks)
+    return (
+        *(value / SHAPES for value in shapes),
+        log2(max(layout.trace.flops, 1.0)) / WORK,
+        *(value / OTHERS for value in others),
+    )
