@@ -4,9 +4,10 @@ How far off, and how good is its choice?
 
     python benchmarks/published.py [--tables DIR] [--plot FILE] [--rows] [--json]
 
-Every usable row of every table counts, and is predicted twice. *Calibrated*: with a factor for its software and
-hardware (`paceline plan --calibrate-on`), found on the tenth of the table's rows that are set aside for that and not
-scored. *Cold*: with constants that were fitted without any row of the table (`tables/fits.json`, by
+Every usable row of every table counts, and is predicted twice. *Calibrated*: corrected as `paceline plan
+--calibrate-on` does, by the tenth of the table's rows that are set aside for that and not scored: a factor for its
+software and hardware, and what runs that are like it have in common beside that (`one_factor_` figures are without the
+latter). *Cold*: with constants that were fitted without any row of the table (`tables/fits.json`, by
 `published_fit.py --cold`; a table that is not there was never fitted), and without a factor.
 
 Of every table: rows, error of the step time calibrated and cold, the null model (one share of the peak, fitted to the
@@ -15,10 +16,10 @@ group of rows of equal model, batch, hardware, precision and framework with diff
 plan that is predicted fastest / the best measured − 1; the error of the memory; how often the 80 % interval holds; and
 rows that are not used, with why.
 
-Figures: `mean_error`, `mean_over_tables`, `p90_error` (calibrated), `cold_mean_error`, `cold_mean_over_tables`,
-`mean_regret`, `tables_worse_than_null` (calibrated), `false_oom` (share of the rows that ran which are predicted not to
-fit), `missed_oom` (rows that ran out of memory and are predicted to fit), `memory_median_error`, `coverage_80`,
-`unusable_share`; those of each table with `_of_` and its name.
+Figures: `mean_error`, `mean_over_tables`, `p90_error` (calibrated), `one_factor_mean_error`, `cold_mean_error`,
+`cold_mean_over_tables`, `mean_regret`, `tables_worse_than_null` (calibrated), `false_oom` (share of the rows that ran
+which are predicted not to fit), `missed_oom` (rows that ran out of memory and are predicted to fit),
+`memory_median_error`, `coverage_80`, `unusable_share`; those of each table with `_of_` and its name.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def predict(rows: Sequence[Row], aside: set[tuple[str, int]]) -> list[Predicted]
         own = [row for row in rows if row.table == table]
         few = [row for row in own if row.place in aside]
         kept = [row for row in own if row.place not in aside]
-        factors = adjustment(few, _seconds)
+        factors, factor_alone = adjustment(few, _seconds), adjustment(few, _seconds, rounds=0)
         timed = [row for row in kept if row.seconds]
         nulls = {row.place: seconds for row, seconds in zip(timed, null_seconds(timed), strict=True)}
         for row in kept:
@@ -95,6 +96,7 @@ def predict(rows: Sequence[Row], aside: set[tuple[str, int]]) -> list[Predicted]
                 Predicted(
                     row,
                     seconds,
+                    one.step_time_s * factor_alone.factor(row.layout),
                     cold.get(row.place, math.nan),
                     nulls.get(row.place, math.nan),
                     _memory_gib(row, one),
@@ -115,6 +117,8 @@ def figures(predicted: Sequence[Predicted], skipped: Sequence[Skipped]) -> dict[
         "mean_error": total.mean_error,
         "mean_over_tables": mean([found.mean_error for found in timed.values()]),
         "p90_error": total.p90_error,
+        "one_factor_mean_error": total.factor_error,
+        "one_factor_mean_over_tables": mean([found.factor_error for found in timed.values()]),
         "cold_mean_error": total.cold_error,
         "cold_mean_over_tables": mean([found.cold_error for found in timed.values()]),
         "mean_regret": total.mean_regret,

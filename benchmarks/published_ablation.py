@@ -3,9 +3,9 @@
     python benchmarks/published_ablation.py [--tables DIR] [--json]
 
 Every piece is taken out alone, the factor of each table is found again on its set-aside rows, and the other constants
-stay: what a refit would hide is part of what the piece does. Columns: the mean error of all rows and over tables
-without it, both less those with it, and the rows whose step time it moves by more than 1 %, with their error before
-and after. A piece that is not worth its place has no or a negative difference.
+stay: what a refit would hide is part of what the piece does. Runs that are alike correct nothing here. Columns: the
+mean error of all rows and over tables without it, both less those with it, and the rows whose step time it moves by
+more than 1 %, with their error before and after. A piece that is not worth its place has no or a negative difference.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def flat_attention(speed: attention.KernelSpeed) -> dict[tuple[Any, str], object
     return {(attention, "KERNELS"): {kernel: {"": speed} for kernel in attention.KERNELS}}
 
 
-def _untiled_s(m: float, n: float, k: float, many: float, units: int, each: float) -> float:
+def _untiled_s(m: float, n: float, k: float, many: float, units: int, each: float, sizes: constants.Tiles) -> float:
     return 2 * m * n * k * many / (units * each)
 
 
@@ -136,6 +136,18 @@ PIECES = (
     Piece("Winograd's products in fp32", "arXiv:1509.09308", constant(WINOGRAD=1.0)),
     Piece("convolutions' groups together", "assumed", constant(GROUPS_N=0.0)),
     Piece("products and traffic of convolutions", "fitted", constant(CONVOLUTION=1.0, CONVOLUTION_VECTOR=1.0)),
+    Piece(
+        "the gradient of a convolution's image is a convolution",
+        "NVIDIA, Convolutional Layers Guide",
+        {(compute, "_gradient_of_inputs"): lambda _, shape, read: (shape.rows, shape.k, shape.n, read)},
+    ),
+    Piece("convolutions over three dimensions", "fitted", constant(CONVOLUTION_3D=1.0)),
+    Piece(
+        "images with channels first in tf32",
+        "NVIDIA, Convolutional Layers Guide; fitted",
+        constant(CONVOLUTION_TF32=1.0),
+    ),
+    Piece("narrow tiles beside tensor cores", "assumed", constant(NARROW_N=0)),
     Piece("adapters train less", "arXiv:2106.09685", layout=lambda layout: replace(layout, lora=0)),
     Piece("the update", "bytes moved; fitted", constant(OPTIMIZER_PASSES=0.0)),
     Piece("a fixed time of each step", "fitted", constant(STEP_S=0.0)),
@@ -197,7 +209,8 @@ def errors(
     for table in dict.fromkeys(row.table for row in rows):
         own = [row for row in rows if row.table == table]
         known = {id(row.layout): seconds[row.place] for row in own}
-        factors = adjustment([row for row in own if row.place in aside], lambda layout, known=known: known[id(layout)])  # type: ignore[misc]
+        few = [row for row in own if row.place in aside]
+        factors = adjustment(few, lambda layout, known=known: known[id(layout)], rounds=0)  # type: ignore[misc]
         for row in own:
             if row.place not in aside and row.seconds:
                 by_row[row.place] = abs(seconds[row.place] * factors.factor(row.layout) / row.seconds - 1)

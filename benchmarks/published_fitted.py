@@ -3,15 +3,23 @@
     python benchmarks/published_fitted.py [--tables DIR]
 
 A value rests on a set-aside row if the row's time changes by more than half a percent when the value changes by a
-tenth.
+tenth. Then, for the spreads and lengths by which measured runs that are alike correct predictions (`planner/alike.py`):
+the mean error of set-aside rows, each predicted by the others of its table, with a half of the value, it, and twice it.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from paceline.planner import alike
+from paceline.planner.adjustment import adjustment
+from paceline.planner.cost.estimate import estimate
+from paceline.planner.tables.rows import Row
 from published_fit import free_of, in_use, predicted
 from published_rows import TABLES, read, set_aside
 
@@ -41,6 +49,24 @@ def main() -> None:
             )
             print(f"| `{free.name}` | {free.assumed:.3g} | {values[free.name]:.3g} | {told + more or 'none'} |")
     predicted([], values)
+    print("\n| beside factors | half | as it is | twice |\n|---|---|---|---|")
+    for name in ("COMMON", "OWN", "SHAPES", "WORK", "OTHERS"):
+        value = getattr(alike, name)
+        tried = []
+        for times in (0.5, 1.0, 2.0):
+            setattr(alike, name, value * times)
+            tried.append(f"{left_out(kept):.2%}")
+        setattr(alike, name, value)
+        print(f"| `{name}` = {value:g} | {' | '.join(tried)} |")
+
+
+def left_out(rows: Sequence[Row]) -> float:
+    """Mean error of rows, each predicted by the others of its table."""
+    errors: list[float] = []
+    for table in dict.fromkeys(row.table for row in rows):
+        found = adjustment([row for row in rows if row.table == table], lambda layout: estimate(layout).step_time_s)
+        errors += np.abs(np.expm1(found.errors)).tolist()
+    return float(np.mean(errors))
 
 
 if __name__ == "__main__":

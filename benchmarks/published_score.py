@@ -25,7 +25,8 @@ class Predicted:
     """A row, and what was predicted of it.
 
     Attributes:
-        seconds: with the factor of its table's set-aside rows.
+        seconds: as corrected by its table's set-aside rows.
+        factor_s: the same by one factor for its software, hardware and precision, whatever else it is like.
         cold_s: with constants that no row of its table was used for.
         null_s: by the null model.
         memory_gib: as the row counts it, activations alone or all.
@@ -34,6 +35,7 @@ class Predicted:
 
     row: Row
     seconds: float
+    factor_s: float
     cold_s: float
     null_s: float
     memory_gib: float
@@ -58,6 +60,7 @@ class Score:
 
     Attributes:
         bias: the median of predicted / measured.
+        factor_error: the mean error by one factor alone.
         cold_error, cold_bias: the same of predictions without the table.
         regret: for groups of different plans for equal work: measured time of the plan predicted fastest / of the
             fastest − 1, mean and worst. Of plans in a tie the mean counts; `ties` is the number of such groups.
@@ -71,6 +74,7 @@ class Score:
     median_error: float
     p90_error: float
     bias: float
+    factor_error: float
     cold_error: float
     cold_bias: float
     rank_correlation: float
@@ -105,6 +109,7 @@ def score(predicted: Sequence[Predicted]) -> Score:
         median_error=quantile(errors, 0.5),
         p90_error=quantile(errors, 0.9),
         bias=quantile([each.seconds / each.measured_s for each in timed], 0.5),
+        factor_error=mean([abs(each.factor_s / each.measured_s - 1) for each in timed]),
         cold_error=mean([abs(each.cold_s / each.measured_s - 1) for each in timed]),
         cold_bias=quantile([each.cold_s / each.measured_s for each in timed], 0.5),
         rank_correlation=_rank_correlation([each.seconds for each in timed], measured),

@@ -166,7 +166,7 @@ def test_cold_predictions_leave_what_is_fitted_as_it_was(fits: Any, rows: Any) -
 def test_the_fit_finds_what_rows_were_made_with(fits: Any, rows: Any) -> None:
     every, _ = rows.read([fits.TABLES / "megatron_sc21_table1.csv"])
     slowed = [replace(row, seconds=1.15 * fits.estimate(row.layout).step_time_s) for row in every]
-    values = fits.fit(slowed, rounds=6)
+    values = fits.composed(fits.fit(slowed, rounds=6))
     name = f"{every[0].layout.framework.name}:derating"
     errors = [seconds / row.seconds - 1 for row, seconds in fits.predicted(slowed, values)]
     fits.predicted([], fits.in_use())
@@ -200,7 +200,8 @@ def test_regret_is_what_the_choice_costs_and_ties_are_told(scores: Any, rows: An
     def predicted(*seconds: float) -> list[Any]:
         interval = Interval(1.0, 2.0, "")
         return [
-            scores.Predicted(row, one, one, 1.0, 1.0, True, interval) for row, one in zip(used, seconds, strict=True)
+            scores.Predicted(row, one, one, one, 1.0, 1.0, True, interval)
+            for row, one in zip(used, seconds, strict=True)
         ]
 
     assert scores.score(predicted(9.0, 8.0)).mean_regret == pytest.approx(0.2)
@@ -211,7 +212,7 @@ def test_regret_is_what_the_choice_costs_and_ties_are_told(scores: Any, rows: An
 
 def test_the_same_plan_twice_is_no_choice(scores: Any, rows: Any, tmp_path: Path) -> None:
     used, _ = rows.read([table(tmp_path, {"step_time_s": "10"}, {"step_time_s": "12"}) / "runs.csv"])
-    same = [scores.Predicted(row, 9.0, 9.0, 1.0, 1.0, True, Interval(1.0, 20.0, "")) for row in used]
+    same = [scores.Predicted(row, 9.0, 9.0, 9.0, 1.0, 1.0, True, Interval(1.0, 20.0, "")) for row in used]
     assert scores.score(same).groups == 0
     assert scores.score(same).coverage == 1.0
 

@@ -28,7 +28,7 @@ Basis: TypeAlias = "Calibration | Adjustment"
 FACTOR_SPREADS, RUN_SPREAD, DEGREES = (0.12, 0.08, 0.05, 0.05), 0.14, 4.0
 # Standard deviations of log(measured / predicted) that are assumed before any is seen, and for how many runs they
 # count: with a factor, and without one (`benchmarks/published.py`, rows that no constant was fitted on)
-SPREAD, COLD_SPREAD, SPREAD_RUNS = 0.085, 0.17, 3.0
+SPREAD, COLD_SPREAD, SPREAD_RUNS = 0.075, 0.17, 3.0
 # The same where parts of the job were measured on the machine: nine in ten of 53 plans on two cores were less than
 # 16.2 % off (`benchmarks/planner_local.py`, docs/results.md), which is 1.645 such deviations
 MEASURED_SPREAD = 0.1
@@ -36,6 +36,7 @@ MEASURED_SPREAD = 0.1
 RATIO_SPREAD = 0.04
 COVERED = 0.8  # of measured times, inside of an interval
 
+_ROUNDS = 5
 _KINDS = 3  # what tells software, hardware and precision apart: the length of the longest keys
 
 Key = tuple[str, ...]
@@ -94,11 +95,30 @@ class Adjustment:
         return math.sqrt(squares / (SPREAD_RUNS + len(self.errors)))
 
 
-def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float]) -> Adjustment:
-    """Factors of some measured runs. A software and hardware with few runs stays near to what all runs say."""
+def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float], *, rounds: int = _ROUNDS) -> Adjustment:
+    """Factors of some measured runs, and what those that are alike have in common beside these.
+
+    A software and hardware with few runs stays near to what all runs say.
+
+    Args:
+        rounds: times that factors, and what runs have in common beside them, are each found with the other as it was;
+            0: factors alone.
+    """
+    from paceline.planner.alike import alike  # numpy takes a while
+
     pairs = [(row.layout, math.log(row.seconds / predicted_s(row.layout))) for row in runs if row.seconds]
     if not pairs:
         return Adjustment()
+    layouts, logs, near = [layout for layout, _ in pairs], _factors(pairs), None
+    for _ in range(rounds):
+        near = alike(layouts, [log - _log_of_kind(layout, logs) for layout, log in pairs])
+        logs = _factors([(layout, log - near.log(layout)) for layout, log in pairs])
+    left = near.left if near else [log - _log_of_kind(layout, logs) for layout, log in pairs]
+    return Adjustment(logs, tuple(_left(pairs, left)), near)
+
+
+def _factors(pairs: Sequence[tuple[Layout, float]]) -> dict[Key, float]:
+    """Logarithms of the factors of all runs, of each framework, and so on."""
     by_key: dict[Key, list[float]] = defaultdict(list)
     parents: dict[Key, Key] = {}
     for layout, log in pairs:
@@ -110,10 +130,7 @@ def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float]) -> A
         above = logs[parents[key]] if key else 0.0
         alone = bool(key) and len(by_key[key]) == len(by_key[parents[key]])
         logs[key] = above if alone else _likeliest(by_key[key], above, FACTOR_SPREADS[len(key)])
-    from paceline.planner.alike import alike  # numpy takes a while
-
-    near = alike([layout for layout, _ in pairs], [log - _log_of_kind(layout, logs) for layout, log in pairs])
-    return Adjustment(logs, tuple(_left(pairs, near.left)), near)
+    return logs
 
 
 def adjusted(prediction: Prediction, layout: Layout) -> Prediction:

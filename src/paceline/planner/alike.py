@@ -21,8 +21,9 @@ Floats = NDArray[np.float64]
 # Standard deviations of logarithms: of what runs that are alike have in common beside their factor, and of each around
 # that, of which one in some is far off (Student's t of so many degrees of freedom)
 COMMON, OWN, DEGREES = 0.10, 0.05, 4.0
-# Doublings by which two runs differ to have e^-½ of it in common: of the samples' tokens in a microbatch and of ranks of
-# tp, which make the shapes of products; of a sample's FLOPs; of stages, microbatches and ranks
+# Doublings by which two runs differ to have e^-½ of it in common: of a microbatch's tokens and of ranks of tp, which
+# make the shapes of products; of a sample's FLOPs; of stages, microbatches and ranks. Round values near those with
+# which set-aside rows, each left out in turn, are predicted best by the others of their table
 SHAPES, WORK, OTHERS = 0.6, 1.0, 4.0
 _ROUNDS = 15
 

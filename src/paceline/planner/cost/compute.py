@@ -292,17 +292,24 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
 
     if not backward:
         return repeated * seconds(shape.rows, shape.n, shape.k)
-    inputs = 0.0
-    if not gemm.data:
-        # that of a convolution is one of the gradient of its result, with as many rows as the image has positions
-        rows = read * gemm.taps / shape.k if gemm.taps > 1 else shape.rows
-        wide, summed = shape.k / gemm.taps, shape.n * gemm.taps / max(round(rows / shape.rows), 1)
-        inputs = seconds(rows, wide, summed, shape.rows * shape.n if gemm.taps > 1 else read)
+    inputs = 0.0 if gemm.data else seconds(*_gradient_of_inputs(gemm, shape, read))
     if config.lora and not gemm.batch:
         return repeated * inputs
     # products in int8 leave the weights' gradients in 16 bits (AQT's default in MaxText)
     kept = config.precision if precision == "int8" else precision
     return repeated * (inputs + seconds(shape.n, shape.k, shape.rows, kind=kept))
+
+
+def _gradient_of_inputs(gemm: Gemm, shape: Shape, read: float) -> tuple[float, float, float, float]:
+    """Rows, width and summed dimension of the product that is the gradient of a left operand, and elements it reads.
+
+    That of a convolution is one of the result's gradient, with as many rows as the image has positions.
+    """
+    if gemm.taps == 1:
+        return shape.rows, shape.k, shape.n, read
+    rows = read * gemm.taps / shape.k
+    summed = shape.n * gemm.taps / max(round(rows / shape.rows), 1)
+    return rows, shape.k / gemm.taps, summed, shape.rows * shape.n
 
 
 class Shape(NamedTuple):

@@ -70,8 +70,8 @@ class SearchResult:
         best: the fastest first; of each set of degrees only its best variant.
         excluded: the reasons, the most plans first.
         considered: number of plans in the space: all combinations of degrees, microbatches and variants, legal or not.
-        gap: relative time by which the best may miss the optimum that the cost model predicts, before measured runs
-            correct it: 0 when all other plans were evaluated or bounded away, 1 if nothing is known of the untried ones.
+        gap: relative time by which the best may miss the optimum, as predicted before measured runs correct it: 0 when
+            all other plans were evaluated or bounded away, 1 if nothing is known of the untried ones.
         seconds: duration of the search.
         evaluated: number of plans predicted in full.
         pruned: number of plans that a lower bound, or dominance, excluded without a prediction.
