@@ -119,6 +119,7 @@ def figures(predicted: Sequence[Predicted], skipped: Sequence[Skipped]) -> dict[
         "p90_error": total.p90_error,
         "one_factor_mean_error": total.factor_error,
         "one_factor_mean_over_tables": mean([found.factor_error for found in timed.values()]),
+        "one_factor_mean_regret": total.factor_regret,
         "cold_mean_error": total.cold_error,
         "cold_mean_over_tables": mean([found.cold_error for found in timed.values()]),
         "mean_regret": total.mean_regret,

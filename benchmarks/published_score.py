@@ -60,7 +60,7 @@ class Score:
 
     Attributes:
         bias: the median of predicted / measured.
-        factor_error: the mean error by one factor alone.
+        factor_error, factor_regret: the mean error and regret by one factor alone.
         cold_error, cold_bias: the same of predictions without the table.
         regret: for groups of different plans for equal work: measured time of the plan predicted fastest / of the
             fastest − 1, mean and worst. Of plans in a tie the mean counts; `ties` is the number of such groups.
@@ -75,6 +75,7 @@ class Score:
     p90_error: float
     bias: float
     factor_error: float
+    factor_regret: float
     cold_error: float
     cold_bias: float
     rank_correlation: float
@@ -110,6 +111,7 @@ def score(predicted: Sequence[Predicted]) -> Score:
         p90_error=quantile(errors, 0.9),
         bias=quantile([each.seconds / each.measured_s for each in timed], 0.5),
         factor_error=mean([abs(each.factor_s / each.measured_s - 1) for each in timed]),
+        factor_regret=mean([regret(group, lambda each: each.factor_s)[0] for group in groups]),
         cold_error=mean([abs(each.cold_s / each.measured_s - 1) for each in timed]),
         cold_bias=quantile([each.cold_s / each.measured_s for each in timed], 0.5),
         rank_correlation=_rank_correlation([each.seconds for each in timed], measured),

@@ -232,6 +232,7 @@ def test_work_between_single_layers_is_not_lost() -> None:
     assert [block.boundary for block in found][::2] == [16 * 32 * 32, 32 * 16 * 16, 128, 10]
     convolution = found.blocks[0].gemms[0]
     assert (convolution.rows, convolution.n, convolution.k, convolution.read) == (32 * 32, 16, 27, 3 * 32 * 32)
+    assert convolution.taps == 9
     assert found.tokens == 1
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, at_power
 from paceline.job.read.dimensions import Dimensions
+from paceline.planner.cost import constants
 from paceline.planner.cost.compute import BlockTime, _casts_s, block_config, block_time, gemm_s
 from paceline.planner.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
@@ -172,7 +173,7 @@ def test_the_rank_with_the_busiest_experts_keeps_all_others_waiting(imbalance: f
 def convolution(width: int, precision: str, spatial: int) -> float:
     """TFLOP/s of a convolution's products in the forward pass."""
     pixels = 56 * 56
-    gemm = Gemm(rows=pixels, n=width, k=width * spatial, read=float(pixels * width))
+    gemm = Gemm(rows=pixels, n=width, k=width * spatial, read=float(pixels * width), taps=spatial)
     layout = laid_out(A100, ModelTrace((BlockTrace("layer", gemms=(gemm,)),)), samples=64.0, precision=precision)
     return gemm.flops * 64 / gemm_s(gemm, block_config(layout)) / 1e12
 
@@ -192,6 +193,41 @@ def test_a_convolution_reads_its_image_once_not_once_for_each_place_of_its_kerne
         for gemm in (image, unfolded)
     )
     assert once < 0.6 * again
+
+
+@given(st.integers(1, 8), st.sampled_from([1, 9, 27]), st.sampled_from(["bf16", "fp32"]))
+def test_the_gradient_of_an_image_takes_as_long_as_the_convolution(width: int, taps: int, precision: str) -> None:
+    """With as many channels as results; summed over these alone, narrow ones would seem to take three times as long."""
+    width, pixels = 32 * width, 56 * 56
+    gemm = Gemm(rows=pixels, n=width, k=width * taps, read=float(pixels * width), taps=taps)
+    config = block_config(laid_out(A100, precision=precision, samples=16.0))
+    forward, both = gemm_s(gemm, config), gemm_s(gemm, config, backward=True)
+    weights = gemm_s(replace(gemm, data=True), config, backward=True)
+    assert both - weights == pytest.approx(forward, rel=1e-6)
+
+
+def test_the_gradient_of_a_convolution_with_strides_has_the_places_of_its_image() -> None:
+    config = block_config(laid_out(A100, samples=16.0))
+    strided = Gemm(rows=28 * 28, n=256, k=256 * 9, read=float(56 * 56 * 256), taps=9)
+    as_products = replace(strided, taps=1)
+    both, alike = (gemm_s(gemm, config, backward=True) for gemm in (strided, as_products))
+    assert both == pytest.approx(alike, rel=0.25)  # as many FLOPs
+
+
+def test_convolutions_over_three_dimensions_are_slower_where_tensor_cores_multiply() -> None:
+    assert convolution(64, "bf16", 27) < 0.8 * convolution(64, "bf16", 9)
+    assert convolution(64, "fp32", 27) > 0.9 * convolution(64, "fp32", 25)
+
+
+def test_images_with_channels_first_are_turned_in_tf32() -> None:
+    gemm = Gemm(rows=56 * 56, n=64, k=64 * 9, read=56.0 * 56 * 64, taps=9)
+    whole = BlockTrace("layer", gemms=(gemm,), inside=1e7)
+    passes = [
+        block_time(replace(whole, inside=inside), block_config(laid_out(A100, precision=precision))).others_s
+        for precision in ("tf32", "fp32")
+        for inside in (whole.inside, 0.0)
+    ]
+    assert passes[0] - passes[1] == pytest.approx(constants.CONVOLUTION_TF32 * (passes[2] - passes[3]), rel=1e-6)
 
 
 def test_a_layer_that_reads_data_has_no_gradient_of_its_input() -> None:
