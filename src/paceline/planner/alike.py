@@ -12,7 +12,7 @@ from math import log2
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from paceline.planner.cost.layout import Layout
 
@@ -33,16 +33,19 @@ class Alike:
     """Errors of measured runs, to be asked for those of others.
 
     Attributes:
+        places: of the runs, `_place` of each.
+        frameworks: of the runs.
         left: of each run, the logarithm that the other runs do not explain.
     """
 
-    layouts: tuple[Layout, ...]
+    places: Floats
+    frameworks: tuple[str, ...]
     weights: Floats
     left: tuple[float, ...]
 
     def log(self, layout: Layout) -> float:
         """Logarithm of measured / predicted that is expected of a run beside its factor."""
-        return float(_common((layout,), self.layouts)[0] @ self.weights)
+        return float(_common([_place(layout)], [layout.framework.name], self.places, self.frameworks)[0] @ self.weights)
 
 
 def alike(layouts: Sequence[Layout], logs: Sequence[float]) -> Alike:
@@ -51,24 +54,24 @@ def alike(layouts: Sequence[Layout], logs: Sequence[float]) -> Alike:
     Args:
         logs: logarithms of measured / predicted that factors leave. Only differences between runs of a framework count.
     """
+    places, frameworks = np.array([_place(one) for one in layouts]), tuple(one.framework.name for one in layouts)
     by_framework: dict[str, list[float]] = defaultdict(list)
-    for layout, log in zip(layouts, logs, strict=True):
-        by_framework[layout.framework.name].append(log)
-    usual = {name: median(found) for name, found in by_framework.items()}
-    errors = np.array([log - usual[layout.framework.name] for layout, log in zip(layouts, logs, strict=True)])
-    common, trust = _common(layouts, layouts), np.ones(len(errors))
+    for name, log in zip(frameworks, logs, strict=True):
+        by_framework[name].append(log)
+    errors = np.array([log - median(by_framework[name]) for name, log in zip(frameworks, logs, strict=True)])
+    common, trust = _common(places, frameworks, places, frameworks), np.ones(len(errors))
     for _ in range(_ROUNDS):
         inverse = np.linalg.inv(common + np.diag(OWN**2 / trust))
         weights = inverse @ errors
         trust = (DEGREES + 1) / (DEGREES + ((errors - common @ weights) / OWN) ** 2)
     left = weights / np.diag(inverse)  # of each run, predicted by the others (the book's section 5.4.2)
-    return Alike(tuple(layouts), weights, tuple(left.tolist()))
+    return Alike(places, frameworks, weights, tuple(left.tolist()))
 
 
-def _common(some: Sequence[Layout], others: Sequence[Layout]) -> Floats:
-    """Covariances of each run of some with each of others."""
-    apart = (np.array([_place(one) for one in some])[:, None] - np.array([_place(one) for one in others])) ** 2
-    same = [[one.framework.name == other.framework.name for other in others] for one in some]
+def _common(places: ArrayLike, names: Sequence[str], others: ArrayLike, other_names: Sequence[str]) -> Floats:
+    """Covariances of each of some runs with each of others."""
+    apart = (np.asarray(places)[:, None] - np.asarray(others)) ** 2
+    same = np.asarray(names)[:, None] == np.asarray(other_names)
     return np.asarray(COMMON**2 * np.exp(-0.5 * apart.sum(axis=-1)) * same)
 
 
