@@ -162,7 +162,16 @@ def _scores(predicted: Sequence[Predicted]) -> dict[str, Score]:
 
 
 def _few(found: Score) -> list[tuple[str, float]]:
-    kept = ("rows", "mean_error", "factor_error", "cold_error", "mean_regret", "coverage", "memory_median_error", "null_mean_error")
+    kept = (
+        "rows",
+        "mean_error",
+        "factor_error",
+        "cold_error",
+        "mean_regret",
+        "coverage",
+        "memory_median_error",
+        "null_mean_error",
+    )
     return [(name, value) for name, value in asdict(found).items() if name in kept and not math.isnan(value)]
 
 

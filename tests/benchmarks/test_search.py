@@ -12,8 +12,8 @@ import pytest
 def test_a_run_is_a_process_of_its_own_that_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     benchmark = importlib.import_module("search")
-    run = benchmark.run_once()
+    run = benchmark.run_once("trillion")
     assert not run["torch"]
     assert run["considered"] > 1_000_000
-    assert "dp=" in benchmark.table(run)
-    assert set(benchmark.figures([run])) >= {"trillion_seconds", "trillion_mb", "trillion_gap"}
+    assert "dp=" in benchmark.table("trillion", run)
+    assert set(benchmark.figures("trillion", [run])) >= {"trillion_seconds", "trillion_mb", "trillion_gap"}

@@ -34,7 +34,12 @@ def job(**federate: Any) -> Job:
         "schedule": {"name": "cosine"},
         "global_batch": 32,
         "stop": {"steps": ROUNDS},
-        "federate": {"clients": CLIENTS, "partition": {"kind": "dirichlet", "alpha": 0.5}, **federate},
+        "federate": {
+            "clients": CLIENTS,
+            "partition": {"kind": "dirichlet", "alpha": 0.5},
+            "deadline_s": 280,
+            **federate,
+        },
     }
     return Job.model_validate(values)
 

@@ -149,6 +149,7 @@ HEADER = values._header_of(torch.float32, (4,))
         (extension(values._LARGE_TENSOR, HEADER + b"more"), bytes(64)),
         (extension(values._LARGE_TENSOR, values._header_of(torch.float32, (2**40, 2**40))), bytes(64)),
         (extension(values._LARGE_TENSOR, values._header_of(torch.float32, (0,))), bytes(64)),
+        (extension(values._TENSOR, values._header_of(torch.float32, (0, 0, 2**24, 2**40))), b""),
         (extension(values._LARGE_BYTES, (2**63).to_bytes(8, "little")), bytes(64)),
         (extension(values._LARGE_BYTES, b"short"), bytes(64)),
         (extension(99, b""), b""),

@@ -232,7 +232,8 @@ def _read_header(header: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
     dimensions, number = header[:2]
     shape = struct.unpack_from(f"<{dimensions}Q", header, _HEADER_BYTES)
     count = math.prod(shape)
-    if number >= len(_DTYPES) or any(header[2:_HEADER_BYTES]) or max(count, *shape, 0) >= 2**48:
+    strides = math.prod(max(size, 1) for size in shape)  # those of an empty tensor must fit into 64 bits, too
+    if number >= len(_DTYPES) or any(header[2:_HEADER_BYTES]) or max(strides, *shape, 0) >= 2**48:
         raise RemoteError("the peer sent a tensor of an impossible dtype or shape")
     return _DTYPES[number], shape, count
 
