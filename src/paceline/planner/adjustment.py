@@ -61,7 +61,7 @@ class Adjustment:
         return self.factor_of_kind(layout) * math.exp(self.near.log(layout) if self.near else 0.0)
 
     def factor_of_kind(self, layout: Layout) -> float:
-        """The same for a layout's software, hardware and precision alone."""
+        """Factor of a layout's software, hardware and precision alone."""
         return math.exp(_log_of_kind(layout, self.logs))
 
     def interval(self, layout: Layout, step_time_s: float) -> Interval:
@@ -96,7 +96,7 @@ class Adjustment:
 
 
 def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float], *, rounds: int = _ROUNDS) -> Adjustment:
-    """Factors of some measured runs, and what those that are alike have in common beside these.
+    """Factors of measured runs, and what those that are alike have in common beside.
 
     A software and hardware with few runs stays near to what all runs say.
 

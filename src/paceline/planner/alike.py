@@ -49,7 +49,7 @@ class Alike:
 
 
 def alike(layouts: Sequence[Layout], logs: Sequence[float]) -> Alike:
-    """What measured runs have in common with those that are like them.
+    """Errors of measured runs, as those that are like them share these.
 
     Args:
         logs: logarithms of measured / predicted that factors leave. Only differences between runs of a framework count.

@@ -301,7 +301,7 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
 
 
 def _gradient_of_inputs(gemm: Gemm, shape: Shape, read: float) -> tuple[float, float, float, float]:
-    """Rows, width and summed dimension of the product that is the gradient of a left operand, and elements it reads.
+    """Product that is the gradient of a left operand: rows, width, summed dimension, elements read.
 
     That of a convolution is one of the result's gradient, with as many rows as the image has positions.
     """
