@@ -131,6 +131,7 @@ COMMANDS = (
     "scale",
     "cancel",
     "serve",
+    "watch",
     "federate simulate",
     "federate serve",
     "federate join",

@@ -25,6 +25,7 @@ from paceline.cli import (
     serve,
     submit,
     train,
+    watch,
 )
 from paceline.cli.plan_offers import PlanCommand
 from paceline.cli.where import over_hosts
@@ -32,7 +33,24 @@ from paceline.errors import PacelineError
 from paceline.printable import printable
 
 app = typer.Typer(name="paceline", no_args_is_help=True, pretty_exceptions_enable=False)
-_modules = (train, bench, chaos, check, doctor, export, key, links, plan, report, submit, runs, scale, cancel, serve)
+_modules = (
+    train,
+    bench,
+    chaos,
+    check,
+    doctor,
+    export,
+    key,
+    links,
+    plan,
+    report,
+    submit,
+    runs,
+    scale,
+    cancel,
+    serve,
+    watch,
+)
 for _module in _modules:
     _command = over_hosts(_module.command) if _module in (train, bench, check, links) else _module.command
     _settings = {"ignore_unknown_options": True} if _module is scale else None  # -1 is none

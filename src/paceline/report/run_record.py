@@ -50,15 +50,15 @@ class RunRecord:
         """Read what can be read. Broken lines are counted and left out."""
         gaps: list[str] = []
         lines, ranks = {}, {}
-        there = sorted(_ranks(run))
+        there = sorted(ranks_of(run))
         # of workers of servers the first one writes for all
         gaps += _missing(there, 1 if sync_info(run.plan.sync).served else run.plan.ranks)
         for rank in there:
             name = f"steps/rank-{rank}.jsonl"
-            lines[rank] = [_NONE_WAITED | line for line in _whole_lines(run.path, name, _is_step, gaps)]
+            lines[rank] = [_NONE_WAITED | line for line in _whole_lines(run.path, name, is_step, gaps)]
             newest = {line["step"]: line for line in lines[rank]}
             ranks[rank] = [newest[step] for step in sorted(newest)]
-        events = _whole_lines(run.path, "events.jsonl", _is_event, gaps)
+        events = _whole_lines(run.path, "events.jsonl", is_event, gaps)
         if not events:
             gaps.append(
                 "events.jsonl has no event: how the run began, what was measured and why it ended is not known."
@@ -106,7 +106,7 @@ def timed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
 
 
-def _ranks(run: Run) -> Iterator[int]:
+def ranks_of(run: Run) -> Iterator[int]:
     """The ranks that wrote steps; an earlier attempt may have had more than the plan."""
     for file in (run.path / "steps").glob("rank-*.jsonl"):
         number = file.stem[5:]
@@ -154,7 +154,8 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def _is_step(line: Any) -> bool:
+def is_step(line: Any) -> bool:
+    """True of a step's line as a run writes it; files may be of anybody."""
     if (
         not isinstance(line, dict)
         or not all(_is_number(line.get(name)) for name in _NUMBERS)
@@ -167,7 +168,8 @@ def _is_step(line: Any) -> bool:
     return (line.get("loss", "") is None or _is_number(line.get("loss"))) and _is_number(line.get("bubble_s", 0.0))
 
 
-def _is_event(line: Any) -> bool:
+def is_event(line: Any) -> bool:
+    """True of an event's line as a run writes it."""
     if not isinstance(line, dict) or not isinstance(line.get("event"), str) or not _is_number(line.get("time")):
         return False
     metrics = line.get("metrics")

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from paceline.engine.meter import PARTS
+from paceline.files import LINE_LIMIT, opened_to_read
 from paceline.printable import printable
 from paceline.units import clock, size
 
@@ -86,7 +88,8 @@ class RecentSteps:
         words.append(f"loss {statistics.fmean(losses[-10:]):.4f}" if losses else "loss not finite")
         if timed:
             step_s = statistics.median(s["step_s"] for s in timed)
-            words.append(f"{newest['samples'] / step_s:,.0f} samples/s")
+            samples = statistics.median(s["samples"] for s in timed)  # an epoch's last step may have fewer
+            words.append(f"{samples / step_s:,.0f} samples/s")
             if self.total_steps:
                 words += _time_left(step_s * (self.total_steps - self.step))
             words += [f"slow: {self.slow}"] if self.slow else []
@@ -203,23 +206,22 @@ class NewLines:
         self.path = path
         self._place = 0
 
-    def skip(self) -> None:
-        """Leave out what is there already (the steps of an earlier attempt)."""
-        self._place = self.path.stat().st_size if self.path.exists() else 0
+    def skip(self, but_bytes: int = 0) -> None:
+        """Leave out what is there already (the steps of an earlier attempt), but for so many bytes at its end."""
+        self._place = max(self.path.stat().st_size - but_bytes, 0) if self.path.exists() else 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
+        with suppress(OSError), opened_to_read(self.path) as file:  # none yet, or what no run has
             file.seek(self._place)
-            for line in file:
-                if not line.endswith(b"\n"):
+            while line := file.readline(LINE_LIMIT):
+                if not line.endswith(b"\n") and len(line) < LINE_LIMIT:
                     return  # still being written
                 self._place += len(line)
                 try:
-                    yield json.loads(line)
-                except ValueError:  # the line that a crash cut short
+                    found = json.loads(line)
+                except (ValueError, RecursionError):  # the line that a crash cut short
                     continue
+                yield found
 
 
 def event_sentence(event: dict[str, Any]) -> str | None:

@@ -1,0 +1,128 @@
+"""The screen of `paceline watch`: one run in whole, or several beside each other."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.engine.meter import PARTS
+from paceline.printable import printable
+from paceline.report.live_run import Happened, LiveRun, RankNow
+from paceline.units import clock, seconds, size
+
+_BARS = "▁▂▃▄▅▆▇█"
+# of each part of a step: without colours, too, each looks different
+_LOOKS = {
+    "data": ("░", "blue"),
+    "compute": ("█", "green"),
+    "bubble": ("·", "bright_black"),
+    "comm": ("▒", "yellow"),
+    "imbalance": ("▓", "red"),
+    "optimizer": ("▄", "cyan"),
+    "checkpoint": ("▪", "magenta"),
+}
+_BAR, _CURVE, _FEWEST_RANKS, _OTHER_LINES = 30, 60, 4, 9
+
+
+def screen(runs: Sequence[LiveRun], height: int, now: float | None = None) -> RenderableType:
+    """Screen of the runs, in so many lines where that can be."""
+    if len(runs) > 1:
+        return Group(*(part for run in runs for part in (*_head(run, now), Text(""))), _legend())
+    run = runs[0]
+    events = list(run.events)[-max((height - _OTHER_LINES) // 3, 3) :]
+    ranks = max(height - _OTHER_LINES - len(events), _FEWEST_RANKS)
+    return Group(*_head(run, now), Text(""), _table(run.ranks(), ranks), _legend(), Text(""), *_happened(run, events))
+
+
+def line(run: LiveRun) -> str:
+    """One line, for output that is no terminal."""
+    return f"{printable(run.run.path.name)}: {run.recent.sentence()} · {printable(run.state())}"
+
+
+def _head(run: LiveRun, now: float | None) -> list[Text]:
+    where = f"{run.run.path.name} · {run.run.plan} · {run.run.cluster.describe()}"
+    since = f", for {clock(max((time.time() if now is None else now) - run.began, 0.0))}" if run.began else ""
+    state = run.state(now)
+    alarming = state.startswith("no step")
+    head = Text(printable(where), style="bold", no_wrap=True, overflow="ellipsis")
+    told = Text(printable(state) + ("" if run.ended else since), style="yellow" if alarming else "")
+    return [head, told, Text(run.recent.sentence(), no_wrap=True, overflow="ellipsis"), _curve(run.curve.values)]
+
+
+def _curve(losses: Sequence[float]) -> Text:
+    """The loss from the first step to the newest, in bars."""
+    if len(losses) < 2:
+        return Text("loss  not yet")
+    width = min(_CURVE, len(losses))
+    values = [
+        statistics.fmean(losses[at * len(losses) // width : (at + 1) * len(losses) // width]) for at in range(width)
+    ]
+    least, most = min(values), max(values)
+    span = most - least or 1.0
+    bars = "".join(_BARS[min(int((value - least) / span * len(_BARS)), len(_BARS) - 1)] for value in values)
+    return Text(f"loss  {bars}  {values[0]:.4g} → {values[-1]:.4g}", no_wrap=True, overflow="ellipsis")
+
+
+def _table(ranks: Sequence[RankNow], most: int) -> Table:
+    """Table with a row for each rank.
+
+    Of more than there is room for it has the slowest, and the mean of all.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("rank", justify="right")
+    for title in ("step", "step time", "samples", "memory"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("where it goes", no_wrap=True)
+    shown = ranks
+    if len(ranks) > most:
+        behind = sorted(ranks, key=lambda one: (-one.behind, one.parts["imbalance"], one.rank))[: most - 1]
+        shown = sorted(behind, key=lambda one: one.rank)
+    for one in shown:
+        step = f"{one.step:,}" + (f" (−{one.behind:,})" if one.behind > 1 else "")
+        memory = "" if one.memory_bytes is None else str(size(one.memory_bytes))
+        style = "yellow" if one.behind > 1 else ""
+        figures = step, str(seconds(one.step_s)), str(one.samples), memory
+        table.add_row(str(one.rank), *figures, _bar(one.parts), style=style)
+    if len(shown) < len(ranks):
+        parts = {part: statistics.fmean(one.parts[part] for one in ranks) for part in PARTS}
+        median_s = statistics.median(one.step_s for one in ranks)
+        samples = f"{sum(one.samples for one in ranks):,}"
+        table.add_row(f"all {len(ranks)}", "", str(seconds(median_s)), samples, "", _bar(parts), style="bold")
+    return table
+
+
+def _bar(parts: dict[str, float]) -> Text:
+    """A step's parts, each as long as its share."""
+    bar, ends, drawn = Text(), 0.0, 0
+    for part, (glyph, style) in _LOOKS.items():
+        ends += parts[part]
+        until = round(ends * _BAR)
+        bar.append(glyph * (until - drawn), style=style)
+        drawn = until
+    return bar
+
+
+def _legend() -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for part, (glyph, style) in _LOOKS.items():
+        text.append(f"{glyph} ", style=style)
+        text.append(f"{part}  ")
+    return text
+
+
+def _happened(run: LiveRun, events: Sequence[Happened]) -> list[Text]:
+    began = run.began or (events[0].time if events else 0.0)
+    return [
+        Text(
+            f"{clock(max(one.time - began, 0.0))}  {printable(one.sentence.splitlines()[0])}",
+            style="yellow" if one.trouble else "",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        for one in events
+    ]

@@ -1,0 +1,194 @@
+"""A run that is followed while its files grow, and what its screen says."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console as PlainConsole
+
+from handmade_search import cluster, job
+from paceline.cli.watch_screen import line, screen
+from paceline.console import Console
+from paceline.engine.meter import PARTS
+from paceline.plans.plan import Plan
+from paceline.report.live_run import CURVE, RECENT, Curve, LiveRun
+from paceline.training.record.run import Run
+
+NOW = 1000.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run that has begun, without a step."""
+    made = Run.create(tmp_path / "mine", job(), cluster(), Plan.parse("dp=2"))
+    happens(made, "start", total_steps=500)
+    return made
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    """A step's line; of its 10 ms 8 are compute and 2 are waiting for another rank."""
+    parts = {f"{part}_s": 0.0 for part in PARTS} | {"compute_s": 0.008, "imbalance_s": 0.002}
+    about = {"step": number, "epoch": 0, "time": NOW + 0.01 * number, "loss": 2.0 / number, "samples": 64}
+    return about | {"local_samples": 32, "lr": 0.1, "grad_norm": 1.0, "step_s": 0.01} | parts | changes
+
+
+def trains(run: Run, *numbers: int, rank: int = 0, **changes: Any) -> None:
+    (run.path / "steps").mkdir(exist_ok=True)
+    with (run.path / "steps" / f"rank-{rank}.jsonl").open("a") as file:
+        file.writelines(json.dumps(step(number, **changes)) + "\n" for number in numbers)
+
+
+def happens(run: Run, event: str, **details: Any) -> None:
+    with (run.path / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": event, "time": NOW} | details) + "\n")
+
+
+def shown(*runs: LiveRun, height: int = 40, now: float = NOW + 1) -> str:
+    console = Console(width=120, height=height, color_system=None, record=True, highlight=False, markup=False)
+    with console.capture() as captured:
+        console.print(screen(runs, height, now))
+    return captured.get()
+
+
+def test_only_what_was_added_is_read(run: Run) -> None:
+    live = LiveRun(run)
+    assert live.look()
+    assert not live.look()
+    assert live.state(NOW) == "starting"
+    trains(run, *range(1, 101))
+    assert live.look()
+    assert [one["step"] for one in live.recent.steps] == list(range(101 - RECENT, 101))
+    assert live.curve.values == [2.0 / number for number in range(1, 101)]
+    assert "step 100/500" in live.recent.sentence()
+    assert not live.look()
+
+
+def test_a_run_is_running_late_ended_and_running_again_when_it_is_resumed(run: Run) -> None:
+    trains(run, 1, 2, 3)
+    live = LiveRun(run)
+    live.look()
+    newest = NOW + 0.03
+    assert live.state(newest + 5) == "running"
+    assert live.state(newest + 60) == "no step for 60 s: it waits, was stopped, or crashed"
+    happens(run, "end", reason="steps: 500 done", elapsed_s=3.0)
+    live.look()
+    assert live.ended
+    assert live.state(newest + 60) == "ended: steps: 500 done"
+    assert "left" not in live.recent.sentence()
+    happens(run, "resume", step=3, total_steps=900)
+    live.look()
+    assert not live.ended
+    assert "step 3/900" in live.recent.sentence()
+
+
+def test_a_step_that_is_trained_again_stands_once_in_the_curve(run: Run) -> None:
+    live = LiveRun(run)
+    trains(run, 1, 2, 3, 2, 3, 4)
+    live.look()
+    assert live.curve.values == [2.0 / number for number in (1, 2, 3, 4)]
+
+
+def test_a_rank_that_has_no_new_steps_is_behind(run: Run) -> None:
+    trains(run, *range(1, 21))
+    trains(run, *range(1, 6), rank=1, local_samples=16, imbalance_s=0.0, compute_s=0.01)
+    live = LiveRun(run)
+    live.look()
+    first, second = live.ranks()
+    assert (first.rank, first.step, first.behind, first.samples) == (0, 20, 0, 32)
+    assert (second.rank, second.step, second.behind, second.samples) == (1, 5, 15, 16)
+    assert first.parts["imbalance"] == pytest.approx(0.2)
+    assert sum(first.parts.values()) == pytest.approx(1.0)
+    assert "5 (−15)" in shown(live)
+
+
+def test_of_many_ranks_the_slowest_are_shown_and_the_mean_of_all(run: Run) -> None:
+    for rank in range(64):
+        slow = rank == 37  # the others wait for it
+        trains(run, 1, 2, rank=rank, imbalance_s=0.0 if slow else 0.002, compute_s=0.01 if slow else 0.008)
+    live = LiveRun(run)
+    live.look()
+    text = shown(live, height=24)
+    assert len(text.splitlines()) <= 24
+    assert "all 64" in text
+    assert any(row.split()[0] == "37" for row in text.splitlines() if row.split())
+
+
+def test_what_others_wrote_is_shown_and_never_obeyed(run: Run) -> None:
+    trains(run, 1, 2)
+    with (run.path / "steps" / "rank-0.jsonl").open("a") as file:
+        file.write('{"step": "three"}\nnot json\n{"step": 3, "loss": NaN}\n[]\n')
+    happens(run, "restart", reason="\x1b[2J\x1b]0;owned\x07gone.", attempt=1)
+    happens(run, "restart")  # without what belongs to it
+    happens(run, "evaluation", step=1, metrics={"accuracy": "high"})
+    live = LiveRun(run)
+    live.look()
+    assert live.recent.step == 2
+    text = shown(live)
+    assert "\x1b" not in text
+    assert "gone. Starting again, attempt 2." in text
+
+
+def test_pipes_and_links_are_not_opened(run: Run, tmp_path: Path) -> None:
+    (run.path / "steps").mkdir(exist_ok=True)
+    os.mkfifo(run.path / "steps" / "rank-0.jsonl")
+    (tmp_path / "elsewhere.jsonl").write_text(json.dumps(step(1)) + "\n")
+    (run.path / "steps" / "rank-1.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    live = LiveRun(run)
+    live.look()
+    assert not live.ranks()
+
+
+def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(run: Run) -> None:
+    live = LiveRun(run)
+    trains(run, 1)
+    whole = json.dumps(step(2)) + "\n"
+    file = run.path / "steps" / "rank-0.jsonl"
+    with file.open("a") as half:
+        half.write(whole[:20])
+    live.look()
+    assert live.recent.step == 1
+    with file.open("a") as rest:
+        rest.write(whole[20:])
+    live.look()
+    assert live.recent.step == 2
+
+
+def test_several_runs_stand_beside_each_other(run: Run, tmp_path: Path) -> None:
+    other = Run.create(tmp_path / "other", job(), cluster(), Plan())
+    trains(run, 1, 2, 3)
+    trains(other, 1, 2)
+    follows = [LiveRun(run), LiveRun(other)]
+    for one in follows:
+        one.look()
+    text = shown(*follows)
+    assert "mine · dp=2" in text
+    assert "other · dp=1" in text
+    assert line(follows[1]).startswith("other: epoch 1 · step 2")
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=3 * CURVE))
+def test_a_curve_keeps_the_whole_run_in_few_values(losses: list[float]) -> None:
+    curve = Curve()
+    for loss in losses:
+        curve.add(loss)
+    assert len(curve.values) < CURVE
+    whole = losses[: len(losses) // curve.each * curve.each]
+    means = [sum(whole[at : at + curve.each]) / curve.each for at in range(0, len(whole), curve.each)]
+    assert curve.values == pytest.approx(means, abs=1e-9)
+
+
+def test_the_screen_has_no_colour_where_the_terminal_has_none(run: Run) -> None:
+    trains(run, 1, 2)
+    live = LiveRun(run)
+    live.look()
+    console = PlainConsole(width=100, no_color=True, force_terminal=True)
+    with console.capture() as captured:
+        console.print(screen([live], 40, NOW))
+    assert "██" in captured.get()
+    assert "▓" in captured.get()
