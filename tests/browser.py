@@ -31,7 +31,9 @@ _ARGUMENTS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    "--disable-features=SpareRendererForSitePerProcess",  # it would outlive the tab that it was started beside
+    # these start processes of their own accord, which would outlive the tab that they were started beside
+    "--disable-features=SpareRendererForSitePerProcess,OptimizationGuideOnDeviceModel,OptimizationGuideModelExecution,"
+    "OnDeviceModelPerformanceParams",
     "--hide-scrollbars",
 )
 
