@@ -128,6 +128,7 @@ def figures(predicted: Sequence[Predicted], skipped: Sequence[Skipped]) -> dict[
         "missed_oom": total.oom_missed,
         "memory_median_error": total.memory_median_error,
         "coverage_80": total.coverage,
+        "cold_coverage_80": total.cold_coverage,
         "unusable_share": len(skipped) / max(len(skipped) + len(predicted), 1),
         "rows_used": total.rows,
         "null_mean_error": total.null_mean_error,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import spearmanr
 
+from paceline.planner.adjustment import Adjustment
 from paceline.planner.cost.prediction import Interval
 from published_rows import Row
 
@@ -64,7 +65,7 @@ class Score:
         cold_error, cold_bias: the same of predictions without the table.
         regret: for groups of different plans for equal work: measured time of the plan predicted fastest / of the
             fastest − 1, mean and worst. Of plans in a tie the mean counts; `ties` is the number of such groups.
-        coverage: part of the measured times inside their 80 % interval.
+        coverage, cold_coverage: part of the measured times inside their 80 % interval, calibrated and cold.
         out_of_memory: rows that ran out of memory; `oom_missed` of them were predicted to fit, and `oom_false` others
             not to.
     """
@@ -84,6 +85,7 @@ class Score:
     mean_regret: float
     worst_regret: float
     coverage: float
+    cold_coverage: float
     null_mean_error: float
     null_mean_regret: float
     memory_rows: int
@@ -120,6 +122,9 @@ def score(predicted: Sequence[Predicted]) -> Score:
         mean_regret=mean([lost for lost, _ in regrets]),
         worst_regret=max((lost for lost, _ in regrets), default=math.nan),
         coverage=mean([float(each.measured_s in each.interval) for each in timed]),
+        cold_coverage=mean(
+            [float(each.measured_s in Adjustment().interval(each.row.layout, each.cold_s)) for each in timed]
+        ),
         null_mean_error=mean([abs(each.null_s / each.measured_s - 1) for each in timed]),
         null_mean_regret=mean([regret(group, lambda each: each.null_s)[0] for group in groups]),
         memory_rows=len(weighed),

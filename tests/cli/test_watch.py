@@ -62,5 +62,22 @@ def test_on_a_terminal_the_screen_follows_and_ctrl_c_leaves_it(tmp_path: Path) -
     assert "running" in seen
 
 
+def test_in_lines_too_ctrl_c_leaves_it_and_a_run_that_was_killed_is_said_to_wait(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 100_000})
+    with training(job, tmp_path, "dp=1") as (process, run):
+        wait_for_step(20, run, process)
+    with started("paceline", "watch", run, "--every", "0.1", folder=tmp_path) as watching:
+        assert watching.stdout is not None
+        lines: list[str] = []
+        while not lines or "no step for" not in lines[-1]:
+            lines.append(watching.stdout.readline())
+            assert lines[-1], "it ended"
+        watching.send_signal(signal.SIGINT)
+        seen = ended(watching)
+    assert seen.code == 0
+    assert "Traceback" not in seen.err
+
+
 def test_what_is_no_run_is_an_error_that_says_so(tmp_path: Path) -> None:
     assert "is not a run directory" in paceline("watch", tmp_path, folder=tmp_path).error
+    assert "only directories can be watched" in paceline("watch", "s3://bucket/mine", folder=tmp_path).error

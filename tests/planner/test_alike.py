@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -92,3 +93,5 @@ def test_measured_runs_put_the_plans_found_in_their_order() -> None:
     assert told[0].plan in [one.plan for one in small]
     assert [one.prediction.step_time_s for one in told] == sorted(one.prediction.step_time_s for one in told)
     assert all(one.prediction.step_time_s in one.interval for one in told)
+    slower = next(one for one in told if one.plan == plain[0].plan)
+    assert re.match(r"\+\d+ % by measured runs that are like it", slower.why)

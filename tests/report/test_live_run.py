@@ -87,6 +87,27 @@ def test_a_run_is_running_late_ended_and_running_again_when_it_is_resumed(run: R
     assert "step 3/900" in live.recent.sentence()
 
 
+def test_steps_without_an_epoch_or_shares_are_shown(run: Run) -> None:
+    whole = step(1)
+    (run.path / "steps").mkdir(exist_ok=True)
+    few = {name: value for name, value in whole.items() if name not in ("epoch", "local_samples")}
+    (run.path / "steps" / "rank-0.jsonl").write_text(json.dumps(few) + "\n")
+    live = LiveRun(run)
+    live.look()
+    assert "epoch 1 · step 1" in shown(live)
+
+
+def test_a_resumed_run_is_shown_with_its_new_plan(run: Run) -> None:
+    trains(run, 1, 2)
+    live = LiveRun(run)
+    live.look()
+    assert "dp=2" in shown(live)
+    (run.path / "plan.txt").write_text("dp=4\n")
+    happens(run, "resume", step=2, total_steps=500)
+    live.look()
+    assert "dp=4" in shown(live)
+
+
 def test_a_step_that_is_trained_again_stands_once_in_the_curve(run: Run) -> None:
     live = LiveRun(run)
     trains(run, 1, 2, 3, 2, 3, 4)
@@ -125,6 +146,9 @@ def test_what_others_wrote_is_shown_and_never_obeyed(run: Run) -> None:
         file.write('{"step": "three"}\nnot json\n{"step": 3, "loss": NaN}\n[]\n')
     happens(run, "restart", reason="\x1b[2J\x1b]0;owned\x07gone.", attempt=1)
     happens(run, "restart")  # without what belongs to it
+    happens(run, "resume", total_steps="many")
+    trains(run, 3, epoch="first")
+    trains(run, 3, local_samples=[1])
     happens(run, "evaluation", step=1, metrics={"accuracy": "high"})
     live = LiveRun(run)
     live.look()

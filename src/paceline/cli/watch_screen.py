@@ -47,10 +47,8 @@ def line(run: LiveRun) -> str:
 def _head(run: LiveRun, now: float | None) -> list[Text]:
     where = f"{run.run.path.name} · {run.run.plan} · {run.run.cluster.describe()}"
     since = f", for {clock(max((time.time() if now is None else now) - run.began, 0.0))}" if run.began else ""
-    state = run.state(now)
-    alarming = state.startswith("no step")
     head = Text(printable(where), style="bold", no_wrap=True, overflow="ellipsis")
-    told = Text(printable(state) + ("" if run.ended else since), style="yellow" if alarming else "")
+    told = Text(printable(run.state(now)) + ("" if run.ended else since), style="yellow" if run.late(now) else "")
     return [head, told, Text(run.recent.sentence(), no_wrap=True, overflow="ellipsis"), _curve(run.curve.values)]
 
 

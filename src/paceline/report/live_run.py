@@ -19,6 +19,7 @@ CURVE = 512  # losses of a curve, at most
 _TAIL_BYTES = 2**16  # of what ranks beside the first had written before
 # without a step for so many times the usual step, and so many seconds, a run may have stopped
 _LATE_STEPS, _LATE_S = 20.0, 10.0
+_COUNTS = ("epoch", "local_samples")  # of a step's line, that runs of some kinds leave out
 
 
 @dataclass
@@ -103,18 +104,25 @@ class LiveRun:
         """True once the run has ended; it may be resumed."""
         return self._end is not None
 
+    def late(self, now: float | None = None) -> bool:
+        """True if no step has come for so long that the run may have stopped."""
+        steps = self.recent.steps
+        if not steps or self.ended:
+            return False
+        usual_s: float = sorted(step["step_s"] for step in steps)[len(steps) // 2]
+        return self._since_s(now) > max(_LATE_S, _LATE_STEPS * usual_s)
+
     def state(self, now: float | None = None) -> str:
         """In words: running, ended with the reason, or for how long no step has come."""
         if self._end is not None:
             return f"ended: {self._end.get('reason')}"
-        steps = self.recent.steps
-        if not steps:
-            return "starting"
-        since_s = (time.time() if now is None else now) - max([steps[-1]["time"], *(one.time for one in self.events)])
-        usual_s = sorted(step["step_s"] for step in steps)[len(steps) // 2]
-        if since_s > max(_LATE_S, _LATE_STEPS * usual_s):
-            return f"no step for {since_s:,.0f} s: it waits, was stopped, or crashed"
-        return "running"
+        if self.late(now):
+            return f"no step for {self._since_s(now):,.0f} s: it waits, was stopped, or crashed"
+        return "running" if self.recent.steps else "starting"
+
+    def _since_s(self, now: float | None) -> float:
+        newest = max([self.recent.steps[-1]["time"], *(one.time for one in self.events)])
+        return (time.time() if now is None else now) - float(newest)
 
     def ranks(self) -> list[RankNow]:
         """Newest steps of each rank, in figures, by rank."""
@@ -132,7 +140,7 @@ class LiveRun:
     def _look_at(self, rank: int) -> bool:
         found = False
         for line in self._lines[rank]:
-            if not is_step(line):
+            if not is_step(line) or not all(type(line.setdefault(key, 0)) is int for key in _COUNTS):
                 continue
             found = True
             self._steps[rank].append(line)
@@ -153,7 +161,11 @@ class LiveRun:
                 continue
             found = True
             if event["event"] in ("start", "resume"):
+                if self.began is not None:
+                    self.run = Run(self.run.path)  # a resumed one may have another plan
                 self.began, self._end = self.began or event["time"], None
+                if type(event.get("total_steps")) is not int:
+                    event.pop("total_steps", None)
             try:
                 self.recent.told(event)
                 sentence = event_sentence(event)
@@ -181,6 +193,6 @@ def _now(rank: int, steps: deque[dict[str, Any]], newest: int) -> RankNow:
         newest - steps[-1]["step"],
         times[len(times) // 2],
         {part: seconds / whole for part, seconds in parts.items()},
-        int(newest_whole.get("local_samples", 0)),
+        newest_whole["local_samples"],
         None if memory is None else int(memory),
     )

@@ -1,6 +1,6 @@
 """Frameworks that others train with, as profiles of the cost model.
 
-How each works, from its documentation and code; `derating` alone is fitted (`benchmarks/published_fit.py`).
+How each works, from its documentation and code. Some of their numbers are where a fit begins (`fitted.py`).
 """
 
 from __future__ import annotations

@@ -76,18 +76,20 @@ def why_it_wins(winner: Candidate) -> str:
     )
 
 
-def why_it_loses(other: Candidate, winner: Candidate) -> str:
-    """Parts in which a plan takes longer than the winner, with causes. They are fractions of the winner's step."""
+def why_it_loses(other: Candidate, winner: Candidate, measured: float = 1.0) -> str:
+    """Parts in which a plan takes longer than the winner, with causes. They are fractions of the winner's step.
+
+    Args:
+        measured: how many times longer it takes beside that, by measured runs that are like one of the two.
+    """
+    told = [f"+{percent(measured - 1, 0)} by measured runs that are like it"] if measured - 1 >= _SMALL else []
     step = winner.prediction.step_time_s
     more = {
         part: (s - winner.prediction.breakdown.get(part, 0.0)) / step for part, s in other.prediction.breakdown.items()
     }
     worst = sorted(((gain, part) for part, gain in more.items() if gain >= _SMALL), reverse=True)[:2]
-    if not worst:
-        return "as fast, as far as the model can tell"
-    return "; ".join(
-        f"+{percent(gain, 0)} {_WORDS.get(part, part)}{_cause(part, other, winner)}" for gain, part in worst
-    )
+    told += [f"+{percent(gain, 0)} {_WORDS.get(part, part)}{_cause(part, other, winner)}" for gain, part in worst]
+    return "; ".join(told) or "as fast, as far as the model can tell"
 
 
 def _cause(part: str, other: Candidate, winner: Candidate) -> str:

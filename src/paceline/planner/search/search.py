@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
+from paceline.planner.adjustment import factor_of
 from paceline.planner.machines import machines
 from paceline.planner.predict import Layouts, priced
 from paceline.planner.search.branch_and_bound import BranchAndBound
@@ -65,11 +66,9 @@ def search(
     # measured runs may tell plans apart that the cost model does not
     told = [(c, priced(c.prediction, job, cluster, c.plan, c.layout)) for c in solver.found.values()]
     told = sorted(told, key=lambda one: (one[1].step_time_s, str(one[0].plan)))[:top]
-    winner = told[0][0]
-    best = [
-        replace(c, prediction=prediction, why=why_it_loses(c, winner) if c is not winner else why_it_wins(winner))
-        for c, prediction in told
-    ]
+    winner, usual = told[0][0], factor_of(told[0][0].layout)
+    whys = [why_it_wins(winner), *(why_it_loses(c, winner, factor_of(c.layout) / usual) for c, _ in told[1:])]
+    best = [replace(c, prediction=prediction, why=why) for (c, prediction), why in zip(told, whys, strict=True)]
     found = SearchResult(
         best=tuple(best),
         excluded=solver.rejections.excluded(space),
