@@ -97,6 +97,14 @@ def test_steps_without_an_epoch_or_shares_are_shown(run: Run) -> None:
     assert "epoch 1 · step 1" in shown(live)
 
 
+def test_memory_is_shown_for_longer_than_the_steps_that_are_kept(run: Run) -> None:
+    trains(run, 1, use={"memory_bytes": 3 * 2**20})
+    trains(run, *range(2, RECENT + 10))
+    live = LiveRun(run)
+    live.look()
+    assert live.ranks()[0].memory_bytes == 3 * 2**20
+
+
 def test_a_resumed_run_is_shown_with_its_new_plan(run: Run) -> None:
     trains(run, 1, 2)
     live = LiveRun(run)

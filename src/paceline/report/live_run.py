@@ -92,6 +92,7 @@ class LiveRun:
         self._end: dict[str, Any] | None = None
         self._lines = {0: NewLines(run.path / "steps" / "rank-0.jsonl")}
         self._steps: dict[int, deque[dict[str, Any]]] = {0: deque(maxlen=RECENT)}
+        self._used: dict[int, dict[str, float]] = {}  # of each rank the newest reading, which is one in a second
         self._event_lines = NewLines(run.path / "events.jsonl")
         self._newest_curve = 0
 
@@ -127,7 +128,7 @@ class LiveRun:
     def ranks(self) -> list[RankNow]:
         """Newest steps of each rank, in figures, by rank."""
         newest = max((steps[-1]["step"] for steps in self._steps.values() if steps), default=0)
-        return [_now(rank, steps, newest) for rank, steps in sorted(self._steps.items()) if steps]
+        return [_now(rank, steps, newest, self._used[rank]) for rank, steps in sorted(self._steps.items()) if steps]
 
     def _ranks(self) -> Iterator[int]:
         for rank in sorted(ranks_of(self.run)):
@@ -144,6 +145,7 @@ class LiveRun:
                 continue
             found = True
             self._steps[rank].append(line)
+            self._used[rank] = line.get("use", self._used.get(rank, {}))
             if rank == 0:
                 self.recent.add(line)
                 self._to_curve(line)
@@ -178,12 +180,11 @@ class LiveRun:
         return found
 
 
-def _now(rank: int, steps: deque[dict[str, Any]], newest: int) -> RankNow:
+def _now(rank: int, steps: deque[dict[str, Any]], newest: int, used: dict[str, float]) -> RankNow:
     timed = [step for step in steps if step["step_s"] > 0]
     parts = {part: sum(step.get(f"{part}_s", 0.0) for step in timed) for part in PARTS}
     whole = sum(parts.values()) or 1.0
     times = sorted(step["step_s"] for step in timed) or [0.0]
-    used: dict[str, float] = next((step["use"] for step in reversed(steps) if "use" in step), {})
     memory = used.get("gpu_memory_bytes", used.get("memory_bytes"))
     whole_batch = max(step["samples"] for step in steps)
     newest_whole = next(step for step in reversed(steps) if step["samples"] == whole_batch)
