@@ -26,6 +26,9 @@ def ranks() -> Iterator[list[subprocess.Popen[bytes]]]:
             process = held.enter_context(subprocess.Popen(command, executable="/bin/sleep"))
             held.callback(process.kill)
             processes.append(process)
+        for process in processes:  # Popen returns a moment before the kernel shows the new command line
+            while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                pass
         yield processes
 
 
