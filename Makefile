@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+SYSTEMS := src/paceline/benchmark/systems/requirements
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
@@ -78,6 +79,11 @@ lock: $(VENV)/.made ## Write constraints.txt anew from pyproject.toml, with hash
 		--output-file constraints.txt pyproject.toml
 	@sed -i '1i # Exact versions and hashes of all that the package, its extras and its tests install, but for torch. Written by `make lock`.' \
 		constraints.txt
+	@for input in $(SYSTEMS)/*.in; do \
+		$(BIN)/uv pip compile --quiet --python-platform linux --python-version 3.11 --generate-hashes --no-annotate --no-header \
+			--constraints $(VENV)/torch.in --no-emit-package=torch $$(cat $(VENV)/torchs-own.in) \
+			--output-file $${input%.in}.txt $$input || exit 1; \
+	done
 
 # The stamp: an installation is repeated only when what it installs has changed.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.made

@@ -1,0 +1,136 @@
+"""What the comparison knows of a system: how it is installed, started, and where its steps are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.emulate.hosts import EmulatedHost
+from paceline.benchmark.systems.task import Steps, Task
+from paceline.errors import RunError
+from paceline.extensions import ExtensionPoint
+from paceline.job.job import Job
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a run, in an emulated host where there is one.
+
+    `serves`: it does not end by itself, and is ended when the others have.
+    """
+
+    words: Sequence[str]
+    host: EmulatedHost | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    serves: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """One run that is to be started.
+
+    Attributes:
+        python: the interpreter of the system's own environment.
+        folder: of the task, which its processes read and write.
+        hosts: emulated ones, in their order; none where all run on this machine as it is.
+        port: a free one.
+    """
+
+    python: Path
+    folder: Path
+    task: Task
+    cluster: Cluster
+    hosts: tuple[EmulatedHost, ...]
+    port: int
+
+    @property
+    def places(self) -> Sequence[EmulatedHost | None]:
+        """The hosts, or the one place that is this machine."""
+        return self.hosts or (None,)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks of each host."""
+        return self.task.ranks // len(self.places)
+
+    @property
+    def address(self) -> str:
+        """Address of the first host."""
+        return self.hosts[0].address if self.hosts else "127.0.0.1"
+
+
+class System(Protocol):
+    """A system that trains a job, and what people would change in a script for it.
+
+    Attributes:
+        name: as `--systems` takes it; `title` as tables show it.
+        documentation: the page whose way of starting it is followed.
+        requirements: files of its pinned packages, installed in this order beside paceline's own; none needs no more.
+        build_environment: variables for their installation.
+        apart: its environment has nothing of paceline's, nor torch.
+        tuned: settings of its own that are tried as well, with paceline's settings for memory and data.
+        script: file with its `train`, from which the lines that people change are counted; None has none.
+    """
+
+    name: str
+    title: str
+    documentation: str
+    requirements: Sequence[str]
+    build_environment: Mapping[str, str]
+    apart: bool
+    tuned: Mapping[str, object]
+    script: Path | None
+
+    def refuses(self, job: Job, cluster: Cluster) -> str | None:
+        """The reason why it cannot train this job here; None where it can."""
+
+    def commands(self, start: Start) -> Sequence[Command]:
+        """The commands of a run, which end when all steps are taken."""
+
+    def steps(self, start: Start) -> Steps:
+        """The steps of a run that has ended."""
+
+
+def _built_in() -> dict[str, str]:
+    return {
+        "paceline": "ours",
+        "plain": "plain",
+        "ddp": "ddp",
+        "fsdp": "fsdp",
+        "horovod": "horovod",
+        "tf-mirrored": "tf_mirrored",
+        "tf-multiworker": "tf_multiworker",
+        "tf-server": "tf_server",
+        "deepspeed": "deepspeed",
+        "accelerate": "accelerate",
+        "lightning": "lightning",
+        "ray-train": "ray_train",
+        "torchft": "torchft",
+        "flower": "flower",
+    }
+
+
+@dataclass(frozen=True)
+class SystemInfo:
+    """Import path of a system, which is loaded when it is named."""
+
+    path: str
+
+    def load(self) -> System:
+        """The system."""
+        from paceline.job.read.imports import load_object
+
+        system: System = load_object(self.path)
+        return system
+
+
+SYSTEMS = ExtensionPoint(
+    "system",
+    "paceline.systems",
+    SystemInfo,
+    {name: SystemInfo(f"paceline.benchmark.systems.{module}:SYSTEM") for name, module in _built_in().items()},
+    RunError,
+)

@@ -1,0 +1,73 @@
+"""One run of a system on a job: what is given to its processes, and what they leave."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.files import write_whole
+
+JOB, TASK = "job.yaml", "task.json"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every process of a run reads.
+
+    Attributes:
+        ranks: processes that train; `hosts` on how many hosts.
+        steps: that are taken, the warm-up included.
+        threads: of torch's operations in each rank.
+        settings: of the system's own, beside what its documentation shows.
+        tuned: the job is read and laid out as paceline's ranks do it: batches copied at once out of a data set in
+            memory, a fused optimizer, and images and convolutions with channels last if `channels_last`.
+        parts: a batch is computed in so many parts, as by replicas that normalise each its own part.
+    """
+
+    ranks: int
+    hosts: int
+    steps: int
+    threads: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    tuned: bool = False
+    channels_last: bool = False
+    parts: int = 1
+
+    def write(self, folder: Path) -> None:
+        """Lay the task out in a folder."""
+        write_whole(folder / TASK, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Task:
+        """The task of a folder."""
+        return cls(**json.loads((folder / TASK).read_text()))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What one rank, or all together, did.
+
+    Attributes:
+        losses: of each step, in the mean over a rank's samples.
+        ended_s: when each had ended, in Unix seconds.
+    """
+
+    losses: list[float]
+    ended_s: list[float]
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Leave the steps of a rank in the task's folder."""
+        write_whole(folder / f"rank-{rank}.json", json.dumps(asdict(self)))
+
+    @classmethod
+    def of_ranks(cls, folder: Path, ranks: int) -> Steps:
+        """Steps of all ranks: losses in their mean, ends of the latest.
+
+        Raises:
+            FileNotFoundError: a rank left none.
+        """
+        each = [cls(**json.loads((folder / f"rank-{rank}.json").read_text())) for rank in range(ranks)]
+        losses = [sum(of_ranks) / len(each) for of_ranks in zip(*(steps.losses for steps in each), strict=True)]
+        return cls(losses, [max(of_ranks) for of_ranks in zip(*(steps.ended_s for steps in each), strict=True)])

@@ -1,0 +1,130 @@
+"""The job as a plain PyTorch script uses it: its model, optimizer, batches and loss.
+
+The scripts of the systems that train PyTorch models take all of these from here, so that they differ in nothing but
+what the system asks for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Imported by the first step of an optimizer, it keeps a process group that is there, whose threads then abort the exit.
+import torch.distributed.nn.functional
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from paceline.benchmark.systems.task import JOB, Steps, Task
+from paceline.engine.calls import to_channels_last
+from paceline.job.batch import Batch, place, split, target_of
+from paceline.job.job import Job
+from paceline.job.partition import Partition
+from paceline.training.build import seed_all
+
+
+class Work:
+    """A job, and the record of its steps.
+
+    Attributes:
+        settings: of the system's own.
+        rank: of this process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.task, self.job = folder, Task.read(folder), Job.load(folder / JOB)
+        self.settings, self.rank = self.task.settings, 0
+        torch.set_num_threads(self.task.threads)
+        seed_all(self.job.seed)
+        self._loss = self.job.loss.build()
+        self._model: nn.Module | None = None
+        self._losses: list[float] = []
+        self._ended_s: list[float] = []
+
+    def model(self) -> nn.Module:
+        """The job's model with its first weights, the same in every process."""
+        seed_all(self.job.seed)
+        model = self.job.model.build()
+        if self.task.channels_last:
+            to_channels_last(model)
+        return model
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The job's optimizer."""
+        return self.job.optimizer.build(parameters, fused=self.task.tuned)
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """The job's learning-rate schedule, by torch's scheduler."""
+        total = self.job.stop.steps
+        return LambdaLR(optimizer, lambda step: self.job.schedule.factor_at(step, total))
+
+    def batches(self, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
+        """A rank's part of each global batch, until all steps are taken.
+
+        By torch's `DataLoader` as it is; a tuned one copies a batch at once out of a data set in memory.
+        """
+        self.rank = rank
+        data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed).train
+        part = Partition(
+            self.job.partition,
+            samples=len(data),  # type: ignore[arg-type]
+            global_batch=self.job.global_batch,
+            seed=self.job.seed,
+            replica=rank,
+            replicas=ranks,
+            labels=getattr(data, "labels", None),
+            drop_last=True,
+        )
+        whole = getattr(data, "__getitems__", None) if self.task.tuned else None
+        taken = 0
+        for epoch in count():
+            indices = list(part.batches(epoch))
+            read = map(whole, indices) if whole else DataLoader(_OneByOne(data), batch_sampler=indices)
+            for batch in read:
+                if taken == self.task.steps:
+                    return
+                taken += 1
+                yield place(batch, torch.device("cpu"), dtype=None, channels_last=self.task.channels_last)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The job's loss of a model on a batch."""
+        self._model = model  # kept: torch 2.13 may hang where DDP's reducer is freed after its process group
+        output = model(**batch) if isinstance(batch, Mapping) else model(*batch[:-1])
+        return self._loss(output, target_of(batch))
+
+    def parts(self, batch: Batch) -> list[Batch]:
+        """Equal parts of a batch; one, but where the losses of replicas that normalise alone are to be found."""
+        return list(split(batch, self.task.parts))
+
+    def clip(self, model: nn.Module) -> None:
+        """Clip the norm of the gradient where the job says so."""
+        if self.job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.job.clip_norm)
+
+    def took(self, loss: Tensor) -> None:
+        """A step was taken: its loss is read, as scripts do that show it, and the time is kept."""
+        self._losses.append(loss.item())
+        self._ended_s.append(time.time())
+
+    def write(self) -> None:
+        """Leave the record of this rank, if it took any step."""
+        if self._losses:
+            Steps(self._losses, self._ended_s).write(self.folder, self.rank)
+
+
+class _OneByOne:
+    """A data set without its access to many samples at once, which few data sets of others have."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
