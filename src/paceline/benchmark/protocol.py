@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -39,6 +39,7 @@ from paceline.training.record.run import WARM_UP_STEPS, read_lines
 from paceline.tuning.auto import choose
 from paceline.units import clock, count
 
+T = TypeVar("T")
 _SETTINGS = 2  # at least, which have the chosen plan: one device and N
 BENCHES = Path("bench")  # under the current directory, where no other is named
 
@@ -292,7 +293,7 @@ class Benchmark:
         self.console.print(text, style=style, highlight=False, markup=False)
 
 
-def rounds(settings: Sequence[Setting], repeat: int) -> Iterator[tuple[int, Setting]]:
+def rounds(settings: Sequence[T], repeat: int) -> Iterator[tuple[int, T]]:
     """Every setting once per round, rotated: A B C, B C A, C A B, …"""
     for round_ in range(repeat):
         first = round_ % len(settings)

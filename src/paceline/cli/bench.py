@@ -29,6 +29,14 @@ def command(
     plans: Annotated[
         str | None, typer.Option(help='More settings, each a plan, e.g. "dp=2 fused=on; dp=1 threads=2".')
     ] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Measure these systems on the same job instead: all, or e.g. ddp,fsdp,horovod,tf-mirrored.",
+            show_default="paceline alone",
+        ),
+    ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of every setting; fewer than 3 claim no difference.")] = 5,
     steps: Annotated[
         int | None,
@@ -68,6 +76,23 @@ def command(
 
     line = shlex.join(["paceline", *sys.argv[1:]])
     where = to_run_on(cluster)
+    if systems is not None:
+        from paceline.cli.bench_systems import compare_systems
+
+        if devices is not None:
+            raise typer.BadParameter("--systems uses all devices, and one for comparison: leave --devices out")
+        compare_systems(
+            what,
+            where,
+            systems,
+            plans=_plans(plans),
+            repeat=repeat,
+            steps=steps,
+            out=out,
+            as_json=as_json,
+            command=line,
+        )
+        return
     settings = what, where, _plans(plans), _numbers(devices)
     with kept_at(out, partial(typer.echo, err=True)) as folder:
         benchmark = Benchmark(*settings, repeat=repeat, steps=steps, weak=weak, out=folder, command=line)

@@ -54,6 +54,26 @@ _FIGURES = {
         "time to target",
         "Wall-clock time from the first step until the loss or metric that the job names was reached.",
     ),
+    "times_ours": (
+        "times ours",
+        "Step time of a system / that of paceline in the same round: above 1, paceline takes shorter steps.",
+    ),
+    "first_step": ("first step", "Wall-clock time from the command to the end of the first step."),
+    "all_memory": (
+        "memory in all",
+        "The most that all processes of a run held together, read every two seconds; pages that several share count "
+        "once.",
+    ),
+    "changed_lines": (
+        "lines changed",
+        "Lines of the system’s script, as it ran here, that a plain PyTorch script of one process has not.",
+    ),
+    "same_losses": (
+        "losses",
+        "The same: the first losses agree with those of one process within 0.1 %. They are compared before anything is "
+        "timed.",
+    ),
+    "other_losses": ("other losses", "A system whose losses differ from those of one process computes something else."),
     "speedup": (
         "speedup",
         "S(N) = T(1 device) / T(N devices) for the same job. T is the training time where the runs train to the job’s "

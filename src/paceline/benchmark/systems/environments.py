@@ -1,6 +1,6 @@
-"""Environments of the systems: made once from pinned packages with hashes, and kept in the user's cache.
+"""Environments of the systems, made once from pinned packages with hashes.
 
-An environment sees paceline's own packages, torch among them, behind its own; so all systems train with one torch. That
+They are kept in the user's cache. An environment sees paceline's own packages, torch among them, behind its own; so all systems train with one torch. That
 of TensorFlow sees none of them.
 """
 
@@ -84,6 +84,8 @@ def _install(system: System, folder: Path, file: Path) -> None:
         raise RunError(f"{system.title} is not installed: pip took more than {_INSTALL_S:.0f} s") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        told = next((line for line in reversed(lines) if "ERROR" in line or "error" in line), lines[-1] if lines else "")
+        told = next(
+            (line for line in reversed(lines) if "ERROR" in line or "error" in line), lines[-1] if lines else ""
+        )
         write_whole(Path(f"{folder}.log"), done.stdout + done.stderr)
         raise RunError(f"{system.title} is not installed: {told.strip()} (all of it: {folder}.log)")

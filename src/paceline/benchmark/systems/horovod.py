@@ -46,7 +46,16 @@ class _Horovod(TorchSystem):
         """Ranks by horovodrun."""
         ranks = str(start.task.ranks)
         program = [str(start.python), "-m", RUN, self.train, str(start.folder)]
-        launcher = [str(start.python), "-m", "horovod.runner.launch", "--gloo", "-np", ranks, "-H", f"localhost:{ranks}"]
+        launcher = [
+            str(start.python),
+            "-m",
+            "horovod.runner.launch",
+            "--gloo",
+            "-np",
+            ranks,
+            "-H",
+            f"localhost:{ranks}",
+        ]
         return [Command([*launcher, *program])]
 
 

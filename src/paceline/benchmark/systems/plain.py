@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.benchmark.systems.system import Command, Start
 from paceline.benchmark.systems.task import Steps
@@ -33,13 +34,15 @@ class _Plain(TorchSystem):
         return [Command([str(start.python), "-m", RUN, self.train, str(start.folder)], start.places[0])]
 
     def steps(self, start: Start) -> Steps:
-        """What the process left in the folder."""
+        """Steps that the process left in the folder."""
         return Steps.of_ranks(start.folder, 1)
 
 
 SYSTEM = _Plain(
     name="plain",
-    title="one process of PyTorch",
+    title="PyTorch, one process",
     documentation="https://docs.pytorch.org/tutorials/beginner/basics/optimization_tutorial.html",
     train=f"{__name__}:train",
 )
+# Its losses are those that every system's are compared with.
+REFERENCE = replace(SYSTEM, name="reference", train="paceline.benchmark.systems.reference:train")

@@ -13,7 +13,7 @@ from paceline.job.read.imports import load_object
 def main() -> None:
     """Call a system's `train` with the work of a folder, and leave the record of its steps."""
     work = Work(Path(sys.argv[2]))
-    load_object(sys.argv[1])(work)  # type: ignore[operator]
+    load_object(sys.argv[1])(work)
     work.write()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
+from paceline.benchmark.systems.task import Steps, Task
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate.hosts import EmulatedHost
-from paceline.benchmark.systems.task import Steps, Task
 from paceline.errors import RunError
 from paceline.extensions import ExtensionPoint
 from paceline.job.job import Job
@@ -62,7 +62,8 @@ class Start:
         return self.hosts[0].address if self.hosts else "127.0.0.1"
 
 
-class System(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class System(ABC):
     """A system that trains a job, and what people would change in a script for it.
 
     Attributes:
@@ -72,24 +73,30 @@ class System(Protocol):
         build_environment: variables for their installation.
         apart: its environment has nothing of paceline's, nor torch.
         tuned: settings of its own that are tried as well, with paceline's settings for memory and data.
-        script: file with its `train`, from which the lines that people change are counted; None has none.
     """
 
     name: str
     title: str
     documentation: str
-    requirements: Sequence[str]
-    build_environment: Mapping[str, str]
-    apart: bool
-    tuned: Mapping[str, object]
-    script: Path | None
+    requirements: Sequence[str] = ()
+    build_environment: Mapping[str, str] = field(default_factory=dict)
+    apart: bool = False
+    tuned: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def script(self) -> Path | None:
+        """File with its `train`, from which the lines that people change are counted; None without one."""
+        return None
 
     def refuses(self, job: Job, cluster: Cluster) -> str | None:
         """The reason why it cannot train this job here; None where it can."""
+        return None
 
+    @abstractmethod
     def commands(self, start: Start) -> Sequence[Command]:
         """The commands of a run, which end when all steps are taken."""
 
+    @abstractmethod
     def steps(self, start: Start) -> Steps:
         """The steps of a run that has ended."""
 

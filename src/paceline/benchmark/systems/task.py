@@ -52,10 +52,12 @@ class Steps:
     Attributes:
         losses: of each step, in the mean over a rank's samples.
         ended_s: when each had ended, in Unix seconds.
+        wire_bytes: that the busiest link carried, where the system counts them itself.
     """
 
     losses: list[float]
     ended_s: list[float]
+    wire_bytes: float | None = None
 
     def write(self, folder: Path, rank: int) -> None:
         """Leave the steps of a rank in the task's folder."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.benchmark.systems.system import Command, Start
+from paceline.benchmark.systems.system import Command, Start, System
 from paceline.benchmark.systems.task import JOB, Steps
 from paceline.cluster.cluster import Cluster
 from paceline.files import write_whole
@@ -23,26 +23,13 @@ MODELS = ("mlp", "cifar_cnn", "gpt")
 DOCUMENTATION = "https://www.tensorflow.org/guide/distributed_training"
 
 
-@dataclass(frozen=True)
-class TensorFlowSystem:
-    """A `System` whose script runs in TensorFlow's own environment.
+@dataclass(frozen=True, kw_only=True)
+class TensorFlowSystem(System):
+    """A `System` whose `program`, the name of a script, runs in TensorFlow's own environment."""
 
-    `program` is the script's name; the other attributes are those of `System`.
-    """
-
-    name: str
-    title: str
-    documentation: str
     program: str
     requirements: Sequence[str] = ("tensorflow.txt",)
-    build_environment: Mapping[str, str] = field(default_factory=dict)
     apart: bool = True
-    tuned: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def script(self) -> Path | None:
-        """None: it is no script of PyTorch with changes."""
-        return None
 
     def refuses(self, job: Job, cluster: Cluster) -> str | None:
         """The first thing of the job that has no counterpart here."""
@@ -54,7 +41,9 @@ class TensorFlowSystem:
             return "its dropout draws other numbers than torch's"
         if job.clip_norm is not None:
             return "Keras clips the gradient of each replica before they are summed, which is another computation"
-        if job.optimizer.name not in ("sgd", "adam", "adamw") or (job.optimizer.name != "adamw" and job.optimizer.weight_decay):
+        if job.optimizer.name not in ("sgd", "adam", "adamw") or (
+            job.optimizer.name != "adamw" and job.optimizer.weight_decay
+        ):
             return f"Keras has no {job.optimizer.name} of these settings"
         return None
 
@@ -63,7 +52,9 @@ class TensorFlowSystem:
         lay_out(start)
         return [self.command(start)]
 
-    def command(self, start: Start, place: int = 0, config: dict[str, Any] | None = None, *, serves: bool = False) -> Command:
+    def command(
+        self, start: Start, place: int = 0, config: dict[str, Any] | None = None, *, serves: bool = False
+    ) -> Command:
         """The script in a place, with the configuration of a cluster where there is one."""
         words = [str(start.python), str(SCRIPTS / self.program), str(start.folder)]
         environment = {"TF_CONFIG": json.dumps(config)} if config else {}
@@ -97,7 +88,7 @@ def lay_out(start: Start) -> None:
     np.save(start.folder / "order.npy", order)
     seed_all(job.seed)
     weights = {name: tensor.numpy() for name, tensor in job.model.build().state_dict().items()}
-    np.savez(start.folder / "weights.npz", **weights)  # type: ignore[arg-type]
+    np.savez(start.folder / "weights.npz", **weights)
     write_whole(start.folder / "tensorflow.json", json.dumps(_about(start, job)))
 
 
@@ -118,7 +109,7 @@ def _about(start: Start, job: Job) -> dict[str, Any]:
     spec = job.optimizer
     arguments: dict[str, Any] = {"momentum": spec.momentum, "nesterov": spec.nesterov}
     if spec.name != "sgd":
-        # Keras adds epsilon before the correction of the second moment's bias, torch after it: a tenth is nearly the same
+        # Keras adds epsilon before it corrects the second moment's bias, torch after it: a tenth is nearly the same
         # over the first hundred steps
         arguments = {"beta_1": spec.betas[0], "beta_2": spec.betas[1], "epsilon": spec.eps / 10}
     if spec.name == "adamw":

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from paceline.benchmark.systems.tensorflow_system import DOCUMENTATION, TensorFlowSystem
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 
 
-@dataclass(frozen=True)
 class _Mirrored(TensorFlowSystem):
     def refuses(self, job: Job, cluster: Cluster) -> str | None:
         """It is for the devices of one host."""

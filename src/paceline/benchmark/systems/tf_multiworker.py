@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.benchmark.systems.system import Command, Start
 from paceline.benchmark.systems.tensorflow_system import DOCUMENTATION, TensorFlowSystem, addresses, lay_out
 
 
-@dataclass(frozen=True)
 class _MultiWorker(TensorFlowSystem):
     def commands(self, start: Start) -> Sequence[Command]:
         """The script once for each worker, each with its TF_CONFIG."""
         lay_out(start)
         cluster = {"worker": addresses(start, start.task.ranks)}
-        configs = [
-            {"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(start.task.ranks)
-        ]
+        configs = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(start.task.ranks)]
         return [self.command(start, rank // start.ranks_per_host, config) for rank, config in enumerate(configs)]
 
 

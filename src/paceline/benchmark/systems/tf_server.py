@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.benchmark.systems.system import Command, Start
 from paceline.benchmark.systems.tensorflow_system import DOCUMENTATION, TensorFlowSystem, addresses, lay_out
 
 
-@dataclass(frozen=True)
 class _Server(TensorFlowSystem):
     def commands(self, start: Start) -> Sequence[Command]:
         """Workers, a server and the coordinator; the last two are on the first host."""

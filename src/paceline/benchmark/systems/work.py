@@ -18,7 +18,7 @@ import torch
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from paceline.benchmark.systems.task import JOB, Steps, Task
 from paceline.engine.calls import to_channels_last
@@ -117,7 +117,7 @@ class Work:
             Steps(self._losses, self._ended_s).write(self.folder, self.rank)
 
 
-class _OneByOne:
+class _OneByOne(Dataset[Any]):
     """A data set without its access to many samples at once, which few data sets of others have."""
 
     def __init__(self, data: Any) -> None:

@@ -37,7 +37,7 @@ class Work:
 
     def model(self) -> Any:
         """The job's model with the weights that torch's has at first."""
-        from models import MODELS
+        from keras_models import MODELS
 
         with np.load(self.folder / "weights.npz") as held:
             return MODELS[self.about["model"]](dict(held), self.about["args"])

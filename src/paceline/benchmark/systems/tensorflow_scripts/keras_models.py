@@ -64,7 +64,7 @@ class GPT(tf.keras.Model):
             block.carry(weights, f"blocks.{number}")
 
 
-class _Block(Layers.Layer):  # type: ignore[misc, name-defined]
+class _Block(Layers.Layer):  # type: ignore[name-defined]
     """Attention and an MLP, each added to what comes in and normalised before."""
 
     def __init__(self, weights: Weights, name: str, heads: int) -> None:

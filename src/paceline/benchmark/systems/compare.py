@@ -1,0 +1,344 @@
+"""`paceline bench --systems`: one job under several systems, in interleaved runs, losses before times."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.benchmark.directory import MEASURED, REPORT, BenchmarkDirectory
+from paceline.benchmark.protocol import rounds
+from paceline.benchmark.systems.compared import (
+    AGREE,
+    Comparison,
+    TakenRun,
+    difference,
+    step_time_s,
+    time_to,
+)
+from paceline.benchmark.systems.environments import python_of
+from paceline.benchmark.systems.plain import REFERENCE
+from paceline.benchmark.systems.started import Finished, run
+from paceline.benchmark.systems.summary import summary
+from paceline.benchmark.systems.system import SYSTEMS, Start, System
+from paceline.benchmark.systems.task import JOB, Task
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import environment, to_run_on
+from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
+from paceline.errors import PacelineError, PlanError, RunError
+from paceline.files import write_whole
+from paceline.job.job import EvaluateSpec, Job
+from paceline.job.stop import StopSpec
+from paceline.launch.seed import ALLOCATOR
+from paceline.launch.signals import StopSignals
+from paceline.planner.check.check_plan import check_plan
+from paceline.plans.plan import Plan
+from paceline.tuning.auto import choose
+from paceline.units import count, seconds
+
+OURS, PLAIN = "paceline", "plain"
+PROOF_STEPS = 12  # of the first run of each way, whose losses are compared before anything is timed
+STEPS = 70
+_PORTS = 40  # free in a row, for a run
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A system, and how it is set up. `key` names its runs; `exact`: it is to compute what one process computes."""
+
+    key: str
+    system: System
+    label: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    tuned: bool = False
+    exact: bool = True
+    threads: int = 1
+
+
+class Compare:
+    """A comparison in its directory.
+
+    Args:
+        systems: names, as `SYSTEMS` has them; paceline and one process of PyTorch are always among them.
+        plans: of paceline, beside the one that `auto` finds; e.g. with a rule that sends less.
+        repeat: runs of every way.
+        steps: of every run.
+        tuned: run each system also with paceline's settings for memory and data, and its own tuned ones.
+        deadline_s: after so long, a run is taken to hang.
+
+    Raises:
+        PacelineError: the job, a plan, a name or the directory cannot work.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster | None,
+        systems: Sequence[str],
+        *,
+        plans: Sequence[str] = (),
+        repeat: int = 5,
+        steps: int | None = None,
+        tuned: bool = True,
+        deadline_s: float = 600.0,
+        out: Path,
+        say: Say,
+        command: str = "paceline.bench",
+    ) -> None:
+        self.cluster = to_run_on(cluster)
+        self.steps, self.repeat, self.deadline_s = steps or STEPS, repeat, deadline_s
+        self.hosts = self.cluster.emulate.hosts if self.cluster.emulate else 1
+        self.ranks = self.hosts if self.hosts > 1 else self.cluster.devices
+        self.job, self.target = _as_compared(job, self.steps, self.ranks), job.stop.loss_below
+        self.say, self.command, self.path = say, command, out
+        self.stopped_by: str | None = None
+        self.left_out: dict[str, str] = {}
+        self.differences: dict[str, float] = {}
+        self.reference: list[float] = []
+        loaded = {name: SYSTEMS[name].load() for name in dict.fromkeys([OURS, PLAIN, *systems])}
+        self.directory = BenchmarkDirectory(out)
+        self.plan = self._plan(job)
+        self.ways = [way for system in loaded.values() for way in self._ways(system, plans, tuned=tuned)]
+        self.pythons: dict[str, Path] = {}
+        self.directory.begin(self._protocol())
+        self.runs = self._measured()
+
+    # What is to be measured
+
+    def _plan(self, job: Job) -> Plan:
+        """The plan that `auto` stands for; a continued comparison keeps its own."""
+        if begun := self.directory.begun_with():
+            return begun[0]
+        return choose(job.model_copy(update={"drop_last": True}), self.cluster, self.say, runs=self.repeat).plan
+
+    def _ways(self, system: System, plans: Sequence[str], *, tuned: bool) -> Iterator[Way]:
+        if reason := system.refuses(self.job, self.cluster):
+            self.left_out[system.title] = reason
+        elif system.name == OURS:
+            yield Way(OURS, system, "--plan auto", {"plan": str(self.plan)})
+            for number, text in enumerate(plans):
+                plan = Plan.parse(text)
+                if reasons := check_plan(plan, self.job, self.cluster):
+                    raise PlanError("\n".join(reasons))
+                yield Way(f"{OURS}-{number + 1}", system, text, {"plan": text}, exact=not plan.inexact)
+        elif system.name == PLAIN:
+            yield Way(PLAIN, system, "one core")
+            if self.cluster.devices > 1 and self.hosts == 1:
+                yield Way(f"{PLAIN}-all", system, "all cores", threads=self.cluster.devices)
+        else:
+            yield Way(system.name, system, "as documented")
+            if tuned and not system.apart:
+                yield Way(f"{system.name}-tuned", system, "tuned", dict(system.tuned), tuned=True)
+
+    def _protocol(self) -> dict[str, Any]:
+        known = environment()
+        ways = {way.key: {"label": way.label, "settings": way.settings} for way in self.ways}
+        machine = {key: known[key] for key in ("host", "cpu", "cores", "torch", "paceline")}
+        job = self.job.model_dump(mode="json")
+        return {
+            "plan": str(self.plan),
+            "knobs": [],
+            "systems": ways,
+            "steps": self.steps,
+            "job": job,
+            "machine": machine,
+        }
+
+    def _measured(self) -> dict[str, list[TakenRun]]:
+        found: dict[str, list[TakenRun]] = {way.key: [] for way in self.ways}
+        file = self.path / MEASURED
+        for line in file.read_text().splitlines() if file.exists() else []:
+            taken = TakenRun(**json.loads(line))
+            found.setdefault(taken.way, []).append(taken)
+        return found
+
+    # Runs
+
+    def run(self) -> Comparison | None:
+        """Prove, then measure what is not measured yet; None if nothing was measured."""
+        self._install()
+        with StopSignals() as signals, self._places() as (hosts, emulation):
+
+            def stopped() -> bool:
+                return signals.first is not None
+
+            try:
+                self._prove(hosts, stopped)
+                for round_, way in rounds(self.ways, self.repeat):
+                    done = {taken.round for taken in self.runs[way.key]}
+                    if round_ not in done and way.system.title not in self.left_out:
+                        self._measure(way, round_, hosts, emulation, stopped)
+            except KeyboardInterrupt:
+                self.stopped_by = signals.first or "SIGINT"
+        found = self.comparison()
+        if found is not None:
+            write_whole(self.path / REPORT, json.dumps(found.to_json()))
+        return found
+
+    def _install(self) -> None:
+        for way in self.ways:
+            if way.system.title in self.left_out:
+                continue
+            try:
+                self.pythons[way.system.name] = python_of(way.system, self.say)
+            except RunError as error:
+                self._leave_out(way.system, error)
+
+    @contextmanager
+    def _places(self) -> Iterator[tuple[tuple[EmulatedHost, ...], Emulation | None]]:
+        """Emulated hosts of the other systems; paceline's command makes its own alike."""
+        if self.cluster.emulate is None:
+            yield (), None
+            return
+        with Emulation(self.cluster.emulate) as emulation:
+            yield emulation.hosts, emulation
+
+    def _prove(self, hosts: tuple[EmulatedHost, ...], stopped: Callable[[], bool]) -> None:
+        """Compare every way's first losses with those of one process."""
+        steps = min(PROOF_STEPS, self.steps)
+        task = self._task(Way(REFERENCE.name, REFERENCE, ""), steps)
+        task = replace(task, parts=self.ranks if _normalises_apart(self.job) else 1)
+        self.reference = self._one(REFERENCE, task, (), stopped).steps.losses
+        for way in self.ways:
+            if way.system.title in self.left_out:
+                continue
+            try:
+                losses = self._one(way.system, self._task(way, steps), hosts, stopped, tuned=way.tuned).steps.losses
+            except RunError as error:
+                self._leave_out(way.system, error)
+                continue
+            apart = difference(losses, self.reference)
+            self.differences[way.key] = apart
+            same = f"the same losses (to {apart:.0e})" if apart <= AGREE else f"OTHER losses, by up to {apart:.1%}"
+            self.say(f"{way.system.title}, {way.label}: {same}")
+
+    def _measure(
+        self,
+        way: Way,
+        round_: int,
+        hosts: tuple[EmulatedHost, ...],
+        emulation: Emulation | None,
+        stopped: Callable[[], bool],
+    ) -> None:
+        before = _busiest(emulation)
+        try:
+            finished = self._one(way.system, self._task(way, self.steps), hosts, stopped, tuned=way.tuned)
+        except RunError as error:
+            self._leave_out(way.system, error)
+            return
+        ended = finished.steps.ended_s
+        carried = _busiest(emulation) - before if emulation else 0.0
+        carried = finished.steps.wire_bytes or carried
+        taken = TakenRun(
+            way.key,
+            round_,
+            step_time_s(ended),
+            ended[0] - finished.began,
+            finished.memory_bytes,
+            carried / len(ended) if emulation else None,
+            time_to(self.target, finished.steps.losses, ended),
+            finished.steps.losses,
+            [end - ended[0] for end in ended],
+        )
+        self.runs[way.key].append(taken)
+        with open(self.path / MEASURED, "a") as lines:
+            lines.write(json.dumps(asdict(taken)) + "\n")
+        self.say(
+            f"round {round_ + 1} of {self.repeat} · {way.system.title}, {way.label} · {seconds(taken.step_s)} a step · "
+            f"first step after {taken.first_step_s:.1f} s"
+        )
+
+    def _task(self, way: Way, steps: int) -> Task:
+        channels_last = way.tuned and self.plan.memory_format == "channels_last"
+        return Task(
+            1 if way.system.name in (PLAIN, REFERENCE.name) else self.ranks,
+            self.hosts,
+            steps,
+            way.threads,
+            way.settings,
+            way.tuned,
+            channels_last,
+        )
+
+    def _one(
+        self,
+        system: System,
+        task: Task,
+        hosts: tuple[EmulatedHost, ...],
+        stopped: Callable[[], bool],
+        *,
+        tuned: bool = False,
+    ) -> Finished:
+        """One run in a folder of its own, which is kept where it failed."""
+        folder = Path(tempfile.mkdtemp(prefix=f"{system.name}-", dir=self.path / "runs"))
+        changes = {"stop": StopSpec(steps=task.steps), "evaluate": EvaluateSpec(every_steps=task.steps)}
+        write_whole(folder / JOB, self.job.model_copy(update=changes).to_yaml())
+        task.write(folder)
+        python = self.pythons.get(system.name) or python_of(system, self.say)
+        start = Start(python, folder, task, self.cluster, hosts, _free_port())
+        variables = dict(ALLOCATOR) if tuned else {}
+        finished = run(system, start, variables, deadline_s=self.deadline_s, stopped=stopped)
+        shutil.rmtree(folder)
+        return finished
+
+    def _leave_out(self, system: System, error: PacelineError) -> None:
+        self.left_out[system.title] = str(error)
+        self.say(f"{system.title} is left out: {error}")
+
+    # What was found
+
+    def comparison(self) -> Comparison | None:
+        """The result of the finished runs; None before the first of paceline."""
+        return summary(self) if self.runs.get(OURS) else None
+
+
+def _as_compared(job: Job, steps: int, ranks: int) -> Job:
+    """The job of so many steps, each of a whole batch that is dealt evenly.
+
+    Raises:
+        RunError: the global batch cannot be dealt evenly, as the other systems need it.
+    """
+    if job.global_batch % ranks:
+        raise RunError(
+            f"global_batch {job.global_batch} cannot be dealt evenly to {count(ranks, 'rank')}, as the other systems "
+            f"need it: let it be {job.global_batch // ranks * ranks or ranks}"
+        )
+    stop = {"stop": StopSpec(steps=steps), "evaluate": EvaluateSpec(every_steps=steps), "drop_last": True}
+    return job.model_copy(update=stop)
+
+
+def _normalises_apart(job: Job) -> bool:
+    """True if replicas normalise each its own part of a batch."""
+    from paceline.sync.batchnorm import has_batch_norm
+
+    return job.batch_norm == "local" and has_batch_norm(job.model.build())
+
+
+def _busiest(emulation: Emulation | None) -> float:
+    """Bytes of the link that carried most."""
+    if emulation is None:
+        return 0.0
+    return float(max(max(link.sent_bytes, link.received_bytes) for link in emulation.carried().values()))
+
+
+def _free_port() -> int:
+    """The first of several ports in a row that nobody uses now."""
+    for _ in range(100):
+        with ExitStack() as held:
+            first = held.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                for number in range(1, _PORTS):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port + number))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise RunError(f"no {_PORTS} free ports in a row were found on loopback")

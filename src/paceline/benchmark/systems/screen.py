@@ -1,0 +1,88 @@
+"""A comparison of systems as a table on the screen, and as named numbers for machines."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.benchmark.systems.compared import ComparedWay, Comparison
+from paceline.units import count, ratio, seconds, size
+
+OURS = "paceline"
+WIDTH = 140
+
+
+def show(found: Comparison, console: Console) -> None:
+    """Print what each system is best at, all figures, and what was left out."""
+    console.width = console.width if console.is_terminal else WIDTH
+    console.print()
+    for number, remark in enumerate(found.remarks):
+        console.print(Text(remark, style="" if number else "bold"), soft_wrap=True)
+    console.print()
+    console.print(_table(found))
+    for title, reason in found.left_out.items():
+        console.print(Text(f"left out  {title}: {reason}", style="yellow"), soft_wrap=True)
+    for note in found.notes:
+        console.print(Text(f"note      {note}", style="yellow"), soft_wrap=True)
+    where = count(found.hosts, "host")
+    console.print(
+        Text(
+            f"\nEach system ran {count(found.repeats, 'time')} for {found.steps} steps with "
+            f"{count(found.ranks, 'rank')} on {where}, in interleaved rounds; medians with 95 % intervals. Times are "
+            "other / paceline of neighbouring runs. Lines: changed in a plain script.\n"
+            f"machine   {found.cluster}\nplan      {found.plan}",
+            style="dim",
+        ),
+        soft_wrap=True,
+    )
+
+
+def _table(found: Comparison) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    headings = ["system", "", "step", "times ours", "speedup", "first step", "memory", "lines"]
+    headings += ["on wire"] if any(way.wire_bytes for way in found.ways) else []
+    headings += ["to target"] if found.target is not None else []
+    for number, heading in enumerate(headings):
+        label = number == 1
+        table.add_column(heading, justify="left" if number < 2 else "right", overflow="fold", no_wrap=not label)
+    for way in sorted(found.ways, key=lambda way: way.step_s.middle):
+        cells = _cells(way)
+        cells += [str(size(way.wire_bytes)) if way.wire_bytes else "?"] if "on wire" in headings else []
+        cells += [str(seconds(way.to_target_s)) if way.to_target_s else "-"] if "to target" in headings else []
+        table.add_row(*cells, style="bold" if way.way == OURS else "" if way.same else "dim")
+    return table
+
+
+def _cells(way: ComparedWay) -> list[str]:
+    other = "" if way.same else " (other losses)" if way.exact else " (inexact)"
+    return [
+        way.title,
+        way.label + other,
+        str(seconds(way.step_s.middle)),
+        "" if way.ratio is None else f"{way.ratio.middle:.2f} ({way.ratio.low:.2f}–{way.ratio.high:.2f})",
+        "" if way.speedup is None else str(ratio(way.speedup)),
+        str(seconds(way.first_step_s.middle)),
+        str(size(way.memory_bytes)),
+        "" if way.lines is None else str(way.lines),
+    ]
+
+
+def figures(found: Comparison) -> dict[str, float]:
+    """Numbers by name: `step_s_ddp`, `ratio_ddp`, …, and `ratio_to_best` with its interval."""
+    named: dict[str, float] = {"systems_run": float(len({way.system for way in found.ways} - {"plain"}))}
+    for way in found.ways:
+        name = way.way.replace("-", "_")
+        named[f"step_s_{name}"] = way.step_s.middle
+        if way.ratio is not None:
+            named[f"ratio_{name}"] = way.ratio.middle
+        if way.to_target_s is not None:
+            named[f"to_target_s_{name}"] = way.to_target_s.middle
+    best = next((way for way in found.ways if way.way == found.best_other), None)
+    if best is not None and best.ratio is not None:
+        named |= {
+            "ratio_to_best": best.ratio.middle,
+            "ratio_to_best_low": best.ratio.low,
+            "ratio_to_best_high": best.ratio.high,
+        }
+    return named

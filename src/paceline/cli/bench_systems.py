@@ -1,0 +1,63 @@
+"""`paceline bench job.yaml --systems …`"""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from paceline.cli.where import EXIT_CODES
+
+if TYPE_CHECKING:
+    from paceline.cluster.cluster import Cluster
+    from paceline.job.job import Job
+
+BENCHES = Path("bench")
+
+
+def compare_systems(
+    job: Job,
+    cluster: Cluster | None,
+    systems: str,
+    *,
+    plans: list[str],
+    repeat: int,
+    steps: int | None,
+    out: str | None,
+    as_json: bool,
+    command: str,
+) -> None:
+    """Measure the job under other systems, show what was found, and write the page."""
+    from paceline.benchmark.directory import kept_at
+    from paceline.benchmark.systems.compare import Compare
+    from paceline.benchmark.systems.screen import figures, show
+    from paceline.benchmark.systems.system import SYSTEMS
+    from paceline.console import Console
+    from paceline.errors import RunError
+    from paceline.report.systems_view import write_systems_page
+
+    names = [name.strip() for name in systems.split(",") if name.strip()]
+    names = SYSTEMS.names if names == ["all"] else names
+    say = partial(typer.echo, err=True)
+    with kept_at(out, say) as folder:
+        path = folder or BENCHES / f"{job.name}-systems-{time.strftime('%Y%m%d-%H%M%S')}"
+        compare = Compare(
+            job, cluster, names, plans=plans, repeat=repeat, steps=steps, out=path, say=say, command=command
+        )
+        found = compare.run()
+        page = None if found is None else write_systems_page(found, path)
+    if found is not None:
+        show(found, Console())
+        typer.echo(f"report    {page}")
+    if compare.stopped_by:
+        typer.echo(f"stopped   {compare.stopped_by}; what is measured is kept. Go on: {command} --out {path}")
+    if found is not None and as_json:
+        typer.echo(json.dumps({"figures": figures(found), "environment": found.environment}))
+    if compare.stopped_by:
+        raise typer.Exit(EXIT_CODES.get(compare.stopped_by, 1))
+    if found is None:
+        raise RunError("no run of paceline succeeded:\n" + "\n".join(compare.left_out.values()))
