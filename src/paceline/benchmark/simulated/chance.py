@@ -52,8 +52,8 @@ class Jitter:
     def slowest(self, ranks: int, shape: tuple[int, ...], random: np.random.Generator) -> Floats:
         """Draws of the slowest of so many ranks' times.
 
-        In a step the others wait for it. Ranks are independent of each other. The largest of N draws is the U^(1/N) quantile, for U uniform. Of measured
-        steps none is slower than the slowest that was measured.
+        In a step the others wait for it. Ranks are independent of each other. The largest of N draws is the U^(1/N)
+        quantile, for U uniform. Of measured steps none is slower than the slowest that was measured.
         """
         levels = random.random(shape) ** (1 / ranks)
         if self.measured:

@@ -88,8 +88,12 @@ class Point:
 
     @property
     def used(self) -> int:
-        """Devices that the best plan uses; 0 without one."""
-        return self.candidate.plan.ranks if self.candidate else 0
+        """Devices that the best plan uses, on CPUs with its threads; 0 without one."""
+        if self.candidate is None:
+            return 0
+        layout = self.candidate.layout
+        threads = max(layout.threads, 1) if layout.machines.device.is_core else 1
+        return min(self.candidate.plan.ranks * threads, self.devices)
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ def simulated_curve(
 
 
 def counts(cluster: Cluster) -> list[int]:
-    """Numbers of devices that double up to all of the cluster, by whole hosts beyond one."""
+    """Numbers of devices that double up to all of the cluster."""
     each, hosts = len(cluster.hosts[0].devices), len(cluster.hosts)
     inside = [2**power for power in range(each.bit_length()) if 2**power < each]
     return [*inside, *(each * 2**power for power in range(hosts.bit_length()) if 2**power < hosts), each * hosts]
@@ -213,8 +217,8 @@ class _Draws:
         assert base.candidate is not None
         best, first = point.candidate.prediction, base.candidate.prediction
         grown = math.sqrt(max(math.log2(point.used / base.used), 0.0))
-        slow, usual_slow = self._slowest(point.used)
-        slow_base, usual_slow_base = self._slowest(base.used)
+        slow, usual_slow = self._slowest(point.candidate.plan.ranks)
+        slow_base, usual_slow_base = self._slowest(base.candidate.plan.ranks)
         ratio, times = best.throughput / first.throughput, point.devices / base.devices
         speedup = ratio * math.exp(self.usual * grown) * usual_slow_base / usual_slow
         # the base is what the others are relative to, and has no error of its own

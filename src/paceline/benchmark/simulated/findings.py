@@ -1,4 +1,4 @@
-"""Sentences on a simulated curve: how far it pays, its limits, and changes of the plan."""
+"""Sentences on a simulated curve: how far it pays, its limits, changes of plan."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _KIND = ("tp", "pp", "cp", "ep", "remat", "offload", "sequence", "schedule")  # 
 
 
 def limit_of(point: Point, base: Point) -> str:
-    """Parts of a step beyond the ideal, the largest first, in words; "" for the base itself.
+    """Parts of a step beyond the ideal in words, the largest first.
 
-    Where a plan leaves devices unused, that and why.
+    "" for the base itself. Where a plan leaves devices unused, that and why.
     """
     if point.candidate is None or base.candidate is None or point is base:
         return ""
@@ -27,7 +27,7 @@ def limit_of(point: Point, base: Point) -> str:
         return f"only {_used(point)}: with more a step takes longer, as {_largest_part(point)} does not shrink"
     excess = excess_shares(point, base)
     named = [f"{PART_NAMES[part]} +{percent(share)}" for part, share in excess if share > _WORTH_NAMING]
-    return " · ".join(named[:3]) or "nothing that the cost model knows"
+    return " · ".join(named[:3]) or "no part is, by the cost model"
 
 
 def limits(curve: SimulatedCurve) -> list[tuple[str, str]]:

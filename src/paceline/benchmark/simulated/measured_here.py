@@ -13,10 +13,12 @@ from paceline.benchmark.result import MeasuredSetting, Report
 from paceline.benchmark.simulated.chance import Jitter
 from paceline.errors import PacelineError, RunError
 from paceline.job.job import Job
+from paceline.planner.adjustment import own_adjustment
+from paceline.planner.cost.estimate import estimate
 from paceline.planner.machines import machines
 from paceline.training.record.run import Run
 from paceline.training.record.stragglers import step_time_ratios
-from paceline.tuning.measured_runs.calibrate_on import calibrate_on
+from paceline.tuning.measured_runs.calibrate_on import read_runs
 from paceline.units import count, rate, seconds
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ class MeasuredHere:
         unused = cls(report, "", None)
         runs = tuple(folder / run for setting in report.settings for run in setting.runs if (folder / run).is_dir())
         try:
-            return cls(report, machines(Run(runs[0]).cluster).device.name, calibrate_on(runs)) if runs else unused
+            rows = read_runs(runs).rows
+            factors = own_adjustment(rows, lambda layout: estimate(layout).step_time_s) if rows else None
+            return cls(report, machines(Run(runs[0]).cluster).device.name, factors) if factors else unused
         except PacelineError:
             return unused
 

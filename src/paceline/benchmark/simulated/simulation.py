@@ -1,4 +1,4 @@
-"""Simulation of a job on a cluster that is not here, and all that is told of it."""
+"""Simulation of a job on a cluster that is not here."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from paceline.units import count, percent
 
 if TYPE_CHECKING:
     from paceline.planner.adjustment import Basis
+
+_CORRECTED = "corrected by"  # of a prediction's notes, what says that measured runs are behind it
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def simulate(
             else ["nothing was measured here: --out names the directory of a benchmark"]
         ),
     ]
+    told += [note for note in first.prediction.notes if note.startswith(_CORRECTED)]
     if kind_of(trace) is None:
         told.append("no published curve is of this kind of model")
     return Simulation(
@@ -164,7 +167,7 @@ def _unknown(curves: Sequence[SimulatedCurve], reading: ReadingSpeed | None) -> 
     if reading is not None and last.throughput is not None:
         told.append(f"loading data: {reading.line(last.throughput.middle, last.devices, last.hosts)}")
     assert last.candidate is not None
-    told += last.candidate.prediction.notes
+    told += [note for note in last.candidate.prediction.notes if not note.startswith(_CORRECTED)]
     told.append("other jobs on the same network, slow or broken links and switches, and how well a larger batch learns")
     return tuple(dict.fromkeys(told))
 

@@ -120,4 +120,4 @@ def _show_published(found: list[Likeness], console: Console) -> None:
 
 
 def _print(console: Console, text: str, style: str = "") -> None:
-    console.print(Padding(Text(text, style=style), (0, 0, 0, 2)), highlight=False)
+    console.print(Padding(Text(text, style=style), (0, 0, 0, 2), expand=False), highlight=False)
