@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from handmade_search import job
 from paceline.benchmark.simulated.chance import Jitter
-from paceline.benchmark.simulated.curve import Chances, SimulatedCurve, counts, simulated_curve, weak_batch
+from paceline.benchmark.simulated.curve import Chances, SimulatedCurve, counts, per_device, simulated_curve
 from paceline.benchmark.simulated.findings import PAYS, excess_shares, limit_of, limits, sentences
 from paceline.benchmark.simulated.simulation import simulate
 from paceline.cluster.cluster import Cluster
@@ -26,7 +26,10 @@ CHANCES = Chances.published()
 
 def curve(batch: int = 64, name: str = "4x8xH100-SXM", scaling: str = "strong", **of_chances: object) -> SimulatedCurve:
     chances = replace(CHANCES, draws=200, **of_chances)  # type: ignore[arg-type]
-    return simulated_curve(job(global_batch=batch), named_cluster(name), scaling, chances)  # type: ignore[arg-type]
+    strong = simulated_curve(job(global_batch=batch), named_cluster(name), chances)
+    if scaling == "strong":
+        return strong
+    return simulated_curve(job(global_batch=batch), named_cluster(name), chances, per_device=per_device(strong))
 
 
 @given(
@@ -84,7 +87,7 @@ def test_numbers_of_devices_double_and_end_with_the_whole_cluster(per_host: int,
 def test_strong_scaling_searches_fewer_numbers_and_finds_the_same(batch: int) -> None:
     small = job(global_batch=batch)
     cluster = named_cluster("16x8xH100-SXM")
-    found = simulated_curve(small, cluster, "strong", CHANCES)
+    found = simulated_curve(small, cluster, CHANCES)
     for point in found.fitting:
         on = with_devices(cluster, point.devices / cluster.devices)
         assert on is not None
@@ -94,16 +97,20 @@ def test_strong_scaling_searches_fewer_numbers_and_finds_the_same(batch: int) ->
         assert point.hosts == len(on.hosts)
 
 
-def test_weak_scaling_has_the_jobs_batch_on_the_whole_cluster_or_on_each_device() -> None:
-    assert [weak_batch(job(global_batch=1024), 1024, n) for n in (1, 8, 1024)] == [1, 8, 1024]
-    assert [weak_batch(job(global_batch=64), 1024, n) for n in (1, 8, 1024)] == [64, 512, 65536]
+def test_in_weak_scaling_a_device_has_as_many_samples_as_in_the_best_plan_of_the_whole_cluster() -> None:
+    weak = curve(batch=64, name="4x8xH100-SXM", scaling="weak")
+    assert [point.global_batch for point in weak.points] == [2, 4, 8, 16, 32, 64]
+    tiny = job(model={"transformer": {"layers": 1, "hidden": 64, "heads": 2, "seq": 64, "vocab": 100}}, global_batch=4)
+    strong = simulated_curve(tiny, named_cluster("8xH100-SXM"), CHANCES)
+    assert strong.last.used == 1
+    assert per_device(strong) == 4, "what is not used does not count"
 
 
 def test_speedups_start_where_the_job_fits_and_say_why_not_before() -> None:
     large = job(
         model={"transformer": {"layers": 32, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 50000}}, global_batch=64
     )
-    found = simulated_curve(large, named_cluster("8xH100-SXM"), "strong", CHANCES)
+    found = simulated_curve(large, named_cluster("8xH100-SXM"), CHANCES)
     first = found.points[0]
     assert first.devices == 1
     assert not first.fits
@@ -116,7 +123,7 @@ def test_speedups_start_where_the_job_fits_and_say_why_not_before() -> None:
 def test_a_job_that_fits_nowhere_is_an_error_with_what_is_missing() -> None:
     huge = job(model={"transformer": {"layers": 128, "hidden": 25600, "heads": 160, "seq": 2048, "vocab": 51200}})
     with pytest.raises(PlanError, match="fits on"):
-        simulated_curve(huge, named_cluster("8xH100-SXM"), "strong", CHANCES)
+        simulated_curve(huge, named_cluster("8xH100-SXM"), CHANCES)
 
 
 def test_stragglers_take_from_the_speedup_what_the_formula_says() -> None:
@@ -126,6 +133,19 @@ def test_stragglers_take_from_the_speedup_what_the_formula_says() -> None:
     assert rough.last.throughput is not None
     ratio = calm.last.throughput.middle / rough.last.throughput.middle
     assert ratio == pytest.approx(straggler_slowdown(calm.last.used, 0.1), rel=0.01)
+
+
+def test_checkpoints_that_cost_more_than_they_save_are_told_with_a_better_interval() -> None:
+    large = job(
+        model={"transformer": {"layers": 32, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 50000}},
+        checkpoint={"every_seconds": 60},
+    )
+    found = simulated_curve(large, named_cluster("8xH100-SXM"), CHANCES)
+    base = found.base
+    assert base.goodput is not None
+    assert base.best_goodput is not None
+    assert base.best_goodput > base.goodput.middle + 0.1
+    assert f"checkpoint.every_steps: {base.best_every_steps}" in sentences(found)[-1]
 
 
 def test_what_published_curves_lose_is_taken_off_unless_stragglers_stand_for_it() -> None:
@@ -146,7 +166,7 @@ def test_the_same_seed_gives_the_same_intervals_and_another_one_others() -> None
 
 def test_more_devices_than_are_of_use_are_said_to_be_unused() -> None:
     tiny = job(model={"transformer": {"layers": 1, "hidden": 64, "heads": 2, "seq": 64, "vocab": 100}}, global_batch=4)
-    found = simulated_curve(tiny, named_cluster("16x8xH100-SXM"), "strong", CHANCES)
+    found = simulated_curve(tiny, named_cluster("16x8xH100-SXM"), CHANCES)
     assert found.last.used < found.last.devices
     assert "used: with more a step takes longer" in limit_of(found.last, found.base)
     told = " ".join(sentences(found))
@@ -184,5 +204,5 @@ def test_a_simulation_says_what_it_rests_on_and_is_never_called_measured() -> No
 
 def test_clusters_of_cores_are_simulated_too() -> None:
     cores: Cluster = named_cluster("2x4xCPU-AVX512, 10gbit")
-    found = simulated_curve(job(precision="fp32"), cores, "strong", CHANCES)
+    found = simulated_curve(job(precision="fp32"), cores, CHANCES)
     assert [point.devices for point in found.points] == [1, 2, 4, 8]

@@ -217,8 +217,8 @@ _SIMULATED = {  # on the page of `paceline bench --simulate`
     ),
     "simulated_weak": (
         "weak scaling",
-        "The global batch grows with the devices: the job’s own on all of them, and its part on fewer. Where that is "
-        "less than a sample for each, every device has the job’s whole batch.",
+        "The global batch grows with the devices: each has as many samples as in the best plan for the job’s own batch "
+        "on the whole cluster.",
     ),
     "published": (
         "published curve",

@@ -80,7 +80,11 @@ class SimulationView:
         prediction = last.candidate.prediction
         cards = [
             Card("predicted_step", _middle(seconds, last.step_time_s), _between(seconds, last.step_time_s)),
-            Card("simulated_speedup", _middle(units.ratio, last.speedup), f"against {base.devices:,} devices"),
+            Card(
+                "simulated_speedup",
+                _middle(units.ratio, last.speedup),
+                f"against {units.count(base.devices, 'device')}",
+            ),
             Card("simulated_efficiency", _middle(percent, last.efficiency), _between(percent, last.efficiency)),
         ]
         if last.goodput is not None:

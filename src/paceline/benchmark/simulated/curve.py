@@ -67,7 +67,8 @@ class Point:
         step_time_s, throughput: while nothing fails.
         speedup: of the throughput, relative to the fewest devices that fit.
         efficiency: speedup over how many times the devices are.
-        goodput: share of the wall-clock in steps that count, with failures and checkpoints.
+        goodput: share of the wall-clock in steps that count, with failures and the job's own checkpoints.
+        best_goodput: the same with checkpoints as often as loses the least, which is every `best_every_steps`.
     """
 
     devices: int
@@ -80,6 +81,8 @@ class Point:
     speedup: Interval | None = None
     efficiency: Interval | None = None
     goodput: Interval | None = None
+    best_goodput: float | None = None
+    best_every_steps: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -120,22 +123,38 @@ class SimulatedCurve:
 
 
 def simulated_curve(
-    job: Job, cluster: Cluster, scaling: Scaling, chances: Chances, calibration: Basis | None = None
+    job: Job,
+    cluster: Cluster,
+    chances: Chances,
+    calibration: Basis | None = None,
+    *,
+    per_device: float | None = None,
 ) -> SimulatedCurve:
-    """Curve of a job up to a cluster.
+    """Curve of a job up to a cluster; of weak scaling where samples `per_device` are given.
 
     Raises:
         JobError: the model cannot be built.
         ClusterError: a device is not in the catalogue.
         PlanError: the job fits on no number of these devices.
     """
-    found = _best(job, cluster, scaling, calibration)
+    found = _best(job, cluster, calibration, per_device)
     points = [point for _, point in found]
     if not any(point.fits for point in points):
         raise PlanError(points[-1].why)
     base = next(point for point in points if point.fits)
     draw = _Draws(chances)
-    return SimulatedCurve(scaling, tuple(draw.of(job, on, point, base) if point.fits else point for on, point in found))
+    return SimulatedCurve(
+        "strong" if per_device is None else "weak",
+        tuple(draw.of(job, on, point, base) if point.fits else point for on, point in found),
+    )
+
+
+def per_device(strong: SimulatedCurve) -> float:
+    """Samples of each device in the best plan on the whole cluster, for weak scaling.
+
+    Devices that the plan leaves unused do not count.
+    """
+    return strong.last.global_batch / strong.last.used
 
 
 def counts(cluster: Cluster) -> list[int]:
@@ -145,28 +164,19 @@ def counts(cluster: Cluster) -> list[int]:
     return [*inside, *(each * 2**power for power in range(hosts.bit_length()) if 2**power < hosts), each * hosts]
 
 
-def weak_batch(job: Job, most: int, devices: int) -> int:
-    """Global batch of weak scaling on some devices.
-
-    With the job's batch on all `most` devices, and its part on fewer; where that is less than a sample for each, every
-    device has the job's whole batch, as in a measured benchmark.
-    """
-    if job.global_batch >= most:
-        return max(1, round(job.global_batch * devices / most))
-    return job.global_batch * devices
-
-
-def _best(job: Job, cluster: Cluster, scaling: Scaling, calibration: Basis | None) -> list[tuple[Cluster, Point]]:
+def _best(
+    job: Job, cluster: Cluster, calibration: Basis | None, per_device: float | None
+) -> list[tuple[Cluster, Point]]:
     """The best plan for each number of devices."""
-    sizes, most = counts(cluster), cluster.devices
-    batches = [job.global_batch if scaling == "strong" else weak_batch(job, most, count) for count in sizes]
+    sizes = counts(cluster)
+    batches = [job.global_batch if per_device is None else max(1, round(per_device * count)) for count in sizes]
 
     def searched(at: int) -> tuple[Cluster, Point]:
         case = Case(job.model_copy(update={"global_batch": batches[at]}), cluster, calibration)
-        [(on, outcome)] = best_on(case, [sizes[at] / most])
+        [(on, outcome)] = best_on(case, [sizes[at] / sizes[-1]])
         return on, Point(sizes[at], len(on.hosts), batches[at], outcome.best, outcome.why)
 
-    if scaling == "strong" and cluster.has_accelerators:
+    if per_device is None and cluster.has_accelerators:
         return _squeezed(cluster, sizes, searched)
     return [searched(at) for at in range(len(sizes))]
 
@@ -228,12 +238,11 @@ class _Draws:
         rates = best.throughput * np.exp(self.scale * grown - wide * self.model) / slow
         step_s = point.global_batch / rate
         return replace(
-            point,
+            self._with_failures(job, on, point, step_s),
             step_time_s=interval_of(point.global_batch / rates, step_s),
             throughput=interval_of(rates, rate),
             speedup=interval_of(speedups, speedup),
             efficiency=interval_of(speedups / times, speedup / times),
-            goodput=self._goodput(job, on, point.candidate, step_s),
         )
 
     def _slowest(self, ranks: int) -> tuple[Floats, float]:
@@ -242,12 +251,15 @@ class _Draws:
         drawn = jitter.slowest(ranks, (self.chances.draws, _STEPS), np.random.default_rng(self.chances.seed))
         return drawn.mean(axis=1), float(drawn.mean())
 
-    def _goodput(self, job: Job, on: Cluster, candidate: Candidate, step_s: float) -> Interval | None:
-        if not self.chances.failures_per_host_day:
-            return None
-        slowdown = step_s / candidate.prediction.step_time_s
-        costs = costs_of(job, on, candidate, self.chances.failures_per_host_day, slowdown)
+    def _with_failures(self, job: Job, on: Cluster, point: Point, step_s: float) -> Point:
+        rate, candidate = self.chances.failures_per_host_day, point.candidate
+        if not rate or candidate is None:
+            return point
+        costs = costs_of(job, on, candidate, rate, step_s / candidate.prediction.step_time_s)
         wall_s = _LONGEST_S if job.stop.steps is None else min(job.stop.steps * step_s, _LONGEST_S)
         own = interval_s(job, costs)
         drawn = drawn_goodput(costs, own, wall_s, self.chances.draws, np.random.default_rng(self.chances.seed))
-        return interval_of(drawn, float(drawn.mean()))
+        best, every = costs.goodput(costs.best_every_steps * step_s), costs.best_every_steps
+        return replace(
+            point, goodput=interval_of(drawn, float(drawn.mean())), best_goodput=best, best_every_steps=every
+        )

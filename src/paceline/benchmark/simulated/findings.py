@@ -13,6 +13,7 @@ from paceline.units import count, digits, percent
 PAYS = 0.5  # efficiency below which more devices are said not to pay
 _WORTH_NAMING = 0.02  # of a step
 _LOST = 0.02  # of the ideal: less is nothing
+_FAR_OFF = 0.02  # of the goodput, what checkpoints at another interval have to gain to be told
 _KIND = ("tp", "pp", "cp", "ep", "remat", "offload", "sequence", "schedule")  # keys whose change is told
 
 
@@ -84,7 +85,8 @@ def _headline(curve: SimulatedCurve) -> str:
     assert last.efficiency is not None
     gain, share = last.speedup, last.efficiency
     than = "1 device" if base.devices == 1 else f"{base.devices:,}"
-    each = f"{digits(last.global_batch / last.devices).rstrip('0').rstrip('.')} samples per device"
+    samples = last.global_batch / last.devices
+    each = f"{count(round(samples), 'sample') if samples >= 1 else f'{samples:.2g} samples'} per device"
     work = "" if curve.scaling == "strong" else f", at {each}"
     return (
         f"{last.devices:,} devices are predicted to be {digits(gain.middle)}× as fast as {than} "
@@ -170,7 +172,23 @@ def _failures(curve: SimulatedCurve) -> list[str]:
         return []
     low, high = percent(last.goodput.low, 1), percent(last.goodput.high, 1)
     between = f"{low} to {high}" if str(low) != str(high) else str(low)
-    return [f"With failures and checkpoints {between} of the time on {last.devices:,} devices is useful (goodput)."]
+    told = f"With failures and checkpoints {between} of the time on {last.devices:,} devices is useful (goodput)."
+    worst = max(curve.fitting, key=_gain_by_checkpoints)
+    if _gain_by_checkpoints(worst) < _FAR_OFF or worst.goodput is None or worst.best_goodput is None:
+        return [told]
+    return [
+        told,
+        f"On {count(worst.devices, 'device')} the job's own checkpoints are far from the best: "
+        f"{percent(worst.goodput.middle, 0)} is useful, and with checkpoint.every_steps: {worst.best_every_steps} it "
+        f"would be {percent(worst.best_goodput, 0)}.",
+    ]
+
+
+def _gain_by_checkpoints(point: Point) -> float:
+    """Goodput that the best interval of checkpoints adds."""
+    if point.goodput is None or point.best_goodput is None:
+        return 0.0
+    return point.best_goodput - point.goodput.middle
 
 
 def _used(point: Point) -> str:

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.benchmark.result import Scaling
-from paceline.benchmark.simulated.curve import PUBLISHED_FAILURES, Chances, Point, SimulatedCurve, simulated_curve
+from paceline.benchmark.simulated.curve import (
+    PUBLISHED_FAILURES,
+    Chances,
+    Point,
+    SimulatedCurve,
+    per_device,
+    simulated_curve,
+)
 from paceline.benchmark.simulated.findings import limit_of, sentences
 from paceline.benchmark.simulated.measured_here import MeasuredHere, ReadingSpeed
 from paceline.benchmark.simulated.published import Likeness, alike, kind_of
@@ -102,12 +109,15 @@ def simulate(
     device = machines(cluster).device
     if calibration is None and here is not None:
         calibration = here.factors_for(device.name)
-    kinds: tuple[Scaling, ...] = ("strong", "weak") if weak else ("strong",)
-    curves = tuple(simulated_curve(job, cluster, kind, chances, calibration) for kind in kinds)
+    strong = simulated_curve(job, cluster, chances, calibration)
+    curves: tuple[SimulatedCurve, ...] = (strong,)
+    if weak:
+        each = per_device(strong)
+        curves = (strong, simulated_curve(job, cluster, chances, calibration, per_device=each))
     first = curves[0].base.candidate
     assert first is not None
     trace = first.layout.trace
-    published = {kind: alike(trace, device, kind) for kind in kinds}
+    published = {curve.scaling: alike(trace, device, curve.scaling) for curve in curves}
     told = [
         f"step times: {first.interval.rests_on}; the planner's prediction of the best plan for each number of devices",
         *_scaling_rests_on(chances),
@@ -194,6 +204,8 @@ def _point(point: Point, base: Point) -> dict[str, Any]:
         "plan": str(point.candidate.plan),
         "devices_used": point.used,
         **{name: _interval(getattr(point, name)) for name in figures},
+        "best_goodput": point.best_goodput,
+        "best_every_steps": point.best_every_steps,
         "mfu": prediction.mfu,
         "memory_bytes": prediction.memory_bytes,
         "breakdown_s": prediction.breakdown,
