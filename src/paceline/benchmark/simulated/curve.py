@@ -130,7 +130,7 @@ def simulated_curve(
     *,
     per_device: float | None = None,
 ) -> SimulatedCurve:
-    """Curve of a job up to a cluster; of weak scaling where samples `per_device` are given.
+    """Curve of a job up to a cluster; weak scaling if `per_device` (samples) is given.
 
     Raises:
         JobError: the model cannot be built.
