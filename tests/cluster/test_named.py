@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from paceline.cluster import Cluster, cluster_from, named_cluster
 from paceline.cluster.catalogue.hardware import CATALOGUE
-from paceline.cluster.named import read_name
+from paceline.cluster.named import cluster_names, read_name
 from paceline.errors import ClusterError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "hardware.md"
@@ -212,3 +212,34 @@ def test_every_name_in_the_documentation_is_one() -> None:
     assert len(names) >= 8
     for name in names:
         assert named_cluster(name).only_planned
+
+
+def test_a_list_of_names_keeps_rates_and_prices_with_the_cluster_before_them() -> None:
+    listed = cluster_names("64x8xH100-SXM, 400gbit, 2.5/h; 8xA100-SXM-80, 256xTPU-v5p, oversubscribed 3:1 beyond 32")
+    assert listed == [
+        "64x8xH100-SXM, 400gbit, 2.5/h",
+        "8xA100-SXM-80",
+        "64x4xTPU-v5p, oversubscribed 3:1 beyond 32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("1024xH100", "128x8xH100"),
+        ("16xH100-SXM", "16xH100-SXM"),
+        ("144xGB200", "36x4xGB200"),
+        ("4x16xCPU", "4x16xCPU"),
+    ],
+)
+def test_more_devices_than_a_host_has_are_usual_hosts(name: str, shape: str) -> None:
+    assert cluster_names(name) == [shape]
+    assert named_cluster(shape).devices == read_name(shape).hosts * read_name(shape).per_host
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(" ; ", "names no cluster"), ("1001xH100-SXM", "name 1000xH100-SXM or 1008xH100-SXM")]
+)
+def test_a_list_that_names_no_whole_hosts_is_refused_with_what_would_work(text: str, says: str) -> None:
+    with pytest.raises(ClusterError, match=re.escape(says)):
+        cluster_names(text)

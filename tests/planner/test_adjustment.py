@@ -18,6 +18,7 @@ from paceline.planner.adjustment import (
     Adjustment,
     adjustment,
     equal_ratio,
+    own_adjustment,
     student_quantile,
 )
 from paceline.planner.cost.layout import Layout
@@ -59,6 +60,22 @@ def test_runs_that_took_1_3_times_as_long_give_1_3() -> None:
     few = found(ratios)
     assert 1.1 < few.factor(LAYOUT) < 1.3  # five runs do not move it all the way
     assert 1.3 in few.interval(LAYOUT, few.factor(LAYOUT))
+
+
+def test_runs_of_the_job_itself_give_their_whole_factor_however_far_off_they_are() -> None:
+    own = own_adjustment(runs([0.3, 0.31, 0.29]), lambda _: 1.0)
+    assert own.factor(LAYOUT) == pytest.approx(0.3)
+    assert found([0.3, 0.31, 0.29]).factor(LAYOUT) > 0.5, "where others' runs are drawn towards what is usual"
+    interval = own.interval(LAYOUT, 0.3)
+    assert all(ratio in interval for ratio in (0.3, 0.31, 0.29))
+    assert interval.rests_on == "3 measured runs of this software and hardware"
+    assert own_adjustment([], lambda _: 1.0) == Adjustment()
+
+
+@given(RATIOS)
+def test_the_jobs_own_factor_is_the_median_of_its_runs(ratios: list[float]) -> None:
+    own = own_adjustment(runs(ratios), lambda _: 1.0)
+    assert min(ratios) * 0.999 <= own.factor(LAYOUT) <= max(ratios) * 1.001
 
 
 def test_one_odd_run_of_five_hardly_moves_the_factor() -> None:

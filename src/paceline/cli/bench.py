@@ -10,12 +10,14 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli import bench_simulated as of_simulated
 from paceline.cli.where import EXIT_CODES, ClusterFile, Hosts, JobFile, start_on
 
 EXAMPLE = "Example: paceline bench examples/digits.yaml --devices 1,2 --repeat 3"
 
 
 def command(
+    context: typer.Context,
     job: JobFile,
     cluster: ClusterFile = None,
     hosts: Hosts = None,
@@ -56,16 +58,35 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")
     ] = False,
+    simulate: of_simulated.Simulate = None,
+    failures_per_host_day: of_simulated.Failures = None,
+    straggler_sigma: of_simulated.StragglerSigma = None,
+    calibrate_on: of_simulated.CalibrateOn = None,
+    seed: of_simulated.Seed = 0,
 ) -> None:
     """Measure how a job scales on 1 and N devices, and say what limits it.
 
-    Runs are interleaved.
+    Runs are interleaved. With --simulate, predict that for machines that are not here.
     """
+    of_simulated.refuse_what_has_no_effect(context, simulated=simulate is not None)
     start_on(hosts, cluster)
     from paceline.job.job import Job
 
     # A mistake in the file is told before all else is imported.
     what = Job.load(job)
+    if simulate is not None:
+        of_simulated.simulate(
+            what,
+            simulate,
+            weak=weak,
+            out=out,
+            failures=failures_per_host_day,
+            straggler_sigma=straggler_sigma,
+            calibrate_on=calibrate_on,
+            seed=seed,
+            as_json=as_json,
+        )
+        return
     from paceline.benchmark.directory import kept_at
     from paceline.benchmark.protocol import Benchmark
     from paceline.benchmark.table import figures, show

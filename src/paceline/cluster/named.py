@@ -79,6 +79,44 @@ def named_cluster(text: str) -> Cluster:
     return Cluster(catalogue=text)
 
 
+def cluster_names(text: str) -> list[str]:
+    """Names of a list such as `512xH100-SXM, 400gbit; 1024xA100`, parted by semicolons or commas.
+
+    After a comma a rate, a price or an oversubscription belongs to the name before it. `1024xH100-SXM`, more devices
+    than a host has, is as many usual hosts.
+
+    Raises:
+        ClusterError: the list is empty, or the devices do not fill usual hosts. Other mistakes are `named_cluster`'s.
+    """
+    names: list[str] = []
+    for part in text.split(";"):
+        words = [word for word in map(str.strip, part.split(",")) if word]
+        for place, word in enumerate(words):
+            if place and any(of.fullmatch(word) for of in (_RATE, _PRICE, _OVERSUBSCRIBED)):
+                names[-1] += f", {word}"
+            else:
+                names.append(word)
+    if not names:
+        raise ClusterError(f'"{text}" names no cluster, e.g. {_EXAMPLES}')
+    return [_in_usual_hosts(name) for name in names]
+
+
+def _in_usual_hosts(name: str) -> str:
+    """The name, with hosts where it has more devices than one host holds."""
+    shape, comma, rest = name.partition(",")
+    match = _SHAPE.fullmatch(shape.strip())
+    if match is None or match[2] or not match[1]:
+        return name
+    count, device = int(match[1]), accelerator(match[3])
+    each = device.machine or device.per_host
+    if device.is_core or count <= max(_MOST_ON_A_HOST, each):
+        return name
+    if count % each:
+        nearest = f"{max(count // each, 1) * each}x{device.name} or {-(-count // each) * each}x{device.name}"
+        raise ClusterError(f'cluster "{name}": {count:,} devices do not fill hosts of {each}; name {nearest}')
+    return f"{count // each}x{each}x{match[3]}{comma}{rest}"
+
+
 def read_name(text: str) -> NamedCluster:
     """The parts of a name. Raises as `named_cluster` does."""
     shape, *words = [word.strip() for word in text.split(",")]

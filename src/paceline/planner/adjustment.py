@@ -117,6 +117,19 @@ def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float], *, r
     return Adjustment(logs, tuple(_left(pairs, left)), near)
 
 
+def own_adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float]) -> Adjustment:
+    """Factor of runs of one job on one machine, for more of such machines.
+
+    The median of what they are off, however far that is: nothing draws it towards other software or hardware.
+    """
+    pairs = [(row.layout, math.log(row.seconds / predicted_s(row.layout))) for row in runs if row.seconds]
+    if not pairs:
+        return Adjustment()
+    middle = median(log for _, log in pairs)
+    logs = {key: middle for layout, _ in pairs for key in _keys(layout)}
+    return Adjustment(logs, tuple(_left(pairs, [log - middle for _, log in pairs])))
+
+
 def _factors(pairs: Sequence[tuple[Layout, float]]) -> dict[Key, float]:
     """Logarithms of the factors of all runs, of each framework, and so on."""
     by_key: dict[Key, list[float]] = defaultdict(list)

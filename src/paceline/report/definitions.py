@@ -216,6 +216,37 @@ _PREDICTED = {  # on a plan's page
         "Throughput of the best plan with the change over that without, less 1, by the same model.",
     ),
 }
+_SIMULATED = {  # on the page of `paceline bench --simulate`
+    "simulated_speedup": (
+        "speedup",
+        "Predicted throughput / that on the fewest devices on which the job fits.",
+    ),
+    "simulated_efficiency": (
+        "efficiency",
+        "Speedup / how many times the devices are. More than 100 % where more devices have the memory not to compute "
+        "again.",
+    ),
+    "simulated_goodput": (
+        "goodput",
+        "Useful step time / wall-clock: failures drawn at random, with the job’s own checkpoints.",
+    ),
+    "simulated_interval": (
+        "80 % interval",
+        "Holds what would be measured with a probability of 80 %: of step times by the error of the cost model on "
+        "published runs, of speedups by what published curves lose beyond it, drawn together.",
+    ),
+    "simulated_weak": (
+        "weak scaling",
+        "The global batch grows with the devices: each has as many samples as in the best plan for the job’s own batch "
+        "on the whole cluster.",
+    ),
+    "published": (
+        "published curve",
+        "Measured by others, on their machines and with their software; efficiency relative to their fewest devices. "
+        "It stands beside for its shape; how it differs is said with it.",
+    ),
+    "half": ("50 %", "The efficiency below which half of what is paid for is lost."),
+}
 _WALL = {  # those of `paceline.training.record.goodput.PARTS`
     "useful": "Steps done for the first time, without their checkpoint stall.",
     "start": "From the start of the ranks to the first step, and what that step takes beyond the usual time.",
@@ -265,6 +296,8 @@ _LINKS = {  # on the page of `paceline links`
 }
 
 PARTS = {name: Definition(*words) for name, words in _PARTS.items()}
-DEFINITIONS = PARTS | {name: Definition(*words) for name, words in (_FIGURES | _PREDICTED | _LINKS).items()}
+DEFINITIONS = PARTS | {
+    name: Definition(*words) for name, words in (_FIGURES | _PREDICTED | _SIMULATED | _LINKS).items()
+}
 DEFINITIONS |= {f"part_{part}": Definition(PART_NAMES[part], text) for part, text in _PREDICTED_PARTS.items()}
 DEFINITIONS |= {f"wall_{part}": Definition(WALL_NAMES[part], text) for part, text in _WALL.items()}

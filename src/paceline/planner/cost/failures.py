@@ -58,7 +58,7 @@ class FailureCosts:
 
         Exact for this model: of a lifetime of mean `between_s` count the intervals whose checkpoint is written in it.
         """
-        cycle_s = interval_s + self._stall_s(interval_s)
+        cycle_s = interval_s + self.stalled_s(interval_s)
         exponent = (self.restart_s + self.write_s + cycle_s) / self.between_s
         if exponent > _LARGEST:
             return 0.0
@@ -71,7 +71,7 @@ class FailureCosts:
         With copies in memory it costs the wait for a host, and the steps since the newest copy. Checkpoints are written
         all the same, for the loss of more than memory covers.
         """
-        saving = interval_s / (interval_s + self._stall_s(interval_s))
+        saving = interval_s / (interval_s + self.stalled_s(interval_s))
         if not self.in_place:
             saving *= 1 - constants.STATE_SHARE
         return saving * self.between_s / (self.between_s + self.failure_s)
@@ -104,7 +104,7 @@ class FailureCosts:
         below = max(1, math.floor(self.best_interval_s / self.step_s))
         return max((below, below + 1), key=lambda steps: self.restarting(steps * self.step_s))
 
-    def _stall_s(self, interval_s: float) -> float:
+    def stalled_s(self, interval_s: float) -> float:
         """Stall of a checkpoint, and the wait of a next one that comes early."""
         return self.stall_s + max(0.0, self.write_s - interval_s)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.planner.cost.prediction import Prediction
-from paceline.planner.explain.what_if import Case, Outcome, devices, what_if, with_devices
+from paceline.planner.explain.what_if import Case, Outcome, what_if, with_devices
 from paceline.planner.search.result import SearchResult
 from paceline.plans.plan import Plan
 
@@ -52,19 +53,32 @@ def scaling(
     job: Job, cluster: Cluster, found: SearchResult, calibration: Basis | None = None
 ) -> tuple[ScaledPlan, ...]:
     """Points from an eighth of the devices to eight times as many. Clusters whose links are unknown are left out."""
-    case = Case(job, cluster, calibration)
     points: list[ScaledPlan] = []
-    for factor in _FACTORS:
-        resized = with_devices(cluster, factor)
-        if resized is None and factor != 1:
-            continue
-        count = resized.devices if resized and factor != 1 else cluster.devices
-        outcome = Outcome(found.best[0]) if factor == 1 else what_if(case, devices(factor))
-        best = outcome.best
+    for on, outcome in best_on(Case(job, cluster, calibration), _FACTORS, found):
+        best, count = outcome.best, on.devices
         points.append(
             _compared(points, count, best.plan, best.prediction) if best else ScaledPlan(count, why=outcome.why)
         )
     return tuple(points)
+
+
+def best_on(
+    case: Case, factors: Iterable[float], found: SearchResult | None = None
+) -> Iterator[tuple[Cluster, Outcome]]:
+    """Clusters with so many times the devices, and the best plan on each.
+
+    Factors that make no cluster are left out.
+
+    Args:
+        found: result of a search on the cluster itself, where there is one.
+    """
+    for factor in factors:
+        resized = with_devices(case.cluster, factor)
+        if factor == 1 and found is not None:
+            yield case.cluster, Outcome(found.best[0])
+        elif factor == 1 or resized is not None:
+            on = case.cluster if factor == 1 or resized is None else resized
+            yield on, what_if(case._replace(cluster=on), lambda same: same)
 
 
 def _compared(before: list[ScaledPlan], devices: int, plan: Plan, prediction: Prediction) -> ScaledPlan:

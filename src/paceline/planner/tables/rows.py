@@ -89,7 +89,7 @@ def read(files: Iterable[Path]) -> tuple[list[Row], list[Skipped]]:
             continue
         for at, cells in enumerate(table, start=2):
             try:
-                rows.append(_row(path.stem, at, cells, table))
+                rows.append(row_of(path.stem, at, cells, table))
             except UnusableError as unusable:
                 skipped.append(Skipped(path.stem, at, str(unusable)))
             except (ClusterError, ValueError, ZeroDivisionError) as error:
@@ -97,7 +97,13 @@ def read(files: Iterable[Path]) -> tuple[list[Row], list[Skipped]]:
     return rows, skipped
 
 
-def _row(table: str, at: int, cells: Cells, others: Sequence[Cells]) -> Row:
+def row_of(table: str, at: int, cells: Cells, others: Sequence[Cells]) -> Row:
+    """Row of a table from its cells; its `others` tell what it leaves out.
+
+    Raises:
+        UnusableError: something is not stated that nothing else tells.
+        ClusterError: its device is not in the catalogue.
+    """
     out_of_memory = any(
         "oom" in cells.get(name, "").lower() for name in ("memory_gib", "step_time_s", "tokens_per_s_per_gpu")
     )

@@ -20,14 +20,24 @@ def step_time_sigma(run: Run) -> float:
     Raises:
         RunError: no rank has enough steps.
     """
-    spreads = []
+    return math.sqrt(fmean(stdev(ratios) ** 2 for ratios in step_time_ratios(run)))
+
+
+def step_time_ratios(run: Run) -> list[list[float]]:
+    """Compute times of each rank's steps after the first ones, relative to their mean.
+
+    Raises:
+        RunError: no rank has enough steps.
+    """
+    found = []
     for rank in range(run.plan.ranks):
         times = [step["compute_s"] for step in run.steps(rank)[WARM_UP_STEPS:] if step.get("compute_s", 0.0) > 0]
         if len(times) >= _FEWEST:
-            spreads.append(stdev(times) / fmean(times))
-    if not spreads:
+            mean = fmean(times)
+            found.append([time / mean for time in times])
+    if not found:
         raise RunError(
             f"{run.path}: no rank has {_FEWEST} steps with compute times after the first {WARM_UP_STEPS}; give a "
             "number to --straggler-sigma instead"
         )
-    return math.sqrt(fmean([spread**2 for spread in spreads]))
+    return found
