@@ -1,4 +1,4 @@
-"""Lines that a system changes in a plain PyTorch script, counted in the scripts that run."""
+"""Lines that a system changes in a plain PyTorch script, counted."""
 
 from __future__ import annotations
 

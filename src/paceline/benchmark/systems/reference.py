@@ -8,7 +8,7 @@ from paceline.benchmark.systems.work import Work
 
 
 def train(work: Work) -> None:
-    """Train in one process, each batch in the parts that replicas have where these normalise alone."""
+    """Train in one process, each batch in parts where replicas normalise alone."""
     model = work.model()
     optimizer = work.optimizer(model.parameters())
     schedule = work.schedule(optimizer)

@@ -11,7 +11,7 @@ from paceline.job.read.imports import load_object
 
 
 def main() -> None:
-    """Call a system's `train` with the work of a folder, and leave the record of its steps."""
+    """Call a system's `train` with a folder's work, and leave its record."""
     work = Work(Path(sys.argv[2]))
     load_object(sys.argv[1])(work)
     work.write()

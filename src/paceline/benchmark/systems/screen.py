@@ -1,4 +1,4 @@
-"""A comparison of systems as a table on the screen, and as named numbers for machines."""
+"""Comparison of systems as a table on the screen, and as named numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of a system: its commands started, watched, and ended with all that they started."""
+"""One run of a system: commands started, watched, and ended with their children."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _wait(
     until: float,
     stopped: Callable[[], bool],
 ) -> int:
-    """Wait until all that do not serve have ended well; the most memory that was seen."""
+    """Wait until all that do not serve have ended well; returns the most memory seen."""
     most, look = 0, time.monotonic() + _MEMORY_S
     while True:
         codes = [(process.poll(), command.serves) for command, process in processes]

@@ -90,7 +90,7 @@ def _inverse(step: Interval, samples: int) -> Interval:
 
 
 def _remarks(ways: list[ComparedWay], best: ComparedWay | None, repeats: int) -> Iterator[str]:
-    """What each is best at, ours not spared."""
+    """Sentences on what each is best at, ours not spared."""
     ours = next((way for way in ways if way.way == OURS), None)
     if ours is None or best is None or best.ratio is None:
         return

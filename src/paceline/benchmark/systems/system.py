@@ -1,4 +1,4 @@
-"""What the comparison knows of a system: how it is installed, started, and where its steps are read."""
+"""Description of a system: its installation, its commands, and its steps."""
 
 from __future__ import annotations
 
