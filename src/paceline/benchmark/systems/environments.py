@@ -1,7 +1,7 @@
 """Environments of the systems, made once from pinned packages with hashes.
 
-They are kept in the user's cache. An environment sees paceline's own packages, torch among them, behind its own; so all systems train with one torch. That
-of TensorFlow sees none of them.
+They are kept in the user's cache. An environment sees paceline's own packages, torch among them, behind its own; so all
+systems train with one torch. That of TensorFlow sees none of them.
 """
 
 from __future__ import annotations

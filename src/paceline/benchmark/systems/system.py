@@ -64,7 +64,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class System(ABC):
-    """A system that trains a job, and what people would change in a script for it.
+    """A system that trains a job.
 
     Attributes:
         name: as `--systems` takes it; `title` as tables show it.
@@ -85,7 +85,7 @@ class System(ABC):
 
     @property
     def script(self) -> Path | None:
-        """File with its `train`, from which the lines that people change are counted; None without one."""
+        """File with its `train`, in which changed lines are counted; None without one."""
         return None
 
     def refuses(self, job: Job, cluster: Cluster) -> str | None:

@@ -1,4 +1,4 @@
-"""One run of a system on a job: what is given to its processes, and what they leave."""
+"""One run of a system: its task, and the steps that its processes leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JOB, TASK = "job.yaml", "task.json"
 
 @dataclass(frozen=True)
 class Task:
-    """What every process of a run reads.
+    """Task of a run, which every process of it reads.
 
     Attributes:
         ranks: processes that train; `hosts` on how many hosts.
