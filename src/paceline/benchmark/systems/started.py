@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from paceline.benchmark.systems.system import Command, Start, System
 from paceline.benchmark.systems.task import Steps
+from paceline.cluster.emulate.hosts import enter_host
 from paceline.errors import RunError
 
 MARK = "PACELINE_COMPARED"  # in the environment of every process of a run, also of those that became daemons
@@ -63,10 +65,15 @@ def run(
     try:
         with open(start.folder / "log", "ab") as log:
             for command in system.commands(start):
-                variables = {**_own_environment(), **environment, **command.environment, MARK: marked}
-                words = [*_entering(command), *command.words]
+                variables = {**_own_environment(), **_network(command), **environment, **command.environment}
                 started = subprocess.Popen(
-                    words, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    list(command.words),
+                    env={**variables, MARK: marked},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=partial(enter_host, command.host.entry if command.host else None),
                 )
                 processes.append((command, started))
         most = _wait(system, start.folder, processes, marked, began + deadline_s, stopped)
@@ -109,8 +116,11 @@ def _own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ranks}
 
 
-def _entering(command: Command) -> list[str]:
-    return ["nsenter", f"--net={command.host.namespace}"] if command.host else []
+def _network(command: Command) -> dict[str, str]:
+    """Variables by which gloo finds the interface of an emulated host, which has no GPU."""
+    if command.host is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": command.host.interface, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _marked(marked: str) -> Iterator[psutil.Process]:

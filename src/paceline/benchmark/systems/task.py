@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Steps:
-    """What one rank, or all together, did.
+    """Steps of one rank, or of all together.
 
     Attributes:
         losses: of each step, in the mean over a rank's samples.

@@ -1,4 +1,4 @@
-"""TensorFlow's strategies: the job laid out as arrays, and scripts that know neither torch nor paceline."""
+"""TensorFlow's strategies: the job laid out as arrays for scripts without torch."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.benchmark.systems.task import JOB, Steps, Task
 from paceline.engine.calls import to_channels_last
@@ -43,6 +43,7 @@ class Work:
         seed_all(self.job.seed)
         self._loss = self.job.loss.build()
         self._model: nn.Module | None = None
+        self._data: Any = None
         self._losses: list[float] = []
         self._ended_s: list[float] = []
 
@@ -69,17 +70,7 @@ class Work:
         By torch's `DataLoader` as it is; a tuned one copies a batch at once out of a data set in memory.
         """
         self.rank = rank
-        data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed).train
-        part = Partition(
-            self.job.partition,
-            samples=len(data),  # type: ignore[arg-type]
-            global_batch=self.job.global_batch,
-            seed=self.job.seed,
-            replica=rank,
-            replicas=ranks,
-            labels=getattr(data, "labels", None),
-            drop_last=True,
-        )
+        data, part = self._dealt(rank, ranks)
         whole = getattr(data, "__getitems__", None) if self.task.tuned else None
         taken = 0
         for epoch in count():
@@ -90,6 +81,29 @@ class Work:
                     return
                 taken += 1
                 yield place(batch, torch.device("cpu"), dtype=None, channels_last=self.task.channels_last)
+
+    def batch(self, step: int, rank: int, ranks: int) -> Batch:
+        """A rank's part of the batch of one step (0-based)."""
+        data, part = self._dealt(rank, ranks)
+        epoch, place_in_epoch = divmod(step, part.steps_per_epoch)
+        found: Batch = default_collate([data[index] for index in next(iter(part.batches(epoch, place_in_epoch)))])
+        return found
+
+    def _dealt(self, rank: int, ranks: int) -> tuple[Any, Partition]:
+        """The data set, and which samples of it a rank reads in each step."""
+        if self._data is None:
+            self._data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed).train
+        part = Partition(
+            self.job.partition,
+            samples=len(self._data),
+            global_batch=self.job.global_batch,
+            seed=self.job.seed,
+            replica=rank,
+            replicas=ranks,
+            labels=getattr(self._data, "labels", None),
+            drop_last=True,
+        )
+        return self._data, part
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The job's loss of a model on a batch."""
@@ -110,6 +124,10 @@ class Work:
         """A step was taken: its loss is read, as scripts do that show it, and the time is kept."""
         self._losses.append(loss.item())
         self._ended_s.append(time.time())
+
+    def record(self, losses: list[float], ended_s: list[float]) -> None:
+        """All steps, where another process took them."""
+        self._losses, self._ended_s = losses, ended_s
 
     def write(self) -> None:
         """Leave the record of this rank, if it took any step."""

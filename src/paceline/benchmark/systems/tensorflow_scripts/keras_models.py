@@ -1,4 +1,4 @@
-"""Models of paceline's zoo in Keras, with weights carried over from torch by name and layout."""
+"""Models of paceline's zoo in Keras, with torch's weights carried over by name and layout."""
 
 from __future__ import annotations
 

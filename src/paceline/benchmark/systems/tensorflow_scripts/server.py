@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def coordinate(work: Work) -> None:
-    """Schedule as many updates as there are parts of batches, and read their losses in order."""
+    """Schedule an update for each part of a batch, and read the losses in order."""
     strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
