@@ -24,6 +24,7 @@ from paceline.cli import (
     scale,
     serve,
     submit,
+    trace,
     train,
     watch,
 )
@@ -50,6 +51,7 @@ _modules = (
     cancel,
     serve,
     watch,
+    trace,
 )
 for _module in _modules:
     _command = over_hosts(_module.command) if _module in (train, bench, check, links) else _module.command
