@@ -25,7 +25,7 @@ def command(
         typer.Option(metavar="FILE", help="Where to write the timeline.", show_default="trace.json in the run"),
     ] = None,
 ) -> None:
-    """Write a timeline of all ranks that Perfetto opens, and say what the critical path is.
+    """Write a timeline of all ranks for Perfetto, and say what the critical path is.
 
     It is made from the run's record alone. Open the file at ui.perfetto.dev, or in chrome://tracing: nothing leaves
     your machine.

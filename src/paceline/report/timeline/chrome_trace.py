@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -107,31 +107,29 @@ def _losses(timeline: Timeline) -> Iterator[Event]:
 
 
 def _arrows(path: CriticalPath) -> Iterator[Event]:
-    """Arrows from the rank that came last to an exchange to all that waited for it."""
+    """Arrows from the rank that came last to an exchange to those that waited.
+
+    From what it did until then to what they went on with. An end of an arrow belongs to the slice that is open there.
+    """
     numbers = count(1)
     for arrival in path.arrivals:
         steps = {rank: step for rank, of in path.timeline.ranks.items() for step in of if step.step == arrival.step}
-        last = _busy_until_exchange(steps[arrival.last])
-        if last is None:
-            continue
+        names = list(steps[arrival.last].parts_s)
+        at = names.index("imbalance")
+        last = _first_drawn(steps[arrival.last], reversed(names[:at]))
         for rank, waited_s in arrival.waited_s.items():
-            begin_s, end_s = steps[rank].place("imbalance")
-            if _ns(end_s) <= _ns(begin_s) or waited_s <= 0:
+            then = _first_drawn(steps[rank], names[at + 1 :])
+            if last is None or then is None or waited_s <= 0 or then <= last:
                 continue
             flow = {"name": "waits for", "cat": "wait", "id": next(numbers)}
-            # within slices, not at their ends: an arrow belongs to the slice that is open at its time
-            yield {"ph": "s", **flow, **_at(_FIRST_RANK + arrival.last, _middle(*last))}
-            yield {"ph": "f", "bp": "e", **flow, **_at(_FIRST_RANK + rank, _middle(begin_s, end_s))}
+            yield {"ph": "s", **flow, **_at(_FIRST_RANK + arrival.last, last + 1e-9)}
+            yield {"ph": "f", "bp": "e", **flow, **_at(_FIRST_RANK + rank, then + 1e-9)}
 
 
-def _busy_until_exchange(step: RankStep) -> tuple[float, float] | None:
-    """Start and end of what a rank did last before the exchange."""
-    names = list(step.parts_s)
-    for name in reversed(names[: names.index("imbalance")]):
-        start_s, end_s = step.place(name)
-        if _ns(end_s) > _ns(start_s):
-            return start_s, end_s
-    return None
+def _first_drawn(step: RankStep, parts: Iterable[str]) -> float | None:
+    """Start of the first of some parts that an arrow fits into, or None."""
+    places = (step.place(part) for part in parts)
+    return next((start_s for start_s, end_s in places if _ns(end_s) - _ns(start_s) > 1), None)
 
 
 def _name_on_path(piece: Piece, timeline: Timeline) -> str:
@@ -153,10 +151,6 @@ def _at(process: int, seconds: float) -> Event:
 def _ns(seconds: float) -> int:
     """Whole nanoseconds, so that slices which meet do so exactly."""
     return round(seconds * 1e9)
-
-
-def _middle(start_s: float, end_s: float) -> float:
-    return start_s + (end_s - start_s) / 2
 
 
 def _told(event: Mapping[str, Any]) -> dict[str, Any]:

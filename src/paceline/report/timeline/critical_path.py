@@ -1,4 +1,4 @@
-"""Critical path of a few steps: the parts, of which rank, that their time depended on; and that in words.
+"""Critical path of a few steps: the parts that their time depended on.
 
 The ranks leave an exchange together, so each exchange ends when the last rank has come to it and the exchange itself is
 done. From one exchange to the next the path is that of the rank that comes last: all others wait for it.
@@ -30,7 +30,7 @@ _PHRASES = {
     "checkpoint": "a checkpoint",
 }
 assert set(_PHRASES) == set(PARTS)
-BETWEEN = "between"
+BETWEEN, LATE = "between", "late"
 _SHARED = ("comm", BETWEEN)  # what no single rank is to blame for
 _LEAST = 0.005  # of the time; less is not worth a sentence
 _WAIT = 0.03  # of the time: less waiting is no imbalance
@@ -62,12 +62,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Arrival:
-    """How the ranks came to the exchange of a step.
+    """Arrival of the ranks at the exchange of a step.
 
     Attributes:
         last: the rank that came last.
         waited_s: how long each other rank waited for it.
-        busy_s: seconds of each rank's parts since the exchange before.
+        busy_s: of each rank, seconds of each part since the exchange before; and of `late`, how much later than the
+            first rank it left that.
     """
 
     step: int
@@ -78,7 +79,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The path through a timeline, from the exchange before its first step to its last one.
+    """Path through a timeline, from the exchange before its first step to its last.
 
     Where no rank waits for another, it is the steps of the rank that ends last.
     """
@@ -109,7 +110,7 @@ class CriticalPath:
 
     @property
     def sentences(self) -> list[str]:
-        """The path in words: what the time went to, who was waited for, and what the record does not tell."""
+        """The path in words, with what the record does not tell."""
         each = seconds(self.total_s / self.timeline.steps)
         noun = self.timeline.noun
         head = f"{self.timeline.what.capitalize()} took {each}" + ("" if self.timeline.steps == 1 else f" a {noun}")
@@ -134,7 +135,7 @@ class CriticalPath:
         return f"{percent(share)} {_PHRASES[part]}{who} ({each})"
 
     def _waits(self) -> Iterator[str]:
-        """Who came last, how long the others waited, and for what."""
+        """Sentences on the ranks that came last, and why."""
         if len(self.timeline.ranks) < 2 or not self.arrivals:
             return
         waited_s = fmean(fmean(arrival.waited_s.values()) for arrival in self.arrivals)
@@ -149,7 +150,7 @@ class CriticalPath:
             yield self._wait_for(rank, [arrival for arrival in self.arrivals if arrival.last == rank])
 
     def _wait_for(self, rank: int, own: Sequence[Arrival]) -> str:
-        """How often a rank came last, how long the others waited then, and what they could have saved."""
+        """Sentence on a rank that came last, and on those that waited for it."""
         of = len(self.arrivals)
         often = "" if of == 1 else f" in all {of} exchanges" if len(own) == of else f" in {len(own)} of {of} exchanges"
         one = len(own[0].waited_s) == 1
@@ -222,7 +223,7 @@ def critical_path(timeline: Timeline) -> CriticalPath:
 
 
 def _begun_after(timeline: Timeline) -> int | None:
-    """The step before, where the path can begin at its exchange: no time in no step came between."""
+    """The step before the first, where the path can begin at its exchange."""
     step = timeline.first - 1
     return step if step in timeline.agreed and timeline.before else None
 
@@ -241,24 +242,29 @@ def _prior(timeline: Timeline, rank: int, step: int | None) -> RankStep | None:
 
 
 def _arrival(step: int, there: Mapping[int, Sequence[RankStep]], priors: Mapping[int, RankStep | None]) -> Arrival:
-    """The rank that came last is the one that did not wait; of several the one that was busy longest."""
-    busy_s = {rank: _busy(steps, priors[rank]) for rank, steps in there.items()}
+    """Arrival at a step's exchange.
+
+    The rank that came last is the one that did not wait; of several the one that was busy longest.
+    """
+    left_s = min([prior.synced_s for prior in priors.values() if prior], default=0.0)
+    busy_s = {rank: _busy(steps, priors[rank], left_s) for rank, steps in there.items()}
     waits_s = {rank: steps[-1].parts_s["imbalance"] for rank, steps in there.items()}
     last = min(waits_s, key=lambda rank: (waits_s[rank], -sum(busy_s[rank].values())))
     return Arrival(step, last, {rank: waited for rank, waited in waits_s.items() if rank != last}, busy_s)
 
 
-def _busy(steps: Sequence[RankStep], prior: RankStep | None) -> dict[str, float]:
-    """Seconds of each part since the exchange before, without waiting and communicating."""
+def _busy(steps: Sequence[RankStep], prior: RankStep | None, left_s: float) -> dict[str, float]:
+    """Seconds of each part since the exchange before, without waiting for slower ranks and communicating."""
     sums = Counter(prior.after_sync_s if prior else {})
     for step in steps:
         sums.update(step.parts_s)
     sums.subtract(steps[-1].after_sync_s)
-    return {part: s for part, s in sums.items() if part not in ("bubble", "imbalance", "comm")}
+    own = {part: s for part, s in sums.items() if part not in ("imbalance", "comm")}
+    return own | {LATE: prior.synced_s - left_s if prior else 0.0}
 
 
 def _pieces(timeline: Timeline, prior: RankStep | None, steps: Sequence[RankStep], *, whole: bool) -> Iterator[Piece]:
-    """A rank's parts from one exchange to the next, or with `whole` to the end of its last step."""
+    """A rank's parts from one exchange to the next, or with `whole` to its end."""
     if prior is not None:
         yield from _parts(prior, prior.after_sync_s)
     for before, step in pairwise([prior, *steps]):
@@ -302,10 +308,11 @@ def _reason(arrivals: Sequence[Arrival]) -> str:
     part, seconds_more = max(more.items(), key=lambda one: one[1])
     if seconds_more <= 0:
         return ""
+    than = f"than the {'others' if len(arrivals[0].busy_s) > 2 else 'other'}"
     more_s = seconds(seconds_more / len(arrivals))
-    return (
-        f", mostly for {_PHRASES[part]} ({more_s} more than the {'others' if len(arrivals[0].busy_s) > 2 else 'other'})"
-    )
+    if part == LATE:
+        return f", mostly as it left the exchange before {more_s} later {than}"
+    return f", mostly for {_PHRASES[part]} ({more_s} more {than})"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

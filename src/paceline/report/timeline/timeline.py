@@ -1,4 +1,4 @@
-"""Timeline of a few steps of a run: the parts of every rank's steps on one clock, from the record alone."""
+"""Timeline of a run's steps: the parts of all ranks on one clock."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class RankStep:
 
     Attributes:
         start_s: its start, in seconds from the timeline's origin.
-        parts_s: seconds of each of `PARTS`, in the order in which they are drawn.
+        parts_s: seconds of each of `PARTS`, in the order in which they are drawn. On one clock the wait for others
+            ends when the last has come; else it is as the record has it.
         line: the step's line in the record.
     """
 
@@ -174,6 +175,8 @@ def timeline_of(run: Run, wanted: StepRange) -> Timeline:
     hosts = _hosts(run, placed)
     shifts, spread_s = _shifts(placed, {} if run.cluster.emulate else hosts, agreed)
     placed = {rank: [step.moved(shifts[rank]) for step in steps] for rank, steps in placed.items()}
+    if spread_s is None and not local and not run.cluster.has_accelerators and _to_microseconds(near):
+        placed = _waits_by_clock(placed, agreed)
     ranks = {rank: [step for step in steps if first <= step.step <= last] for rank, steps in placed.items()}
     before = {rank: step for rank, steps in placed.items() for step in steps if step.step == first - 1}
     begin_s, end_s = min(s[0].start_s for s in ranks.values()), max(s[-1].end_s for s in ranks.values())
@@ -269,7 +272,7 @@ def _agreed(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) -> fr
 def _shifts(
     placed: Mapping[int, Sequence[RankStep]], hosts: Mapping[int, str], agreed: Iterable[int]
 ) -> tuple[dict[int, float], float | None]:
-    """What is added to each rank's clock, and by how much the hosts' moments differ then.
+    """Corrections of the ranks' clocks, and by how much the hosts' moments still differ.
 
     The ranks of a host have one clock. Those of several leave an exchange at about the same moment, which needs no
     clock: of each host that of the rank that leaves first, as some wake up late. Clocks that differ by no more than
@@ -294,6 +297,36 @@ def _shifts(
             spreads.append(median(abs(seconds - shift) for seconds in apart))
             shifts[host] = shift if abs(shift) > _SCATTER * spreads[-1] else 0.0
     return {rank: shifts[hosts.get(rank, "")] for rank in placed}, max(spreads, default=None)
+
+
+def _to_microseconds(lines: Mapping[int, Sequence[Mapping[str, Any]]]) -> bool:
+    """True if times of day are in microseconds; older records have them in milliseconds."""
+    return any(round(line["time"], 3) != line["time"] for of in lines.values() for line in of)
+
+
+def _waits_by_clock(placed: Mapping[int, Sequence[RankStep]], agreed: Iterable[int]) -> dict[int, list[RankStep]]:
+    """Steps in which a rank waits until the last one has come.
+
+    The record alone takes the ranks to have left the exchange before together; on busy cores some wake up late.
+    """
+    arrived = dict.fromkeys(agreed, float("-inf"))
+    for steps in placed.values():
+        for step in steps:
+            if step.step in arrived:
+                arrived[step.step] = max(arrived[step.step], step.place("imbalance")[0])
+    return {rank: [_waiting(step, arrived.get(step.step)) for step in steps] for rank, steps in placed.items()}
+
+
+def _waiting(step: RankStep, until_s: float | None) -> RankStep:
+    """Step whose wait for others ends at a moment.
+
+    What follows of it is communication.
+    """
+    if until_s is None:
+        return step
+    whole_s = step.parts_s["imbalance"] + step.parts_s["comm"]
+    waited_s = min(max(until_s - step.place("imbalance")[0], 0.0), whole_s)
+    return replace(step, parts_s={**step.parts_s, "imbalance": waited_s, "comm": whole_s - waited_s})
 
 
 def _hosts(run: Run, ranks: Iterable[int]) -> dict[int, str]:

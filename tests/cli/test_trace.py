@@ -1,0 +1,75 @@
+"""`paceline trace`: the timeline of real runs, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from commands import paceline, training, wait_for_step, write_job
+
+SLOW = '''
+import os
+import time
+
+import torch
+from torch import nn
+
+
+class Slow(nn.Module):
+    """A model that takes 30 ms longer on rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        time.sleep(0.03 if os.environ.get("RANK") == "1" and self.training else 0)
+        return self.layer(x)
+'''
+
+
+def write_slow_job(folder: Path, **changes: Any) -> Path:
+    (folder / "slow.py").write_text(SLOW)
+    data = {"kind": "synthetic", "samples": 480, "held_out": 0, "shape": [6], "classes": 3}
+    return write_job(folder / "job.yaml", model="slow:Slow", data=data, **changes)
+
+
+def test_the_slow_one_of_two_ranks_is_named_and_drawn(tmp_path: Path) -> None:
+    job = write_slow_job(tmp_path, stop={"steps": 20})
+    assert paceline("train", job, "--plan", "dp=2 balance=off", "--run", "run", folder=tmp_path).code == 0
+    shown = paceline("trace", "run", "--steps", "10", folder=tmp_path)
+    assert shown.code == 0
+    assert shown.says(
+        "Steps 11 to 20 took", "compute of rank 1 (", "Rank 1 comes last in all 10 exchanges; rank 0 waits",
+        "mostly for compute", "trace run/trace.json",
+    )  # fmt: skip
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text())
+    events = trace["traceEvents"]
+    waits = [event for event in events if event["name"] == "imbalance wait" and event["dur"] > 20_000]
+    assert {event["pid"] for event in waits} == {10}
+    arrows = [(event["ph"], event["pid"]) for event in events if event["ph"] in "sf" and event["name"] == "waits for"]
+    assert arrows == 10 * [("s", 11), ("f", 10)]
+    assert trace["otherData"]["critical_path"] == shown.out.splitlines()[:-1]
+
+
+def test_a_run_is_traced_while_it_trains(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 100_000})
+    with training(job, tmp_path, "dp=2") as (process, run):
+        wait_for_step(20, run, process)
+        shown = paceline("trace", run, "--steps", "5-9", "--out", "five.json", folder=tmp_path)
+    assert shown.says("Steps 5 to 9 took", "trace five.json")
+    steps = [e for e in json.loads((tmp_path / "five.json").read_text())["traceEvents"] if e.get("cat") == "step"]
+    assert sorted(event["name"] for event in steps) == sorted(2 * [f"step {number}" for number in range(5, 10)])
+    assert not (run / "trace.json").exists()
+
+
+def test_what_cannot_be_traced_is_an_error_that_says_why(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml")
+    assert paceline("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path).code == 0
+    assert "those recorded are 1 to 6" in paceline("trace", "run", "--steps", "7-9", folder=tmp_path).error
+    assert "is not a run directory" in paceline("trace", "absent", folder=tmp_path).error
+    assert "Name another file with --out" in paceline("trace", "run", "--out", "no/t.json", folder=tmp_path).error
+    wrong = paceline("trace", "run", "--steps", "few", folder=tmp_path, columns=200)
+    assert wrong.code == 2
+    assert wrong.says("'few' is neither a number of steps, such as 3, nor a range of them")
