@@ -133,6 +133,7 @@ COMMANDS = (
     "serve",
     "watch",
     "trace",
+    "why",
     "federate simulate",
     "federate serve",
     "federate join",

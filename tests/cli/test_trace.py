@@ -4,35 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-from commands import paceline, training, wait_for_step, write_job
-
-SLOW = '''
-import os
-import time
-
-import torch
-from torch import nn
-
-
-class Slow(nn.Module):
-    """A model that takes 30 ms longer on rank 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x):
-        time.sleep(0.03 if os.environ.get("RANK") == "1" and self.training else 0)
-        return self.layer(x)
-'''
-
-
-def write_slow_job(folder: Path, **changes: Any) -> Path:
-    (folder / "slow.py").write_text(SLOW)
-    data = {"kind": "synthetic", "samples": 480, "held_out": 0, "shape": [6], "classes": 3}
-    return write_job(folder / "job.yaml", model="slow:Slow", data=data, **changes)
+from commands import paceline, training, wait_for_step, write_job, write_slow_job
 
 
 def test_the_slow_one_of_two_ranks_is_named_and_drawn(tmp_path: Path) -> None:

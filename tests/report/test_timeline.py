@@ -3,72 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from handmade_search import cluster, job
-from paceline.cluster.cluster import Cluster, Emulate, Host
-from paceline.engine.meter import PARTS
+from handmade_search import cluster
+from handmade_steps import MS, NOW, happens, machines, record
+from paceline.cluster.cluster import Cluster, Emulate
 from paceline.errors import RunError
-from paceline.plans.plan import Plan
 from paceline.report.timeline.chrome_trace import trace_events, write_trace
 from paceline.report.timeline.critical_path import CriticalPath, critical_path
 from paceline.report.timeline.timeline import StepRange, timeline_of
 from paceline.training.record.run import Run
 
-NOW = 1_700_000_000.0
-MS = 1e-3
 # Rank 1 computes 6 ms longer than rank 0, which waits for it.
 SLOW_RANK = {
     0: {"data": 1, "compute": 19, "imbalance": 6, "comm": 8, "optimizer": 2},
     1: {"data": 1, "compute": 25, "comm": 8, "optimizer": 2},
 }
-
-
-def machines(names: str = "a", cores: int = 2) -> Cluster:
-    return Cluster(hosts=tuple(Host(name=name, cores=cores, memory_bytes=2**34) for name in names))
-
-
-def record(
-    folder: Path,
-    parts_ms: Mapping[int, Mapping[str, float]],
-    *,
-    plan: str = "dp=2",
-    steps: int = 8,
-    on: Cluster | None = None,
-    clock_s: Mapping[int, float] = {},
-    pauses_ms: Mapping[int, float] = {},
-    losses: Mapping[int, Sequence[float]] = {},
-    decimals: int = 6,
-    **changes: Any,
-) -> Run:
-    """A run whose steps all have the same parts.
-
-    Args:
-        clock_s: how far the clock of a rank is ahead.
-        pauses_ms: time in no step, before the step of that number.
-    """
-    run = Run.create(folder / "run", job(), on or machines(), Plan.parse(plan))
-    for rank, parts in parts_ms.items():
-        now = NOW + clock_s.get(rank, 0.0)
-        lines = []
-        for step in range(1, steps + 1):
-            now += (sum(parts.values()) + pauses_ms.get(step, 0.0)) * MS
-            loss = losses[rank][step - 1] if losses else 1.0 / step
-            line = {"step": step, "epoch": 0, "time": round(now, decimals), "loss": loss, "samples": 64}
-            line |= {"local_samples": 32, "lr": 0.1, "grad_norm": 1.0, "step_s": sum(parts.values()) * MS}
-            lines.append(line | {f"{part}_s": parts.get(part, 0.0) * MS for part in PARTS} | changes)
-        (run.path / "steps" / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return run
-
-
-def happens(run: Run, event: str, at_s: float, **details: Any) -> None:
-    with (run.path / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": event, "time": at_s, **details}) + "\n")
 
 
 def path_of(run: Run, steps: str = "3") -> CriticalPath:

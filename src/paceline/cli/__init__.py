@@ -27,6 +27,7 @@ from paceline.cli import (
     trace,
     train,
     watch,
+    why,
 )
 from paceline.cli.plan_offers import PlanCommand
 from paceline.cli.where import over_hosts
@@ -52,6 +53,7 @@ _modules = (
     serve,
     watch,
     trace,
+    why,
 )
 for _module in _modules:
     _command = over_hosts(_module.command) if _module in (train, bench, check, links) else _module.command
