@@ -46,3 +46,44 @@ def test_what_cannot_be_traced_is_an_error_that_says_why(tmp_path: Path) -> None
     wrong = paceline("trace", "run", "--steps", "few", folder=tmp_path, columns=200)
     assert wrong.code == 2
     assert wrong.says("'few' is neither a number of steps, such as 3, nor a range of them")
+
+
+def test_operations_of_both_ranks_are_in_one_trace_by_name(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 12})
+    assert paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path).code == 0
+    before = (tmp_path / "run" / "steps" / "rank-0.jsonl").read_bytes()
+    shown = paceline("trace", "run", "--steps", "2", "--operations", folder=tmp_path)
+    assert shown.code == 0
+    assert shown.says("2 steps under the profiler took", "Rank 0 spends most time in", "trace run/operations.json")
+    events = json.loads((tmp_path / "run" / "operations.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {1000: "rank 0", 2000: "rank 1"}
+    for process in names:
+        own = [event for event in events if event["pid"] == process and event["ph"] == "X"]
+        steps = [event for event in own if event["name"].startswith("paceline step")]
+        assert [event["name"] for event in steps] == ["paceline step 1", "paceline step 2"]
+        for step in steps:
+            until = step["ts"] + step["dur"]
+            # a collective may be told to be over by another thread, a little later
+            inside = {event["name"] for event in own if step["ts"] < event["ts"] < until}
+            assert {
+                "paceline compute",
+                "paceline sync",
+                "paceline optimizer",
+                "shm:all_reduce",
+                "aten::addmm",
+            } <= inside
+    # one clock: the ranks take each step at the same time
+    for number in (1, 2):
+        [mine, other] = [event for event in events if event["name"] == f"paceline step {number}"]
+        assert mine["ts"] < other["ts"] + other["dur"]
+        assert other["ts"] < mine["ts"] + mine["dur"]
+    assert (tmp_path / "run" / "steps" / "rank-0.jsonl").read_bytes() == before
+
+
+def test_too_many_operations_and_runs_of_servers_are_refused(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 12})
+    plan = "dp=2 sync=server:staleness=2"
+    assert paceline("train", job, "--plan", plan, "--run", "run", folder=tmp_path).code == 0
+    assert "name at most 50" in paceline("trace", "run", "--steps", "51", "--operations", folder=tmp_path).error
+    assert "take no steps together" in paceline("trace", "run", "--operations", folder=tmp_path).error

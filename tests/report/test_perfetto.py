@@ -40,3 +40,18 @@ def test_perfetto_reads_every_slice_arrow_and_counter_of_a_run_of_two_ranks(tmp_
             "source.id join slice target on slice_in = target.id"
         )
         assert arrows == 10 * [["compute", "exposed communication", 1]]
+
+
+def test_perfetto_reads_the_operations_of_two_ranks(tmp_path: Path, browser: Browser) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 12})
+    assert paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path).code == 0
+    assert paceline("trace", "run", "--operations", folder=tmp_path).code == 0
+    with perfetto_page.opened(tmp_path / "run" / "operations.json", browser) as read:
+        assert not read.problems()
+        found = read.ask(
+            "select process.name, count(*) from slice join thread_track on track_id = thread_track.id join thread "
+            "using (utid) join process using (upid) where slice.name glob 'paceline step *' group by 1 order by 1"
+        )
+        assert found == [["rank 0", 3], ["rank 1", 3]]
+        # an operation's gradient is joined to it, within its own rank
+        assert read.ask("select count(*) > 0 from flow") == [[1]]

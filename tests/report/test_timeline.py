@@ -16,6 +16,7 @@ from paceline.cluster.cluster import Cluster, Emulate
 from paceline.errors import RunError
 from paceline.report.timeline.chrome_trace import trace_events, write_trace
 from paceline.report.timeline.critical_path import CriticalPath, critical_path
+from paceline.report.timeline.operations import write_operations
 from paceline.report.timeline.timeline import StepRange, timeline_of
 from paceline.training.record.run import Run
 
@@ -219,3 +220,21 @@ def test_losses_that_are_not_finite_leave_a_file_that_is_json(tmp_path: Path) ->
     file = write_trace(path_of(run), tmp_path / "trace.json", {"run": "run"})
     trace = json.loads(file.read_text(), parse_constant=pytest.fail)
     assert trace["otherData"]["critical_path"][0].startswith("Steps 6 to 8 took 36.0 ms a step")
+
+
+def test_a_collective_that_outlives_its_step_has_a_track_of_its_own(tmp_path: Path) -> None:
+    def slice_of(name: str, ts: float, dur: float) -> dict[str, Any]:
+        about = {"ph": "X", "cat": "user_annotation", "pid": 77, "tid": 77}
+        return {**about, "name": name, "ts": 5e12 + ts, "dur": dur}
+
+    slices = [slice_of("paceline step 1", 0, 100), slice_of("aten::mm", 10, 20), slice_of("shm:all_reduce", 60, 80)]
+    arrow = {"ph": "s", "id": 5, "pid": 77, "tid": 77, "ts": 5e12 + 11, "cat": "fwdbwd", "name": "fwdbwd"}
+    trace = {"baseTimeNanoseconds": 10**18, "traceEvents": [*slices, arrow]}
+    file = write_operations([trace, trace | {"baseTimeNanoseconds": 10**18 + 50_000}], tmp_path / "both.json", {})
+    events = json.loads(file.read_text())["traceEvents"]
+    places = {(e["pid"], e["name"]): (e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
+    assert places[1000, "aten::mm"] == (77, 10, 20)
+    assert places[1000, "shm:all_reduce"] == (1 << 24, 60, 80)
+    assert places[2000, "paceline step 1"] == (77, 50, 100)
+    arrows = [event["id"] for event in events if event["ph"] == "s"]
+    assert len(set(arrows)) == 2

@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from paceline.report.timeline.timeline import StepRange
 
+_MOST_OPERATIONS = 50  # steps
 EXAMPLE = "Example: paceline trace runs/mine --steps 3"
 
 
@@ -24,13 +25,19 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="Where to write the timeline.", show_default="trace.json in the run"),
     ] = None,
+    operations: Annotated[
+        bool, typer.Option("--operations", help="Train that many steps again, and trace what every rank does in them.")
+    ] = False,
 ) -> None:
     """Write a timeline of all ranks for Perfetto, and say what the critical path is.
 
     It is made from the run's record alone. Open the file at ui.perfetto.dev, or in chrome://tracing: nothing leaves
-    your machine.
+    your machine. With --operations the ranks are started here, and torch's profiler writes operations.json.
     """
     wanted = _range(steps)
+    if operations:
+        _operations(run, wanted, out)
+        return
     from paceline.printable import printable
     from paceline.report.page import not_by_paceline
     from paceline.report.timeline.chrome_trace import write_trace
@@ -47,6 +54,28 @@ def command(
     for line in (*path.sentences, *path.timeline.gaps):
         typer.echo(printable(line))
     typer.echo(f"trace {where}")
+
+
+def _operations(where: str, wanted: StepRange, out: Path | None) -> None:
+    from paceline.errors import RunError
+    from paceline.printable import printable
+    from paceline.report.diagnosis.measured import measured
+    from paceline.report.timeline.operations import operations_in_words, write_operations
+    from paceline.training.record.run import Run
+    from paceline.tuning.operations import operations_of
+
+    run = Run(where)
+    count = wanted.newest or wanted.last - wanted.first + 1
+    if count > _MOST_OPERATIONS:
+        raise RunError(f"{count:,} steps have too many operations for one trace: name at most {_MOST_OPERATIONS}")
+    recorded_s = measured(run).step_s
+    traces = [found.trace() for found in operations_of(run.job, run.cluster, run.plan, count)]
+    about = {"run": where, "job": run.job.name, "plan": str(run.plan), "cluster": run.cluster.describe()}
+    file = out or (Path() if run.url else run.path) / "operations.json"
+    write_operations(traces, file, about)
+    for line in operations_in_words(traces, recorded_s):
+        typer.echo(printable(line))
+    typer.echo(f"trace {file}")
 
 
 def _range(text: str) -> StepRange:
