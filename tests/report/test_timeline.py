@@ -216,7 +216,7 @@ def slice_at(events: Sequence[dict[str, Any]], arrow: dict[str, Any]) -> dict[st
 
 
 def test_losses_that_are_not_finite_leave_a_file_that_is_json(tmp_path: Path) -> None:
-    run = record(tmp_path, SLOW_RANK, loss=None)
+    run = record(tmp_path, SLOW_RANK, loss=None, lr=float("nan"), epoch=[1])
     file = write_trace(path_of(run), tmp_path / "trace.json", {"run": "run"})
     trace = json.loads(file.read_text(), parse_constant=pytest.fail)
     assert trace["otherData"]["critical_path"][0].startswith("Steps 6 to 8 took 36.0 ms a step")

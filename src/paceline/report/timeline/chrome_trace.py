@@ -88,7 +88,7 @@ def _track(process: int, name: str, thread: str) -> Iterator[Event]:
 
 def _step(step: RankStep, noun: str) -> Iterator[Event]:
     process = _FIRST_RANK + step.rank
-    told = {name: step.line[name] for name in _SHOWN if step.line.get(name) is not None}
+    told = {name: step.line[name] for name in _SHOWN if _is_finite(step.line.get(name))}
     yield _slice(process, f"{noun} {step.step}", noun, step.start_s, step.end_s, step=step.step, **told)
     for part in step.parts_s:
         start_s, end_s = step.place(part)
@@ -153,6 +153,10 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _told(event: Mapping[str, Any]) -> dict[str, Any]:
     """Values of an event, and its sentence for people."""
     try:
@@ -162,8 +166,6 @@ def _told(event: Mapping[str, Any]) -> dict[str, Any]:
     plain = {
         key: value
         for key, value in event.items()
-        if key not in ("event", "time")
-        and isinstance(value, str | int | float | bool)
-        and not (isinstance(value, float) and not math.isfinite(value))
+        if key not in ("event", "time") and (isinstance(value, str) or _is_finite(value))
     }
     return {**plain, **({"sentence": sentence} if sentence else {})}

@@ -77,10 +77,10 @@ def _of_rank(rank: int, trace: Mapping[str, Any], shift_us: float) -> Iterator[E
 
 
 def _nested(events: Sequence[Event]) -> Iterator[Event]:
-    """Move slices that overlap others without being inside of them to tracks of their own; yields their names.
+    """Move slices that overlap others, but are not inside them, to other tracks.
 
-    The end of a collective may be told by another thread, when the operation that began it is long over. Perfetto drops
-    such slices.
+    Yields the names of these tracks. The end of a collective may be told by another thread, when the operation that
+    began it is long over. Perfetto drops such slices.
     """
     threads: defaultdict[tuple[int, Any], list[Event]] = defaultdict(list)
     for event in events:
