@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
-from commands import paceline, training, wait_for_step, write_job, write_slow_job
+from commands import (
+    ended,
+    events,
+    kill_rank,
+    paceline,
+    training,
+    wait_for_events,
+    wait_for_step,
+    write_job,
+    write_slow_job,
+)
 
 
 def test_the_slow_one_of_two_ranks_is_named_and_drawn(tmp_path: Path) -> None:
@@ -18,10 +29,10 @@ def test_the_slow_one_of_two_ranks_is_named_and_drawn(tmp_path: Path) -> None:
         "mostly for compute", "trace run/trace.json",
     )  # fmt: skip
     trace = json.loads((tmp_path / "run" / "trace.json").read_text())
-    events = trace["traceEvents"]
-    waits = [event for event in events if event["name"] == "imbalance wait" and event["dur"] > 20_000]
+    told = trace["traceEvents"]
+    waits = [event for event in told if event["name"] == "imbalance wait" and event["dur"] > 20_000]
     assert {event["pid"] for event in waits} == {10}
-    arrows = [(event["ph"], event["pid"]) for event in events if event["ph"] in "sf" and event["name"] == "waits for"]
+    arrows = [(event["ph"], event["pid"]) for event in told if event["ph"] in "sf" and event["name"] == "waits for"]
     assert arrows == 10 * [("s", 11), ("f", 10)]
     assert trace["otherData"]["critical_path"] == shown.out.splitlines()[:-1]
 
@@ -35,6 +46,27 @@ def test_a_run_is_traced_while_it_trains(tmp_path: Path) -> None:
     steps = [e for e in json.loads((tmp_path / "five.json").read_text())["traceEvents"] if e.get("cat") == "step"]
     assert sorted(event["name"] for event in steps) == sorted(2 * [f"step {number}" for number in range(5, 10)])
     assert not (run / "trace.json").exists()
+
+
+def test_a_run_that_lost_a_rank_is_traced_through_the_loss(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 1500})
+    with training(job, tmp_path, "dp=2") as (process, run):
+        wait_for_step(5, run, process)
+        kill_rank(1, process)
+        wait_for_events(run, "healed", 1, process)
+        assert ended(process).code == 0
+    [healed] = events(run, "healed")
+    around = f"{max(healed['step'] - 60, 1)}-{healed['step'] + 5}"
+    shown = paceline("trace", run, "--steps", around, "--out", "trace.json", folder=tmp_path)
+    assert shown.code == 0
+    told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"lost", "healed"} <= {event["name"] for event in told if event["ph"] == "i"}
+    for process_id in (1, 10, 11):
+        slices = [(event["ts"], event["dur"]) for event in told if event["ph"] == "X" and event["pid"] == process_id]
+        assert slices
+        assert all(dur >= 0 for _, dur in slices)
+    path = sorted((e["ts"], e["ts"] + e["dur"]) for e in told if e.get("cat") == "critical path")
+    assert all(before[1] <= later[0] + 0.001 for before, later in pairwise(path))
 
 
 def test_what_cannot_be_traced_is_an_error_that_says_why(tmp_path: Path) -> None:
@@ -55,11 +87,11 @@ def test_operations_of_both_ranks_are_in_one_trace_by_name(tmp_path: Path) -> No
     shown = paceline("trace", "run", "--steps", "2", "--operations", folder=tmp_path)
     assert shown.code == 0
     assert shown.says("2 steps under the profiler took", "Rank 0 spends most time in", "trace run/operations.json")
-    events = json.loads((tmp_path / "run" / "operations.json").read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    told = json.loads((tmp_path / "run" / "operations.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in told if event["name"] == "process_name"}
     assert names == {1000: "rank 0", 2000: "rank 1"}
     for process in names:
-        own = [event for event in events if event["pid"] == process and event["ph"] == "X"]
+        own = [event for event in told if event["pid"] == process and event["ph"] == "X"]
         steps = [event for event in own if event["name"].startswith("paceline step")]
         assert [event["name"] for event in steps] == ["paceline step 1", "paceline step 2"]
         for step in steps:
@@ -75,7 +107,7 @@ def test_operations_of_both_ranks_are_in_one_trace_by_name(tmp_path: Path) -> No
             } <= inside
     # one clock: the ranks take each step at the same time
     for number in (1, 2):
-        [mine, other] = [event for event in events if event["name"] == f"paceline step {number}"]
+        [mine, other] = [event for event in told if event["name"] == f"paceline step {number}"]
         assert mine["ts"] < other["ts"] + other["dur"]
         assert other["ts"] < mine["ts"] + mine["dur"]
     assert (tmp_path / "run" / "steps" / "rank-0.jsonl").read_bytes() == before

@@ -35,6 +35,7 @@ def test_without_leave_to_predict_no_code_of_the_job_runs(tmp_path: Path) -> Non
     assert shown.says("By its own parts one rank would compute alone what all do in at most")
 
 
+@pytest.mark.slow
 def test_a_suggestion_is_predicted_and_then_tried_beside_the_run_s_plan(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", stop={"steps": 20})
     assert paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path).code == 0

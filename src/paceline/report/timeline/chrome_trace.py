@@ -24,7 +24,7 @@ _PATH, _RUN, _FIRST_RANK = 1, 2, 10
 _COUNTERS = {
     "memory_bytes": ("memory", "bytes"),
     "gpu_memory_bytes": ("device memory", "bytes"),
-    "cpu_cores": ("busy cores", "cores"),
+    "cpu_cores": ("cores", "busy"),
 }
 _SHOWN = ("loss", "lr", "grad_norm", "epoch", "samples", "local_samples")
 
@@ -103,7 +103,7 @@ def _losses(timeline: Timeline) -> Iterator[Event]:
     """The loss, as the lowest rank has it."""
     for step in timeline.ranks[min(timeline.ranks)]:
         if step.line.get("loss") is not None:
-            yield {"ph": "C", "name": "loss", **_at(_RUN, step.end_s), "args": {"loss": step.line["loss"]}}
+            yield {"ph": "C", "name": "loss", **_at(_RUN, step.end_s), "args": {"of the batch": step.line["loss"]}}
 
 
 def _arrows(path: CriticalPath) -> Iterator[Event]:
