@@ -264,3 +264,28 @@ def write_job(file: Path, **changes: Any) -> Path:
     }
     file.write_text(yaml.safe_dump(job | changes, sort_keys=False))
     return file
+
+
+def write_slow_job(folder: Path, **changes: Any) -> Path:
+    """A small job, in `job.yaml`, whose model takes 30 ms longer on rank 1; its code is `slow.py` beside it."""
+    (folder / "slow.py").write_text(_SLOW)
+    data = {"kind": "synthetic", "samples": 480, "held_out": 0, "shape": [6], "classes": 3}
+    return write_job(folder / "job.yaml", model="slow:Slow", data=data, **changes)
+
+
+_SLOW = """
+import os
+import time
+
+from torch import nn
+
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        time.sleep(0.03 if os.environ.get("RANK") == "1" and self.training else 0)
+        return self.layer(x)
+"""

@@ -132,6 +132,8 @@ COMMANDS = (
     "cancel",
     "serve",
     "watch",
+    "trace",
+    "why",
     "federate simulate",
     "federate serve",
     "federate join",
@@ -170,5 +172,6 @@ def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
         variables = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
         return in_a_process(folder=tmp_path, **variables).out.split()
 
-    assert completed("paceline tr", 1) == ["train"]
+    assert completed("paceline trai", 1) == ["train"]
+    assert sorted(completed("paceline tr", 1)) == ["trace", "train"]
     assert completed("paceline train job.yaml --res", 3) == ["--resume", "--restarts"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
 
 from paceline.benchmark.result import MeasuredSetting
@@ -75,20 +76,34 @@ def _name(setting: MeasuredSetting) -> str:
 
 def _where_it_goes(one: MeasuredSetting, many: MeasuredSetting, weak: MeasuredSetting | None) -> list[str]:
     """Sentences on the step's time beyond the ideal by part, and on the largest part."""
-    lost_s = excess_s(one, many)
+    lost = where_it_goes(_parts(one), _parts(many), many.devices)
+    if lost is None:
+        return []
+    sentence, largest = lost
+    return [sentence, _advice(largest, one, many, weak)]
+
+
+def where_it_goes(one: Mapping[str, float], many: Mapping[str, float], devices: int) -> tuple[str, str] | None:
+    """Sentence on the step's time beyond the ideal, and the largest part of it.
+
+    None if nothing is lost.
+
+
+    Args:
+        one, many: seconds of each part of a step, on one device and on several.
+    """
+    lost_s = excess_of(one, many, devices)
     total_s = sum(lost_s.values())
     gross_s = {part: lost for part, lost in lost_s.items() if lost > 0}
     if total_s <= 0 or not gross_s:
-        return []
+        return None
     whole_s = sum(gross_s.values())
     largest = sorted(gross_s, key=lambda part: -gross_s[part])
     shares = {part: gross_s[part] / whole_s for part in largest}
     named = [f"{percent(share, 0)} {NAMES[part]}" for part, share in shares.items() if share > _WORTH_NAMING]
-    step_ms, ideal_ms = sum(_parts(many).values()) * 1e3, sum(_parts(one).values()) * 1e3 / many.devices
-    where = (
-        f"A step takes {step_ms:.3g} ms where 1/{many.devices} of one device's is {ideal_ms:.3g} ms; of what is lost, "
-    )
-    return [f"{where}{listed(named)}.", _advice(largest[0], one, many, weak)]
+    step_ms, ideal_ms = sum(many.values()) * 1e3, sum(one.values()) * 1e3 / devices
+    where = f"A step takes {step_ms:.3g} ms where 1/{devices} of one device's is {ideal_ms:.3g} ms; of what is lost, "
+    return f"{where}{listed(named)}.", largest[0]
 
 
 def excess_s(one: MeasuredSetting, many: MeasuredSetting) -> dict[str, float]:
@@ -96,8 +111,12 @@ def excess_s(one: MeasuredSetting, many: MeasuredSetting) -> dict[str, float]:
 
     In the mean over the ranks.
     """
-    before, after = _parts(one), _parts(many)
-    return {part: after[part] - before[part] / many.devices for part in after}
+    return excess_of(_parts(one), _parts(many), many.devices)
+
+
+def excess_of(one: Mapping[str, float], many: Mapping[str, float], devices: int) -> dict[str, float]:
+    """Seconds of each part on several devices beyond its fraction of one device's."""
+    return {part: many[part] - one[part] / devices for part in many}
 
 
 def _parts(setting: MeasuredSetting) -> dict[str, float]:

@@ -191,14 +191,19 @@ def _timed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]  # on CUDA the last step has no times
 
 
-def _use_of(lines: list[dict[str, Any]]) -> RankUse:
+def typical_parts(lines: list[dict[str, Any]]) -> dict[str, float] | None:
+    """Seconds of each part in the median step of a rank, without warm-up, or None."""
     timed = _timed(lines)
+    if not timed:
+        return None
+    return _typical([{part: s.get(f"{part}_s", 0.0) for part in PARTS} for s in timed], [s["step_s"] for s in timed])
+
+
+def _use_of(lines: list[dict[str, Any]]) -> RankUse:
     readings = [line["use"] for line in lines if "use" in line]
     gpu = [use["gpu_peak_memory_bytes"] for use in readings if "gpu_peak_memory_bytes" in use]
     return RankUse(
-        parts_s=_typical(
-            [{part: s.get(f"{part}_s", 0.0) for part in PARTS} for s in timed], [s["step_s"] for s in timed]
-        ),
+        parts_s=typical_parts(lines) or dict.fromkeys(PARTS, 0.0),
         wire_bytes=_per_step(lines, "wire_bytes"),
         saved_bytes=_per_step(lines, "saved_bytes"),
         compression_error=_median([use.get("compression_error") for use in readings]),

@@ -24,8 +24,10 @@ from paceline.cli import (
     scale,
     serve,
     submit,
+    trace,
     train,
     watch,
+    why,
 )
 from paceline.cli.plan_offers import PlanCommand
 from paceline.cli.where import over_hosts
@@ -50,6 +52,8 @@ _modules = (
     cancel,
     serve,
     watch,
+    trace,
+    why,
 )
 for _module in _modules:
     _command = over_hosts(_module.command) if _module in (train, bench, check, links) else _module.command

@@ -143,7 +143,7 @@ class _Search:
         """
         wait_for_imports()  # it is looked at how fast the machine is, and whether other work keeps it busy
         self.before_s = known.before_s if known else 0.0
-        calibration = _kept_calibration(self.job, self.cluster)
+        calibration = kept_calibration(self.job, self.cluster)
         if known and (calibration is None or any(forecast.calibrated for forecast in known.forecasts)):
             forecasts = recorrected(known.forecasts, self.job, self.cluster)
         else:
@@ -241,7 +241,7 @@ def _pair(job: Job, cluster: Cluster, forecast: Forecast, measured_s: float) -> 
     )
 
 
-def _kept_calibration(job: Job, cluster: Cluster) -> Calibration | None:
+def kept_calibration(job: Job, cluster: Cluster) -> Calibration | None:
     """Cached calibration of this machine, if it is still valid."""
     from paceline.planner.calibrate import cache_file, kept, key_of, reference_time_s
 

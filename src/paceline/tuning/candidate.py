@@ -82,6 +82,13 @@ class TrialCandidate:
             self._steps(1)
         return self._steps(self.steps_a_turn)
 
+    def step(self) -> None:
+        """Take one step, with its data; for ranks that the plan has."""
+        assert self.engine is not None
+        self.engine.on_phase("data", self.engine.step_count + 1)
+        batch = next(self._batches)
+        self.engine.step(batch)
+
     def close(self) -> None:
         """Release the model and the data."""
         if self.engine is not None:
@@ -98,7 +105,7 @@ class TrialCandidate:
         synchronize(self.engine.device)
         started = time.perf_counter()
         for _ in range(count):
-            self.engine.step(next(self._batches))
+            self.step()
         synchronize(self.engine.device)
         return (time.perf_counter() - started) / count
 

@@ -61,7 +61,7 @@ class TensorFlowSystem(System):
         return Command(words, start.places[place], environment, serves=serves)
 
     def steps(self, start: Start) -> Steps:
-        """What the script left: the losses are of the whole batch."""
+        """Steps that the script left; losses are of the whole batch."""
         return Steps.of_ranks(start.folder, 1)
 
 

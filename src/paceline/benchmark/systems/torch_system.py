@@ -42,5 +42,5 @@ class TorchSystem(System):
         ]
 
     def steps(self, start: Start) -> Steps:
-        """What the ranks left in the folder."""
+        """Steps that the ranks left in the folder."""
         return Steps.of_ranks(start.folder, start.task.ranks)

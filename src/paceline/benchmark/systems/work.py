@@ -112,7 +112,7 @@ class Work:
         return self._loss(output, target_of(batch))
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """Equal parts of a batch; one, but where the losses of replicas that normalise alone are to be found."""
+        """Equal parts of a batch; one, but for replicas that normalise alone."""
         return list(split(batch, self.task.parts))
 
     def clip(self, model: nn.Module) -> None:

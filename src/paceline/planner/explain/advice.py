@@ -33,7 +33,7 @@ from paceline.units import bandwidth, size
 WORTH = 0.005
 # fraction of the step that another rule, precision or order must save to be told
 _LEAST_SAVED = 0.02
-_INEXACT: tuple[tuple[dict[str, Any], str], ...] = (
+INEXACT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"compress": "bf16"}, "gradients lose digits on their way between replicas: other losses, by little"),
     ({"compress": "int8"}, "gradients are rounded to 8 bits on their way between replicas: other losses"),
     ({"compress": "powersgd:4"}, "replicas agree on an approximation of their gradients: other losses"),
@@ -156,7 +156,7 @@ def _other_rules(case: Case, plan: Plan) -> Iterator[tuple[str, str, Change]]:
     """Other sync rules. Exact rules differ in how they sum, which `allreduce` chooses by itself."""
     if plan.dp == 1 or plan.inexact:
         return
-    for values, but in _INEXACT:
+    for values, but in INEXACT:
         if not reasons_against(replace(plan, **values), case.job, case.cluster):
             yield " ".join(f"{key}={value}" for key, value in values.items()), but, keys(**values)
 

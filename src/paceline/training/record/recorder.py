@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine, StepResult
 
 # A line costs a step of a few milliseconds less this way than through a JSON encoder.
-_STEP = '"step":%d,"epoch":%d,"time":%.3f,"loss":%s,"samples":%d,"local_samples":%d,"lr":%.6g,"grad_norm":%s'
+_STEP = '"step":%d,"epoch":%d,"time":%.6f,"loss":%s,"samples":%d,"local_samples":%d,"lr":%.6g,"grad_norm":%s'
 _TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
 
 USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.2 ms

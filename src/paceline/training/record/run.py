@@ -345,5 +345,10 @@ def _has_aliases(text: str) -> bool:
     return "*" in text and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
 
 
+def work_of_run(run: Run) -> dict[str, Any]:
+    """The keys of a run's job that bear on what a step computes."""
+    return _work(run.job)
+
+
 def _work(job: Job) -> dict[str, Any]:
     return {k: v for k, v in job.model_dump(mode="json").items() if k not in FREE_KEYS}

@@ -1,0 +1,87 @@
+"""`paceline trace RUN`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.report.timeline.timeline import StepRange
+
+_MOST_OPERATIONS = 50  # steps
+EXAMPLE = "Example: paceline trace runs/mine --steps 3"
+
+
+def command(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Directory of a run, while it trains or after, or its URL.")
+    ],
+    steps: Annotated[
+        str, typer.Option(metavar="N|A-B", help="The newest N steps, or those from A to B, such as 40-42.")
+    ] = "3",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to write the timeline.", show_default="trace.json in the run"),
+    ] = None,
+    operations: Annotated[
+        bool, typer.Option("--operations", help="Train that many steps again, and trace what every rank does in them.")
+    ] = False,
+) -> None:
+    """Write a timeline of all ranks for Perfetto, and say what the critical path is.
+
+    It is made from the run's record alone. Open the file at ui.perfetto.dev, or in chrome://tracing: nothing leaves
+    your machine. With --operations the ranks are started here, and torch's profiler writes operations.json.
+    """
+    wanted = _range(steps)
+    if operations:
+        _operations(run, wanted, out)
+        return
+    from paceline.printable import printable
+    from paceline.report.page import not_by_paceline
+    from paceline.report.timeline.chrome_trace import write_trace
+    from paceline.report.timeline.critical_path import critical_path
+    from paceline.report.timeline.timeline import timeline_of
+    from paceline.training.record.run import Run
+
+    read = Run(run)
+    with not_by_paceline(read.path, "run"):
+        path = critical_path(timeline_of(read, wanted))
+        about = {"run": run, "job": read.job.name, "plan": str(read.plan), "cluster": read.cluster.describe()}
+    where = out or (Path("trace.json") if read.url else read.path / "trace.json")
+    write_trace(path, where, about)
+    for line in (*path.sentences, *path.timeline.gaps):
+        typer.echo(printable(line))
+    typer.echo(f"trace {where}")
+
+
+def _operations(where: str, wanted: StepRange, out: Path | None) -> None:
+    from paceline.errors import RunError
+    from paceline.printable import printable
+    from paceline.report.diagnosis.measured import measured
+    from paceline.report.timeline.operations import operations_in_words, write_operations
+    from paceline.training.record.run import Run
+    from paceline.tuning.operations import operations_of
+
+    run = Run(where)
+    count = wanted.newest or wanted.last - wanted.first + 1
+    if count > _MOST_OPERATIONS:
+        raise RunError(f"{count:,} steps have too many operations for one trace: name at most {_MOST_OPERATIONS}")
+    recorded_s = measured(run).step_s
+    traces = [found.trace() for found in operations_of(run.job, run.cluster, run.plan, count)]
+    about = {"run": where, "job": run.job.name, "plan": str(run.plan), "cluster": run.cluster.describe()}
+    file = out or (Path() if run.url else run.path) / "operations.json"
+    write_operations(traces, file, about)
+    for line in operations_in_words(traces, recorded_s):
+        typer.echo(printable(line))
+    typer.echo(f"trace {file}")
+
+
+def _range(text: str) -> StepRange:
+    from paceline.report.timeline.timeline import StepRange
+
+    try:
+        return StepRange.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--steps") from None

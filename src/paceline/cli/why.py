@@ -1,0 +1,74 @@
+"""`paceline why RUN`"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.report.diagnosis.diagnosis import Diagnosis
+
+EXAMPLE = "Example: paceline why runs/mine --try 2"
+
+
+def command(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Directory of a run, while it trains or after, or its URL.")
+    ],
+    one: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="A run of the same job on one device to compare with.", show_default="a prediction"
+        ),
+    ] = None,
+    tries: Annotated[
+        int, typer.Option("--try", metavar="N", min=0, help="Measure the N best plans beside that of the run.")
+    ] = 0,
+    predict: Annotated[
+        bool,
+        typer.Option(
+            "--predict/--no-predict", help="Build the job's model to predict; without, only the record is read."
+        ),
+    ] = True,
+) -> None:
+    """Say why a run is no faster than it is, and what to try.
+
+    It is compared with one device. Each suggestion has its predicted gain; `--try` measures some of them here, in turn
+    with the run's own plan, and prints what was measured beside what was predicted.
+    """
+    if tries and not predict:
+        raise typer.BadParameter("it measures what was predicted: leave --no-predict out", param_hint="--try")
+    from paceline.printable import printable
+    from paceline.report.diagnosis.diagnosis import diagnosis_of
+    from paceline.report.page import not_by_paceline
+    from paceline.training.record.run import Run
+
+    read = Run(run)
+    with not_by_paceline(read.path, "run"):
+        found = diagnosis_of(read, one=None if one is None else Run(one), predicts=predict)
+    for sentence in found.sentences:
+        typer.echo(printable(sentence))
+    _suggest(found)
+    if tries:
+        _try(found, tries)
+
+
+def _suggest(found: Diagnosis) -> None:
+    from paceline.printable import printable
+
+    if not found.suggestions:
+        typer.echo("nothing is known that would help")
+        return
+    doubt = f" (predicted ones may be off by ± {100 * found.doubt:.0f} %; --try measures)" if found.doubt else ""
+    typer.echo(f"what to try, with its gain in samples a second{doubt}:")
+    for suggestion in found.suggestions:
+        typer.echo(f"  {printable(suggestion.line())}")
+
+
+def _try(found: Diagnosis, tries: int) -> None:
+    from paceline.printable import printable
+    from paceline.report.diagnosis.tried import try_suggestions
+
+    for line in try_suggestions(found, tries, lambda text: typer.echo(printable(text), err=True)):
+        typer.echo(printable(line))

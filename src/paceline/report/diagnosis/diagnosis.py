@@ -1,0 +1,170 @@
+"""Diagnosis of a run: slower or faster than one device, why, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from paceline import units
+from paceline.benchmark.limits import NAMES, where_it_goes
+from paceline.benchmark.words import listed, on_cores
+from paceline.errors import PacelineError
+from paceline.report.diagnosis.measured import Measured, measured, same_work
+from paceline.report.diagnosis.predicted import Model, model_of
+from paceline.report.diagnosis.suggestions import Suggestion, from_parts, from_predictions
+from paceline.training.record.run import Run
+
+_LEAST = 0.005  # of a step, for a part to be named
+_ALIKE = 0.02  # closer to one than this is no difference
+_DISTURBED = 1.1  # times the ideal: no speedup of that size is believed
+_SLOW = 0.03  # of a step: more waiting is for a slow rank
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """A step of the same work on one device.
+
+    Attributes:
+        parts: seconds of each part.
+        doubt: relative error that the time may have; 0 where it was measured.
+        source: where it is from, for people.
+    """
+
+    parts: Mapping[str, float]
+    doubt: float
+    source: str
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Comparison of a run with one device, and what to try.
+
+    Attributes:
+        one: a step on one device; None if that is not known.
+        suggestions: what to try, the most helpful first.
+        unknown: sentences on what could not be told, and why.
+        doubt: relative error that predictions may have; 0 without any.
+    """
+
+    run: Measured
+    one: OneDevice | None
+    suggestions: Sequence[Suggestion] = ()
+    unknown: Sequence[str] = ()
+    doubt: float = 0.0
+
+    @cached_property
+    def speedup(self) -> float | None:
+        """Times the speed of one device; None if that is not known."""
+        return None if self.one is None else self.one.step_s / self.run.step_s
+
+    @property
+    def sentences(self) -> list[str]:
+        """The diagnosis in words, without the suggestions."""
+        run = self.run
+        step = f"Plan {run.plan} takes {units.seconds(run.step_s)} a step on {units.count(run.devices, 'device')}"
+        said = [f"{step}: {self._parts()}.", *self._verdict(), *self._bound(), *self.unknown]
+        return said if run.run.cluster.has_accelerators else [on_cores(sentence) for sentence in said]
+
+    def _parts(self) -> str:
+        if self.run.served:
+            return "its workers record no parts, as they wait for nobody"
+        shares = {part: seconds / self.run.step_s for part, seconds in self.run.parts.items()}
+        named = [part for part in sorted(shares, key=lambda part: -shares[part]) if shares[part] >= _LEAST]
+        names = NAMES | {"compute": "compute"}
+        return listed([f"{units.percent(shares[part])} {names[part]}" for part in named])
+
+    def _verdict(self) -> list[str]:
+        """Slower or faster than one device, and where the time goes that it loses."""
+        run, one = self.run, self.one
+        if one is None or self.speedup is None or run.devices == 1:
+            return []
+        took = f"{units.seconds(one.step_s)} a step, {one.source}"
+        low, high = self.speedup / (1 + one.doubt), self.speedup * (1 + one.doubt)
+        sure = (
+            f" ({units.digits(low)} to {units.digits(high)} × with the error of such predictions)" if one.doubt else ""
+        )
+        times = f"{units.digits(self.speedup)} ×{sure}"
+        that = "That is probably" if low < 1 < high and one.doubt else "That is"
+        if abs(self.speedup - 1) < _ALIKE:
+            return [f"That is as fast as one device{sure}, which takes {took}.{self._lost('It is no faster, as')}"]
+        if self.speedup < 1:
+            return [
+                f"{that} slower than one device, which takes {took}: its speed times {times}."
+                f"{self._lost('It is slower because')}"
+            ]
+        ideal = f"the ideal is {run.devices} ×"
+        if self.speedup > _DISTURBED * run.devices:
+            return [
+                f"That is {times} as fast as one device, which takes {took}: more than the "
+                f"ideal {run.devices} ×, so one of them was disturbed. `--try 1` measures both in turn."
+            ]
+        return [
+            f"{that} {times} as fast as one device, which takes {took}; {ideal}.{self._lost('It is no faster because')}"
+        ]
+
+    def _lost(self, because: str) -> str:
+        """Sentence on the time beyond the ideal, by part."""
+        if self.one is None or self.run.served:
+            return ""
+        lost = where_it_goes(self.one.parts, self.run.even_parts, self.run.devices)
+        return f" {because} {lost[0][0].lower()}{lost[0][1:]}" if lost else ""
+
+    def _bound(self) -> list[str]:
+        """Bound on one rank alone, by the run's own parts."""
+        run = self.run
+        if run.plan.ranks == 1 or run.served or (self.one is not None and not self.one.doubt):
+            return []
+        parts = run.parts
+        most_s = run.one_compute_s + parts["data"] * run.plan.data_ranks + parts["checkpoint"]
+        most_s += parts["optimizer"] * run.plan.ranks / run.plan.dp  # inside a replica each rank updates a part
+        ratio = most_s / run.step_s
+        surely = " So it is slower than one, whatever is predicted." if ratio < 1 - _ALIKE else ""
+        return [
+            f"By its own parts one rank would compute alone what all do in at most {units.seconds(most_s)} a step: "
+            f"it is at most {units.digits(ratio)} × as fast as one rank.{surely}"
+        ]
+
+
+def diagnosis_of(run: Run, *, one: Run | None = None, predicts: bool = True) -> Diagnosis:
+    """Diagnosis of a run.
+
+    Args:
+        one: a run of the same work on one device.
+        predicts: whether to build the job's model and to ask the cost model; else the record alone is used.
+
+    Raises:
+        RunError: a run is too short, federated, or did other work.
+    """
+    many = measured(run)
+    unknown: list[str] = []
+    alone, doubt = None, 0.0
+    if one is not None:
+        same_work(one, run)
+        alone = OneDevice(measured(one).parts, 0.0, f"as {one.path} has measured")
+    suggestions = from_parts(many)
+    if predicts:
+        try:
+            model = model_of(many)
+            suggestions = [*suggestions, *from_predictions(model)]
+            if model.why_not:
+                unknown.append(f"Nothing is predicted: {model.why_not}.")
+            else:
+                doubt = model.doubt
+                alone = alone or OneDevice(model.one_device(), doubt, f"as predicted ({_rests_on(model)})")
+        except PacelineError as error:
+            unknown.append(f"Nothing is predicted: {str(error).splitlines()[0]}.")
+    return Diagnosis(many, alone, sorted(suggestions, key=lambda one: -one.order), unknown, doubt)
+
+
+def _rests_on(model: Model) -> str:
+    how = {part: f"{factor:.2f} × for {part}" for part, factor in model.factors.items() if abs(factor - 1) > _ALIKE}
+    corrected = f", corrected by this run: {listed(list(how.values()))}" if how else ""
+    pace = " at the pace of its fastest rank" if model.run.even_parts["imbalance"] > _SLOW * model.run.step_s else ""
+    basis = "from measurements of this machine" if model.calibration else "from the catalogue of devices"
+    return f"{basis}{corrected}{pace}"

@@ -1,0 +1,322 @@
+"""Critical path of a few steps: the parts that their time depended on.
+
+The ranks leave an exchange together, so each exchange ends when the last rank has come to it and the exchange itself is
+done. From one exchange to the next the path is that of the rank that comes last: all others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from statistics import fmean
+
+from paceline.benchmark.words import listed
+from paceline.engine.meter import PARTS
+from paceline.plans.axes import AXES
+from paceline.plans.sync_info import sync_info
+from paceline.report.timeline.timeline import RankStep, Timeline
+from paceline.units import count, percent, seconds
+
+_PHRASES = {
+    "data": "waiting for data",
+    "compute": "compute",
+    "bubble": "waiting for other stages of the pipeline",
+    "comm": "communication that no compute hides",
+    "imbalance": "waiting for slower ranks",
+    "optimizer": "the optimizer",
+    "checkpoint": "a checkpoint",
+}
+assert set(_PHRASES) == set(PARTS)
+BETWEEN, LATE = "between", "late"
+_SHARED = ("comm", BETWEEN)  # what no single rank is to blame for
+_LEAST = 0.005  # of the time; less is not worth a sentence
+_WAIT = 0.03  # of the time: less waiting is no imbalance
+_MOST_RANKS, _WORTH_NAMING = 3, 0.1  # that are waited for, and the part of all waiting
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the path.
+
+    Attributes:
+        part: one of `PARTS`, or `between` for time in no step.
+        step: number of the step that it belongs to.
+        events: kinds of the events meanwhile, for time in no step.
+    """
+
+    part: str
+    rank: int
+    step: int
+    start_s: float
+    end_s: float
+    events: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Arrival of the ranks at the exchange of a step.
+
+    Attributes:
+        last: the rank that came last.
+        waited_s: how long each other rank waited for it.
+        busy_s: of each rank, seconds of each part since the exchange before; and of `late`, how much later than the
+            first rank it left that.
+    """
+
+    step: int
+    last: int
+    waited_s: Mapping[int, float]
+    busy_s: Mapping[int, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """Path through a timeline, from the exchange before its first step to its last.
+
+    Where no rank waits for another, it is the steps of the rank that ends last.
+    """
+
+    timeline: Timeline
+    pieces: Sequence[Piece]
+    arrivals: Sequence[Arrival]
+
+    @cached_property
+    def total_s(self) -> float:
+        """Its length."""
+        return sum(piece.seconds for piece in self.pieces)
+
+    def seconds_of(self, part: str) -> dict[int, float]:
+        """Seconds of a part by rank, the most first."""
+        found: defaultdict[int, float] = defaultdict(float)
+        for piece in self.pieces:
+            if piece.part == part:
+                found[piece.rank] += piece.seconds
+        return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Share of each part, the largest first; they sum to 1."""
+        parts = [*PARTS, BETWEEN]
+        sums = {part: sum(self.seconds_of(part).values()) for part in parts}
+        return {p: sums[p] / self.total_s for p in sorted(parts, key=lambda p: -sums[p]) if sums[p] > 0}
+
+    @property
+    def sentences(self) -> list[str]:
+        """The path in words, with what the record does not tell."""
+        each = seconds(self.total_s / self.timeline.steps)
+        noun = self.timeline.noun
+        head = f"{self.timeline.what.capitalize()} took {each}" + ("" if self.timeline.steps == 1 else f" a {noun}")
+        parts = listed([self._phrase(part) for part, share in self.shares.items() if share >= _LEAST])
+        return [f"{head}: {parts}.", *self._waits(), *self._stages(), *self._unknown()]
+
+    # The words
+
+    def _phrase(self, part: str) -> str:
+        """`62 % compute of rank 1 (25.5 ms a step)`."""
+        share, steps = self.shares[part], self.timeline.steps
+        if part == BETWEEN:
+            events = dict.fromkeys(e for piece in self.pieces if piece.part == BETWEEN for e in piece.events)
+            known = [{"evaluation": "evaluation", "checkpoint_saved": "checkpoints"}.get(e, e) for e in events]
+            what = f" ({listed(known)})" if known else ""
+            return f"{percent(share)} between {self.timeline.noun}s{what}"
+        by_rank = self.seconds_of(part)
+        each = f"{seconds(sum(by_rank.values()) / steps)} a {self.timeline.noun}"
+        who = ""
+        if part not in _SHARED and len(self.timeline.ranks) > 1:
+            who = f" of {_ranks(list(by_rank))}"
+        return f"{percent(share)} {_PHRASES[part]}{who} ({each})"
+
+    def _waits(self) -> Iterator[str]:
+        """Sentences on the ranks that came last, and why."""
+        if len(self.timeline.ranks) < 2 or not self.arrivals:
+            return
+        waited_s = fmean(fmean(arrival.waited_s.values()) for arrival in self.arrivals)
+        if waited_s < _WAIT * self.total_s / len(self.arrivals):
+            yield f"The ranks come to the exchange together: they wait {seconds(waited_s)} for the last one."
+            return
+        caused: defaultdict[int, float] = defaultdict(float)
+        for arrival in self.arrivals:
+            caused[arrival.last] += fmean(arrival.waited_s.values())
+        worth = [rank for rank, s in caused.items() if s >= _WORTH_NAMING * sum(caused.values())]
+        for rank in sorted(worth, key=lambda rank: -caused[rank])[:_MOST_RANKS]:
+            yield self._wait_for(rank, [arrival for arrival in self.arrivals if arrival.last == rank])
+
+    def _wait_for(self, rank: int, own: Sequence[Arrival]) -> str:
+        """Sentence on a rank that came last, and on those that waited for it."""
+        of = len(self.arrivals)
+        often = "" if of == 1 else f" in all {of} exchanges" if len(own) == of else f" in {len(own)} of {of} exchanges"
+        one = len(own[0].waited_s) == 1
+        who = f"rank {next(iter(own[0].waited_s))} waits" if one else "the others wait"
+        waited_s = fmean(fmean(arrival.waited_s.values()) for arrival in own)
+        text = f"Rank {rank} comes last{often}; {who} {seconds(waited_s)} for it{_reason(own)}."
+        next_s = fmean(min(arrival.waited_s.values()) for arrival in own)
+        if not one and next_s > _LEAST * self.total_s / of:
+            text += (
+                f" The next to last comes {seconds(next_s)} before it: no more can be saved by a faster rank {rank}."
+            )
+        return text
+
+    def _stages(self) -> Iterator[str]:
+        """The stage of a pipeline that computes longest."""
+        if self.timeline.plan.pp < 2 or "bubble" not in self.shares:
+            return
+        compute_s = {r: fmean(s.parts_s["compute"] for s in steps) for r, steps in self.timeline.ranks.items()}
+        longest = max(compute_s, key=lambda rank: compute_s[rank])
+        yield (
+            f"Of the stages that of rank {longest} computes longest, {seconds(compute_s[longest])} a step, and the "
+            f"shortest {seconds(min(compute_s.values()))}: where in a step a stage waits for which other one is not "
+            "recorded."
+        )
+
+    def _unknown(self) -> Iterator[str]:
+        plan = self.timeline.plan
+        inside = [
+            f"{axis}={getattr(plan, axis)}" for axis in AXES if axis not in ("dp", "pp") and getattr(plan, axis) > 1
+        ]
+        if inside:
+            yield f"What ranks exchange inside the layers ({' '.join(inside)}) is counted as compute of each."
+        if sync_info(plan.sync).served:
+            yield "Workers of servers do not wait for each other, and the first one records for all."
+        elif len(self.timeline.ranks) > 1 and not self.arrivals:
+            steps = f"this {self.timeline.noun}" if self.timeline.steps == 1 else f"any of these {self.timeline.noun}s"
+            yield f"The replicas did not agree in {steps}, so none waited for another: the path is that of the last."
+        if self.timeline.on_accelerators and self.arrivals:
+            yield "On accelerators who is waited for is known from how long the ranks took for the step before."
+        spread_s = self.timeline.spread_s
+        if spread_s is not None and spread_s > 0.02 * self.total_s / self.timeline.steps:
+            yield f"The hosts' clocks are aligned to {seconds(spread_s)} only."
+
+
+def critical_path(timeline: Timeline) -> CriticalPath:
+    """The path through a timeline."""
+    pieces: list[Piece] = []
+    arrivals: list[Arrival] = []
+    begun = _begun_after(timeline)
+    agreed = sorted(step for step in timeline.agreed if timeline.first <= step <= timeline.last)
+    for step in agreed:
+        own = {rank: _until(timeline, rank, begun, step) for rank in timeline.ranks}
+        there = {rank: steps for rank, steps in own.items() if steps and steps[-1].step == step}
+        if not there:
+            continue
+        arrival = _arrival(step, there, {rank: _prior(timeline, rank, begun) for rank in there})
+        arrivals.append(arrival)
+        prior = _prior(timeline, arrival.last, begun)
+        _join(pieces, prior)
+        pieces += _pieces(timeline, prior, there[arrival.last], whole=False)
+        begun = step
+    rest = {rank: _until(timeline, rank, begun, timeline.last) for rank in timeline.ranks}
+    rest = {rank: steps for rank, steps in rest.items() if steps}
+    if rest and (not agreed or begun != timeline.last):
+        last = max(rest, key=lambda rank: rest[rank][-1].end_s)
+        prior = _prior(timeline, last, begun) if agreed else None
+        _join(pieces, prior)
+        pieces += _pieces(timeline, prior, rest[last], whole=True)
+    return CriticalPath(timeline, pieces, arrivals)
+
+
+def _begun_after(timeline: Timeline) -> int | None:
+    """The step before the first, where the path can begin at its exchange."""
+    step = timeline.first - 1
+    return step if step in timeline.agreed and timeline.before else None
+
+
+def _until(timeline: Timeline, rank: int, after: int | None, until: int) -> list[RankStep]:
+    return [s for s in timeline.ranks[rank] if (after is None or s.step > after) and s.step <= until]
+
+
+def _prior(timeline: Timeline, rank: int, step: int | None) -> RankStep | None:
+    """A rank's step with the exchange at which a stretch begins."""
+    if step is None:
+        return None
+    before = timeline.before.get(rank)
+    steps = [*([before] if before else []), *timeline.ranks[rank]]
+    return next((s for s in steps if s.step == step), None)
+
+
+def _arrival(step: int, there: Mapping[int, Sequence[RankStep]], priors: Mapping[int, RankStep | None]) -> Arrival:
+    """Arrival at a step's exchange.
+
+    The rank that came last is the one that did not wait; of several the one that was busy longest.
+    """
+    left_s = min([prior.synced_s for prior in priors.values() if prior], default=0.0)
+    busy_s = {rank: _busy(steps, priors[rank], left_s) for rank, steps in there.items()}
+    waits_s = {rank: steps[-1].parts_s["imbalance"] for rank, steps in there.items()}
+    last = min(waits_s, key=lambda rank: (waits_s[rank], -sum(busy_s[rank].values())))
+    return Arrival(step, last, {rank: waited for rank, waited in waits_s.items() if rank != last}, busy_s)
+
+
+def _busy(steps: Sequence[RankStep], prior: RankStep | None, left_s: float) -> dict[str, float]:
+    """Seconds of each part since the exchange before, without waiting for slower ranks and communicating."""
+    sums = Counter(prior.after_sync_s if prior else {})
+    for step in steps:
+        sums.update(step.parts_s)
+    sums.subtract(steps[-1].after_sync_s)
+    own = {part: s for part, s in sums.items() if part not in ("imbalance", "comm")}
+    return own | {LATE: prior.synced_s - left_s if prior else 0.0}
+
+
+def _pieces(timeline: Timeline, prior: RankStep | None, steps: Sequence[RankStep], *, whole: bool) -> Iterator[Piece]:
+    """A rank's parts from one exchange to the next, or with `whole` to its end."""
+    if prior is not None:
+        yield from _parts(prior, prior.after_sync_s)
+    for before, step in pairwise([prior, *steps]):
+        assert step is not None
+        if before is not None and step.start_s > before.end_s:
+            events = tuple(timeline.events_between(before.end_s, step.start_s))
+            yield Piece(BETWEEN, step.rank, step.step, before.end_s, step.start_s, events)
+        behind = {} if whole or step is not steps[-1] else step.after_sync_s
+        yield from _parts(step, [part for part in step.parts_s if part not in behind])
+
+
+def _join(pieces: list[Piece], prior: RankStep | None) -> None:
+    """End an exchange where the rank leaves it that the path goes on with."""
+    if not pieces or prior is None:
+        return
+    while len(pieces) > 1 and pieces[-1].start_s >= prior.synced_s:
+        pieces.pop()
+    last = pieces[-1]
+    if last.part == "comm":
+        pieces[-1] = replace(last, end_s=max(prior.synced_s, last.start_s))
+    elif prior.synced_s > last.end_s:
+        pieces.append(Piece("comm", prior.rank, prior.step, last.end_s, prior.synced_s))
+    else:
+        pieces[-1] = replace(last, end_s=max(prior.synced_s, last.start_s))
+
+
+def _parts(step: RankStep, names: Mapping[str, float] | Sequence[str]) -> Iterator[Piece]:
+    for name in names:
+        start_s, end_s = step.place(name)
+        if end_s > start_s:
+            yield Piece(name, step.rank, step.step, start_s, end_s)
+
+
+def _reason(arrivals: Sequence[Arrival]) -> str:
+    """The part in which the last rank exceeds the others most."""
+    more: defaultdict[str, float] = defaultdict(float)
+    for arrival in arrivals:
+        others = [parts for rank, parts in arrival.busy_s.items() if rank != arrival.last]
+        for part, own_s in arrival.busy_s[arrival.last].items():
+            more[part] += own_s - fmean(parts.get(part, 0.0) for parts in others)
+    part, seconds_more = max(more.items(), key=lambda one: one[1])
+    if seconds_more <= 0:
+        return ""
+    than = f"than the {'others' if len(arrivals[0].busy_s) > 2 else 'other'}"
+    more_s = seconds(seconds_more / len(arrivals))
+    if part == LATE:
+        return f", mostly as it left the exchange before {more_s} later {than}"
+    return f", mostly for {_PHRASES[part]} ({more_s} more {than})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 1 and 0`, `17 ranks`."""
+    if len(ranks) > 3:
+        return count(len(ranks), "rank")
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed([str(rank) for rank in sorted(ranks)])}"

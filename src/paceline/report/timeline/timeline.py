@@ -1,0 +1,339 @@
+"""Timeline of a run's steps: the parts of all ranks on one clock."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from paceline.engine.meter import PARTS
+from paceline.errors import RunError
+from paceline.plans.plan import Plan
+from paceline.plans.sync_info import sync_info
+from paceline.report.run_record import RunRecord
+from paceline.training.record.run import Run
+
+# The order in which the parts of a step are drawn: a checkpoint that holds a step up begins before its data, …
+_ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "comm", "optimizer")
+# … and replicas that take local steps exchange parameters after the update.
+_LOCAL_ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "optimizer", "comm")
+assert set(_ORDER) == set(_LOCAL_ORDER) == set(PARTS)
+# A shorter time between two steps is taken for none: older records have times of day in whole milliseconds.
+LEAST_GAP_S = 2e-3
+_AROUND = 50  # steps on both sides of those asked for, by which clocks are aligned
+_SCATTER = 3.0  # times a median deviation
+_RANGE = re.compile(r"(\d{1,15})(?:-(\d{1,15}))?")
+
+
+class StepRange(NamedTuple):
+    """Steps that are asked for: the newest `newest`, or those from `first` to `last`."""
+
+    newest: int | None = None
+    first: int = 0
+    last: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> StepRange:
+        """Read `3` (the newest three) or `40-42`.
+
+        Raises:
+            ValueError: it is neither; with what would be.
+        """
+        match = _RANGE.fullmatch(text.strip())
+        if match is not None and match[2] is None and int(match[1]) > 0:
+            return cls(int(match[1]))
+        if match is not None and match[2] is not None and 0 < int(match[1]) <= int(match[2]):
+            return cls(None, int(match[1]), int(match[2]))
+        raise ValueError(f"{text!r} is neither a number of steps, such as 3, nor a range of them, such as 40-42")
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank.
+
+    Attributes:
+        start_s: its start, in seconds from the timeline's origin.
+        parts_s: seconds of each of `PARTS`, in the order in which they are drawn. On one clock the wait for others
+            ends when the last has come; else it is as the record has it.
+        line: the step's line in the record.
+    """
+
+    rank: int
+    step: int
+    start_s: float
+    parts_s: Mapping[str, float]
+    line: Mapping[str, Any]
+
+    @property
+    def end_s(self) -> float:
+        """Its end, in seconds from the timeline's origin."""
+        return self.start_s + sum(self.parts_s.values())
+
+    def place(self, part: str) -> tuple[float, float]:
+        """Start and end of a part. Where there were several, it is their sum, drawn once."""
+        start_s = self.start_s
+        for name, seconds in self.parts_s.items():
+            if name == part:
+                return start_s, start_s + seconds
+            start_s += seconds
+        raise KeyError(part)
+
+    @property
+    def synced_s(self) -> float:
+        """The moment at which it had what the ranks agree on."""
+        return self.place("comm")[1]
+
+    @property
+    def after_sync_s(self) -> dict[str, float]:
+        """Seconds of the parts that follow its communication."""
+        names = list(self.parts_s)
+        return {name: self.parts_s[name] for name in names[names.index("comm") + 1 :]}
+
+    def moved(self, seconds: float) -> RankStep:
+        """The step on another clock."""
+        return replace(self, start_s=self.start_s + seconds)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Steps of all ranks on one clock, that of the first host.
+
+    Attributes:
+        origin_s: Unix time of its zero.
+        ranks: the steps that were asked for, by rank, in order.
+        before: the step before them, of the ranks that have it.
+        agreed: steps in which all ranks exchanged something and so waited for each other.
+        events: seconds and event, of those that fall within the steps.
+        spread_s: by how much the moments at which hosts leave an exchange differ after their clocks were aligned; None
+            where there is one clock.
+        hosts: host of each rank; empty on one host.
+        gaps: what is missing in the record, a sentence each.
+        noun: name of a step.
+    """
+
+    plan: Plan
+    origin_s: float
+    ranks: Mapping[int, Sequence[RankStep]]
+    before: Mapping[int, RankStep]
+    agreed: frozenset[int]
+    events: Sequence[tuple[float, Mapping[str, Any]]]
+    spread_s: float | None
+    hosts: Mapping[int, str]
+    gaps: Sequence[str]
+    noun: str = "step"
+    on_accelerators: bool = False
+
+    @property
+    def first(self) -> int:
+        """Number of the first step."""
+        return min(steps[0].step for steps in self.ranks.values())
+
+    @property
+    def last(self) -> int:
+        """Number of the last step."""
+        return max(steps[-1].step for steps in self.ranks.values())
+
+    @property
+    def steps(self) -> int:
+        """Number of different steps."""
+        return len({step.step for steps in self.ranks.values() for step in steps})
+
+    @property
+    def what(self) -> str:
+        """The steps in words: `steps 40 to 42`."""
+        return f"{self.noun} {self.first:,}" if self.steps == 1 else f"{self.noun}s {self.first:,} to {self.last:,}"
+
+    def events_between(self, start_s: float, end_s: float) -> list[str]:
+        """Kinds of the events in a stretch of time, each once."""
+        # an event is written where what it tells of is over, and its time is rounded
+        return list(dict.fromkeys(e["event"] for s, e in self.events if start_s - 1e-3 < s < end_s + 1e-3))
+
+
+def timeline_of(run: Run, wanted: StepRange) -> Timeline:
+    """Timeline of the steps wanted.
+
+    Raises:
+        RunError: the run has no such step with times.
+    """
+    record = RunRecord.read(run)
+    timed = {rank: [line for line in lines if line["step_s"] > 0] for rank, lines in record.ranks.items()}
+    timed = {rank: lines for rank, lines in timed.items() if lines}
+    first, last = _bounds(run, timed, wanted)
+    near = {
+        rank: [line for line in lines if first - _AROUND <= line["step"] <= last + _AROUND]
+        for rank, lines in timed.items()
+    }
+    near = {rank: lines for rank, lines in near.items() if any(first <= line["step"] <= last for line in lines)}
+    info = sync_info(run.plan.sync)
+    local = info.local_steps and not info.served
+    origin_s = float(int(min(line["time"] - line["step_s"] for lines in near.values() for line in lines)))
+    placed = {rank: _placed(rank, near[rank], origin_s, _LOCAL_ORDER if local else _ORDER) for rank in sorted(near)}
+    agreed = frozenset() if info.served or len(placed) < 2 else _agreed(placed, every_step=not local)
+    hosts = _hosts(run, placed)
+    shifts, spread_s = _shifts(placed, {} if run.cluster.emulate else hosts, agreed)
+    placed = {rank: [step.moved(shifts[rank]) for step in steps] for rank, steps in placed.items()}
+    if spread_s is None and not local and not run.cluster.has_accelerators and _to_microseconds(near):
+        placed = _waits_by_clock(placed, agreed)
+    ranks = {rank: [step for step in steps if first <= step.step <= last] for rank, steps in placed.items()}
+    before = {rank: step for rank, steps in placed.items() for step in steps if step.step == first - 1}
+    begin_s, end_s = min(s[0].start_s for s in ranks.values()), max(s[-1].end_s for s in ranks.values())
+    begin_s = min([begin_s, *(step.end_s for step in before.values())])
+    events = [(event["time"] - origin_s, event) for event in record.events]
+    return Timeline(
+        run.plan,
+        origin_s,
+        ranks,
+        before,
+        agreed,
+        [(seconds, event) for seconds, event in events if begin_s <= seconds <= end_s],
+        spread_s,
+        hosts,
+        record.gaps,
+        record.noun,
+        run.cluster.has_accelerators,
+    )
+
+
+def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: StepRange) -> tuple[int, int]:
+    """First and last step that are shown."""
+    counts = Counter(line["step"] for lines in timed.values() for line in lines)
+    if not counts:
+        raise RunError(
+            f"{run.path} has no step with times yet, so there is no timeline of it. On accelerators the times of a "
+            "step are known one step later."
+        )
+    if wanted.newest is not None:
+        # the newest that all ranks have finished, or as many as have for any step
+        most = max(counts.values())
+        last = max(step for step, count in counts.items() if count == most)
+        shown = sorted(step for step in counts if step <= last)[-wanted.newest :]
+        return shown[0], last
+    there = [step for step in counts if wanted.first <= step <= wanted.last]
+    if not there:
+        raise RunError(
+            f"{run.path} has no step from {wanted.first:,} to {wanted.last:,} with times: those recorded are "
+            f"{min(counts):,} to {max(counts):,}"
+        )
+    return min(there), max(there)
+
+
+def _placed(rank: int, lines: Sequence[Mapping[str, Any]], origin_s: float, order: Sequence[str]) -> list[RankStep]:
+    """A rank's steps on its own clock."""
+    parts = [{part: max(float(line[f"{part}_s"]), 0.0) for part in order} for line in lines]
+    lengths_s = [sum(found.values()) for found in parts]
+    ends_s = _ends([float(line["time"]) - origin_s for line in lines], lengths_s)
+    placed: list[RankStep] = []
+    for line, found, length_s, end_s in zip(lines, parts, lengths_s, ends_s, strict=True):
+        start_s = max([end_s - length_s, *(step.end_s for step in placed[-1:])])
+        placed.append(RankStep(rank, line["step"], start_s, found, line))
+    return placed
+
+
+def _ends(written_s: Sequence[float], lengths_s: Sequence[float]) -> list[float]:
+    """Ends of steps, from the times at which their lines were written and their lengths.
+
+    A line is written after its step's end, sooner or later, and each step begins at the end of the one before, unless
+    something came between (an evaluation), which only adds to the clock. So the least delay from a step on is what lies
+    between the sum of the lengths and the clock there.
+    """
+    ends_s, late_s, sum_s = [], [], 0.0
+    for written, length in zip(written_s, lengths_s, strict=True):
+        sum_s += length
+        ends_s.append(sum_s)
+        late_s.append(written - sum_s)
+    for i in range(len(late_s) - 2, -1, -1):
+        late_s[i] = min(late_s[i], late_s[i + 1])
+    found, offset_s = [], float("-inf")
+    for end_s, least_s in zip(ends_s, late_s, strict=True):
+        if least_s - offset_s > LEAST_GAP_S:
+            offset_s = least_s
+        found.append(end_s + offset_s)
+    return found
+
+
+def _agreed(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) -> frozenset[int]:
+    """Steps in which the ranks agreed.
+
+    Replicas that take local steps have a loss of their own in every other step.
+    """
+    losses: dict[int, list[Any]] = {}
+    for steps in placed.values():
+        for step in steps:
+            losses.setdefault(step.step, []).append(step.line.get("loss"))
+    whole = {step: of for step, of in losses.items() if len(of) > 1}
+    if every_step:
+        return frozenset(whole)
+    return frozenset(step for step, of in whole.items() if of[0] is not None and len(set(of)) == 1)
+
+
+def _shifts(
+    placed: Mapping[int, Sequence[RankStep]], hosts: Mapping[int, str], agreed: Iterable[int]
+) -> tuple[dict[int, float], float | None]:
+    """Corrections of the ranks' clocks, and by how much the hosts' moments still differ.
+
+    The ranks of a host have one clock. Those of several leave an exchange at about the same moment, which needs no
+    clock: of each host that of the rank that leaves first, as some wake up late. Clocks that differ by no more than
+    these moments scatter are taken as they are.
+
+    Args:
+        hosts: of each rank; empty where all have one clock.
+    """
+    common = set(agreed)
+    left_s: dict[str, dict[int, float]] = {}
+    for rank, steps in placed.items():
+        own = left_s.setdefault(hosts.get(rank, ""), {})
+        for step in steps:
+            if step.step in common:
+                own[step.step] = min(own.get(step.step, step.synced_s), step.synced_s)
+    reference, *others = left_s
+    shifts, spreads = dict.fromkeys(left_s, 0.0), []
+    for host in others:
+        apart = [at - left_s[host][step] for step, at in left_s[reference].items() if step in left_s[host]]
+        if apart:
+            shift = median(apart)
+            spreads.append(median(abs(seconds - shift) for seconds in apart))
+            shifts[host] = shift if abs(shift) > _SCATTER * spreads[-1] else 0.0
+    return {rank: shifts[hosts.get(rank, "")] for rank in placed}, max(spreads, default=None)
+
+
+def _to_microseconds(lines: Mapping[int, Sequence[Mapping[str, Any]]]) -> bool:
+    """True if times of day are in microseconds; older records have them in milliseconds."""
+    return any(round(line["time"], 3) != line["time"] for of in lines.values() for line in of)
+
+
+def _waits_by_clock(placed: Mapping[int, Sequence[RankStep]], agreed: Iterable[int]) -> dict[int, list[RankStep]]:
+    """Steps in which a rank waits until the last one has come.
+
+    The record alone takes the ranks to have left the exchange before together; on busy cores some wake up late.
+    """
+    arrived = dict.fromkeys(agreed, float("-inf"))
+    for steps in placed.values():
+        for step in steps:
+            if step.step in arrived:
+                arrived[step.step] = max(arrived[step.step], step.place("imbalance")[0])
+    return {rank: [_waiting(step, arrived.get(step.step)) for step in steps] for rank, steps in placed.items()}
+
+
+def _waiting(step: RankStep, until_s: float | None) -> RankStep:
+    """Step whose wait for others ends at a moment.
+
+    What follows of it is communication.
+    """
+    if until_s is None:
+        return step
+    whole_s = step.parts_s["imbalance"] + step.parts_s["comm"]
+    waited_s = min(max(until_s - step.place("imbalance")[0], 0.0), whole_s)
+    return replace(step, parts_s={**step.parts_s, "imbalance": waited_s, "comm": whole_s - waited_s})
+
+
+def _hosts(run: Run, ranks: Iterable[int]) -> dict[int, str]:
+    """Host of each rank, as the ranks were placed at the start."""
+    hosts = run.cluster.hosts
+    if len(hosts) < 2:
+        return {}
+    placed = run.cluster.ranks_per_host(run.plan.ranks)
+    names = [host.name for host, count in zip(hosts, placed, strict=True) for _ in range(count)]
+    return {rank: names[rank] for rank in ranks if rank < len(names)}
