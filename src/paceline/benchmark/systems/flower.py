@@ -1,6 +1,7 @@
 """Flower's simulation: every rank a client that takes one step a round.
 
-The server averages the weights. For SGD without momentum that is synchronous training. Federated jobs are compared by `benchmarks/federated.py`.
+The server averages the weights. For SGD without momentum that is synchronous training. Federated jobs are compared by
+`benchmarks/federated.py`.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Work:
             nn.utils.clip_grad_norm_(model.parameters(), self.job.clip_norm)
 
     def took(self, loss: Tensor) -> None:
-        """A step was taken: its loss is read, as scripts do that show it, and the time is kept."""
+        """Read the loss of a step that was taken, and keep the time."""
         self._losses.append(loss.item())
         self._ended_s.append(time.time())
 
@@ -136,7 +136,7 @@ class Work:
 
 
 class _OneByOne(Dataset[Any]):
-    """A data set without its access to many samples at once, which few data sets of others have."""
+    """A data set without its access to many samples at once, which is rare."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
