@@ -33,8 +33,8 @@ def code_gradients(owner: Any, codec: str) -> None:
     accelerator = owner if isinstance(owner, Accelerator) else getattr(owner, "accelerator", None)
     if not isinstance(accelerator, Accelerator):
         raise LaunchError(f"code_gradients takes an Accelerator or a Trainer, not a {type(owner).__name__}")
-    if any(isinstance(model, DistributedDataParallel) for model in accelerator._models):
-        raise LaunchError("a model is wrapped already: call code_gradients before accelerator.prepare or trainer.train")
+    if accelerator._models:
+        raise LaunchError("a model is prepared already: call code_gradients before accelerator.prepare or trainer.train")
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     if before.comm_hook != DDPCommunicationHookType.NO:
         raise PlanError(f"a DDP model has one hook: use the codec {codec} or comm_hook={before.comm_hook}, not both")
