@@ -23,7 +23,7 @@ from paceline.files import write_whole
 from paceline.printable import printable
 from paceline.training.record.progress import NewLines
 from paceline.training.record.run import JsonLines, Run
-from paceline.training.trackers.tracker import Status, TrackedRun, make
+from paceline.training.trackers.tracker import Status, TrackedRun, make, told_of
 
 EVERY_S = 1.0  # of the steps of this time the newest is logged
 _NICE = 10  # training goes first where cores are few
@@ -113,10 +113,8 @@ def values_of(line: Mapping[str, Any]) -> dict[str, float]:
 def config_of(run: Run) -> dict[str, Any]:
     """Job, plan and environment of a run, as JSON values without environment variables."""
     environment = json.loads((run.path / "environment.json").read_text())
-    for volatile in ("variables", "load_average"):
-        environment.pop(volatile, None)
     job = run.job.model_dump(mode="json", exclude_defaults=True, exclude={"trackers"})
-    return {"job": job, "plan": {"text": str(run.plan), **asdict(run.plan)}, "environment": environment}
+    return {"job": job, "plan": {"text": str(run.plan), **asdict(run.plan)}, "environment": told_of(environment)}
 
 
 def state_folder(run: Path) -> Path:

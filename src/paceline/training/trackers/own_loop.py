@@ -16,9 +16,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from paceline.cluster.discover import environment
 from paceline.printable import printable
 from paceline.rank_environment import own_rank
-from paceline.training.trackers.tracker import Status, TrackedRun, Tracker, check, make
+from paceline.training.trackers.tracker import Status, TrackedRun, Tracker, check, make, told_of
 
 if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
@@ -37,7 +38,9 @@ def tracker(name: str, **settings: Any) -> LoopTracker:
         JobError: no such tracker; its package is missing; or it does not take the settings.
     """
     check(name)
-    return LoopTracker(name, make(name, TrackedRun(), settings) if own_rank() == 0 else None)
+    if own_rank() != 0:
+        return LoopTracker(name, None)
+    return LoopTracker(name, make(name, TrackedRun(config={"environment": told_of(environment())}), settings))
 
 
 def tensorboard(folder: str | Path) -> LoopTracker:

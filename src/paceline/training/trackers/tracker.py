@@ -22,7 +22,7 @@ class TrackedRun:
     Attributes:
         name: the run's.
         project: the name of its job.
-        config: JSON values: `job`, `plan` and `environment`.
+        config: JSON values: `job`, `plan` and `environment`, see `told_of`.
         folder: for files that the tracker keeps here.
         id: the tracker's own `id` of this run, where the run goes on after a restart; "" at its first start.
     """
@@ -32,6 +32,11 @@ class TrackedRun:
     config: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path()
     id: str = ""
+
+
+def told_of(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """An environment for trackers: without variables, which others need not see, and the load, which changes."""
+    return {key: value for key, value in environment.items() if key not in ("variables", "load_average")}
 
 
 class Tracker(Protocol):
