@@ -20,7 +20,7 @@ class ToPrometheus:
     All have the labels `job` and `run`. `paceline_run_status{status=…}` is 1 for the one that holds.
 
     Args:
-        port: of the endpoint, `http://ADDRESS:PORT/metrics`; None: no endpoint. 0: a free one, see `port`.
+        port: of the endpoint, `http://ADDRESS:PORT/metrics`; None: no endpoint. 0: a free one; it is printed.
         address: where it listens; whoever reaches it can read it.
         textfile: a file that is replaced as a whole, `….prom`; "": none.
 
@@ -40,7 +40,7 @@ class ToPrometheus:
         self._server = None
         if port is not None:
             self._server, self._thread = start_http_server(port, address, self._registry)
-            self.port = self._server.server_port
+            print(f"Prometheus' metrics: http://{address}:{self._server.server_port}/metrics", flush=True)
         self._tell("running")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
