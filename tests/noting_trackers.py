@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-SOURCE = '''
+SOURCE = """
 import json, os, time
 from paceline.training.trackers import TrackerInfo
 
@@ -42,7 +43,7 @@ class Hangs(Noting):
     def log(self, step, values):
         self.note(hangs=True)
         time.sleep(600)
-'''.replace("\\\\", "\\")
+""".replace("\\\\", "\\")
 
 
 def installed(folder: Path) -> Path:
@@ -56,6 +57,6 @@ def installed(folder: Path) -> Path:
     return folder
 
 
-def noted(file: Path) -> list[dict[str, object]]:
+def noted(file: Path) -> list[dict[str, Any]]:
     """What the tracker has written down, in order."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

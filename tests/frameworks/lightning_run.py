@@ -66,7 +66,7 @@ trainer = pl.Trainer(
 model = Net()
 loaders = [torch.utils.data.DataLoader(data, size, shuffle=False) for size in (32, 512)]
 trainer.fit(model, *loaders, ckpt_path=checkpoint[0] if checkpoint else None)
-saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)  # type: ignore[union-attr]
+saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
 found = {
     "rank": trainer.global_rank,
     "backend": torch.distributed.get_backend(),
@@ -76,7 +76,7 @@ found = {
     "at_validation": model.at_validation[-1],
     "saved": sum(float(value.double().sum()) for value in saved["state_dict"].values()),
     "kept": {key: saved["paceline"][key] for key in ("step",)} if "paceline" in saved else {},
-    "path": trainer.checkpoint_callback.best_model_path,  # type: ignore[union-attr]
+    "path": trainer.checkpoint_callback.best_model_path,
 }
 with open(f"{folder}/rank{trainer.global_rank}.json", "w") as file:
     json.dump(found, file)

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from paceline.errors import LaunchError, PlanError
 from paceline.frameworks.accelerate import code_gradients
-from ranks import Ranks
+from ranks import Backend, Ranks
+
+WAYS: tuple[tuple[str | None, Backend], ...] = ((None, "gloo"), (None, "shm"), ("int8", "shm"))
 
 
 def accelerated(codec: str | None) -> dict[str, Any]:
@@ -45,10 +47,7 @@ def accelerated(codec: str | None) -> dict[str, Any]:
 
 
 def test_accelerate_trains_over_shared_memory_as_over_gloo_and_with_a_codec_nearly_so(ranks: Ranks) -> None:
-    gloo, shared, coded = (
-        ranks(2, accelerated, codec, backend=backend, deadline_s=90)[0]
-        for codec, backend in ((None, "gloo"), (None, "shm"), ("int8", "shm"))
-    )
+    gloo, shared, coded = (ranks(2, accelerated, codec, backend=backend, deadline_s=90)[0] for codec, backend in WAYS)
     assert shared["backend"] == "shm"
     assert shared["losses"] == pytest.approx(gloo["losses"], rel=1e-5)
     assert coded["losses"] == pytest.approx(gloo["losses"], rel=0.02)
@@ -61,7 +60,7 @@ def trainers(codec: str | None, folder: str) -> tuple[float, str]:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    sizes: Any = {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
     rows = [torch.arange(first, first + 32).remainder(64) for first in range(64)]
     arguments = TrainingArguments(
@@ -82,8 +81,7 @@ def trainers(codec: str | None, folder: str) -> tuple[float, str]:
 
 def test_the_trainer_of_transformers_trains_so_too(ranks: Ranks, tmp_path: Path) -> None:
     (gloo, _), (shared, backend), (coded, _) = (
-        ranks(2, trainers, codec, str(tmp_path), backend=backend, deadline_s=150)[0]
-        for codec, backend in ((None, "gloo"), (None, "shm"), ("int8", "shm"))
+        ranks(2, trainers, codec, str(tmp_path), backend=backend, deadline_s=150)[0] for codec, backend in WAYS
     )
     assert backend == "shm"
     assert shared == pytest.approx(gloo, rel=1e-5)

@@ -18,7 +18,7 @@ from commands import DEADLINE_S
 from paceline.errors import LaunchError, PlanError
 from paceline.frameworks.ddp import CodecState, codec_hook, register
 from paceline.frameworks.transport import init_process_group
-from ranks import RankError, Ranks
+from ranks import Backend, RankError, Ranks
 
 STEPS, BATCH = 60, 32
 TOLERANCE = {"fp16": 0.01, "bf16": 0.02, "int8": 0.02, "int4": 0.1, "1bit": 0.15, "powersgd:4": 0.1}
@@ -64,7 +64,7 @@ def every_codec(codecs: list[str]) -> dict[str, tuple[list[float], float, int, l
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_every_codec_trains_a_ddp_model_as_plain_ddp_does(ranks: Ranks, backend: str) -> None:
+def test_every_codec_trains_a_ddp_model_as_plain_ddp_does(ranks: Ranks, backend: Backend) -> None:
     codecs = [*TOLERANCE] if backend == "shm" else ["int8", "powersgd:4"]
     first, second = ranks(2, every_codec, codecs, backend=backend, deadline_s=100)
     plain = first["plain"][0]
@@ -176,7 +176,7 @@ from paceline.frameworks.transport import init_process_group
 init_process_group()
 total = __import__("torch").ones(3)
 dist.all_reduce(total)
-print(dist.get_backend(), total.tolist(), flush=True)
+print(f"{dist.get_backend()} {total.tolist()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 

@@ -110,7 +110,7 @@ def _group(store: Store | None, deadline_s: float, device: torch.device, note: s
 
 
 def group_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Group:
-    """The group of ranks that other code has joined: torch's own process group, or None for the default one.
+    """The group of a process group that other code has made; None: the default one.
 
     All its ranks call it.
     """

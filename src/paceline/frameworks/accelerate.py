@@ -34,7 +34,9 @@ def code_gradients(owner: Any, codec: str) -> None:
     if not isinstance(accelerator, Accelerator):
         raise LaunchError(f"code_gradients takes an Accelerator or a Trainer, not a {type(owner).__name__}")
     if accelerator._models:
-        raise LaunchError("a model is prepared already: call code_gradients before accelerator.prepare or trainer.train")
+        raise LaunchError(
+            "a model is prepared already: call code_gradients before accelerator.prepare or trainer.train"
+        )
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     if before.comm_hook != DDPCommunicationHookType.NO:
         raise PlanError(f"a DDP model has one hook: use the codec {codec} or comm_hook={before.comm_hook}, not both")
@@ -45,7 +47,7 @@ def code_gradients(owner: Any, codec: str) -> None:
 
 @dataclass
 class _CodedGradients(DistributedDataParallelKwargs):
-    """How Accelerate wraps a model by DDP, with a codec for the gradients."""
+    """Arguments for the DDP wrapper of a model, with a codec for its gradients."""
 
     codec: str = ""
 

@@ -13,6 +13,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm.backend import group_of
@@ -24,7 +25,7 @@ from paceline.sync.traffic import Traffic
 
 
 class CodecState:
-    """State of `codec_hook` on one rank: the codec, and what it left out of the gradients so far.
+    """State of `codec_hook` on one rank: codec and error feedback.
 
     One for each model. The gradients of the first backward pass are sent as they are: DDP lays its buckets out anew
     after it.
@@ -43,7 +44,9 @@ class CodecState:
 
     def __init__(self, codec: str, process_group: dist.ProcessGroup | None = None, *, seed: int = 0) -> None:
         if codec in ("none", "auto"):
-            raise PlanError(f'the hook needs a codec, not "{codec}": one of {", ".join(CODECS.names)}, or no hook at all')
+            raise PlanError(
+                f'the hook needs a codec, not "{codec}": one of {", ".join(CODECS.names)}, or no hook at all'
+            )
         CompressSpec.parse(codec)
         self.codec, self.seed, self.traffic = codec, seed, Traffic()
         self._process_group = process_group
@@ -53,9 +56,9 @@ class CodecState:
         self._compressor: Compressor | None = None
         self._group: Group | None = None
 
-    def average(self, bucket: dist.GradBucket) -> Tensor:
+    def average(self, bucket: GradBucket) -> Tensor:
         """The bucket's buffer (1-D), which becomes the mean over the ranks."""
-        flat = bucket.buffer()
+        flat: Tensor = bucket.buffer()
         if self._group is None:
             self._group = group_of(self._process_group, flat.device)
         flat.div_(self._group.size)  # before the sum, which 16-bit numbers may not hold
@@ -76,15 +79,21 @@ class CodecState:
         return flat
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was left out of the gradients so far, of this rank; to be saved by every rank."""
+        """Error feedback of this rank; every rank saves its own."""
         return dict(self._loaded) if self._compressor is None else self._compressor.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` gave on this rank of as many ranks, before the first backward pass."""
+        """Take over what `state_dict` gave on this rank, before the first backward pass.
+
+        There must be as many ranks as then.
+        """
         self._loaded = dict(state)
 
-    def _name(self, bucket: dist.GradBucket) -> str:
-        """Key of a bucket's error feedback: its place and the shapes in it, which outlive the process."""
+    def _name(self, bucket: GradBucket) -> str:
+        """Key of a bucket's error feedback.
+
+        It is made of the bucket's place and the shapes in it, which outlive the process.
+        """
         parameters = bucket.parameters()
         layout = tuple(map(id, parameters))
         if layout not in self._names:
@@ -95,7 +104,7 @@ class CodecState:
         return self._names[layout]
 
 
-def codec_hook(state: CodecState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def codec_hook(state: CodecState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Mean of a bucket's gradients over the ranks, sent in the state's code; for `register_comm_hook`.
 
     Every rank gets the same bits. The sum is made before the call returns: ranks of one host share their cores, and

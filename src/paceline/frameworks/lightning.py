@@ -28,7 +28,7 @@ except ImportError:
 _STATE = "paceline"  # key in checkpoints
 
 
-class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined,misc]
+class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     """`DDPStrategy` whose CPU ranks talk over paceline's transports, with its codecs and local rules.
 
     Shared memory on one host, `tcp` between several, torch's own library on accelerators.
@@ -48,6 +48,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined,mi
 
     def __init__(self, codec: str | None = None, sync: str = "allreduce", **options: Any) -> None:
         check_sync(sync, codec)
+        self._process_group_backend: str | None
         super().__init__(**options)
         self.codec, self.sync = codec, sync
         self._steps: LocalSteps | None = None

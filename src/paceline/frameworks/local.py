@@ -1,9 +1,11 @@
-"""Local SGD and DiLoCo in a plain loop: replicas step alone, without DDP, and agree on parameters now and then.
+"""Local SGD and DiLoCo in a plain loop, without DDP.
 
-    steps = LocalSteps(model, "diloco:30")
-    ...
-    optimizer.step()
-    steps.stepped()
+Replicas step alone, and agree on parameters now and then:
+
+steps = LocalSteps(model, "diloco:30")
+...
+optimizer.step()
+steps.stepped()
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from paceline.sync.local_rule import LocalRule
 
 _RULES = ("local", "diloco")  # they need nothing of a loop but its steps
 
+
 class LocalSteps:
-    """Local steps of the replicas of a model, one for each rank of the default process group.
+    """Local steps of a model's replicas, which are the ranks of the default process group.
 
     Every rank makes one, before its optimizer has stepped; all begin with rank 0's parameters.
 
@@ -68,12 +71,15 @@ class LocalSteps:
 
     @contextmanager
     def in_agreement(self) -> Iterator[None]:
-        """Context in which every rank's model has the parameters that all agree on; every rank enters it."""
+        """Context in which all ranks have the parameters that they agree on; all enter it."""
         with self.rule.in_agreement():
             yield
 
     def end(self) -> None:
-        """Leave every rank with the agreed parameters, and let go of the model; every rank calls it."""
+        """Leave every rank with the agreed parameters, and let go of the model.
+
+        Every rank calls it.
+        """
         with self.rule.in_agreement():
             agreed = [parameter.detach().clone() for parameter in self.rule.parameters]
         with torch.no_grad():

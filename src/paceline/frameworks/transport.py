@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline.comm.c10d.transport import register
 from paceline.device import accelerator_type, default_backend, use
 from paceline.errors import LaunchError
 from paceline.plans.transport_info import BETWEEN_HOSTS, WITHIN_HOST
@@ -14,10 +15,10 @@ from paceline.rank_environment import LOCAL_RANK, WORLD_SIZE
 
 
 def cpu_backend(*, one_host: bool) -> str:
-    """Backend for ranks on CPUs: `shm` on one host, `tcp` between several; now known to `torch.distributed`."""
-    import paceline.comm.tcp  # registers both
-
-    return WITHIN_HOST if one_host else BETWEEN_HOSTS
+    """Backend for ranks on CPUs, known to torch now: `shm` on one host, else `tcp`."""
+    backend = WITHIN_HOST if one_host else BETWEEN_HOSTS
+    register(backend)
+    return backend
 
 
 def init_process_group(**options: Any) -> None:

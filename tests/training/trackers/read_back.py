@@ -24,7 +24,9 @@ def _wandb_run(file: Path) -> dict[str, Any]:
             config = {item.key: json.loads(item.value_json) for item in run.config.update}
             found |= {"id": run.run_id, "name": run.display_name, "project": run.project, "config": config}
         if kind == "history":
-            values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            values = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+            }
             found["history"].setdefault(str(record.history.step.num), {}).update(values)
         if kind == "exit":
             found["exit_code"] = record.exit.exit_code
@@ -60,7 +62,9 @@ def mlflow(where: str) -> list[dict[str, Any]]:
     found = []
     for run in client.search_runs([experiment.experiment_id]):
         history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-        steps = {name: [[metric.step, metric.value] for metric in sorted(all_, key=_step)] for name, all_ in history.items()}
+        steps = {
+            name: [[metric.step, metric.value] for metric in sorted(all_, key=_step)] for name, all_ in history.items()
+        }
         info = {"id": run.info.run_id, "name": run.info.run_name, "status": run.info.status}
         found.append({**info, "params": run.data.params, "metrics": steps})
     return found

@@ -35,19 +35,19 @@ def test_a_tracker_is_told_of_the_run_its_steps_evaluations_and_end(tmp_path: Pa
     assert outcome.code == 0, outcome.err
     begin, *logged, end = noted(tmp_path / "noted.jsonl")
     assert (begin["begin"], begin["project"], begin["id"]) == ("run", "small", "")
-    config: Any = begin["config"]
+    config = begin["config"]
     assert config["job"]["optimizer"]["lr"] == 0.1
     assert config["plan"]["text"] == "dp=2"
     assert config["plan"]["dp"] == 2
     assert config["environment"]["torch"]
     assert not {"variables", "load_average"} & config["environment"].keys()
     assert "trackers" not in config["job"]
-    steps: list[Any] = [entry["step"] for entry in logged]
+    steps = [entry["step"] for entry in logged]
     assert steps == sorted(steps)
     assert steps[-1] == 6
     values: dict[str, float] = {}
     for entry in logged:
-        values |= entry["values"]  # type: ignore[arg-type]
+        values |= entry["values"]
     assert values["train/loss"] == losses(tmp_path / "run")[6]
     assert values["val/accuracy"] == events(tmp_path / "run", "evaluation")[-1]["metrics"]["accuracy"]
     assert {"train/lr", "train/grad_norm", "train/epoch", "speed/samples_per_s", "step_s/compute"} <= values.keys()
@@ -103,7 +103,7 @@ def test_a_rank_that_dies_ends_no_tracker(tmp_path: Path, site: dict[str, str]) 
     assert outcome.code == 0, outcome.err
     told = noted(tmp_path / "noted.jsonl")
     assert len({entry["pid"] for entry in told}) == 1
-    steps: list[Any] = [entry["step"] for entry in told if "step" in entry]
+    steps = [entry["step"] for entry in told if "step" in entry]
     assert steps == sorted(steps)
     assert steps[-1] == 3000
 
@@ -131,7 +131,7 @@ def test_a_tracker_that_hangs_keeps_a_run_waiting_for_seconds_at_most(tmp_path: 
     outcome = in_a_process("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path, **site)
     assert outcome.code == 0, outcome.err
     assert max(losses(tmp_path / "run")) == 2000
-    pid: Any = noted(tmp_path / "noted.jsonl")[-1]["pid"]
+    pid = noted(tmp_path / "noted.jsonl")[-1]["pid"]
     assert f'tracker "hangs" still stores what it has, in process {pid}' in outcome.err
     psutil.Process(pid).kill()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,7 +43,7 @@ def test_every_step_is_logged_and_the_end_of_the_script_told(
     with started("python", "loop.py", how, "{}", folder=tmp_path, environment=site) as process:
         outcome = ended(process)
     assert (outcome.code == 0) == (how == "ends"), outcome.err
-    told: list[Any] = noted(tmp_path / "noted.jsonl")
+    told = noted(tmp_path / "noted.jsonl")
     assert [entry["step"] for entry in told if "step" in entry] == list(range(1, 11))
     assert {"train/loss", "train/grad_norm"} == told[1]["values"].keys()
     assert told[-1]["end"] == end

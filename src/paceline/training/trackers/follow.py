@@ -1,4 +1,4 @@
-"""The process of one tracker: follows the record of a run and logs what is new.
+"""The process of one tracker, which follows the record of a run.
 
 `python -m paceline.training.trackers.follow RUN NUMBER`, started by `processes.py`; NUMBER is the tracker's place in
 the job. A line on stdin says how the run has ended; its end without one, that whoever started it is gone.
@@ -32,8 +32,8 @@ _LONGEST_CLOSE_S = 300  # for a tracker to store what it has; then this process 
 
 def main() -> None:
     """Follow a run to its end."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the run's process tells when it is over
-        signal.signal(number, signal.SIG_IGN)
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the run's process tells when it is over
+        signal.signal(stop, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICE)
     run, number = Run(sys.argv[1]), int(sys.argv[2])
@@ -77,7 +77,8 @@ class Follower:
 
     def log_new(self) -> None:
         """Log the evaluations since the last call, and then the newest step."""
-        newest, use = None, {}
+        newest: dict[str, Any] | None = None
+        use: dict[str, float] = {}
         for line in self._steps:
             use = {f"use/{name}": value for name, value in line.get("use", {}).items()} or use
             if line["step"] > self.logged:
@@ -101,7 +102,10 @@ class Follower:
 
 
 def values_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a step's line, by the names that trackers get; those that are not finite are left out."""
+    """Numbers of a step's line, by the names that trackers get.
+
+    Those that are not finite are left out.
+    """
     values = {"train/loss": line["loss"], "train/lr": line["lr"], "train/grad_norm": line["grad_norm"]}
     values["train/epoch"] = line["epoch"]
     if line["step_s"] > 0:
@@ -118,14 +122,14 @@ def config_of(run: Run) -> dict[str, Any]:
 
 
 def state_folder(run: Path) -> Path:
-    """The folder of a run where trackers keep their files; made where it is not there."""
+    """The folder in a run where trackers keep files; it is made if needed."""
     folder = run / "trackers"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
 class _LastWord(threading.Thread):
-    """Waits for the line on stdin that says how the run has ended, also while the tracker is at work."""
+    """Thread that waits for the line on stdin that says how the run has ended."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

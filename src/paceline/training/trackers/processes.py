@@ -1,4 +1,4 @@
-"""The processes of a run's trackers, which begin and end with it and keep it waiting for seconds at most."""
+"""The processes of a run's trackers, which begin and end with it."""
 
 from __future__ import annotations
 

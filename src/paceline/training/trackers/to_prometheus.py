@@ -78,7 +78,10 @@ class ToPrometheus:
 
 
 def metric_name(name: str) -> tuple[str, dict[str, str]]:
-    """Name and labels of a metric by Prometheus' conventions: base units in the name, parts of a whole as labels."""
+    """Name and labels of a metric by Prometheus' conventions.
+
+    Base units are in the name; parts of a whole are labels.
+    """
     group, _, rest = name.partition("/")
     if group == "step_s":
         return "paceline_step_seconds", {"part": rest}

@@ -1,4 +1,4 @@
-"""The protocol of a tracker, what it is told of a run, and the trackers that can be named."""
+"""The protocol of a tracker, and the trackers that can be named."""
 
 from __future__ import annotations
 
@@ -35,12 +35,17 @@ class TrackedRun:
 
 
 def told_of(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """An environment for trackers: without variables, which others need not see, and the load, which changes."""
+    """The part of an environment that trackers are told.
+
+    Variables are not: others need not see them. Nor is the load, which changes.
+    """
     return {key: value for key, value in environment.items() if key not in ("variables", "load_average")}
 
 
 class Tracker(Protocol):
-    """A tracker of one run; its calls come from one thread or process of its own, never from a training step.
+    """A tracker of one run.
+
+    Its calls come from one thread or process of its own, never from a training step.
 
     Attributes:
         id: identity of its run there, by which it goes on after a restart; "" if there is none.
