@@ -15,10 +15,12 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from commands import DEADLINE_S
+from paceline.device import use
 from paceline.errors import LaunchError, PlanError
 from paceline.frameworks.ddp import CodecState, codec_hook, register
 from paceline.frameworks.transport import init_process_group
 from ranks import Backend, RankError, Ranks
+from simulated.environment import Simulated
 
 STEPS, BATCH = 60, 32
 TOLERANCE = {"fp16": 0.01, "bf16": 0.02, "int8": 0.02, "int4": 0.1, "1bit": 0.15, "powersgd:4": 0.1}
@@ -77,6 +79,28 @@ def test_every_codec_trains_a_ddp_model_as_plain_ddp_does(ranks: Ranks, backend:
         assert sent < 0.6
         assert all(torch.equal(a, b) for a, b in zip(weights, second[codec][3], strict=True)), codec
         assert losses[1:] != plain[1:], f"{codec} has coded nothing"
+
+
+def on_a_device(codec: str | None) -> list[float]:
+    device = use(int(os.environ["LOCAL_RANK"]))
+    ddp = DistributedDataParallel(a_model().to(device), bucket_cap_mb=0.1)
+    if codec is not None:
+        register(ddp, codec)
+    optimizer, losses = torch.optim.SGD(ddp.parameters(), 0.05), []
+    for inputs, target in batches(dist.get_rank(), 12):
+        loss = F.cross_entropy(ddp(inputs.to(device)), target.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("order", ["late", "random"])
+def test_on_accelerators_the_hook_waits_for_the_gradients_of_the_device(simulated: Simulated, order: str) -> None:
+    plain, coded = (simulated.ranks(2, on_a_device, codec, order=order) for codec in (None, "int8"))
+    assert coded[1] == pytest.approx(plain[1], rel=1e-3)
+    assert coded[1] != plain[1]
 
 
 def first_passes() -> list[bool]:
