@@ -35,15 +35,21 @@ test-all: $(VENV)/.test ## Run every check and every test.
 	@$(MAKE) --no-print-directory --jobs=2 check compiled
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --slow
 
-engines: $(VENV)/.test ## Make build/engines (Ray, SkyPilot, MPICH, kubernetes-validate) and build/flower, for the slow tests that need them.
+engines: $(VENV)/.test ## Make build/engines (Ray, SkyPilot, MPICH, kubernetes-validate), build/flower and build/frameworks (Lightning, trackers), for the slow tests that need them.
 	@$(PYTHON) -m venv build/engines
 	@build/engines/bin/python -m pip --disable-pip-version-check install --quiet 'ray[default]==2.60.*' 'skypilot==0.14.*' kubernetes-validate mpich
 	@$(PYTHON) -m venv build/flower
 	@build/flower/bin/python -m pip --disable-pip-version-check install --quiet 'flwr[simulation]==1.42.*'
-	@for made in build/engines build/flower; do \
+	@$(PYTHON) -m venv build/frameworks
+	@for made in build/engines build/flower build/frameworks; do \
 		echo "import site; site.addsitedir('$(CURDIR)/$$(echo $(VENV)/lib/python*/site-packages)')" \
 			> $$(echo $$made/lib/python*/site-packages)/paceline.pth; \
 	done
+	@# last, so that it finds torch in .venv
+	@echo '$(TORCH)' > build/frameworks/torch.in
+	@build/frameworks/bin/python -m pip --disable-pip-version-check install --quiet --constraint build/frameworks/torch.in \
+		'lightning==2.6.*' 'wandb==0.31.*' 'mlflow==3.17.*' 'aim==3.29.*' 'aimrocks==0.5.1' 'prometheus-client==0.26.*' \
+		'opentelemetry-sdk==1.45.*' 'opentelemetry-exporter-otlp-proto-http==1.45.*'
 
 # The workers of pytest would each compile the tests anew if they met them at the same time. This also builds the simulated accelerator.
 compiled: $(VENV)/.test

@@ -67,6 +67,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         "Flower (`make engines`)",
         lambda: Path(__file__).parent.parent.joinpath("build", "flower", "bin", "python").exists(),
     ),
+    "needs_frameworks": (
+        "Lightning, wandb, MLflow, Aim, Prometheus' client and OpenTelemetry (`make engines`)",
+        lambda: Path(__file__).parent.parent.joinpath("build", "frameworks", "bin", "mlflow").exists(),
+    ),
     "needs_slurm": ("root and Slurm (packages slurm-wlm, munge)", slurm_is_installed),
 }
 SLOW_S = 900  # for a slow test that names no longer time-out: ten times what such a test takes on a quiet machine

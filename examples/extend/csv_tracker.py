@@ -1,22 +1,28 @@
-"""A tracker: a line of a CSV file for every step."""
+"""A tracker: a line of a CSV file for every number."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from paceline.training.trackers import TrackerInfo
+from paceline.training.trackers import Status, TrackedRun, TrackerInfo
 
-if TYPE_CHECKING:
-    from paceline.engine.engine import StepResult
-
-INFO = TrackerInfo("csv_tracker:track")
+INFO = TrackerInfo("csv_tracker:CsvTracker")
 
 
-def track(file: str) -> Callable[[StepResult], None]:
-    """Write step, loss and gradient norm into `file`; paceline calls this on the first rank only."""
-    stream = open(file, "w", newline="", buffering=1)  # noqa: SIM115 - until the process ends
-    table = csv.writer(stream)
-    table.writerow(["step", "loss", "grad_norm"])
-    return lambda result: table.writerow([result.step, result.loss, result.grad_norm])
+class CsvTracker:
+    """Appends step, name and value to `file`; paceline makes one for the first rank only."""
+
+    id = ""  # where it logs to, runs have no identity
+
+    def __init__(self, run: TrackedRun, file: str) -> None:
+        self.stream = open(file, "a", newline="", buffering=1)  # noqa: SIM115 - until `close`
+        self.table = csv.writer(self.stream)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the numbers of a step."""
+        self.table.writerows([step, name, value] for name, value in values.items())
+
+    def close(self, status: Status) -> None:
+        """End the file."""
+        self.stream.close()

@@ -108,3 +108,10 @@ def test_more_devices_than_cores_can_be_asked_for() -> None:
 )
 def test_a_plan_that_divides_the_model_scales_by_whole_replicas(base: str, devices: int, plan: str) -> None:
     assert on_devices(Plan.parse(base), devices, CORES) == Plan.parse(plan)
+
+
+def test_runs_that_are_timed_are_logged_to_no_tracker() -> None:
+    job = small_job(trackers=["wandb"])
+    [setting, *_] = settings_for(job, CORES, BASE, devices=None, steps=None, weak=False)
+    assert job.trackers[0].name == "wandb"
+    assert setting.job(job).trackers == ()

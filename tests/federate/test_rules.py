@@ -11,6 +11,7 @@ from torch import Tensor
 
 from federated_jobs import federated_job, trainer_of
 from paceline.errors import JobError
+from paceline.federate.client import federated
 from paceline.federate.rule import FederatedRule, Local
 from paceline.federate.rule_info import FEDERATED_RULES, FederatedRuleSpec
 from paceline.federate.rules.adaptive import FedAdam, FedYogi
@@ -19,6 +20,7 @@ from paceline.federate.rules.fedprox import FedProx
 from paceline.federate.rules.scaffold import CONTROL, Scaffold
 from paceline.federate.simulation.run import Simulation
 from paceline.job.job import Job
+from small_jobs import small_job
 
 
 def vector(*values: float) -> Tensor:
@@ -168,3 +170,9 @@ def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path: Path) -> None:
     [line] = [number for number, line in enumerate(file.read_text().splitlines(), 1) if "dropout" in line]
     with pytest.raises(JobError, match=rf'job\.yaml, line {line}: unknown key "dropout" in federate\.simulate'):
         Job.load(file)
+
+
+def test_a_federated_job_with_trackers_is_refused() -> None:
+    job = small_job(trackers=["wandb"], federate={"clients": 2})
+    with pytest.raises(JobError, match="a federated run has its record alone"):
+        federated(job)

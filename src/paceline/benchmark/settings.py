@@ -45,9 +45,10 @@ class Setting:
     def job(self, job: Job) -> Job:
         """The job as this setting runs it.
 
-        A weak one has another global batch at an unchanged learning rate: it measures speed only.
+        A weak one has another global batch at an unchanged learning rate: it measures speed only. Runs that are made to
+        be timed are logged to no tracker.
         """
-        changes: dict[str, object] = {"global_batch": self.global_batch}
+        changes: dict[str, object] = {"global_batch": self.global_batch, "trackers": ()}
         if self.steps is not None:
             changes |= {"stop": StopSpec(steps=self.steps), "evaluate": EvaluateSpec(every_steps=self.steps)}
         return job.model_copy(update=changes)

@@ -48,7 +48,7 @@ class Reference:
 
 
 def as_trained(job: Job, steps: int) -> Job:
-    """The job for a number of steps, saved often enough, and with short deadlines."""
+    """The job for some steps, saved often enough, with short deadlines and no trackers."""
     every = max(1, steps // _CHECKPOINTS)
     given = job.checkpoint.every_steps
     checkpoint = job.checkpoint.model_copy(update={"every_steps": min(given or every, every)})
@@ -56,6 +56,7 @@ def as_trained(job: Job, steps: int) -> Job:
         "stop": StopSpec(steps=steps),
         "checkpoint": CheckpointSpec.model_validate(checkpoint.model_dump()),
         "deadline_s": min(job.deadline_s, _DEADLINE_S),
+        "trackers": (),
     }
     return job.model_copy(update=changes)
 

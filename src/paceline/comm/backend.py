@@ -109,6 +109,18 @@ def _group(store: Store | None, deadline_s: float, device: torch.device, note: s
     return group
 
 
+def group_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Group:
+    """The group of a process group that other code has made; None: the default one.
+
+    All its ranks call it.
+    """
+    backend = process_group or dist.group.WORLD
+    assert backend is not None
+    group = Group(dist.get_rank(backend), dist.get_world_size(backend), backend, device=device)
+    group.hosts = _hosts(group)
+    return group
+
+
 def _drop() -> None:
     """End what was begun with ranks that are gone."""
     abort_all(0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -16,7 +16,7 @@ from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.job.partition import PartitionSpec
 from paceline.job.read.imports import import_path_of
-from paceline.job.spec import Spec
+from paceline.job.spec import Args, Spec
 from paceline.job.spike import SpikeSpec
 from paceline.job.stop import StopSpec
 from paceline.messages import explain
@@ -62,6 +62,14 @@ class CheckpointSpec(Spec):
     memory_every_steps: int | None = Field(None, ge=1)
 
 
+class TrackerSpec(Spec):
+    """A tracker that the run's numbers are logged to: its name, or `{name: mlflow, args: {experiment: digits}}`."""
+
+    short: ClassVar[str | None] = "name"
+    name: str
+    args: Args = Field(default_factory=dict)
+
+
 class Job(Spec):
     """A training job: what to train, until when, and on what data.
 
@@ -100,6 +108,7 @@ class Job(Spec):
     stop: StopSpec
     evaluate: EvaluateSpec = EvaluateSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    trackers: tuple[TrackerSpec, ...] = ()
     deadline_s: float = Field(300.0, gt=0)  # the longest that any rank may keep the others waiting
     federate: FederateSpec | None = None  # clients with data of their own, for `paceline federate`
 

@@ -44,6 +44,7 @@ from paceline.training.record.progress import LiveProgress
 from paceline.training.record.run import DESCRIPTION, FOLDERS, JsonLines, Run
 from paceline.training.record.run_lock import RunLock
 from paceline.training.recovery.possible import recovers_in_place, recovery_is_on
+from paceline.training.trackers.processes import RunTrackers, check_trackers
 from paceline.tuning.auto import AutoChoice, Say, choose, remember_run
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def _train(
         run, resume, job = takeover.run, True, takeover.job_file or job
     job = job if isinstance(job, Job) else Job.load(job)
     job.model.must_be_at_hand()
+    check_trackers(job)
     job.fetch()
     must_agree(job)
     cluster = to_run_on(cluster) if hosts is None or cluster else hosts.cluster
@@ -246,6 +248,7 @@ def _launch_ranks(
         closing(JsonLines(record.path / "events.jsonl", lossy=True)) as events,
         _places(record, partial(_note_links, events)) as places,
         LiveProgress(record.path, console) as progress,
+        RunTrackers(record, partial(_note, console)),
     ):
         events.event("launch", {"ranks": plan.ranks})
         hosts = current_hosts() if cluster.emulate is None else None
@@ -384,6 +387,8 @@ def _train_as_rank(job: Job, cluster: Cluster, plan: Plan | str, *, run: str | P
     transport = plan.transport if isinstance(plan, Plan) else "auto"
     with joined(deadline_s=job.deadline_s, transport=transport) as group, ExitStack() as held:
         record = Run(_agreed_run(group, job, cluster, plan, held, run=run, resume=resume))
+        if group.rank == 0:
+            held.enter_context(RunTrackers(record, partial(print, file=sys.stderr), shows=True))
         train_in(record, group)
         return record
 

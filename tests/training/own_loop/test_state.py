@@ -317,8 +317,11 @@ def test_fp16_finds_its_loss_scale_and_trains_alike_on_two_ranks(ranks: Ranks, b
 
 
 def test_every_step_and_update_is_told_to_the_trackers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     seen: list[StepResult] = []
-    engine = plain_engine(on_step=[seen.append, trackers.tensorboard(tmp_path)])
+    board = trackers.tensorboard(tmp_path)
+    engine = plain_engine(on_step=[seen.append, board])
     for i, (x, y) in enumerate(engine.loader):
         if i % 2:
             engine.backward(F.cross_entropy(engine.model(x), y))
@@ -327,7 +330,11 @@ def test_every_step_and_update_is_told_to_the_trackers(tmp_path: Path) -> None:
             engine.step((x, y))
     assert [result.step for result in seen] == [1, 2, 3, 4]
     assert all(result.samples == 6 and result.grad_norm > 0 for result in seen)
-    assert len(list(tmp_path.iterdir())) == 1
+    board.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    logged = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert logged == [(result.step, pytest.approx(result.loss)) for result in seen]
 
 
 def test_only_the_first_rank_prints(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,7 @@ TROUBLE = (
     "slow_rank",
     "spike",
     "strangers",
+    "tracker",
 )
 
 
@@ -284,6 +285,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             return f"went back from step {event['from_step']} to step {event['to_step']}{kept}; that batch is left out"
         case "strangers":
             return f"{event['connections']} connections to the ranks' ports did not show the run's key and were closed"
+        case "tracker":
+            return f'tracker "{event["name"]}" {event["said"]}'
         case "lost":
             stack = f"\n{event['stack']}" if event["stack"] else ""
             if event.get("ends"):

@@ -32,7 +32,7 @@ DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # wh
 FOLDERS = ("steps", "checkpoints")
 # What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and
 # only under a schedule that decays over the whole run.
-FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s"}
+FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s", "trackers"}
 WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fill caches
 
 

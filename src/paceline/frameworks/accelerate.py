@@ -1,0 +1,60 @@
+"""Accelerate, and the `Trainer` of Transformers, which is built on it.
+
+    init_process_group()              # of frameworks/transport.py, before Accelerator(…) or TrainingArguments(…)
+    code_gradients(accelerator, "int8")  # or of a trainer
+
+Accelerate names no other backend than gloo for CPUs, but takes a process group that is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.errors import LaunchError, PlanError
+from paceline.frameworks.ddp import CodecState, register
+
+
+def code_gradients(owner: Any, codec: str) -> None:
+    """Have the model of an `Accelerator`, or of a Transformers `Trainer`, send its gradients coded.
+
+    To be called before `accelerator.prepare` or `trainer.train`. See `CodecState` for the codecs.
+
+    Raises:
+        PlanError: an unknown codec, or a `comm_hook` of Accelerate's beside it.
+        LaunchError: it is too late, or `owner` has no `Accelerator`.
+    """
+    CodecState(codec)  # refuses an unknown one
+    accelerator = owner if isinstance(owner, Accelerator) else getattr(owner, "accelerator", None)
+    if not isinstance(accelerator, Accelerator):
+        raise LaunchError(f"code_gradients takes an Accelerator or a Trainer, not a {type(owner).__name__}")
+    if accelerator._models:
+        raise LaunchError(
+            "a model is prepared already: call code_gradients before accelerator.prepare or trainer.train"
+        )
+    before = accelerator.ddp_handler or DistributedDataParallelKwargs()
+    if before.comm_hook != DDPCommunicationHookType.NO:
+        raise PlanError(f"a DDP model has one hook: use the codec {codec} or comm_hook={before.comm_hook}, not both")
+    kept = {field.name: getattr(before, field.name) for field in dataclasses.fields(DistributedDataParallelKwargs)}
+    # Accelerator(kwargs_handlers=…) takes no subclass of its own handlers.
+    accelerator.ddp_handler = _CodedGradients(**kept, codec=codec)
+
+
+@dataclass
+class _CodedGradients(DistributedDataParallelKwargs):
+    """Arguments for the DDP wrapper of a model, with a codec for its gradients."""
+
+    codec: str = ""
+
+    def to_dict(self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")) -> Any:
+        """Arguments of `DistributedDataParallel`."""
+        return super().to_dict((*ignore_keys, "codec"))
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Have a model that Accelerate has wrapped send its gradients coded."""
+        register(model, self.codec)

@@ -1,0 +1,147 @@
+"""Strategy for Lightning: `Trainer(strategy=PacelineStrategy(codec="int8"))`, or `strategy="paceline"`.
+
+It is for the package that the script has imported, `lightning` or `pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PlanError
+from paceline.frameworks.ddp import register
+from paceline.frameworks.local import LocalSteps, check_sync
+from paceline.frameworks.transport import cpu_backend
+
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+_PACKAGE = next((name for name in _NAMES if name in sys.modules), _NAMES[0])
+try:
+    _strategies = importlib.import_module(f"{_PACKAGE}.strategies")
+except ImportError:
+    _strategies = importlib.import_module(f"{_NAMES[1]}.strategies")
+_STATE = "paceline"  # key in checkpoints
+
+
+class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
+    """`DDPStrategy` whose CPU ranks talk over paceline's transports, with its codecs and local rules.
+
+    Shared memory on one host, `tcp` between several, torch's own library on accelerators.
+
+    Args:
+        codec: what is sent of the gradients (see `CodecState`), or of DiLoCo's pseudo-gradients; None sends them as
+            they are.
+        sync: `allreduce`, or a rule whose replicas step alone, as in a plan: `local:8`, `diloco:30`. Validation and
+            checkpoints then see the parameters that the replicas agree on.
+        options: of `DDPStrategy`.
+
+    Raises:
+        PlanError: an unknown codec or rule, or one that cannot work here.
+    """
+
+    strategy_name = "paceline"
+
+    def __init__(self, codec: str | None = None, sync: str = "allreduce", **options: Any) -> None:
+        check_sync(sync, codec)
+        self._process_group_backend: str | None
+        super().__init__(**options)
+        self.codec, self.sync = codec, sync
+        self._steps: LocalSteps | None = None
+        self._loaded: dict[str, Any] = {}
+        self._in_agreement = ExitStack()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the name `paceline`; not those of `DDPStrategy`."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description="DDP over paceline's transports")
+
+    def setup_distributed(self) -> None:
+        """Meet the other ranks."""
+        if self._process_group_backend is None and self.root_device.type == "cpu":
+            self._process_group_backend = cpu_backend(one_host=self.num_nodes == 1)
+        super().setup_distributed()
+
+    def configure_ddp(self) -> None:
+        """Wrap the model by DDP, or hand it to the rule as it is."""
+        if self.sync == "allreduce":
+            super().configure_ddp()
+            if self.codec is not None:
+                register(self.model, self.codec)
+            return
+        self._steps = LocalSteps(self.lightning_module, self.sync, self.codec, self.root_device)
+        if self._loaded:
+            self._steps.load_state_dict(self._loaded)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers; a local rule takes one."""
+        super().setup_optimizers(trainer)
+        if self._steps is not None and len(self.optimizers) > 1:
+            raise PlanError(f"sync={self.sync}: this rule trains one optimizer, and there are {len(self.optimizers)}")
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: nn.Module | None = None,
+        **options: Any,
+    ) -> Any:
+        """Take a step, then let the rule act on the parameters."""
+        output = super().optimizer_step(optimizer, closure, model, **options)
+        if self._steps is not None:
+            self._steps.stepped()
+        return output
+
+    # What others see of replicas that differ
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state, of the parameters that all replicas agree on; every rank calls it."""
+        if self._steps is None:
+            return dict(super().lightning_module_state_dict())
+        with self._steps.in_agreement():
+            return {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in super().lightning_module_state_dict().items()
+            }
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint, with the rule's outer state."""
+        if self._steps is not None:
+            checkpoint[_STATE] = self._steps.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model, and keep the outer state for the rule."""
+        self._loaded = dict(checkpoint.get(_STATE, {}))
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    def on_validation_start(self) -> None:
+        """Validate the parameters that all replicas agree on."""
+        super().on_validation_start()
+        self._in_agreement.enter_context(nullcontext() if self._steps is None else self._steps.in_agreement())
+
+    def on_validation_end(self) -> None:
+        """Give each replica its own parameters again."""
+        self._in_agreement.close()
+        super().on_validation_end()
+
+    def on_train_end(self) -> None:
+        """Leave every rank with the parameters that all replicas agree on."""
+        if self._steps is not None:
+            self._steps.end()
+            self._steps = None
+        super().on_train_end()
+
+    def teardown(self) -> None:
+        """Let go of the model, also after a failure."""
+        self._in_agreement.pop_all()
+        self._steps = None
+        super().teardown()
+
+
+PacelineStrategy.register_strategies(_strategies.StrategyRegistry)
