@@ -11,7 +11,7 @@ from paceline.benchmark.systems.compared import AGREE, ComparedWay, Comparison, 
 from paceline.benchmark.systems.lines import changed_lines
 from paceline.cluster.discover import environment
 from paceline.stats import Interval, differ, median_interval
-from paceline.units import count, ratio, size
+from paceline.units import count, ratio, seconds, size
 
 if TYPE_CHECKING:
     from paceline.benchmark.systems.compare import Compare, Way
@@ -24,7 +24,8 @@ def summary(compare: Compare) -> Comparison:
     """The result of the runs that were made."""
     base = compare.runs.get(PLAIN, [])
     ways = [_figures(compare, way, base) for way in compare.ways if compare.runs[way.key]]
-    rivals = [way for way in ways if way.system != OURS and way.same and way.exact]
+    apart = {OURS} if compare.hosts == 1 else {OURS, PLAIN}  # one process needs no other host
+    rivals = [way for way in ways if way.system not in apart and way.same and way.exact]
     best = min(rivals, key=lambda way: way.step_s.middle, default=None)
     return Comparison(
         job=compare.job.name,
@@ -50,7 +51,7 @@ def summary(compare: Compare) -> Comparison:
 def _figures(compare: Compare, way: Way, base: Sequence[TakenRun]) -> ComparedWay:
     runs, system = compare.runs[way.key], way.system
     step = median_interval([run.step_s for run in runs])
-    speedup = ratio_of(base, runs) if base and compare.hosts == 1 else None
+    speedup = ratio_of(base, runs) if base else None
     reached = [run.to_target_s for run in runs if run.to_target_s is not None]
     wire = [run.wire_bytes for run in runs if run.wire_bytes is not None]
     apart = compare.differences.get(way.key, float("inf"))
@@ -102,6 +103,9 @@ def _remarks(ways: list[ComparedWay], best: ComparedWay | None, repeats: int) ->
     else:
         slower = 1 / best.ratio.middle
         yield f"{name} takes the shortest steps: paceline takes {slower:.2f} × as long, which is ours to mend."
+    alone = next((way for way in ways if way.system == PLAIN and way.way not in (best.way, ours.way)), None)
+    if alone is not None and alone.step_s.high < min(ours.step_s.low, best.step_s.low):
+        yield f"One process alone takes shorter steps than all that use several ranks: {seconds(alone.step_s.middle)}."
     same = [way for way in ways if way.same]
     first = min(same, key=lambda way: way.first_step_s.middle)
     yield f"The first step comes soonest with {first.title}: after {first.first_step_s.middle:.1f} s."
