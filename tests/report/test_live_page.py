@@ -97,6 +97,8 @@ def test_sixty_four_ranks_are_shown_with_the_one_that_the_others_wait_for(browse
         assert [chip.text for chip in browser.all(".chip[data-state=back]")] == ["11"]
         assert browser.one(".chip.slow").text == "37"
         assert browser.one("[data-card=members] .value").text == "63 of 64"
+        widths = browser.run("return [...document.querySelectorAll('.shares i')].map((n) => n.style.width)")
+        assert [rank for rank, width in enumerate(widths) if width == "0%"] == [11], "it is away"
         assert browser.one("[data-f=shares]").text == "Shares of the batch: the ranks get 16 to 32 samples of a batch."
         assert [row.text.split()[0] for row in browser.all(".of-links tbody tr")] == ["a", "b"]
         assert "eth0, 400 Gbit/s" in browser.one(".of-links").text

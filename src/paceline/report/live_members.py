@@ -76,6 +76,10 @@ class Members:
             case "slow_rank" | "slow_rank_over" if (member := self.ranks.get(event["rank"])) is not None:
                 member.slow = event["event"] == "slow_rank"
 
+    def take_part(self, rank: int) -> bool:
+        """True of a rank that takes part, or of which nothing is told."""
+        return rank not in self.ranks or self.ranks[rank].state == "in"
+
     def stepped(self, rank: int, at: float) -> None:
         """Take in that a rank made a step: it takes part, whatever was told before."""
         member = self.ranks.get(rank)

@@ -51,7 +51,7 @@ def state_of(run: LiveRun, name: str, now: float | None = None) -> dict[str, Sec
         "head": _head(run),
         "progress": _progress(run, now),
         "curve": {"from": run.curve_from, "each": run.curve.each, "values": list(run.curve.values)},
-        "ranks": [_rank(one) for one in ranks],
+        "ranks": [_rank(one, takes_part=run.members.take_part(one.rank)) for one in ranks],
         "steps": _steps(ranks),
         "members": _members(run),
         "links": _links(run, ranks),
@@ -101,10 +101,10 @@ def _loss(loss: float) -> str:
     return digits(loss) if abs(loss) >= 1e-3 or not loss else f"{loss:.2e}"
 
 
-def _rank(one: RankNow) -> Section:
+def _rank(one: RankNow, *, takes_part: bool) -> Section:
     """A row: rank, step, steps behind, step time, parts, samples, share, memory, sent, share.
 
-    Parts and the last share are in tenths of a percent.
+    Parts and the last share are in tenths of a percent; of a rank that is away the share is 0.
     """
     return [
         one.rank,
@@ -116,7 +116,7 @@ def _rank(one: RankNow) -> Section:
         str(percent(one.share)),
         "" if one.memory_bytes is None else str(size(one.memory_bytes)),
         "" if one.sent is None else str(size(one.sent.per_step)),
-        round(1000 * one.share),
+        round(1000 * one.share) if takes_part else 0,
     ]
 
 

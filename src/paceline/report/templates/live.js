@@ -193,7 +193,7 @@
       bar.hidden = ranks.length < 2 || !whole;
       stack(bar, shares.map((share) => 1000 * share / Math.max(whole, 1)), [this.colour], told);
       bar.setAttribute("aria-label", `Shares of the batch. ${told.join("; ")}`);
-      const samples = ranks.map((row) => row[5]), least = Math.min(...samples), most = Math.max(...samples);
+      const samples = ranks.filter((row) => row[9]).map((row) => row[5]), least = Math.min(...samples), most = Math.max(...samples);
       const each = least === most ? `each rank gets ${grouped(least)} samples of a batch` : `the ranks get ${grouped(least)} to ${grouped(most)} samples of a batch`;
       say(this.fields.shares, bar.hidden ? "" : `Shares of the batch: ${each}.`);
     }
