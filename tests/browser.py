@@ -44,14 +44,14 @@ class Browser:
     def __init__(self, driver: Chrome) -> None:
         self.driver = driver
 
-    def open(self, page: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Open a page from its file, at this width of the window, in the light or the dark theme."""
+    def open(self, page: Path | str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Open a page from its file or address, at this width of the window, in the light or the dark theme."""
         self.resize(width, height)
         theme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": theme})
         self.driver.get("about:blank")  # what the browser's own first page asks for is not the page's
         self.driver.get_log("performance")
-        self.driver.get(page.resolve().as_uri())
+        self.driver.get(page if isinstance(page, str) else page.resolve().as_uri())
         WebDriverWait(self.driver, 20).until(
             lambda driver: not driver.find_elements(By.CSS_SELECTOR, ".plot:not(.js-plotly-plot)")
         )

@@ -5,48 +5,25 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as PlainConsole
 
+from handmade_live import NOW, begun_run, happens, step, trains
 from handmade_search import cluster, job
 from paceline.cli.watch_screen import line, screen
 from paceline.console import Console
-from paceline.engine.meter import PARTS
 from paceline.plans.plan import Plan
 from paceline.report.live_run import CURVE, RECENT, Curve, LiveRun
 from paceline.training.record.run import Run
-
-NOW = 1000.0
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """A run that has begun, without a step."""
-    made = Run.create(tmp_path / "mine", job(), cluster(), Plan.parse("dp=2"))
-    happens(made, "start", total_steps=500)
-    return made
-
-
-def step(number: int, **changes: Any) -> dict[str, Any]:
-    """A step's line; of its 10 ms 8 are compute and 2 are waiting for another rank."""
-    parts = {f"{part}_s": 0.0 for part in PARTS} | {"compute_s": 0.008, "imbalance_s": 0.002}
-    about = {"step": number, "epoch": 0, "time": NOW + 0.01 * number, "loss": 2.0 / number, "samples": 64}
-    return about | {"local_samples": 32, "lr": 0.1, "grad_norm": 1.0, "step_s": 0.01} | parts | changes
-
-
-def trains(run: Run, *numbers: int, rank: int = 0, **changes: Any) -> None:
-    (run.path / "steps").mkdir(exist_ok=True)
-    with (run.path / "steps" / f"rank-{rank}.jsonl").open("a") as file:
-        file.writelines(json.dumps(step(number, **changes)) + "\n" for number in numbers)
-
-
-def happens(run: Run, event: str, **details: Any) -> None:
-    with (run.path / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": event, "time": NOW} | details) + "\n")
+    return begun_run(tmp_path / "mine")
 
 
 def shown(*runs: LiveRun, height: int = 40, now: float = NOW + 1) -> str:
@@ -134,6 +111,60 @@ def test_a_rank_that_has_no_new_steps_is_behind(run: Run) -> None:
     assert first.parts["imbalance"] == pytest.approx(0.2)
     assert sum(first.parts.values()) == pytest.approx(1.0)
     assert "5 (−15)" in shown(live)
+
+
+def test_while_the_first_rank_is_away_another_one_leads(run: Run) -> None:
+    live = LiveRun(run)
+    for rank in (0, 1):
+        trains(run, *range(1, 21), rank=rank)
+    live.look()
+    for until in (30, 41):
+        trains(run, *range(live.recent.step + 1, until), rank=1)
+        live.look()
+    assert live.recent.step == 40
+    assert live.curve.values == [2.0 / number for number in range(1, 41)], "every step once"
+    trains(run, *range(41, 61))
+    trains(run, *range(41, 46), rank=1)
+    for _ in range(2):
+        live.look()
+    assert live.recent.step == 60
+    assert live.curve.values == [2.0 / number for number in range(1, 61)]
+
+
+def test_of_what_other_ranks_wrote_the_newest_is_read_and_readings_wherever_they_stand(run: Run) -> None:
+    others = range(1, 17)
+    trains(run, 1)
+    for rank in others:
+        trains(run, 1, rank=rank)
+    live = LiveRun(run)
+    live.look()
+    for rank in others:
+        trains(run, 2, rank=rank, use={"memory_bytes": 2**20, "wire_bytes": 5})
+        trains(run, *range(3, 12), rank=rank, compute_s=0.5)  # passed over
+        trains(run, 12, rank=rank, use={"memory_bytes": 2**21, "wire_bytes": 4000, "network_sent_bytes": 8000})
+        trains(run, *range(13, 151), rank=rank)
+    trains(run, *range(2, 151))
+    live.look()
+    other = live.ranks()[1]
+    assert (other.step, other.memory_bytes) == (150, 2**21)
+    assert other.parts["compute"] == pytest.approx(0.8)
+    assert other.sent is not None
+    assert other.sent.per_step == 400
+    assert (other.sent.per_s, other.sent.host_per_s) == pytest.approx((40_000, 80_000), rel=1e-3)
+
+
+def test_what_is_sent_is_not_told_over_readings_that_were_passed_over(run: Run) -> None:
+    trains(run, 1)
+    trains(run, 1, rank=1, use={"wire_bytes": 100})
+    live = LiveRun(run)
+    live.look()
+    trains(run, *range(2, 3000), rank=1)  # more than a look reads
+    trains(run, 3000, rank=1, use={"wire_bytes": 100})
+    live.look()
+    assert live.ranks()[1].sent is None
+    trains(run, *range(3001, 3011), rank=1, use={"wire_bytes": 100})
+    live.look()
+    assert live.ranks()[1].sent is not None
 
 
 def test_of_many_ranks_the_slowest_are_shown_and_the_mean_of_all(run: Run) -> None:

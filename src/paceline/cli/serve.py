@@ -1,4 +1,4 @@
-"""`paceline serve IMPORT_PATH… --at ADDRESS:PORT|PATH`"""
+"""`paceline serve RUN…` and `paceline serve IMPORT_PATH… --at ADDRESS:PORT|PATH`"""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "Example: paceline serve ranking.py:Tower --at 10.0.0.2:7000 --key run.key"
+from paceline.errors import RunError
+
+EXAMPLE = "Example: paceline serve runs/mine runs/other"
 
 
 def command(
     what: Annotated[
-        list[str], typer.Argument(metavar="IMPORT_PATH…", help="What clients may use: pkg.mod:name or file.py:name.")
+        list[str],
+        typer.Argument(
+            metavar="WHAT…",
+            help="Directories of runs; or what clients may use: pkg.mod:name or file.py:name.",
+        ),
     ],
     at: Annotated[
-        str, typer.Option("--at", metavar="WHERE", help="ADDRESS:PORT, or the path of a Unix socket to make.")
-    ],
+        str | None,
+        typer.Option(
+            "--at",
+            metavar="WHERE",
+            help="ADDRESS:PORT, or the path of a Unix socket to make; of runs 127.0.0.1:PORT.",
+            show_default="a free port, of runs",
+        ),
+    ] = None,
+    opens: Annotated[bool, typer.Option("--open", help="Open the page of the runs in a browser.")] = False,
     key: Annotated[
         Path | None,
         typer.Option(
@@ -29,11 +42,27 @@ def command(
         typer.Option("--grace", metavar="S", min=0.0, help="Seconds that a client which is lost has to come back."),
     ] = 30.0,
 ) -> None:
-    """Serve modules, objects and functions to other processes (`paceline.remote`), until Ctrl-C or SIGTERM.
+    """Serve the live page of runs, or modules to other processes (`paceline.remote`), until Ctrl-C or SIGTERM.
 
-    They can name what is listed here and nothing else. Between hosts both ends prove the run's key; a Unix socket is
-    this user's alone.
+    Of directories of runs it serves a page for a browser on this machine, which shows what `paceline watch` shows
+    and more while they train. Its address holds a token.
+
+    Of import paths it serves modules, objects and functions. Others can name what is listed here and nothing else.
+    Between hosts both ends prove the run's key; a Unix socket is this user's alone.
     """
+    from paceline.cli.serve_runs import are_runs, serve_runs
+
+    if are_runs(what):
+        if key is not None:
+            raise RunError("--key is for modules; the page of a run has a token in its address instead.")
+        serve_runs(what, at, opens=opens)
+        return
+    if at is None or opens:
+        raise RunError(f"{what[0]} is an import path: give --at ADDRESS:PORT or a path. --open is for runs.")
+    _serve_modules(what, at, key, threads, grace)
+
+
+def _serve_modules(what: list[str], at: str, key: Path | None, threads: int, grace: float) -> None:
     import threading
 
     from paceline.channel.ends import name_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,7 +20,13 @@ _LINE_EVERY_S = 5.0  # where the output is no terminal
 def command(
     runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Directories of runs, while they train or after.")],
     every: Annotated[
-        float, typer.Option("--every", metavar="S", min=0.05, help="Seconds from one look at the files to the next.")
+        float,
+        typer.Option(
+            "--every",
+            metavar="S",
+            min=0.05,
+            help="Seconds from look to look, or more so that it takes 0.5 % of a core at most.",
+        ),
     ] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Show what there is, and end.")] = False,
 ) -> None:
@@ -30,10 +37,8 @@ def command(
     """
     from paceline.cli.watch_screen import screen
     from paceline.console import Console
-    from paceline.report.live_run import LiveRun
 
-    watched = [LiveRun(_run(where)) for where in runs]
-    _look(watched)
+    watched = followed(runs)
     console = Console(highlight=False, markup=False)
     try:
         if once:
@@ -44,6 +49,19 @@ def command(
             _in_lines(watched, every)
     except KeyboardInterrupt:  # whoever watches may leave at any time
         return
+
+
+def followed(runs: Sequence[str]) -> list[LiveRun]:
+    """The runs of directories, with what is in them already read.
+
+    Raises:
+        RunError: one is no directory of a run.
+    """
+    from paceline.report.live_run import LiveRun
+
+    found = [LiveRun(_run(where)) for where in runs]
+    _look(found)
+    return found
 
 
 def _run(where: str) -> Run:
@@ -65,19 +83,23 @@ def _on_a_terminal(watched: list[LiveRun], console: Console, every: float) -> No
     from rich.live import Live
 
     from paceline.cli.watch_screen import screen
+    from paceline.report.live_pace import Pace
 
+    pace = Pace(every)
     with Live(console=console, auto_refresh=False, screen=False, vertical_overflow="crop") as live:
         while True:
             live.update(screen(watched, console.height), refresh=True)
             if all(one.ended for one in watched):
                 return
-            time.sleep(every)
+            time.sleep(pace.wait_s())
             _look(watched)
 
 
 def _in_lines(watched: list[LiveRun], every: float) -> None:
     from paceline.cli.watch_screen import line
+    from paceline.report.live_pace import Pace
 
+    pace = Pace(every)
     shown: dict[int, tuple[int, bool]] = {}
     printed_at = float("-inf")
     while True:
@@ -91,5 +113,5 @@ def _in_lines(watched: list[LiveRun], every: float) -> None:
             printed_at = time.monotonic()
         if ended:
             return
-        time.sleep(every)
+        time.sleep(pace.wait_s())
         _look(watched)

@@ -34,6 +34,17 @@ PART_COLOURS = {
     "optimizer": GREEN,
     "checkpoint": GREY,
 }
+WALL_COLOURS = {  # of a run's wall-clock, by the parts of `training.record.goodput.PARTS`
+    "useful": GREEN,
+    "start": SKY,
+    "restart": VERMILLION,
+    "recovery": ORANGE,
+    "recut": BLUE,
+    "replay": PURPLE,
+    "checkpoint": GREY,
+    "evaluation": "#B9A44C",
+    "between": "#C3C8CF",
+}
 Middle = Callable[[Sequence[float]], float]
 _BAR_PX, _TITLE_PX = 24, 46
 _LABEL_WIDTH = 26  # characters; a longer plan is broken into lines

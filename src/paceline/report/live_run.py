@@ -1,25 +1,33 @@
-"""Live run: newest steps by rank, losses, and events of a run that trains."""
+"""Live run: newest steps by rank, losses, members, and events of a run that trains."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.engine.meter import PARTS
+from paceline.errors import PacelineError
+from paceline.report.live_lines import NewestSteps
+from paceline.report.live_members import MOST_RANKS, Members
 from paceline.report.run_record import is_event, is_step, ranks_of
+from paceline.training.record.goodput import GoodputSoFar
 from paceline.training.record.progress import TROUBLE, NewLines, RecentSteps, event_sentence
 from paceline.training.record.run import Run
 
 RECENT = 50  # steps of each rank
 EVENTS = 100
 CURVE = 512  # losses of a curve, at most
-_TAIL_BYTES = 2**16  # of what ranks beside the first had written before
+_PARSED = 256  # lines of a look, about, of all ranks but the leading one
+_FEWEST_PARSED = 4
+_LINE_BYTES, _TAIL_BYTES = 2**10, 2**22  # of a step, at most; of a rank that leads from now on
 # without a step for so many times the usual step, and so many seconds, a run may have stopped
 _LATE_STEPS, _LATE_S = 20.0, 10.0
-_COUNTS = ("epoch", "local_samples")  # of a step's line, that runs of some kinds leave out
+_PARTS_S = tuple(f"{part}_s" for part in PARTS)
+_COUNTS = ("step", "epoch", "local_samples")  # of a step's line, that runs of some kinds leave out
 
 
 @dataclass
@@ -51,11 +59,13 @@ class RankNow:
     """Newest steps of a rank, in figures.
 
     Attributes:
-        step: its newest step; `behind`: by how many steps the newest of all is later.
+        step: its newest step; `behind`: by how many steps the newest of all is later, where that is more than may
+            have been made while the files were read.
         step_s: the median of its newest steps, in seconds.
         parts: share of each of `PARTS` in them; they sum to 1.
-        samples: its own of the newest whole batch.
+        samples: its own of the newest whole batch; `share`: their part of that batch.
         memory_bytes: of its process, or of its device; None if it was not read.
+        sent: between its newest readings, the mean of what it sent; None if that is not known.
     """
 
     rank: int
@@ -64,13 +74,25 @@ class RankNow:
     step_s: float
     parts: dict[str, float]
     samples: int
+    share: float
     memory_bytes: int | None
+    sent: Sent | None = None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a rank sent to other replicas, and its host over its network."""
+
+    per_step: float
+    per_s: float
+    host_per_s: float
 
 
 @dataclass(frozen=True)
 class Happened:
-    """An event for people."""
+    """An event for people; `number` counts those of a run from 0."""
 
+    number: int
     time: float
     sentence: str
     trouble: bool
@@ -79,44 +101,68 @@ class Happened:
 class LiveRun:
     """A run's directory, followed. Only what was added since the last look is read.
 
+    Of one rank, the leading one, every line is parsed: rank 0, and while that makes no steps the one that is
+    furthest. Of the others the newest few are, so figures about them are those of a sample.
+
     Attributes:
-        recent: of rank 0, with the sentence about them.
-        curve: losses of the whole run.
-        events: the newest, for people.
+        recent: of the leading rank, with the sentence about them.
+        curve: losses of the whole run, from step `curve_from` on.
+        members: which ranks take part.
+        goodput: the wall-clock so far, divided.
+        events: the newest, for people, and `troubles` the newest failures among all of them; `happened` counts those
+            of the whole run.
+        metrics: the newest validation metrics; `transport`: what the ranks talk over.
+        carried: bytes that the link of each emulated host sent and received, told at the end of an attempt.
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.recent, self.curve = run, RecentSteps(None), Curve()
+        self.run, self.recent, self.curve, self.curve_from = run, RecentSteps(None), Curve(), 1
+        self.members, self.goodput = Members(run), GoodputSoFar()
         self.events: deque[Happened] = deque(maxlen=EVENTS)
+        self.troubles: deque[Happened] = deque(maxlen=EVENTS)
+        self.happened = 0
+        self.total_steps: int | None = None
+        self.metrics: dict[str, float] = {}
+        self.transport = ""
+        self.carried: dict[str, list[int]] = {}
         self.began: float | None = None
-        self._end: dict[str, Any] | None = None
-        self._lines = {0: NewLines(run.path / "steps" / "rank-0.jsonl")}
-        self._steps: dict[int, deque[dict[str, Any]]] = {0: deque(maxlen=RECENT)}
-        self._used: dict[int, dict[str, float]] = {}  # of each rank the newest reading, which is one in a second
+        self.end: dict[str, Any] | None = None
+        self._lead, self._lead_lines = 0, NewLines(run.path / "steps" / "rank-0.jsonl")
+        self._others: dict[int, NewestSteps] = {}
+        self._ranks: dict[int, _Rank] = {}
         self._event_lines = NewLines(run.path / "events.jsonl")
         self._newest_curve = 0
+        self._took_s = 0.0  # for the newest look
 
     def look(self) -> bool:
         """Read what was added; True if there was something."""
-        return any([self._look_at_events(), *(self._look_at(rank) for rank in self._ranks())])
+        began = time.monotonic()
+        events = self._look_at_events()
+        steps = self._look_at_the_lead()
+        others = self._look_at_others()
+        if not steps and self._ranks:
+            steps = self._another_lead()
+        self._took_s = time.monotonic() - began
+        self.goodput.add(steps, events, took_s=self._took_s, ended=self.ended)
+        return bool(events or steps or others)
 
     @property
     def ended(self) -> bool:
         """True once the run has ended; it may be resumed."""
-        return self._end is not None
+        return self.end is not None
 
     def late(self, now: float | None = None) -> bool:
         """True if no step has come for so long that the run may have stopped."""
         steps = self.recent.steps
         if not steps or self.ended:
             return False
-        usual_s: float = sorted(step["step_s"] for step in steps)[len(steps) // 2]
+        usual_s = float(statistics.median(step["step_s"] for step in steps))
         return self._since_s(now) > max(_LATE_S, _LATE_STEPS * usual_s)
 
     def state(self, now: float | None = None) -> str:
         """In words: running, ended with the reason, or for how long no step has come."""
-        if self._end is not None:
-            return f"ended: {self._end.get('reason')}"
+        if self.end is not None:
+            return f"ended: {self.end.get('reason')}"
         if self.late(now):
             return f"no step for {self._since_s(now):,.0f} s: it waits, was stopped, or crashed"
         return "running" if self.recent.steps else "starting"
@@ -127,73 +173,170 @@ class LiveRun:
 
     def ranks(self) -> list[RankNow]:
         """Newest steps of each rank, in figures, by rank."""
-        newest = max((steps[-1]["step"] for steps in self._steps.values() if steps), default=0)
-        return [_now(rank, steps, newest, self._used[rank]) for rank, steps in sorted(self._steps.items()) if steps]
+        newest = max((one.step for one in self._ranks.values()), default=0)
+        meanwhile = self._took_s / (self.recent.step_s or math.inf)
+        return [_now(rank, one, newest, 1 + meanwhile) for rank, one in sorted(self._ranks.items())]
 
-    def _ranks(self) -> Iterator[int]:
-        for rank in sorted(ranks_of(self.run)):
-            if rank not in self._lines:
-                self._lines[rank] = NewLines(self.run.path / "steps" / f"rank-{rank}.jsonl")
-                self._lines[rank].skip(_TAIL_BYTES)
-                self._steps[rank] = deque(maxlen=RECENT)
-            yield rank
+    def _look_at_the_lead(self) -> list[dict[str, Any]]:
+        steps = [line for line in self._lead_lines if is_step(line) and _filled(line)]
+        self._lead_takes(steps)
+        return steps
 
-    def _look_at(self, rank: int) -> bool:
+    def _lead_takes(self, steps: list[dict[str, Any]]) -> None:
+        self._take(self._lead, steps)
+        for line in steps:
+            self.recent.add(line)
+            if line["step"] > self._newest_curve and line["loss"] is not None:  # not those that are trained again
+                if not self._newest_curve:
+                    self.curve_from = line["step"]
+                self._newest_curve = line["step"]
+                self.curve.add(float(line["loss"]))
+
+    def _look_at_others(self) -> bool:
+        """Read the newest steps of the other ranks."""
+        there = sorted(rank for rank in ranks_of(self.run) if rank < MOST_RANKS and rank != self._lead)
+        most = max(_PARSED // max(len(there), 1), _FEWEST_PARSED)
         found = False
-        for line in self._lines[rank]:
-            if not is_step(line) or not all(type(line.setdefault(key, 0)) is int for key in _COUNTS):
-                continue
-            found = True
-            self._steps[rank].append(line)
-            self._used[rank] = line.get("use", self._used.get(rank, {}))
-            if rank == 0:
-                self.recent.add(line)
-                self._to_curve(line)
+        for rank in there:
+            if rank not in self._others:
+                self._others[rank] = NewestSteps(self.run.path / "steps" / f"rank-{rank}.jsonl")
+            steps, unbroken = self._others[rank].look(most if rank in self._ranks else RECENT)
+            found |= self._take(rank, [line for line in steps if _filled(line)], unbroken=unbroken)
         return found
 
-    def _to_curve(self, step: dict[str, Any]) -> None:
-        if step["step"] > self._newest_curve and step["loss"] is not None:  # those trained again stand there already
-            self._newest_curve = step["step"]
-            self.curve.add(float(step["loss"]))
+    def _another_lead(self) -> list[dict[str, Any]]:
+        """Have the furthest rank lead, while the leading one rests; returns its steps since."""
+        now = self._ranks.get(self._lead)
+        step, at = (now.step, now.time) if now else (0, 0.0)
+        furthest = max(self._ranks, key=lambda rank: (self._ranks[rank].step, -rank))
+        missed = self._ranks[furthest].step - step
+        if missed <= 1:  # on accelerators a step's line is written after the next one
+            return []
+        self._lead = furthest
+        self._others.pop(furthest, None)
+        self._lead_lines = NewLines(self.run.path / "steps" / f"rank-{furthest}.jsonl")
+        self._lead_lines.skip(min((missed + RECENT) * _LINE_BYTES, _TAIL_BYTES) if now else _TAIL_BYTES)
+        steps = [line for line in self._lead_lines if is_step(line) and _filled(line) and line["time"] > at]
+        self._ranks[furthest].forget()
+        self._lead_takes(steps)
+        return steps
 
-    def _look_at_events(self) -> bool:
-        found = False
-        for event in self._event_lines:
-            if not is_event(event):
-                continue
-            found = True
+    def _take(self, rank: int, steps: list[dict[str, Any]], *, unbroken: bool = True) -> bool:
+        if steps:
+            self._ranks.setdefault(rank, _Rank()).take(steps, unbroken=unbroken)
+            self.members.stepped(rank, float(steps[-1]["time"]))
+        return bool(steps)
+
+    def _look_at_events(self) -> list[dict[str, Any]]:
+        found = [event for event in self._event_lines if is_event(event)]
+        for event in found:
             if event["event"] in ("start", "resume"):
-                if self.began is not None:
-                    self.run = Run(self.run.path)  # a resumed one may have another plan
-                self.began, self._end = self.began or event["time"], None
-                if type(event.get("total_steps")) is not int:
-                    event.pop("total_steps", None)
+                self._starts(event)
             try:
                 self.recent.told(event)
+                self.members.told(event)
+                self._note(event)
                 sentence = event_sentence(event)
             except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or made by hand
                 sentence = None
+            self.total_steps = self.recent.total_steps or self.total_steps
             if event["event"] == "end":
-                self._end, self.recent.total_steps = event, None  # nothing is left
+                self.end, self.recent.total_steps = event, None  # nothing is left
             if sentence:
-                self.events.append(Happened(event["time"], sentence, event["event"] in TROUBLE))
+                one = Happened(self.happened, event["time"], sentence, event["event"] in TROUBLE)
+                self.events.append(one)
+                self.troubles.extend([one] if one.trouble else [])
+                self.happened += 1
         return found
 
+    def _note(self, event: dict[str, Any]) -> None:
+        """Keep what the page shows of an event beside its sentence."""
+        if type(event.get("transport")) is str:
+            self.transport = event["transport"]
+        if event["event"] == "evaluation":
+            self.metrics = event["metrics"]
+        if event["event"] == "links":
+            for host, bytes_of in event["links"].items():
+                before = self.carried.get(host, [0, 0])
+                both = int(bytes_of["sent_bytes"]), int(bytes_of["received_bytes"])
+                self.carried[str(host)] = [before[0] + both[0], before[1] + both[1]]
 
-def _now(rank: int, steps: deque[dict[str, Any]], newest: int, used: dict[str, float]) -> RankNow:
-    timed = [step for step in steps if step["step_s"] > 0]
-    parts = {part: sum(step.get(f"{part}_s", 0.0) for step in timed) for part in PARTS}
-    whole = sum(parts.values()) or 1.0
-    times = sorted(step["step_s"] for step in timed) or [0.0]
-    memory = used.get("gpu_memory_bytes", used.get("memory_bytes"))
-    whole_batch = max(step["samples"] for step in steps)
+    def _starts(self, event: dict[str, Any]) -> None:
+        if self.began is not None:
+            try:
+                self.run = Run(self.run.path)  # a resumed one may have another plan
+                self.members.planned(self.run)
+            except PacelineError:  # while its files are written, or made by somebody else
+                pass
+        self.began, self.end = self.began or event["time"], None
+        if not _is_count(event.get("total_steps")):
+            event.pop("total_steps", None)
+
+
+class _Rank:
+    """Newest steps of a rank, and its newest readings of the machine."""
+
+    def __init__(self) -> None:
+        self.steps: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.parts_s: deque[tuple[float, ...]] = deque(maxlen=RECENT)  # of each of them
+        self.used: dict[str, float] = {}
+        self.sent: Sent | None = None
+        self._read: tuple[int, float] | None = None  # step and time of the newest reading
+
+    @property
+    def step(self) -> int:
+        return int(self.steps[-1]["step"])
+
+    @property
+    def time(self) -> float:
+        return float(self.steps[-1]["time"])
+
+    def forget(self) -> None:
+        self.steps.clear()
+        self.parts_s.clear()
+
+    def take(self, steps: list[dict[str, Any]], *, unbroken: bool) -> None:
+        if not unbroken:
+            self._read = None
+        for line in steps:
+            self.steps.append(line)
+            self.parts_s.append(tuple([max(line.get(name, 0.0), 0.0) for name in _PARTS_S]))
+            if use := line.get("use"):
+                self.used = use
+                at = line["step"], float(line["time"])
+                if self._read and "wire_bytes" in use and at[0] > self._read[0] and at[1] > self._read[1]:
+                    passed_s, wire = at[1] - self._read[1], float(use["wire_bytes"])
+                    network = float(use.get("network_sent_bytes", 0.0))
+                    self.sent = Sent(wire / (at[0] - self._read[0]), wire / passed_s, network / passed_s)
+                self._read = at
+
+
+def _filled(line: dict[str, Any]) -> bool:
+    """True if its counts are whole numbers; those that are missing become 0."""
+    return all(_is_count(line.setdefault(key, 0)) for key in _COUNTS)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and abs(value) < 2**53
+
+
+def _now(number: int, rank: _Rank, newest: int, skew: float) -> RankNow:
+    steps = rank.steps
+    parts_s = list(map(sum, zip(*rank.parts_s, strict=True)))  # 0 of steps without times
+    whole_s = sum(parts_s) or 1.0
+    times = sorted([step["step_s"] for step in steps if step["step_s"] > 0]) or [0.0]
+    memory = rank.used.get("gpu_memory_bytes", rank.used.get("memory_bytes"))
+    whole_batch = max([step["samples"] for step in steps])
     newest_whole = next(step for step in reversed(steps) if step["samples"] == whole_batch)
+    samples = newest_whole["local_samples"]
     return RankNow(
-        rank,
-        steps[-1]["step"],
-        newest - steps[-1]["step"],
+        number,
+        rank.step,
+        newest - rank.step if newest - rank.step > skew else 0,
         times[len(times) // 2],
-        {part: seconds / whole for part, seconds in parts.items()},
-        newest_whole["local_samples"],
+        {part: seconds / whole_s for part, seconds in zip(PARTS, parts_s, strict=True)},
+        samples,
+        min(samples / whole_batch, 1.0) if whole_batch > 0 else 0.0,
         None if memory is None else int(memory),
+        rank.sent,
     )

@@ -21,11 +21,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from paceline.benchmark import words
+from paceline.benchmark.words import on_cores as with_cores
 from paceline.errors import RunError
 from paceline.files import write_whole
-from paceline.report.charts import PART_COLOURS
-from paceline.report.definitions import DEFINITIONS, Definition
+from paceline.report.charts import PART_COLOURS, SERIES, WALL_COLOURS
+from paceline.report.definitions import DEFINITIONS, PARTS, Definition
 from paceline.units import Shown, size
 
 PAGE = "report.html"
@@ -162,7 +162,7 @@ def write_page(
     fixed = {"define": _UsedDefinitions(), "colours": PART_COLOURS, "policy": policy, **places}
     listed = described(facts, environment)
     text = _templates().get_template(look).render(fixed, facts=listed, **values)
-    text = words.on_cores(text) if on_cores else text
+    text = with_cores(text) if on_cores else text
     for name, code in scripts.items():
         text = text.replace(places[name], code)
     try:
@@ -170,6 +170,20 @@ def write_page(
     except OSError as error:
         raise RunError(f"{file} cannot be written: {error.strerror or error}") from error
     return file
+
+
+def live_page() -> tuple[bytes, str]:
+    """The page of runs that train, without any run, and the policy for its header."""
+    parts = [(part, about.name, PART_COLOURS[part], about.text) for part, about in PARTS.items()]
+    words = {"parts": parts, "wall": WALL_COLOURS, "series": SERIES}
+    script, style = (_source(name) for name in ("live.js", "live.css"))
+    style = _source("style.css") + style
+    text = _templates().get_template("live.html.j2").render(style=Markup(style), script=Markup(script), words=words)
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text.encode(), policy
 
 
 def template(source: str) -> Template:
@@ -225,8 +239,13 @@ def _templates() -> Environment:
 @cache
 def _scripts() -> tuple[Markup, Markup]:
     """plotly.js, and ours; neither holds anything of a user's."""
-    ours, *_ = _templates().loader.get_source(_templates(), "page.js")  # type: ignore[union-attr]
-    return Markup(get_plotlyjs()), Markup(ours)
+    return Markup(get_plotlyjs()), Markup(_source("page.js"))
+
+
+def _source(name: str) -> str:
+    """A file of this package's templates, as it is."""
+    source, *_ = _templates().loader.get_source(_templates(), name)  # type: ignore[union-attr]
+    return source
 
 
 def _hash(script: str) -> str:

@@ -158,7 +158,7 @@ def is_step(line: Any) -> bool:
     """True of a step's line as a run writes it; files may be of anybody."""
     if (
         not isinstance(line, dict)
-        or not all(_is_number(line.get(name)) for name in _NUMBERS)
+        or not all(map(_is_number, map(line.get, _NUMBERS)))
         or not isinstance(line["step"], int)
     ):
         return False
@@ -179,7 +179,7 @@ def is_event(line: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return (type(value) is float or type(value) is int) and -_LARGEST < value < _LARGEST
 
 
 def _environment(file: Path, gaps: list[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paceline.training.record.goodput import PARTS, Goodput, goodput, goodput_of
+from paceline.training.record.goodput import PARTS, Goodput, GoodputSoFar, goodput, goodput_of
 from small_jobs import points, small_job, train_here
 
 STEP_S, STALL_S, START_S, EVALUATION_S = 0.1, 0.04, 2.0, 0.3
@@ -119,6 +119,33 @@ def test_every_part_of_the_wall_clock_is_found_in_the_record(acts: list[str], en
     assert told.wall_s == pytest.approx(sum(story.true_s.values()), abs=1e-2)
     assert all(before.end_s == pytest.approx(after.start_s) for before, after in itertools.pairwise(told.spans))
     assert 0 <= told.share <= 1
+
+
+@given(
+    acts=st.lists(st.sampled_from(sorted(ACTS)), max_size=12),
+    looks=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 0.4)), max_size=20),
+)
+def test_a_run_that_is_followed_has_the_same_goodput_however_often_it_is_looked_at(
+    acts: list[str], looks: list[tuple[float, float]]
+) -> None:
+    story = Story()
+    story.starts()
+    story.trains(6)
+    for act in acts:
+        ACTS[act](story)
+    so_far, whole_s = GoodputSoFar(), story.time - 1e9
+    lines, events, walls = list(story.lines), list(story.events), [0.0]
+    for place, took_s in sorted(looks):
+        at = 1e9 + place * whole_s  # events are read first, and steps a little later
+        steps = [line for line in lines if line["time"] <= at + took_s]
+        found = [event for event in events if event["time"] <= at]
+        lines, events = lines[len(steps) :], events[len(found) :]
+        so_far.add(steps, found, took_s=took_s, ended=False)
+        walls.append(so_far.goodput().wall_s)
+    so_far.add(lines, events, took_s=0.0, ended=True)
+    assert so_far.goodput().parts_s == pytest.approx(story.told().parts_s, abs=1e-3)
+    assert so_far.goodput().failures == story.told().failures
+    assert walls == sorted(walls)
 
 
 def test_a_run_that_nothing_disturbed_lost_its_start_alone() -> None:

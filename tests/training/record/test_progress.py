@@ -236,3 +236,10 @@ def test_under_another_launcher_rank_0_prints_plain_lines(
     )
     assert second.startswith("epoch 3 · step 6/20 · loss 0.5000")
     assert third == "step 5: validation loss 1.0000"
+
+
+def test_an_event_with_a_metric_that_is_no_number_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "evaluation", "step": 5, "metrics": {"loss": NaN}}\n')
+    [event] = NewLines(path)
+    assert progress_module.event_sentence(event) == "step 5: validation loss nan"

@@ -6,14 +6,17 @@ into spans without gaps, so the parts sum to it exactly.
 
 from __future__ import annotations
 
+import math
 import statistics
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.training.record.run import Run, read_lines
+from paceline.training.record.run import WARM_UP_STEPS, Run, read_lines
 from paceline.units import percent, seconds
 
 USEFUL = "useful"
@@ -33,6 +36,8 @@ _FAILURE = ("restart", "recovery", "replay")  # parts that only a run with failu
 _LEAST_STALL = 0.01  # of the wall-clock: a shorter checkpoint stall is not worth a line
 _LEAST_TOLD = 0.005  # of the wall-clock
 _ROUNDING_S = 2e-3  # of the times in the record
+_HELD_S = 0.5  # of records of a followed run, at least
+_TYPICAL_STEPS = 500  # of which a followed run's usual step is the median
 
 
 class Span(NamedTuple):
@@ -125,11 +130,58 @@ def goodput_of(ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequenc
     moments = [(float(line["time"]), line, True) for line in lines]
     moments += [(float(event["time"]), event, False) for event in events]
     for time, record, is_step in sorted(moments, key=lambda moment: moment[0]):
-        if is_step:
-            clock.step(time, record)
-        else:
-            clock.event(time, record)
+        clock.take(time, record, is_step=is_step)
     return Goodput(clock.spans, clock.failures)
+
+
+class GoodputSoFar:
+    """Goodput of a run that is followed.
+
+    It takes no more memory for a longer run. The newest records wait for the next look: events and steps are in files
+    of their own, which are not read at one moment.
+    """
+
+    def __init__(self) -> None:
+        self._clock = _Clock(0.0)
+        self._times: deque[float] = deque(maxlen=_TYPICAL_STEPS)
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._pending: list[tuple[float, Mapping[str, Any], bool]] = []
+        self._newest = -math.inf  # Unix time
+
+    def add(
+        self, steps: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], *, took_s: float, ended: bool
+    ) -> None:
+        """Take in what a look has found, which took so long.
+
+        All of it counts at once where the run has `ended`.
+        """
+        timed = (line for line in steps if line.get("step_s", 0.0) > 0)
+        self._times.extend(_own_s(line) - line.get("checkpoint_s", 0.0) for line in timed)
+        self._pending += [(float(line["time"]), line, True) for line in steps]
+        self._pending += [(float(event["time"]), event, False) for event in events]
+        if len(self._times) <= WARM_UP_STEPS and not ended:
+            return  # what a step usually takes is not known
+        self._pending.sort(key=lambda moment: moment[0])
+        self._newest = max([self._newest, *(at for at, _, _ in self._pending[-1:])])
+        until = math.inf if ended else self._newest - took_s - _HELD_S
+        self._clock.typical_s = statistics.median(self._times) if self._times else 0.0
+        ready = bisect_right(self._pending, until, key=lambda moment: moment[0])
+        for time, record, is_step in self._pending[:ready]:
+            self._clock.take(time, record, is_step=is_step)
+        self._pending = self._pending[ready:]
+        *past, last = self._clock.spans or [Span(0.0, 0.0, USEFUL)]
+        for start_s, end_s, part in past:
+            self._parts[part] += end_s - start_s
+        self._clock.spans = [last]
+
+    def goodput(self) -> Goodput:
+        """The wall-clock so far; of each part one span, not at its place."""
+        spans, end_s = [], 0.0
+        for part, seconds_of in self._parts.items():
+            last = sum(span.end_s - span.start_s for span in self._clock.spans if span.part == part)
+            spans.append(Span(end_s, end_s + seconds_of + last, part))
+            end_s = spans[-1].end_s
+        return Goodput(spans, self._clock.failures)
 
 
 def _timed_lines(file: Path) -> list[dict[str, Any]]:
@@ -166,6 +218,13 @@ class _Clock:
         self._until = "start"  # the part of the time before the next step
         self._furthest = 0  # step
         self._owed_s = 0.0  # useful time that rounding kept out of a span
+
+    def take(self, time: float, record: Mapping[str, Any], *, is_step: bool) -> None:
+        """Divide the time up to a record, which is a step's line or an event."""
+        if is_step:
+            self.step(time, record)
+        else:
+            self.event(time, record)
 
     def step(self, time: float, line: Mapping[str, Any]) -> None:
         """Divide the time up to the end of a step."""

@@ -1,0 +1,213 @@
+"""Server of the live page, on loopback, for those who have its token."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from paceline.errors import RunError
+from paceline.report.live_http import HEAD_BYTES, RefusedError, head, read_request
+from paceline.report.live_pace import Pace
+from paceline.report.live_run import LiveRun
+from paceline.report.live_state import Section, changes, look_at, told_apart
+from paceline.report.page import live_page
+
+ADDRESS = "127.0.0.1"
+EVERY_S, _ENDED_EVERY_S = 0.25, 2.0  # from look to look, while a run trains and when all have ended
+_ALIVE_S = 15.0  # a browser that has gone is noticed by that
+CONNECTIONS = 32
+_TAKEN_S = 1.0  # of what is sent by a client that is refused
+_BEHIND_BYTES = 2**20  # that wait for a client, at most
+
+
+class LiveServer:
+    """Follows runs while somebody looks, and tells every browser what has changed.
+
+    One loop reads the runs, however many look; while nobody does, nothing is read. A client that does not take what
+    it is sent is dropped, and gets everything anew when it comes again.
+
+    Args:
+        port: 0 for a free one.
+
+    Attributes:
+        url: the address of the page, with the token. Known to `ready`.
+        looks: how often the runs were read.
+    """
+
+    def __init__(self, runs: Sequence[LiveRun], port: int = 0) -> None:
+        self.runs, self.port, self.looks = list(runs), port, 0
+        self._names = told_apart([run.run.path for run in self.runs])
+        self._token = secrets.token_urlsafe(32)
+        self._clients: set[asyncio.StreamWriter] = set()
+        self._new: set[asyncio.StreamWriter] = set()
+        self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._shown: list[dict[str, Section]] = [{} for _ in self.runs]
+        self._sent_at = 0.0
+
+    @property
+    def url(self) -> str:
+        """Address of the page, with the token."""
+        return f"http://{ADDRESS}:{self.port}/?token={self._token}"
+
+    @property
+    def followers(self) -> int:
+        """Number of clients that are told of changes."""
+        return len(self._clients)
+
+    async def serve(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
+        """Serve until `stop` is set; `ready` is called once the port is open.
+
+        Raises:
+            RunError: the port cannot be had.
+        """
+        self._somebody = asyncio.Event()
+        self._page, self._policy = live_page()
+        try:
+            server = await asyncio.start_server(self._connected, ADDRESS, self.port, limit=HEAD_BYTES)
+        except OSError as error:
+            raise RunError(
+                f"no page at {ADDRESS}:{self.port}: {error.strerror or error}. Name another port."
+            ) from error
+        self.port = server.sockets[0].getsockname()[1]
+        following = asyncio.create_task(self._follow())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            ready()
+            await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            server.close()
+            for writer in self._open:
+                writer.transport.abort()
+            following.cancel()
+            stopping.cancel()
+            ended = await asyncio.gather(following, stopping, *self._tasks, return_exceptions=True)
+        if isinstance(ended[0], Exception):  # the follower's own error is not to pass for an end
+            raise ended[0]
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= 2 * CONNECTIONS:  # so many cannot even be refused in words
+            writer.transport.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._open.add(writer)
+        try:
+            await self._answer(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):  # it has gone
+            pass
+        finally:
+            self._tasks.discard(task)
+            self._open.discard(writer)
+            self._clients.discard(writer)
+            self._new.discard(writer)
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        cookie = f"paceline-{self.port}"  # cookies of all ports of a host are one jar
+        try:
+            if len(self._open) > CONNECTIONS:
+                raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"{CONNECTIONS} connections are open already")
+            path = await read_request(reader, self._token, cookie)
+            if path not in ("/", "/events"):
+                raise RefusedError(HTTPStatus.NOT_FOUND, "there is / and /events")
+        except RefusedError as refused:
+            await _refuse(reader, writer, refused.answer())
+            return
+        if path == "/events":
+            await self._stream(reader, writer)
+            return
+        headers = {
+            "Content-Type": "text/html; charset=utf-8",
+            "Content-Length": len(self._page),
+            "Content-Security-Policy": self._policy,
+            "Set-Cookie": f"{cookie}={self._token}; HttpOnly; SameSite=Strict; Path=/",
+        }
+        writer.write(head(HTTPStatus.OK, headers) + self._page)
+        await writer.drain()
+
+    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Have a client told of all changes, until it goes."""
+        writer.write(head(HTTPStatus.OK, {"Content-Type": "text/event-stream"}) + b"retry: 2000\n\n")
+        if self._clients:
+            self._clients.add(writer)
+            self._send({writer}, "state", self._everything())
+        else:
+            self._new.add(writer)
+            self._somebody.set()
+        while await reader.read(HEAD_BYTES):  # a client has nothing to say; its end is the end
+            pass
+
+    async def _follow(self) -> None:
+        """Look at the runs and tell the clients, while there are any."""
+        pace = Pace(EVERY_S)
+        while True:
+            if idle := not (self._clients or self._new):
+                await self._somebody.wait()
+            now = await asyncio.to_thread(self._look)
+            changed = {
+                number: sections
+                for number, (before, after) in enumerate(zip(self._shown, now, strict=True))
+                if (sections := changes(before, after))
+            }
+            self._shown = now
+            if changed:
+                self._send(self._clients, "changes", {"runs": changed})
+            elif time.monotonic() - self._sent_at > _ALIVE_S:
+                self._write(self._clients, b":\n\n")
+            if self._new:
+                new, self._new = self._new, set()
+                self._clients |= new
+                self._send(new, "state", self._everything())
+            if idle:  # what has gathered meanwhile is no usual cost
+                pace = Pace(EVERY_S)
+            pace.every_s = _ENDED_EVERY_S if all(run.ended for run in self.runs) else EVERY_S
+            await self._pause(pace.wait_s())
+
+    async def _pause(self, wait_s: float) -> None:
+        """Wait for the next look; whoever comes anew need not."""
+        self._somebody.clear()
+        await asyncio.sleep(EVERY_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._somebody.wait(), wait_s - EVERY_S)
+
+    def _look(self) -> list[dict[str, Section]]:
+        self.looks += 1
+        return [look_at(run, name) for run, name in zip(self.runs, self._names, strict=True)]
+
+    def _everything(self) -> dict[str, Any]:
+        return {"now": time.time(), "runs": self._shown}
+
+    def _send(self, clients: set[asyncio.StreamWriter], event: str, values: dict[str, Any]) -> None:
+        self._write(clients, b"event: %s\ndata: %s\n\n" % (event.encode(), msgspec.json.encode(values)))
+
+    def _write(self, clients: set[asyncio.StreamWriter], message: bytes) -> None:
+        self._sent_at = time.monotonic()
+        for writer in list(clients):
+            writer.write(message)
+            if writer.transport.get_write_buffer_size() > _BEHIND_BYTES:
+                self._clients.discard(writer)
+                writer.transport.abort()
+
+
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes) -> None:
+    """Answer, and take for a while what is still on its way.
+
+    To close before that would take the answer back.
+    """
+    writer.write(answer)
+    writer.write_eof()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_TAKEN_S):
+            while await reader.read(HEAD_BYTES):
+                pass

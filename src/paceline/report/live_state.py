@@ -1,0 +1,206 @@
+"""State of a followed run for the live page: sections of values, words and units."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.cluster import Host
+from paceline.engine.meter import PARTS
+from paceline.errors import PacelineError
+from paceline.printable import printable
+from paceline.report.live_members import STATES
+from paceline.report.live_run import LiveRun, RankNow
+from paceline.report.page import not_by_paceline
+from paceline.training.record.goodput import PARTS as WALL
+from paceline.units import bandwidth, clock, digits, percent, rate, seconds, size
+
+Section = Any  # of JSON's types
+_LONGEST = 2000  # characters of a text
+_IN_SIGHT_S = 365 * 86_400.0
+
+
+def told_apart(paths: Sequence[Path]) -> list[str]:
+    """Names of directories, with as many of those above as tell them apart."""
+    whole = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, whole), default=0)):
+        if len({parts[-length:] for parts in whole}) == len(set(whole)):
+            break
+    return [_text("/".join(parts[-length:])) for parts in whole]
+
+
+def look_at(run: LiveRun, name: str) -> dict[str, Section]:
+    """Read what was added; returns the sections, or one that says why not."""
+    try:
+        with not_by_paceline(run.run.path, "run"):
+            run.look()
+            return state_of(run, name)
+    except PacelineError as error:
+        return {"name": name, "problem": _text(str(error))}
+
+
+def state_of(run: LiveRun, name: str, now: float | None = None) -> dict[str, Section]:
+    """Sections of a run's part of the page, which JSON can hold."""
+    now = time.time() if now is None else now
+    ranks = run.ranks()
+    return {
+        "name": name,
+        "head": _head(run),
+        "progress": _progress(run, now),
+        "curve": {"from": run.curve_from, "each": run.curve.each, "values": list(run.curve.values)},
+        "ranks": [_rank(one, takes_part=run.members.take_part(one.rank)) for one in ranks],
+        "steps": _steps(ranks),
+        "members": _members(run),
+        "links": _links(run, ranks),
+        "goodput": _goodput(run),
+        "events": _events(run),
+    }
+
+
+def changes(before: Mapping[str, Section], after: Mapping[str, Section]) -> dict[str, Section]:
+    """The sections that differ; None for those that are no more."""
+    gone = dict.fromkeys(before.keys() - after.keys())
+    return {name: section for name, section in after.items() if name not in before or before[name] != section} | gone
+
+
+def _head(run: LiveRun) -> Section:
+    return {
+        "job": _text(run.run.job.name),
+        "plan": _text(str(run.run.plan)),
+        "machine": _text(run.run.cluster.describe()),
+        "batch": f"{run.run.job.global_batch:,}",
+        "began": run.began,
+    }
+
+
+def _progress(run: LiveRun, now: float) -> Section:
+    recent = run.recent
+    left_s = recent.left_s
+    ended = run.end["time"] if run.end else None
+    phase = "ended" if run.ended else "late" if run.late(now) else "running" if recent.steps else "starting"
+    return {
+        "phase": phase,
+        "state": _text(run.state(now)),
+        "step": recent.step,
+        "total": run.total_steps,
+        "epoch": recent.steps[-1]["epoch"] + 1 if recent.steps else None,
+        "loss": None if recent.loss is None else _loss(recent.loss),
+        "speed": None if recent.samples_per_s is None else str(rate(recent.samples_per_s)),
+        "step_time": None if recent.step_s is None else str(seconds(recent.step_s)),
+        "left": None if left_s is None or left_s > _IN_SIGHT_S else clock(left_s),
+        "ended": ended,
+        "slow": _text(recent.slow),
+        "metrics": [[_text(name), digits(value)] for name, value in run.metrics.items()],
+    }
+
+
+def _loss(loss: float) -> str:
+    return digits(loss) if abs(loss) >= 1e-3 or not loss else f"{loss:.2e}"
+
+
+def _rank(one: RankNow, *, takes_part: bool) -> Section:
+    """A row: rank, step, steps behind, step time, parts, samples, share, memory, sent, share.
+
+    Parts and the last share are in tenths of a percent; of a rank that is away the share is 0.
+    """
+    return [
+        one.rank,
+        one.step,
+        one.behind,
+        str(seconds(one.step_s)),
+        [round(1000 * one.parts[part]) for part in PARTS],
+        one.samples,
+        str(percent(one.share)),
+        "" if one.memory_bytes is None else str(size(one.memory_bytes)),
+        "" if one.sent is None else str(size(one.sent.per_step)),
+        round(1000 * one.share) if takes_part else 0,
+    ]
+
+
+def _steps(ranks: Sequence[RankNow]) -> Section:
+    """The mean over all ranks, and in words which rank the others wait for."""
+    if not ranks:
+        return {"parts": [], "said": ""}
+    mean = [statistics.fmean(one.parts[part] for one in ranks) for part in PARTS]
+    waits = {one.rank: one.parts["imbalance"] * one.step_s for one in ranks}
+    least = min(waits, key=lambda rank: waits[rank])
+    others_s = statistics.fmean([wait for rank, wait in waits.items() if rank != least] or [0.0])
+    step_s = statistics.median(one.step_s for one in ranks)
+    said = ""
+    # as the report of a run says it
+    if len(ranks) > 1 and step_s and others_s > 0.05 * step_s and waits[least] <= others_s / 3:
+        said = f"The others wait for rank {least}: {seconds(others_s)} of each step, {percent(others_s / step_s)}."
+    return {"parts": [round(1000 * share) for share in mean], "said": said}
+
+
+def _members(run: LiveRun) -> Section:
+    """Ranks by host, each with its state; runs of hosts keep their order."""
+    hosts: dict[str, list[Section]] = {}
+    for rank, member in sorted(run.members.ranks.items()):
+        hosts.setdefault(member.host, []).append([rank, member.state, STATES[member.state], member.slow])
+    states = [member.state for member in run.members.ranks.values()]
+    return {
+        "in": states.count("in"),
+        "of": len(states) - states.count("left"),
+        "epoch": run.members.epoch,
+        "hosts": [[_text(name), ranks] for name, ranks in hosts.items()],
+    }
+
+
+def _links(run: LiveRun, ranks: Sequence[RankNow]) -> Section:
+    """Rows by host: name, link, what its ranks and it send, what was carried.
+
+    The last, out and in, is told at the end of an attempt of emulated hosts.
+    """
+    cluster = run.run.cluster
+    of_host = {rank: member.host for rank, member in run.members.ranks.items()}
+    rates = cluster.emulate.rates_bps if cluster.emulate else ()
+    rows = []
+    for number, host in enumerate(cluster.hosts):
+        sent = [one.sent for one in ranks if one.sent is not None and of_host.get(one.rank) == host.name]
+        speed = _bits(rates[number]) if number < len(rates) else _link(host)
+        per_step = str(size(sum(each.per_step for each in sent))) if sent else ""
+        per_s = str(bandwidth(max(each.host_per_s for each in sent))) if sent else ""
+        carried = [str(size(each)) for each in run.carried.get(host.name, [])]
+        rows.append([_text(host.name), speed, per_step, per_s, *(carried or ["", ""])])
+    return {"transport": _text(run.transport), "rows": rows}
+
+
+def _link(host: Host) -> str:
+    """The fastest link of a host to others, as it is recorded."""
+    found = [link for link in host.links if link.kind in ("ethernet", "measured") and link.bandwidth_gbps]
+    best = max(found, key=lambda link: link.bandwidth_gbps or 0.0, default=None)
+    return "" if best is None else _text(f"{best.name}, {best.bandwidth_gbps:g} Gbit/s")
+
+
+def _bits(per_s: int | None) -> str:
+    if per_s is None:
+        return "as fast as the machine"
+    return f"{per_s / 1e6:g} Mbit/s" if per_s < 1e9 else f"{per_s / 1e9:g} Gbit/s"
+
+
+def _goodput(run: LiveRun) -> Section:
+    so_far = run.goodput.goodput()
+    if not so_far.wall_s:
+        return None
+    parts = [[part, WALL[part], str(seconds(s)), round(1000 * s / so_far.wall_s)] for part, s in so_far.parts_s.items()]
+    return {"share": str(percent(so_far.share)), "said": so_far.sentence(), "parts": [p for p in parts if p[3]]}
+
+
+def _events(run: LiveRun) -> Section:
+    """Count of events; of the newest and of failures number, time, sentence, trouble."""
+    began = run.began or (run.events[0].time if run.events else 0.0)
+    kept = {one.number: one for one in (*run.troubles, *run.events)}
+    told = [
+        [number, clock(kept[number].time - began), _text(kept[number].sentence), kept[number].trouble]
+        for number in sorted(kept)
+    ]
+    return {"count": run.happened, "told": told}
+
+
+def _text(text: str) -> str:
+    """Text that others wrote, as it may stand on a page."""
+    return printable(text[:_LONGEST])
