@@ -61,6 +61,11 @@ class Way:
     exact: bool = True
     threads: int = 1
 
+    @property
+    def title(self) -> str:
+        """System and set-up, for people."""
+        return f"{self.system.title}, {self.label}"
+
 
 class Compare:
     """A comparison in its directory.
@@ -173,7 +178,7 @@ class Compare:
                 self._prove(hosts, stopped)
                 for round_, way in rounds(self.ways, self.repeat):
                     done = {taken.round for taken in self.runs[way.key]}
-                    if round_ not in done and way.system.title not in self.left_out:
+                    if round_ not in done and way.title not in self.left_out:
                         self._measure(way, round_, hosts, emulation, stopped)
             except KeyboardInterrupt:
                 self.stopped_by = signals.first or "SIGINT"
@@ -184,12 +189,10 @@ class Compare:
 
     def _install(self) -> None:
         for way in self.ways:
-            if way.system.title in self.left_out:
-                continue
             try:
                 self.pythons[way.system.name] = python_of(way.system, self.say)
             except RunError as error:
-                self._leave_out(way.system, error)
+                self._leave_out(way.title, error)
 
     @contextmanager
     def _places(self) -> Iterator[tuple[tuple[EmulatedHost, ...], Emulation | None]]:
@@ -207,17 +210,17 @@ class Compare:
         task = replace(task, parts=self.ranks if _normalises_apart(self.job) else 1)
         self.reference = self._one(REFERENCE, task, (), stopped).steps.losses
         for way in self.ways:
-            if way.system.title in self.left_out:
+            if way.title in self.left_out:
                 continue
             try:
                 losses = self._one(way.system, self._task(way, steps), hosts, stopped, tuned=way.tuned).steps.losses
             except RunError as error:
-                self._leave_out(way.system, error)
+                self._leave_out(way.title, error)
                 continue
             apart = difference(losses, self.reference)
             self.differences[way.key] = apart
             same = f"the same losses (to {apart:.0e})" if apart <= AGREE else f"OTHER losses, by up to {apart:.1%}"
-            self.say(f"{way.system.title}, {way.label}: {same}")
+            self.say(f"{way.title}: {same}")
 
     def _measure(
         self,
@@ -231,7 +234,7 @@ class Compare:
         try:
             finished = self._one(way.system, self._task(way, self.steps), hosts, stopped, tuned=way.tuned)
         except RunError as error:
-            self._leave_out(way.system, error)
+            self._leave_out(way.title, error)
             return
         ended = finished.steps.ended_s
         carried = _busiest(emulation) - before if emulation else 0.0
@@ -256,7 +259,7 @@ class Compare:
         )
 
     def _task(self, way: Way, steps: int) -> Task:
-        channels_last = way.tuned and self.plan.memory_format == "channels_last"
+        channels_last = self.plan.memory_format == "channels_last" and way.tuned and way.system.takes_channels_last
         return Task(
             1 if way.system.name in (PLAIN, REFERENCE.name) else self.ranks,
             self.hosts,
@@ -288,9 +291,9 @@ class Compare:
         shutil.rmtree(folder)
         return finished
 
-    def _leave_out(self, system: System, error: PacelineError) -> None:
-        self.left_out[system.title] = str(error)
-        self.say(f"{system.title} is left out: {error}")
+    def _leave_out(self, title: str, error: PacelineError) -> None:
+        self.left_out[title] = str(error)
+        self.say(f"{title} is left out: {error}")
 
     # What was found
 

@@ -65,6 +65,7 @@ SYSTEM = _Horovod(
     documentation="https://horovod.readthedocs.io/en/stable/pytorch.html",
     train=f"{__name__}:train",
     requirements=["horovod-build.txt", "horovod.txt"],
+    takes_channels_last=False,  # it refuses tensors that are not contiguous
     build_environment={
         "CXX": str(Path(__file__).with_name("cxx20")),
         "HOROVOD_WITH_PYTORCH": "1",

@@ -73,6 +73,7 @@ class System(ABC):
         build_environment: variables for their installation.
         apart: its environment has nothing of paceline's, nor torch.
         tuned: settings of its own that are tried as well, with paceline's settings for memory and data.
+        takes_channels_last: it trains weights that are laid out so.
     """
 
     name: str
@@ -82,6 +83,7 @@ class System(ABC):
     build_environment: Mapping[str, str] = field(default_factory=dict)
     apart: bool = False
     tuned: Mapping[str, object] = field(default_factory=dict)
+    takes_channels_last: bool = True
 
     @property
     def script(self) -> Path | None:
