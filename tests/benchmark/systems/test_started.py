@@ -46,7 +46,7 @@ def system(*programs: str) -> Programs:
 
 
 def start(folder: Path) -> Start:
-    return Start(Path(sys.executable), folder, Task(1, 1, 2), discover(), (), 0)
+    return Start(Path(sys.executable), folder, Task(1, 1, 2), discover(), (), 0, folder)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

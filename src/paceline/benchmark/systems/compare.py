@@ -32,7 +32,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
 from paceline.errors import PacelineError, PlanError, RunError
-from paceline.files import write_whole
+from paceline.files import scratch_folder, write_whole
 from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
 from paceline.launch.seed import ALLOCATOR
@@ -285,9 +285,10 @@ class Compare:
         write_whole(folder / JOB, self.job.model_copy(update=changes).to_yaml())
         task.write(folder)
         python = self.pythons.get(system.name) or python_of(system, self.say)
-        start = Start(python, folder, task, self.cluster, hosts, _free_port())
         variables = dict(ALLOCATOR) if tuned else {}
-        finished = run(system, start, variables, deadline_s=self.deadline_s, stopped=stopped)
+        with scratch_folder() as scratch:
+            start = Start(python, folder, task, self.cluster, hosts, _free_port(), scratch)
+            finished = run(system, start, variables, deadline_s=self.deadline_s, stopped=stopped)
         shutil.rmtree(folder)
         return finished
 

@@ -41,4 +41,5 @@ SYSTEM = TorchSystem(
     train=f"{__name__}:train",
     requirements=["deepspeed.txt"],
     tuned={"zero_optimization": {"stage": 0}},
+    takes_channels_last=False,  # it fails where it broadcasts them
 )

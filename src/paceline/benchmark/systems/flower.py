@@ -98,7 +98,7 @@ class _Flower(TorchSystem):
 
     def commands(self, start: Start) -> Sequence[Command]:
         """The simulation."""
-        environment = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_TMPDIR": str(start.folder), "FLWR_HOME": str(start.folder)}
+        environment = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_TMPDIR": str(start.scratch), "FLWR_HOME": str(start.folder)}
         return [Command([str(start.python), "-m", RUN, self.train, str(start.folder)], environment=environment)]
 
 

@@ -39,4 +39,5 @@ SYSTEM = TorchSystem(
     documentation="https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html",
     train=f"{__name__}:train",
     tuned={"reshard_after_forward": False},
+    takes_channels_last=False,  # it refuses parameters that are not contiguous
 )

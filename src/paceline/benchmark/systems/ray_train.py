@@ -63,7 +63,7 @@ class _RayTrain(TorchSystem):
 
     def commands(self, start: Start) -> Sequence[Command]:
         """The driver."""
-        environment = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(start.folder)}
+        environment = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(start.scratch)}
         write_whole(token := start.folder / "token", secrets.token_hex(32))
         environment["RAY_AUTH_TOKEN_PATH"] = str(token)  # else Ray makes one in the user's home
         return [Command([str(start.python), "-m", RUN, self.train, str(start.folder)], environment=environment)]

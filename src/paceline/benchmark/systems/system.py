@@ -37,6 +37,7 @@ class Start:
         folder: of the task, which its processes read and write.
         hosts: emulated ones, in their order; none where all run on this machine as it is.
         port: a free one.
+        scratch: folder of a short path, for sockets; it is removed after the run.
     """
 
     python: Path
@@ -45,6 +46,7 @@ class Start:
     cluster: Cluster
     hosts: tuple[EmulatedHost, ...]
     port: int
+    scratch: Path
 
     @property
     def places(self) -> Sequence[EmulatedHost | None]:
