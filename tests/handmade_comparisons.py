@@ -30,6 +30,7 @@ def way(name: str, step_ms: float, label: str = "as documented", **changes: Any)
         "wire_bytes": None,
         "to_target_s": None,
         "ratio": None if name == "paceline" else around(step_ms / 10.0, 0.03),
+        "recovery": "",
         "seconds": [i * step_ms / 1e3 for i in range(60)],
         "losses": [2.3 / (1 + i / 9) for i in range(60)],
     }

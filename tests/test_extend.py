@@ -331,6 +331,29 @@ def test_a_panel_from_a_package_is_on_the_page_of_a_run(runs: Path) -> None:
     assert "<h2>Gradient norm</h2>" in (runs / "dp=2" / "report.html").read_text()
 
 
+# A system of the comparison
+
+
+@pytest.mark.timeout(300)  # eleven starts of ranks
+def test_a_system_from_a_package_is_compared_with_ours_on_the_same_losses(installed: str, tmp_path: Path) -> None:
+    write_job(tmp_path / "job.yaml")
+    command = ["bench", "job.yaml", "--systems", "ddp-bucket", "--steps", "12", "--repeat", "1", "--out", "b", "--json"]
+    lines = loaded(COMMAND.format(arguments=command), installed, tmp_path, deadline_s=280)
+    figures = json.loads(lines[-1])["figures"]
+    assert figures["systems_run"] == 2
+    assert figures["ratio_ddp_bucket"] > 0
+    found = json.loads((tmp_path / "b" / "report.json").read_text())
+    ways = {way["way"]: way for way in found["ways"]}
+    assert ways.keys() == {"paceline", "plain", "plain-all", "ddp-bucket", "ddp-bucket-tuned"}
+    assert all(way["same"] for way in ways.values())
+    assert ways["ddp-bucket"]["lines"] < 10
+    assert len(ways["paceline"]["losses"]) == 12
+    assert found["best_other"] is not None
+    assert found["left_out"] == {}
+    assert "DDP, one bucket" in (tmp_path / "b" / "report.html").read_text()
+    assert list((tmp_path / "b" / "runs").iterdir()) == [], "runs that were only timed are removed"
+
+
 # Any
 
 

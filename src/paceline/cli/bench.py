@@ -39,6 +39,9 @@ def command(
             show_default="paceline alone",
         ),
     ] = None,
+    kill_rank: Annotated[
+        bool, typer.Option("--kill-rank", help="With --systems: run each once more with a rank killed half-way.")
+    ] = False,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of every setting; fewer than 3 claim no difference.")] = 5,
     steps: Annotated[
         int | None,
@@ -109,11 +112,14 @@ def command(
             plans=_plans(plans),
             repeat=repeat,
             steps=steps,
+            kill=kill_rank,
             out=out,
             as_json=as_json,
             command=line,
         )
         return
+    if kill_rank:
+        raise typer.BadParameter("it goes with --systems; leave it out", param_hint="--kill-rank")
     settings = what, where, _plans(plans), _numbers(devices)
     with kept_at(out, partial(typer.echo, err=True)) as folder:
         benchmark = Benchmark(*settings, repeat=repeat, steps=steps, weak=weak, out=folder, command=line)

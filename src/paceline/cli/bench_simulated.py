@@ -61,7 +61,7 @@ CalibrateOn = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.", rich_help_panel=_SIMULATED)]
-_OF_MEASURED = ("systems", "cluster", "hosts", "devices", "plans", "repeat", "steps")
+_OF_MEASURED = ("systems", "kill_rank", "cluster", "hosts", "devices", "plans", "repeat", "steps")
 _OF_SIMULATED = ("failures_per_host_day", "straggler_sigma", "calibrate_on", "seed")
 
 

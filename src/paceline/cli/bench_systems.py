@@ -27,6 +27,7 @@ def compare_systems(
     plans: list[str],
     repeat: int,
     steps: int | None,
+    kill: bool,
     out: str | None,
     as_json: bool,
     command: str,
@@ -46,7 +47,16 @@ def compare_systems(
     with kept_at(out, say) as folder:
         path = folder or BENCHES / f"{job.name}-systems-{time.strftime('%Y%m%d-%H%M%S')}"
         compare = Compare(
-            job, cluster, names, plans=plans, repeat=repeat, steps=steps, out=path, say=say, command=command
+            job,
+            cluster,
+            names,
+            plans=plans,
+            repeat=repeat,
+            steps=steps,
+            kill=kill,
+            out=path,
+            say=say,
+            command=command,
         )
         found = compare.run()
         page = None if found is None else write_systems_page(found, path)

@@ -64,6 +64,10 @@ _FIGURES = {
         "The most that all processes of a run held together, read every two seconds; pages that several share count "
         "once.",
     ),
+    "recovery": (
+        "a rank killed",
+        "In one more run a rank gets SIGKILL half-way: whether training goes on, and after which pause.",
+    ),
     "changed_lines": (
         "lines changed",
         "Lines of the system’s script, as it ran here, that a plain PyTorch script of one process has not.",

@@ -109,6 +109,7 @@ class SystemsView:
             "first_step": lambda way: units.seconds(way.first_step_s),
             "all_memory": lambda way: units.size(way.memory_bytes),
             "wire": lambda way: units.size(way.wire_bytes) if way.wire_bytes else None,
+            "recovery": lambda way: way.recovery,
             "changed_lines": lambda way: None if way.lines is None else str(way.lines),
             "same_losses": self._losses,
         }

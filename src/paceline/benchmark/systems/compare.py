@@ -23,6 +23,7 @@ from paceline.benchmark.systems.compared import (
     time_to,
 )
 from paceline.benchmark.systems.environments import python_of
+from paceline.benchmark.systems.killed import Kill
 from paceline.benchmark.systems.plain import REFERENCE
 from paceline.benchmark.systems.started import Finished, run
 from paceline.benchmark.systems.summary import summary
@@ -76,6 +77,7 @@ class Compare:
         repeat: runs of every way.
         steps: of every run.
         tuned: run each system also with paceline's settings for memory and data, and its own tuned ones.
+        kill: also run each system once with a rank killed half-way.
         deadline_s: after so long, a run is taken to hang.
 
     Raises:
@@ -92,6 +94,7 @@ class Compare:
         repeat: int = 5,
         steps: int | None = None,
         tuned: bool = True,
+        kill: bool = False,
         deadline_s: float = 600.0,
         out: Path,
         say: Say,
@@ -102,7 +105,8 @@ class Compare:
         self.hosts = self.cluster.emulate.hosts if self.cluster.emulate else 1
         self.ranks = self.hosts if self.hosts > 1 else self.cluster.devices
         self.job, self.target = _as_compared(job, self.steps, self.ranks), job.stop.loss_below
-        self.say, self.command, self.path = say, command, out
+        self.say, self.command, self.path, self.kill = say, command, out, kill
+        self.pauses: dict[str, float | None] = {}  # after a kill; None: the training ended
         self.stopped_by: str | None = None
         self.left_out: dict[str, str] = {}
         self.differences: dict[str, float] = {}
@@ -180,6 +184,9 @@ class Compare:
                     done = {taken.round for taken in self.runs[way.key]}
                     if round_ not in done and way.title not in self.left_out:
                         self._measure(way, round_, hosts, emulation, stopped)
+                for way in self.ways if self.kill else ():
+                    if way.system.name != PLAIN and not way.tuned and self.runs[way.key]:
+                        self._kill(way, hosts, stopped)
             except KeyboardInterrupt:
                 self.stopped_by = signals.first or "SIGINT"
         found = self.comparison()
@@ -258,6 +265,22 @@ class Compare:
             f"first step after {taken.first_step_s:.1f} s"
         )
 
+    def _kill(self, way: Way, hosts: tuple[EmulatedHost, ...], stopped: Callable[[], bool]) -> None:
+        """One more run, of which a rank is killed half-way."""
+        kill, steps = Kill.within(self.runs[way.key])
+        try:
+            finished = self._one(way.system, self._task(way, steps), hosts, stopped, kill=kill)
+        except RunError as error:
+            if kill.time is None:
+                self.say(f"{way.title}: not killed: {error}")
+                return
+            self.pauses[way.key] = None
+            self.say(f"{way.title} ends when a rank is killed: {str(error).splitlines()[0]}")
+            return
+        if kill.time is not None:
+            self.pauses[way.key] = kill.pause_s(finished.steps.ended_s)
+            self.say(f"{way.title} goes on after {self.pauses[way.key]:.2f} s when a rank is killed")
+
     def _task(self, way: Way, steps: int) -> Task:
         channels_last = self.plan.memory_format == "channels_last" and way.tuned and way.system.takes_channels_last
         return Task(
@@ -278,6 +301,7 @@ class Compare:
         stopped: Callable[[], bool],
         *,
         tuned: bool = False,
+        kill: Kill | None = None,
     ) -> Finished:
         """One run in a folder of its own, which is kept where it failed."""
         folder = Path(tempfile.mkdtemp(prefix=f"{system.name}-", dir=self.path / "runs"))
@@ -288,7 +312,7 @@ class Compare:
         variables = dict(ALLOCATOR) if tuned else {}
         with scratch_folder() as scratch:
             start = Start(python, folder, task, self.cluster, hosts, _free_port(), scratch)
-            finished = run(system, start, variables, deadline_s=self.deadline_s, stopped=stopped)
+            finished = run(system, start, variables, deadline_s=self.deadline_s, stopped=stopped, kill=kill)
         shutil.rmtree(folder)
         return finished
 

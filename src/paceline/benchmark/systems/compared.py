@@ -48,6 +48,7 @@ class ComparedWay:
         same: True if it computes what one process computes.
         exact: False for a rule of paceline's that is to converge alike, not to be equal.
         ratio: its step time / paceline's, of neighbouring runs.
+        recovery: what became of a run of which a rank was killed, in words; "" where none was.
         seconds, losses: of the first run, a point for each of the newest few steps.
     """
 
@@ -69,6 +70,7 @@ class ComparedWay:
     wire_bytes: float | None
     to_target_s: Interval | None
     ratio: Interval | None
+    recovery: str
     seconds: list[float]
     losses: list[float]
 

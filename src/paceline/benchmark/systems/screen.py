@@ -41,6 +41,7 @@ def show(found: Comparison, console: Console) -> None:
 def _table(found: Comparison) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     headings = ["system", "", "step", "times ours", "speedup", "first step", "memory", "lines"]
+    headings += ["a rank killed"] if any(way.recovery for way in found.ways) else []
     headings += ["on wire"] if any(way.wire_bytes for way in found.ways) else []
     headings += ["to target"] if found.target is not None else []
     for number, heading in enumerate(headings):
@@ -48,6 +49,7 @@ def _table(found: Comparison) -> Table:
         table.add_column(heading, justify="left" if number < 2 else "right", overflow="fold", no_wrap=not label)
     for way in sorted(found.ways, key=lambda way: way.step_s.middle):
         cells = _cells(way)
+        cells += [way.recovery] if "a rank killed" in headings else []
         cells += [str(size(way.wire_bytes)) if way.wire_bytes else "?"] if "on wire" in headings else []
         cells += [str(seconds(way.to_target_s)) if way.to_target_s else "-"] if "to target" in headings else []
         table.add_row(*cells, style="bold" if way.way == OURS else "" if way.same else "dim")

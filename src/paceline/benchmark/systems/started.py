@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from paceline.benchmark.systems.killed import Kill
 from paceline.benchmark.systems.system import Command, Start, System
 from paceline.benchmark.systems.task import Steps
 from paceline.cluster.emulate.hosts import enter_host
@@ -47,6 +48,7 @@ def run(
     *,
     deadline_s: float,
     stopped: Callable[[], bool] = lambda: False,
+    kill: Kill | None = None,
 ) -> Finished:
     """Run a system once.
 
@@ -54,6 +56,7 @@ def run(
         environment: variables beside those of this process.
         deadline_s: after so long, it is taken to hang, and killed.
         stopped: asked now and then; True ends the run.
+        kill: what is done to a rank meanwhile.
 
     Raises:
         RunError: it failed or hangs; with the end of what it said.
@@ -76,7 +79,7 @@ def run(
                     preexec_fn=partial(enter_host, command.host.entry if command.host else None),
                 )
                 processes.append((command, started))
-        most = _wait(system, start.folder, processes, marked, began + deadline_s, stopped)
+        most = _wait(system, start.folder, processes, marked, began + deadline_s, stopped, kill)
     finally:
         _end(marked, [process for _, process in processes])
     try:
@@ -92,9 +95,10 @@ def _wait(
     marked: str,
     until: float,
     stopped: Callable[[], bool],
+    kill: Kill | None,
 ) -> int:
     """Wait until all that do not serve have ended well; returns the most memory seen."""
-    most, look = 0, time.monotonic() + _MEMORY_S
+    began, most, look = time.time(), 0, time.monotonic() + _MEMORY_S
     while True:
         codes = [(process.poll(), command.serves) for command, process in processes]
         if failed := [code for code, serves in codes if code or (serves and code is not None)]:
@@ -103,6 +107,8 @@ def _wait(
             return most
         if stopped():
             raise KeyboardInterrupt
+        if kill is not None:
+            kill.due(began, partial(_marked, marked))
         if time.time() > until:
             raise RunError(f"{system.title} hangs, and was killed\n{_said(folder)}")
         if time.monotonic() > look:

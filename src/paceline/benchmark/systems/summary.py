@@ -75,6 +75,7 @@ def _figures(compare: Compare, way: Way, base: Sequence[TakenRun]) -> ComparedWa
         wire_bytes=median(wire) if wire else None,
         to_target_s=median_interval(reached) if len(reached) == len(runs) else None,
         ratio=ratio_of(runs, ours) if way.key != OURS else None,
+        recovery=_recovery(compare, way.key),
         seconds=_means(runs[0].ended_s),
         losses=_means(runs[0].losses),
     )
@@ -84,6 +85,13 @@ def _means(values: Sequence[float]) -> list[float]:
     """Means of neighbouring values, so many that they can be drawn."""
     each = -(-len(values) // _POINTS)
     return [fmean(values[i : i + each]) for i in range(0, len(values), each)]
+
+
+def _recovery(compare: Compare, way: str) -> str:
+    if way not in compare.pauses:
+        return ""
+    pause_s = compare.pauses[way]
+    return "the training ends" if pause_s is None else f"goes on after {pause_s:.2g} s"
 
 
 def _inverse(step: Interval, samples: int) -> Interval:
@@ -116,6 +124,9 @@ def _remarks(ways: list[ComparedWay], best: ComparedWay | None, repeats: int) ->
         fewest = min(counted, key=lambda way: way.wire_bytes or 0.0)
         sent = size(fewest.wire_bytes or 0)
         yield f"Fewest bytes on the busiest link: {fewest.title} ({fewest.label}), {sent} a step."
+    lasting = [way for way in ways if way.recovery.startswith("goes on")]
+    if any(way.recovery for way in ways):
+        yield f"When a rank is killed, {', '.join(way.title for way in lasting) or 'none'} went on; the others ended."
     scripts = [way for way in several if way.lines is not None]
     if scripts:
         short = min(scripts, key=lambda way: way.lines or 0)
