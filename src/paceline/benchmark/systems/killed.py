@@ -1,4 +1,4 @@
-"""One rank of a run killed half-way: does the training go on, and after which pause?"""
+"""One rank of a run killed half-way, and the pause until its training goes on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Kill:
         return cls(max(run.first_step_s for run in runs) + step_s * steps / 2), steps
 
     def due(self, began: float, processes: Callable[[], Iterable[psutil.Process]]) -> None:
-        """Kill the rank if its time has come; looks for it a few times a second."""
+        """Kill the rank if its time has come."""
         now = time.time()
         if self.time is not None or now < began + self.after_s or now < self._looked + 0.3:
             return

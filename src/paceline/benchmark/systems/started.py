@@ -71,7 +71,7 @@ def run(
                 variables = {**_own_environment(), **_network(command), **environment, **command.environment}
                 started = subprocess.Popen(
                     list(command.words),
-                    env={**variables, MARK: marked},
+                    env={**variables, "TMPDIR": str(start.scratch), MARK: marked},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -144,14 +144,12 @@ def _proportional_bytes(process: psutil.Process) -> int:
 
 def _end(marked: str, processes: list[subprocess.Popen[bytes]]) -> None:
     """End every process of the run: SIGTERM, and SIGKILL for those that stay."""
-    there = list(_marked(marked))
-    for process in there:
-        with suppress(psutil.Error):
-            process.send_signal(signal.SIGTERM)
-    psutil.wait_procs(there, _END_S if there else 0)
-    for process in _marked(marked):
-        with suppress(psutil.Error):
-            process.kill()
+    for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _END_S), (signal.SIGKILL, _END_S)):
+        there = list(_marked(marked))
+        for process in there:
+            with suppress(psutil.Error):
+                process.send_signal(number)
+        psutil.wait_procs(there, patience_s if there else 0)
     for started in processes:
         started.wait()
 
