@@ -68,6 +68,12 @@ class SystemsView:
         return f"{self.best.title}: {cell(self.best)}" if self.best else ""
 
     @property
+    def documented(self) -> list[ComparedWay]:
+        """A way of each system whose documentation is on the web."""
+        each = {way.system: way for way in self.ways}
+        return [way for way in each.values() if way.documentation.startswith("https://")]
+
+    @property
     def steps(self) -> Chart:
         """Step times beside each other."""
         names = [self.name(way) for way in self.ways]

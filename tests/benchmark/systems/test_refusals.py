@@ -51,7 +51,7 @@ def test_tensorflow_refuses_what_it_would_compute_otherwise(changes: dict[str, A
 @pytest.mark.needs_root
 def test_systems_of_one_host_refuse_several() -> None:
     hosts = Cluster(emulate=Emulate(hosts=2))
-    for name in ("tf-mirrored", "ray-train", "horovod"):
+    for name in ("tf-mirrored", "ray-train", "horovod", "torchft"):
         assert SYSTEMS[name].load().refuses(job(), hosts) is not None
     for name in ("ddp", "fsdp", "tf-multiworker", "accelerate"):
         assert SYSTEMS[name].load().refuses(job(), hosts) is None

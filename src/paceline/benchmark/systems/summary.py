@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.benchmark.systems.compare import Compare, Way
 
 OURS, PLAIN = "paceline", "plain"
-_POINTS = 200  # of a curve
+_POINTS = 40  # of a curve, each the mean of a few steps
 
 
 def summary(compare: Compare) -> Comparison:

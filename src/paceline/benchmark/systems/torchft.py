@@ -8,6 +8,8 @@ from typing import Any
 from paceline.benchmark.systems.system import Command, Start
 from paceline.benchmark.systems.torch_system import RUN, TorchSystem
 from paceline.benchmark.systems.work import Work
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
 
 LIGHTHOUSE_PORT = 1  # above the first port of a run
 
@@ -54,6 +56,10 @@ def train(work: Work) -> None:
 
 class _Torchft(TorchSystem):
     """A lighthouse, and torchrun for every replica group."""
+
+    def refuses(self, job: Job, cluster: Cluster) -> str | None:
+        """Emulated hosts share this machine's name, by which its ranks look for each other's stores."""
+        return "its ranks find each other by the host's name, which emulated hosts share" if cluster.emulate else None
 
     def commands(self, start: Start) -> Sequence[Command]:
         """The lighthouse on the first host, and one group for each rank."""
