@@ -9,6 +9,7 @@ from torch import nn
 
 from paceline.comm import Group
 from paceline.device import CPU, DEVICE_VARIABLE, widest_float
+from paceline.engine.onednn import use_onednn
 from paceline.errors import JobError, PlanError
 from paceline.plans.limits import whole_batch_in_parts
 from paceline.plans.plan import Plan
@@ -24,6 +25,7 @@ def made_ready(engine: Engine, model: nn.Module, plan: Plan) -> nn.Module:
     settings = engine.settings
     if plan.threads:
         torch.set_num_threads(plan.threads)
+    use_onednn(plan.onednn)
     if engine.split is None:
         info = sync_info(plan.sync)
         rows = info.served and info.sends == "gradients"

@@ -21,7 +21,7 @@ from paceline.stats import LEAST_REPEATS, Interval, median_interval
 from paceline.units import seconds
 
 # the plan keys that change how a rank computes, not its result
-KNOBS = ("memory_format", "fused", "pin", "compile")
+KNOBS = ("memory_format", "fused", "pin", "onednn", "compile")
 # seconds for measuring knobs, if steps are short
 BUDGET_S = 8.0
 # further seconds for each other plan; two thirds of them are spent on dividing the model anew
@@ -127,12 +127,19 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
         Knob({"fused": True}),
         *_other_divisions(cluster, plan),
         Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),
+        Knob({"onednn": True}, untried=_why_no_onednn(job, cluster)),
         Knob({"compile": "on"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         Knob({"compile": "reduce-overhead"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         *_hints(job, cluster),
     ]
     new = [knob for knob in found if knob.on(plan) != plan]
     return [replace(knob, untried=_why_not(knob.on(plan), plan, job, cluster) or knob.untried) for knob in new]
+
+
+def _why_no_onednn(job: Job, cluster: Cluster) -> str | None:
+    if cluster.has_accelerators:
+        return "its ranks compute on GPUs"
+    return None if job.precision == "fp32" else f"it multiplies float32, and the job computes in {job.precision}"
 
 
 def steps_are_too_few(job: Job) -> str | None:

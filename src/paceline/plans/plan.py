@@ -75,6 +75,7 @@ class Plan:
     threads: int = 0  # per rank; 0: the host's physical cores, divided evenly
     pin: bool = False  # bind each rank to cores of its own
     fused: bool = False  # torch's fused optimizer step
+    onednn: bool = False  # float32 matrix products on CPUs by oneDNN instead of MKL
     # the rule that synchronises replicas: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or one's own
     sync: str = "allreduce"
     balance: Balance = "auto"  # whether the replicas' shares of the batch follow their measured speeds

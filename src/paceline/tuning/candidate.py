@@ -19,6 +19,7 @@ from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.device import is_accelerator, synchronize
 from paceline.engine.engine import Engine
+from paceline.engine.onednn import use_onednn
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
@@ -110,8 +111,9 @@ class TrialCandidate:
         return (time.perf_counter() - started) / count
 
     def _take_over(self) -> None:
-        """Give this process the plan's threads and cores."""
+        """Give this process the plan's threads, cores and matrix products."""
         torch.set_num_threads(self.threads)
+        use_onednn(self.plan.onednn)
         if os.sched_getaffinity(0) != self.cores:
             for thread in os.listdir("/proc/self/task"):
                 # the thread has just ended

@@ -34,6 +34,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "memory_format": ("contiguous",),
     "compile": ("on", "off"),
     "fused": (False,),
+    "onednn": (False,),
     "compress": ("none", "int8"),
     "sync": ("allreduce",),
     "transport": ("auto",),

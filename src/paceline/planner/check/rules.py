@@ -271,6 +271,12 @@ def _no_fused_step(context: PlanContext) -> str | None:
     return f"plan {plan} needs a fused step of {name}; torch has one of {', '.join(_WITH_FUSED_STEP)} only: fused=off."
 
 
+def _no_onednn(context: PlanContext) -> str | None:
+    if not context.plan.onednn or not context.cluster.has_accelerators:
+        return None
+    return f"plan {context.plan} is for ranks on CPUs, and those of {context.cluster.name} compute on GPUs: onednn=off."
+
+
 def _no_images(context: PlanContext) -> str | None:
     """Reason against channels_last for models without images; models by import path pass."""
     plan, model = context.plan, context.job.model
@@ -329,6 +335,7 @@ CHECKS: tuple[Check, ...] = (
     Check(_loss_over_the_whole_batch, ("microbatches",)),
     Check(_models_loss_over_the_whole_batch, ("microbatches", *DATA_AXES)),
     Check(_no_fused_step, ("fused",)),
+    Check(_no_onednn, ("onednn",)),
     Check(_no_images, ("memory_format",)),
     Check(_no_graphs, ("compile",)),
     Check(_no_such_transport, ("transport", *DEGREES)),
