@@ -35,7 +35,7 @@ def summary(compare: Compare) -> Comparison:
         ranks=compare.ranks,
         hosts=compare.hosts,
         steps=compare.steps,
-        repeats=compare.repeat,
+        repeats=max(map(len, compare.runs.values())),  # fewer than asked for where it was stopped
         global_batch=compare.job.global_batch,
         target=compare.target,
         plan=str(compare.plan),
