@@ -53,6 +53,17 @@ def gpus(number: int) -> Cluster:
     return Cluster(hosts=(Host(name="a", cores=32, memory_bytes=2**37, gpus=devices),))
 
 
+def test_products_by_onednn_are_tried_first_where_torchs_own_leave_the_processor_unused() -> None:
+    on_amd = Cluster(hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="AMD EPYC"),))
+    assert next(iter(candidates(job(), on_amd).items())) == ("onednn=on", None)
+    assert list(candidates(job(), cores(2)))[5] == "onednn=on"
+    assert (
+        candidates(job(precision="fp64"), cores(2))["onednn=on"]
+        == "it multiplies float32, and the job computes in fp64"
+    )
+    assert candidates(job(), gpus(2))["onednn=on"] == "its ranks compute on GPUs"
+
+
 def candidates(work: Job, cluster: Cluster) -> dict[str, str | None]:
     """Every knob, with the reason why it is not tried."""
     return {str(knob): knob.untried for knob in knobs(work, cluster, auto_plan(work, cluster))}

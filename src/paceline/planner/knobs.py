@@ -122,12 +122,15 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
 
     All of them keep the job's precision, but for those that are hints.
     """
+    onednn = Knob({"onednn": True}, untried=_why_no_onednn(job, cluster))
+    gains = any("AMD" in host.cpu for host in cluster.hosts)  # whose AVX-512 torch's own products leave unused
     found = [
+        *([onednn] if gains else []),
         Knob({"memory_format": "channels_last"}),
         Knob({"fused": True}),
         *_other_divisions(cluster, plan),
         Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),
-        Knob({"onednn": True}, untried=_why_no_onednn(job, cluster)),
+        *([] if gains else [onednn]),
         Knob({"compile": "on"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         Knob({"compile": "reduce-overhead"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         *_hints(job, cluster),
