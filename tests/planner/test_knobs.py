@@ -62,7 +62,9 @@ def test_products_by_onednn_are_tried_first_where_torchs_own_leave_the_processor
         candidates(job(precision="fp64"), cores(2))["onednn=on"]
         == "it multiplies float32, and the job computes in fp64"
     )
-    assert candidates(job(), gpus(2))["onednn=on"] == "its ranks compute on GPUs"
+    assert candidates(job(), gpus(2))["onednn=on"] == (
+        "is for ranks on CPUs, and those of this cluster compute on GPUs"
+    )
 
 
 def candidates(work: Job, cluster: Cluster) -> dict[str, str | None]:

@@ -122,7 +122,7 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
 
     All of them keep the job's precision, but for those that are hints.
     """
-    onednn = Knob({"onednn": True}, untried=_why_no_onednn(job, cluster))
+    onednn = Knob({"onednn": True}, untried=_why_no_onednn(job))
     gains = any("AMD" in host.cpu for host in cluster.hosts)  # whose AVX-512 torch's own products leave unused
     found = [
         *([onednn] if gains else []),
@@ -139,9 +139,7 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
     return [replace(knob, untried=_why_not(knob.on(plan), plan, job, cluster) or knob.untried) for knob in new]
 
 
-def _why_no_onednn(job: Job, cluster: Cluster) -> str | None:
-    if cluster.has_accelerators:
-        return "its ranks compute on GPUs"
+def _why_no_onednn(job: Job) -> str | None:
     return None if job.precision == "fp32" else f"it multiplies float32, and the job computes in {job.precision}"
 
 
