@@ -7,7 +7,8 @@ what the system asks for.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ class Work:
         taken = 0
         for epoch in count():
             indices = list(part.batches(epoch))
-            read = map(whole, indices) if whole else DataLoader(_OneByOne(data), batch_sampler=indices)
+            read = (
+                map(partial(_at_once, whole), indices) if whole else DataLoader(_OneByOne(data), batch_sampler=indices)
+            )
             for batch in read:
                 if taken == self.task.steps:
                     return
@@ -133,6 +136,12 @@ class Work:
         """Leave the record of this rank, if it took any step."""
         if self._losses:
             Steps(self._losses, self._ended_s).write(self.folder, self.rank)
+
+
+def _at_once(whole: Callable[[list[int]], Any], indices: list[int]) -> Any:
+    """A batch by a data set's access to many samples, collated where it was not."""
+    found = whole(indices)
+    return default_collate(found) if isinstance(found, list) else found
 
 
 class _OneByOne(Dataset[Any]):
