@@ -98,7 +98,7 @@ def _wait(
     kill: Kill | None,
 ) -> int:
     """Wait until all that do not serve have ended well; returns the most memory seen."""
-    began, most, look = time.time(), 0, time.monotonic() + _MEMORY_S
+    began, most, look = time.time(), 0, time.monotonic() + _MEMORY_S / 2  # a short run is seen once, too
     while True:
         codes = [(process.poll(), command.serves) for command, process in processes]
         if failed := [code for code, serves in codes if code or (serves and code is not None)]:
