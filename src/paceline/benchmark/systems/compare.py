@@ -185,7 +185,7 @@ class Compare:
                     if round_ not in done and way.title not in self.left_out:
                         self._measure(way, round_, hosts, emulation, stopped)
                 for way in self.ways if self.kill else ():
-                    if way.system.name != PLAIN and not way.tuned and self.runs[way.key]:
+                    if way.system.is_killed and way.system.name != PLAIN and not way.tuned and self.runs[way.key]:
                         self._kill(way, hosts, stopped)
             except KeyboardInterrupt:
                 self.stopped_by = signals.first or "SIGINT"

@@ -126,7 +126,8 @@ def _remarks(ways: list[ComparedWay], best: ComparedWay | None, repeats: int) ->
         yield f"Fewest bytes on the busiest link: {fewest.title} ({fewest.label}), {sent} a step."
     lasting = [way for way in ways if way.recovery.startswith("goes on")]
     if any(way.recovery for way in ways):
-        yield f"When a rank is killed, {', '.join(way.title for way in lasting) or 'none'} went on; the others ended."
+        names = ", ".join(dict.fromkeys(way.title for way in lasting)) or "none"
+        yield f"When a rank is killed, {names} went on; the others that were tried ended."
     scripts = [way for way in several if way.lines is not None]
     if scripts:
         short = min(scripts, key=lambda way: way.lines or 0)

@@ -76,6 +76,7 @@ class System(ABC):
         apart: its environment has nothing of paceline's, nor torch.
         tuned: settings of its own that are tried as well, with paceline's settings for memory and data.
         takes_channels_last: it trains weights that are laid out so.
+        is_killed: a rank is killed where that is asked for; False where outliving it needs another script than this.
     """
 
     name: str
@@ -86,6 +87,7 @@ class System(ABC):
     apart: bool = False
     tuned: Mapping[str, object] = field(default_factory=dict)
     takes_channels_last: bool = True
+    is_killed: bool = True
 
     @property
     def script(self) -> Path | None:

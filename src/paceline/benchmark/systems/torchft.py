@@ -84,5 +84,6 @@ SYSTEM = _Torchft(
     title="torchft",
     documentation="https://github.com/meta-pytorch/torchft",
     train=f"{__name__}:train",
+    is_killed=False,  # see benchmarks/faults.py
     requirements=["torchft.txt"],
 )
