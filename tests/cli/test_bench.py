@@ -25,6 +25,35 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def test_options_that_mean_nothing_for_a_comparison_of_systems_are_refused(job: Path, tmp_path: Path) -> None:
+    for options in (("--devices", "1,2"), ("--no-weak",), ("--hosts", "a,b")):
+        refused = paceline("bench", job, "--systems", "ddp", *options, folder=tmp_path)
+        assert refused.code == 2
+        assert "leave it out" in " ".join(refused.err.replace("│", " ").split())
+    assert paceline("bench", job, "--kill-rank", folder=tmp_path).code == 2
+    unknown = paceline("bench", job, "--systems", "dpd", folder=tmp_path)
+    assert unknown.error.startswith('unknown system "dpd". Did you mean "ddp"?')
+    assert not (tmp_path / "bench").exists()
+
+
+@pytest.mark.timeout(240)
+def test_a_comparison_that_ctrl_c_ends_keeps_what_it_measured_and_goes_on(job: Path, tmp_path: Path) -> None:
+    command = ("paceline", "bench", job, "--systems", "plain", "--repeat", 2, "--steps", 12, "--out", "c")
+    kept = tmp_path / "c" / "measured.jsonl"
+    with started(*command, folder=tmp_path) as process:
+        wait_for(lambda: kept.exists() and kept.read_text().count("\n") > 0, process)
+        process.send_signal(signal.SIGINT)
+        outcome = ended(process, deadline_s=60)
+    assert outcome.code == 130
+    assert outcome.says("stopped   SIGINT; what is measured is kept. Go on: paceline bench", "--out c")
+    assert list((tmp_path / "c" / "runs").iterdir()) == []
+    before = kept.read_text().splitlines()
+    with started(*command, folder=tmp_path) as process:
+        assert ended(process, deadline_s=200).code == 0
+    assert kept.read_text().splitlines()[: len(before)] == before
+    assert json.loads((tmp_path / "c" / "report.json").read_text())["repeats"] == 2
+
+
 @pytest.mark.timeout(240)  # six starts of ranks
 def test_one_and_two_devices_are_measured_in_turn_and_reported(job: Path, tmp_path: Path) -> None:
     with started(

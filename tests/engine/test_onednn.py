@@ -93,6 +93,15 @@ def test_large_products_do_go_to_onednn_and_no_longer_once_it_is_off(monkeypatch
     assert seen == [(128, 64)]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    a, b = torch.randn(128, 64), torch.randn(64, 128)
+    a[3, 5] = value
+    found = a @ b
+    assert not found[3].isfinite().any()
+    assert found[torch.arange(128) != 3].isfinite().all()
+
+
 def test_shapes_that_do_not_fit_are_torchs_own_error() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         torch.randn(128, 64) @ torch.randn(65, 128)

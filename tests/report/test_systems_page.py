@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from browser import Browser
+from commands import paceline
 from handmade_comparisons import comparison, way
+from paceline.benchmark.systems.compared import Comparison
 from paceline.report.systems_view import write_systems_page
 
 needs_chromium = pytest.mark.needs_chromium
@@ -46,6 +49,16 @@ def test_text_of_a_job_and_of_a_system_runs_nothing(browser: Browser, tmp_path: 
     )
     browser.open(write_systems_page(hostile, tmp_path))
     assert browser.run("return window.stolen === undefined")
+
+
+def test_the_page_is_made_anew_from_the_directory_as_report_does(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(comparison().to_json()))
+    (tmp_path / "protocol.json").write_text(json.dumps({"systems": {}}))
+    assert Comparison.load(comparison().to_json()) == comparison()
+    assert paceline("report", ".", folder=tmp_path).says("report.html")
+    assert "paceline takes the shortest steps; DDP takes 1.2" in (tmp_path / "report.html").read_text()
+    (tmp_path / "report.json").write_text('{"ways": 3}')
+    assert "no comparison of paceline writes" in paceline("report", ".", folder=tmp_path).error
 
 
 def test_the_page_says_so_where_no_other_system_ran(tmp_path: Path) -> None:

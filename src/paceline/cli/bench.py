@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import bench_simulated as of_simulated
+from paceline.cli.bench_systems import refuse_what_has_no_effect
 from paceline.cli.where import EXIT_CODES, ClusterFile, Hosts, JobFile, start_on
 
 EXAMPLE = "Example: paceline bench examples/digits.yaml --devices 1,2 --repeat 3"
@@ -72,6 +73,10 @@ def command(
     Runs are interleaved. With --simulate, predict that for machines that are not here.
     """
     of_simulated.refuse_what_has_no_effect(context, simulated=simulate is not None)
+    if systems is not None:
+        refuse_what_has_no_effect(context)
+    elif kill_rank:
+        raise typer.BadParameter("it goes with --systems; leave it out", param_hint="--kill-rank")
     start_on(hosts, cluster)
     from paceline.job.job import Job
 
@@ -103,8 +108,6 @@ def command(
     if systems is not None:
         from paceline.cli.bench_systems import compare_systems
 
-        if devices is not None:
-            raise typer.BadParameter("--systems uses all devices, and one for comparison: leave --devices out")
         compare_systems(
             what,
             where,
@@ -118,8 +121,6 @@ def command(
             command=line,
         )
         return
-    if kill_rank:
-        raise typer.BadParameter("it goes with --systems; leave it out", param_hint="--kill-rank")
     settings = what, where, _plans(plans), _numbers(devices)
     with kept_at(out, partial(typer.echo, err=True)) as folder:
         benchmark = Benchmark(*settings, repeat=repeat, steps=steps, weak=weak, out=folder, command=line)

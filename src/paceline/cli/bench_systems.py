@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
     from paceline.job.job import Job
 
 BENCHES = Path("bench")
+_WITHOUT_EFFECT = {
+    "devices": "--systems compares on all devices, and on one",
+    "weak": "--systems compares at the same global batch",
+    "hosts": "systems are compared on this machine, or on hosts that it emulates (--cluster)",
+}
+
+
+def refuse_what_has_no_effect(context: typer.Context) -> None:
+    """Refuse options of the plain benchmark beside `--systems`."""
+    for name, why in _WITHOUT_EFFECT.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"{why}; leave it out", param_hint=f"--{name}")
 
 
 def compare_systems(
@@ -64,7 +78,8 @@ def compare_systems(
         show(found, Console())
         typer.echo(f"report    {page}")
     if compare.stopped_by:
-        typer.echo(f"stopped   {compare.stopped_by}; what is measured is kept. Go on: {command} --out {path}")
+        go_on = command if out else f"{command} --out {shlex.quote(str(path))}"
+        typer.echo(f"stopped   {compare.stopped_by}; what is measured is kept. Go on: {go_on}")
     if found is not None and as_json:
         typer.echo(json.dumps({"figures": figures(found), "environment": found.environment}))
     if compare.stopped_by:

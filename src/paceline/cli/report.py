@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,10 @@ def _page(directory: Path) -> Path:
     from paceline.report.run_view import write_run_page
     from paceline.training.record.run import Run
 
+    if (directory / "report.json").is_file() and _is_comparison(directory):
+        from paceline.report.systems_view import write_kept_systems_page
+
+        return write_kept_systems_page(directory)
     if (directory / "report.json").is_file():
         return write_bench_page(Report.load(directory / "report.json"), directory)
     if (directory / "job.yaml").is_file():
@@ -45,6 +50,18 @@ def _page(directory: Path) -> Path:
         f"{directory}: no such directory. Name one that `paceline train` or `paceline bench` has written, "
         "e.g. runs/digits-…"
     )
+
+
+def _is_comparison(directory: Path) -> bool:
+    """True for the directory of `bench --systems`."""
+    from paceline.benchmark.directory import PROTOCOL
+    from paceline.files import read_text
+
+    try:
+        protocol = json.loads(read_text(directory / PROTOCOL))
+    except (OSError, ValueError):
+        return False
+    return isinstance(protocol, dict) and "systems" in protocol
 
 
 def _page_of_url(url: str) -> Path:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline import units
+from paceline.benchmark.directory import REPORT
 from paceline.benchmark.systems.compared import ComparedWay, Comparison
+from paceline.files import read_text
 from paceline.report import systems_charts
-from paceline.report.page import PAGE, Card, Cell, Chart, Row, write_page
+from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
 
 OURS = "paceline"
 
@@ -28,6 +31,16 @@ def write_systems_page(found: Comparison, folder: Path) -> Path:
         found=found,
         view=SystemsView(found),
     )
+
+
+def write_kept_systems_page(folder: Path) -> Path:
+    """Write the page of a comparison anew, from its directory.
+
+    Raises:
+        RunError: its report cannot be read, or the page cannot be written.
+    """
+    with not_by_paceline(folder, "comparison"):
+        return write_systems_page(Comparison.load(json.loads(read_text(folder / REPORT))), folder)
 
 
 class SystemsView:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from paceline.benchmark.systems.comparable import as_compared, must_be_cpus_of_this_machine, must_draw_nothing
 from paceline.benchmark.systems.compare import Compare
 from paceline.benchmark.systems.system import SYSTEMS
-from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster.cluster import Cluster, Device, Emulate, Host
 from paceline.cluster.discover import discover
 from paceline.errors import RunError
 from paceline.job.job import Job
@@ -70,8 +71,38 @@ def test_a_name_that_nobody_knows_is_told_with_the_nearest(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_a_batch_that_cannot_be_dealt_evenly_is_refused(tmp_path: Path) -> None:
-    if discover().devices % 7 == 0:
-        pytest.skip("seven devices deal a batch of seven")
-    with pytest.raises(RunError, match="global_batch 7 cannot be dealt evenly"):
-        Compare(job(global_batch=7), None, ["ddp"], out=tmp_path / "out", say=print)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"global_batch": 7},
+            "global_batch 7 cannot be dealt evenly to 4 ranks.*: let it be 4",
+        ),
+        ({"precision": "bf16"}, "systems are compared in fp32, and the job says precision: bf16"),
+    ],
+)
+def test_jobs_on_which_systems_would_do_other_work_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RunError, match=reason):
+        as_compared(job(**changes), 20, 4)
+
+
+def test_what_is_compared_logs_to_no_tracker() -> None:
+    assert as_compared(job(trackers=["tensorboard"]), 20, 4).trackers == ()
+
+
+def test_machines_on_which_the_others_would_compute_elsewhere_are_refused(tmp_path: Path) -> None:
+    gpu = Device(index=0, name="H200", memory_bytes=2**37, bf16=True)
+    host = Host(name="a", cores=2, memory_bytes=2**34)
+    for hosts, reason in (
+        ((host.model_copy(update={"gpus": (gpu,)}),), "systems are compared on CPUs"),
+        ((host, host.model_copy(update={"name": "b"})), "no other hosts"),
+    ):
+        with pytest.raises(RunError, match=reason):
+            must_be_cpus_of_this_machine(Cluster(hosts=hosts))
+
+
+def test_a_model_with_dropout_is_refused_with_the_place_of_it() -> None:
+    dropped = job(model={"zoo": "gpt", "args": {"layers": 1, "dropout": 0.1}}, data={"kind": "text", "path": "."})
+    with pytest.raises(RunError, match=r'"dropout" of the model drops out with p=0.1'):
+        must_draw_nothing(dropped)
+    must_draw_nothing(job())

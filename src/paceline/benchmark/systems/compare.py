@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +15,12 @@ from typing import Any
 
 from paceline.benchmark.directory import MEASURED, REPORT, BenchmarkDirectory
 from paceline.benchmark.protocol import rounds
+from paceline.benchmark.systems.comparable import (
+    as_compared,
+    must_be_cpus_of_this_machine,
+    must_draw_nothing,
+    normalises_apart,
+)
 from paceline.benchmark.systems.compared import (
     AGREE,
     Comparison,
@@ -41,11 +48,12 @@ from paceline.launch.signals import StopSignals
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.plan import Plan
 from paceline.tuning.auto import choose
-from paceline.units import count, seconds
+from paceline.units import seconds
 
 OURS, PLAIN = "paceline", "plain"
 PROOF_STEPS = 12  # of the first run of each way, whose losses are compared before anything is timed
 STEPS = 70
+_PATIENCE = 5.0
 _PORTS = 40  # free in a row, for a run
 Say = Callable[[str], None]
 
@@ -78,7 +86,7 @@ class Compare:
         steps: of every run.
         tuned: run each system also with paceline's settings for memory and data, and its own tuned ones.
         kill: also run each system once with a rank killed half-way.
-        deadline_s: after so long, a run is taken to hang.
+        deadline_s: after so long a run is taken to hang, or five times what its first steps promise, if that is more.
 
     Raises:
         PacelineError: the job, a plan, a name or the directory cannot work.
@@ -101,15 +109,18 @@ class Compare:
         command: str = "paceline.bench",
     ) -> None:
         self.cluster = to_run_on(cluster)
+        must_be_cpus_of_this_machine(self.cluster)
         self.steps, self.repeat, self.deadline_s = steps or STEPS, repeat, deadline_s
         self.hosts = self.cluster.emulate.hosts if self.cluster.emulate else 1
         self.ranks = self.hosts if self.hosts > 1 else self.cluster.devices
-        self.job, self.target = _as_compared(job, self.steps, self.ranks), job.stop.loss_below
+        self.job, self.target = as_compared(job, self.steps, self.ranks), job.stop.loss_below
+        must_draw_nothing(self.job)
         self.say, self.command, self.path, self.kill = say, command, out, kill
         self.pauses: dict[str, float | None] = {}  # after a kill; None: the training ended
         self.stopped_by: str | None = None
         self.left_out: dict[str, str] = {}
         self.differences: dict[str, float] = {}
+        self.first_run_s: dict[str, float] = {}  # how long the first steps took, the start included
         self.reference: list[float] = []
         loaded = {name: SYSTEMS[name].load() for name in dict.fromkeys([OURS, PLAIN, *systems])}
         self.directory = BenchmarkDirectory(out)
@@ -214,16 +225,18 @@ class Compare:
         """Compare every way's first losses with those of one process."""
         steps = min(PROOF_STEPS, self.steps)
         task = self._task(Way(REFERENCE.name, REFERENCE, ""), steps)
-        task = replace(task, parts=self.ranks if _normalises_apart(self.job) else 1)
+        task = replace(task, parts=self.ranks if normalises_apart(self.job) else 1)
         self.reference = self._one(REFERENCE, task, (), stopped).steps.losses
         for way in self.ways:
             if way.title in self.left_out:
                 continue
+            began = time.monotonic()
             try:
                 losses = self._one(way.system, self._task(way, steps), hosts, stopped, tuned=way.tuned).steps.losses
             except RunError as error:
                 self._leave_out(way.title, error)
                 continue
+            self.first_run_s[way.system.name] = time.monotonic() - began
             apart = difference(losses, self.reference)
             self.differences[way.key] = apart
             same = f"the same losses (to {apart:.0e})" if apart <= AGREE else f"OTHER losses, by up to {apart:.1%}"
@@ -312,7 +325,13 @@ class Compare:
         variables = dict(ALLOCATOR) if tuned else {}
         with scratch_folder() as scratch:
             start = Start(python, folder, task, self.cluster, hosts, _free_port(), scratch)
-            finished = run(system, start, variables, deadline_s=self.deadline_s, stopped=stopped, kill=kill)
+            promised_s = self.first_run_s.get(system.name, 0.0) * task.steps / PROOF_STEPS
+            deadline_s = max(self.deadline_s, _PATIENCE * promised_s)
+            try:
+                finished = run(system, start, variables, deadline_s=deadline_s, stopped=stopped, kill=kill)
+            except KeyboardInterrupt:
+                shutil.rmtree(folder)
+                raise
         shutil.rmtree(folder)
         return finished
 
@@ -325,28 +344,6 @@ class Compare:
     def comparison(self) -> Comparison | None:
         """The result of the finished runs; None before the first of paceline."""
         return summary(self) if self.runs.get(OURS) else None
-
-
-def _as_compared(job: Job, steps: int, ranks: int) -> Job:
-    """The job of so many steps, each of a whole batch that is dealt evenly.
-
-    Raises:
-        RunError: the global batch cannot be dealt evenly, as the other systems need it.
-    """
-    if job.global_batch % ranks:
-        raise RunError(
-            f"global_batch {job.global_batch} cannot be dealt evenly to {count(ranks, 'rank')}, as the other systems "
-            f"need it: let it be {job.global_batch // ranks * ranks or ranks}"
-        )
-    stop = {"stop": StopSpec(steps=steps), "evaluate": EvaluateSpec(every_steps=steps), "drop_last": True}
-    return job.model_copy(update=stop)
-
-
-def _normalises_apart(job: Job) -> bool:
-    """True if replicas normalise each its own part of a batch."""
-    from paceline.sync.batchnorm import has_batch_norm
-
-    return job.batch_norm == "local" and has_batch_norm(job.model.build())
 
 
 def _busiest(emulation: Emulation | None) -> float:

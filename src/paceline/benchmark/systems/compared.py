@@ -107,6 +107,18 @@ class Comparison:
         """Plain values."""
         return dataclasses.asdict(self)
 
+    @classmethod
+    def load(cls, values: dict[str, Any]) -> Comparison:
+        """A comparison from plain values."""
+        return cls(**(values | {"ways": [_way(way) for way in values["ways"]]}))
+
+
+def _way(values: dict[str, Any]) -> ComparedWay:
+    found: dict[str, Any] = {
+        key: Interval(**value) if isinstance(value, dict) else value for key, value in values.items()
+    }
+    return ComparedWay(**found)
+
 
 def step_time_s(ended_s: Sequence[float]) -> float:
     """Seconds of a step after the warm-up: the median over equal parts of the run."""

@@ -37,7 +37,14 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
     if not system.requirements:
         return Path(sys.executable)
     files = [REQUIREMENTS / name for name in system.requirements]
-    folder = made_cache_folder("systems") / f"{files[-1].stem}-{_key(files, apart=system.apart)}"
+    try:
+        cache = made_cache_folder("systems")
+    except OSError as error:
+        raise RunError(
+            f"{system.title} is not installed: its environment has no place, as {error.filename} cannot be used "
+            f"({error.strerror}). Set XDG_CACHE_HOME to a folder of yours."
+        ) from error
+    folder = cache / f"{files[-1].stem}-{_key(files, apart=system.apart)}"
     python = folder / "bin" / "python"
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two benchmarks at once make it once

@@ -27,7 +27,7 @@ class Ours(System):
         lines = run.steps(0)
         links = [event["links"].values() for event in run.events() if event["event"] == "links"]
         wire = [max(link["sent_bytes"], link["received_bytes"]) for each in links for link in each]
-        return Steps([line["loss"] for line in lines], [line["time"] for line in lines], max(wire, default=None))
+        return Steps(run.losses, [line["time"] for line in lines], max(wire, default=None))
 
 
 SYSTEM = Ours(name="paceline", title="paceline", documentation="docs/tutorial.md")

@@ -74,7 +74,7 @@ def addresses(start: Start, ranks: int, first: int = 0) -> list[str]:
 
 def lay_out(start: Start) -> None:
     """Write samples, their order, first weights and settings where the scripts read them."""
-    from paceline.training.build import seed_all
+    from paceline.training.build import load_published, seed_all
 
     job = Job.load(start.folder / JOB)
     seed_all(job.seed)
@@ -87,7 +87,9 @@ def lay_out(start: Start) -> None:
     np.save(start.folder / "target.npy", target.numpy())
     np.save(start.folder / "order.npy", order)
     seed_all(job.seed)
-    weights = {name: tensor.numpy() for name, tensor in job.model.build().state_dict().items()}
+    model = job.model.build()
+    load_published(job, model)
+    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     np.savez(start.folder / "weights.npz", **weights)
     write_whole(start.folder / "tensorflow.json", json.dumps(_about(start, job)))
 

@@ -26,7 +26,7 @@ from paceline.engine.calls import to_channels_last
 from paceline.job.batch import Batch, place, split, target_of
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.training.build import seed_all
+from paceline.training.build import load_published, seed_all
 
 
 class Work:
@@ -52,6 +52,7 @@ class Work:
         """The job's model with its first weights, the same in every process."""
         seed_all(self.job.seed)
         model = self.job.model.build()
+        load_published(self.job, model)
         if self.task.channels_last:
             to_channels_last(model)
         return model
