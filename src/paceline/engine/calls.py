@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.device import CPU, DEVICE_VARIABLE, widest_float
 from paceline.engine.onednn import use_onednn
+from paceline.engine.sparse_tables import keep_rows, make_dense, refuse_sparse_adam
 from paceline.errors import JobError, PlanError
 from paceline.plans.limits import whole_batch_in_parts
 from paceline.plans.plan import Plan
-from paceline.plans.sync_info import sync_info
 from paceline.sync.batchnorm import has_batch_norm, synchronise
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ def made_ready(engine: Engine, model: nn.Module, plan: Plan) -> nn.Module:
         torch.set_num_threads(plan.threads)
     use_onednn(plan.onednn)
     if engine.split is None:
-        info = sync_info(plan.sync)
-        rows = info.served and info.sends == "gradients"
-        model = prepared(model, settings.batch_norm, engine.precision, engine.group, rows=rows)
+        engine.rows = keep_rows(engine, model, plan)
+        model = prepared(model, settings.batch_norm, engine.precision, engine.group, engine.rows)
         model.to(engine.device)
+    refuse_sparse_adam(engine, plan)
     for outside in engine.extra.values():
         wide = torch.float64 if engine.precision == "fp64" and outside.is_floating_point() else None
         outside.data = outside.data.to(engine.device, wide)
@@ -45,13 +46,15 @@ def made_ready(engine: Engine, model: nn.Module, plan: Plan) -> nn.Module:
     return model
 
 
-def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Group, *, rows: bool = False) -> nn.Module:
+def prepared(
+    model: nn.Module, batch_norm: str, precision: str, data_group: Group, rows: Collection[Tensor] = ()
+) -> nn.Module:
     """The model in its precision, with synchronised batch norms where the job asks for them.
 
     Called before the model is split.
 
     Args:
-        rows: sparse gradients stay sparse, as servers take their rows.
+        rows: tables whose gradients stay sparse.
     """
     if precision == "fp64":
         if widest_float(data_group.device) != torch.float64:
@@ -63,8 +66,8 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Grou
         choose = getattr(model, "set_experts_implementation", None)
         if choose is not None:
             choose("eager")  # the grouped matrix product of transformers' mixtures takes no float64
-    if not rows:
-        _prepare_embeddings(model, data_group)
+    make_dense(model, set(rows))
+    _refuse_frequencies(model, data_group)
     synchronised = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
     if batch_norm == "sync" or data_group.size == 1:
         return synchronise(model, data_group)
@@ -77,15 +80,11 @@ def prepared(model: nn.Module, batch_norm: str, precision: str, data_group: Grou
     return model
 
 
-def _prepare_embeddings(model: nn.Module, data_group: Group) -> None:
-    """Have embeddings make dense gradients, which every collective takes.
-
-    Optimizer steps are the same.
-    """
+def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
+    """Refuse embeddings that divide by how often a row is in the batch, of which a rank sees a part."""
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        module.sparse = False
         if module.scale_grad_by_freq and data_group.size > 1:
             raise PlanError(
                 f'"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not the '

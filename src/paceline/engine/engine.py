@@ -40,6 +40,7 @@ from paceline.plans.sync_info import sync_info
 from paceline.split.parts import Part
 from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule
 from paceline.sync.batchnorm import unsynchronise
+from paceline.sync.rows import numbers_of
 from paceline.sync.served import Served
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Engine:
         split: how the model is divided over the ranks of a replica; None where each holds all of it.
         agreement: what makes gradients, loss and votes those of all replicas.
         guard: leaves out updates that are not finite, and of spikes of the loss.
+        rows: tables whose gradients are sparse.
         rule: how the replicas agree.
         replica: what the rule sees of this rank; its `traffic` is what the rule has sent.
         messages: lines for the record of the run, of the rule and of the comparison of replicas.
@@ -146,6 +148,7 @@ class Engine:
         self.group, self.settings, self.device = group, settings, group.device
         self.precision = plan.precision or settings.precision
         self.step_count = self._dealt = 0
+        self.rows: set[Tensor] = set()
         self.before_update: Callable[[int], object] | None = None
         self.updates = 0
         self.outcome: Outcome | None = None
@@ -299,7 +302,7 @@ class Engine:
         """
         step = self.step_count + 1
         if outcome.updated:
-            self.agreement.gradients = [p.grad for p in self.named_parameters().values() if p.grad is not None]
+            self.agreement.gradients = numbers_of(self.named_parameters().values())
             if stage == "summed":
                 self.agreement.scale(outcome.rescale)
             self._clip(outcome.norm)
@@ -391,6 +394,7 @@ class Engine:
             world=world,
             extra=list(self.extra.values()) if split is None else [],
             owner=self._owners() if split is None else {},
+            rows=self.rows,
             identical=identical,
             log=self.messages.append,
         )

@@ -254,9 +254,9 @@ def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout,
     """Relative L2 distance; infinite where only one of the two is there and not zero."""
     if own is None or reference is None:
         there = own if own is not None else reference
-        return 0.0 if there is None or not there.any() else math.inf
+        return 0.0 if there is None or not _copy(local(there)).any() else math.inf
     norm = max(float(torch.linalg.vector_norm(reference)), least)
-    difference = float(torch.linalg.vector_norm(local(own).detach().cpu().double() - layout.take(reference)))
+    difference = float(torch.linalg.vector_norm(_copy(local(own)) - layout.take(reference)))
     return difference / norm if norm else difference
 
 
@@ -299,4 +299,5 @@ def _steps(loader: Loader, steps: int) -> Iterator[Batch | None]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().double().clone(memory_format=torch.contiguous_format)
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    return dense.detach().cpu().double().clone(memory_format=torch.contiguous_format)

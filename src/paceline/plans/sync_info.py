@@ -40,6 +40,7 @@ class SyncInfo:
         codes_alone: True if each rank's numbers are coded by themselves, which codecs of sums cannot do.
         several_optimizers: True if it heeds `replica.backward.only`, for models that several optimizers train.
         needs_inner: True if it uses `replica.inner`, the ranks of its own replica, which costs a process group.
+        takes_rows: True if it takes sparse gradients: only the rows that a batch looked up (see `sync/rows.py`).
         served: True if servers own the parameters: workers take pieces of the global batches as they can, and no
             collective joins them between borders (`training/served/`).
         varies: what of this description is otherwise for some arguments, by field; asked with all of them.
@@ -56,6 +57,7 @@ class SyncInfo:
     codes_alone: bool = False
     several_optimizers: bool = False
     needs_inner: bool = True
+    takes_rows: bool = False
     served: bool = False
     varies: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda arguments: {}
 
@@ -141,6 +143,7 @@ RULES = ExtensionPoint(
             compresses=True,
             several_optimizers=True,
             needs_inner=False,
+            takes_rows=True,
         ),
         "local": SyncInfo(
             "paceline.sync.local:LocalSGD",

@@ -20,6 +20,7 @@ from paceline.comm.comm_thread import CommThread
 from paceline.comm.group import Group
 from paceline.device import is_accelerator
 from paceline.errors import SyncError
+from paceline.sync.rows import numbers_of, sum_rows
 from paceline.sync.rule import Agreement, Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import broadcast_state
 from paceline.sync.traffic import Traffic
@@ -58,6 +59,7 @@ class AllReduce(SyncRule):
         self.replica, self.parameters = replica, replica.trainable
         broadcast_state(replica)
         dp = replica.dp
+        self.rows = [p for p in self.parameters if p in replica.rows]
         if dp.size == 1:
             return
         if dp.is_fake:
@@ -66,6 +68,8 @@ class AllReduce(SyncRule):
         self.overlap = whole and self.overlap_pays(dp)
         self.streams = self.streams_over(dp)
         first = self.streams[0]
+        # several streams each have a count of their own
+        self.rows_traffic = replica.traffic if len(self.streams) == 1 else Traffic()
         limit = (BUCKET_BYTES if accelerated else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
         self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
         self.scalars = _scalars(self.buckets[-1], replica.scalar_count)
@@ -83,12 +87,13 @@ class AllReduce(SyncRule):
                 for b in self.buckets
                 for i, p in enumerate(b.parameters)
             ]
+            self.hooks += [p.register_post_accumulate_grad_hook(self._check_by_the_engine) for p in self.rows]
         self.gradients = [b.gradients for b in self.buckets if b.gradient_size]
 
     def after_backward(self, step: int, scalars: Tensor) -> Agreement:
         replica = self.replica
         if replica.dp.size == 1:
-            return Agreement([p.grad for p in self.parameters if p.grad is not None], scalars)
+            return Agreement(numbers_of(self.parameters), scalars)
         if scalars is not self.scalars:
             self.scalars.copy_(scalars)
         summed = [number for number, bucket in enumerate(self.buckets) if not self._left_out(bucket)]
@@ -101,13 +106,14 @@ class AllReduce(SyncRule):
                     self._begin(number)
                 else:
                     self._stream(number).sum(bucket, _name(number))
+        rows = self._sum_rows()
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
         for number in summed:
             self.buckets[number].hand_out()
         if len(self.streams) > 1:
-            replica.traffic.become(stream.traffic for stream in self.streams)
+            replica.traffic.become([self.rows_traffic, *(stream.traffic for stream in self.streams)])
         if self.choice is not None and not self.choice.decided:
             self._choose()
         for stream in self.streams:
@@ -115,7 +121,7 @@ class AllReduce(SyncRule):
                 for message in stream.compressor.messages:
                     replica.log(message)
                 stream.compressor.messages.clear()
-        return Agreement(self.gradients, self.scalars)
+        return Agreement(self.gradients + rows, self.scalars)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -205,9 +211,8 @@ class AllReduce(SyncRule):
 
     def _collect(self, bucket: Bucket, i: int, parameter: Tensor) -> None:
         """Move a new gradient into its bucket, and send the bucket when it is full."""
+        self._check_by_the_engine(parameter)
         if self.replica.backward.gradients != "collected":
-            if self.replica.backward.gradients == "refused":
-                raise not_by_the_engine()
             return
         if bucket.pending is not None:
             raise SyncError(
@@ -218,6 +223,22 @@ class AllReduce(SyncRule):
         if self.overlap and self.replica.backward.last:
             bucket.whole.add(i)
             self._begin_full_buckets()
+
+    def _check_by_the_engine(self, parameter: Tensor) -> None:
+        if self.replica.backward.gradients == "refused":
+            raise not_by_the_engine()
+
+    def _sum_rows(self) -> list[Tensor]:
+        """Sum the sparse gradients, whose few rows no bucket would hold; they are sent as they are."""
+        only, dp = self.replica.backward.only, self.replica.dp
+        tables = [p for p in self.rows if only is None or p in only]
+        if not tables:
+            return []
+        before, traffic = dp.sent_bytes, self.rows_traffic
+        gradients = sum_rows(tables, dp)
+        traffic.sent_bytes += dp.sent_bytes - before
+        traffic.plain_bytes += dp.sent_bytes - before
+        return gradients
 
     def _begin_full_buckets(self) -> None:
         """Send full buckets, in bucket order only.
@@ -263,7 +284,7 @@ def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | 
         same_kind = last.dtype == parameter.dtype and replica.owner.get(last) == replica.owner.get(parameter)
         return same_kind and not (limit_bytes and size + nbytes > limit_bytes)
 
-    backwards = replica.trainable[::-1]
+    backwards = [p for p in replica.trainable[::-1] if p not in replica.rows]
     for parameter in sorted(backwards, key=lambda p: replica.owner.get(p, -1)):
         nbytes = parameter.numel() * parameter.element_size()
         if not groups or not fits(parameter, nbytes):

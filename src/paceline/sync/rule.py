@@ -64,6 +64,7 @@ class Replica:
         extra: parameters and buffers outside of the model that are trained with it (of a loss module, of an optimizer).
         owner: which optimizer steps on a parameter, by number, where there are several; buckets hold parameters of one
             owner.
+        rows: tables whose gradients are sparse, for rules that take them (`SyncInfo.takes_rows`).
         identical: True if the replicas have the same parameters already, so that `broadcast_state` has nothing to do.
         backward: the backward pass under way.
         traffic: what the rule sent so far; it keeps the count.
@@ -78,6 +79,7 @@ class Replica:
     world: Group = field(default_factory=Group)
     extra: list[Tensor] = field(default_factory=list)
     owner: dict[Tensor, int] = field(default_factory=dict)
+    rows: set[Tensor] = field(default_factory=set)
     identical: bool = False
     backward: BackwardPass = field(default_factory=BackwardPass)
     traffic: Traffic = field(default_factory=Traffic)

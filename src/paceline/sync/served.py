@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.errors import PlanError
+from paceline.sync.rows import numbers_of
 from paceline.sync.rule import Agreement, Replica, SyncRule
 
 
@@ -38,7 +39,7 @@ class Served(SyncRule):
         self.parameters = replica.trainable
 
     def after_backward(self, step: int, scalars: Tensor) -> Agreement:
-        return Agreement([_numbers(p) for p in self.parameters if p.grad is not None], scalars)
+        return Agreement(numbers_of(self.parameters), scalars)
 
 
 class ServedDeltas(Served):
@@ -63,15 +64,6 @@ class ServedDeltas(Served):
         for full, value in state.items():
             key, _, name = full.partition("/")
             self.outer.setdefault(name, {})[key] = value
-
-
-def _numbers(parameter: nn.Parameter) -> Tensor:
-    """The numbers of a gradient, each once: of a sparse one those of its rows."""
-    assert parameter.grad is not None
-    if not parameter.grad.is_sparse:
-        return parameter.grad
-    parameter.grad = parameter.grad.coalesce()
-    return parameter.grad._values()
 
 
 def _nobody() -> None:

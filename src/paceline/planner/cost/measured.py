@@ -23,6 +23,7 @@ from paceline.planner.calibrate import Calibration, CalibrationPoint, interpolat
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.measured_links import Links, between_hosts_s, here, links_of
 from paceline.planner.cost.pipeline import simulated
+from paceline.planner.cost.rows import summed
 from paceline.planner.cost.servers import exchanged, joined_s, served_s
 from paceline.planner.cost.stages import StageCost, StageTimes, StepInputs, times_of
 from paceline.plans.axes import DEGREES
@@ -306,6 +307,7 @@ def _dp_s(layout: Layout, found: Calibration, times: Passes, links: Links) -> fl
         )
         waits_s = served_s(layout, up_s, down_s, layout.microbatches * times.seconds, 0.0)
         return waits_s + 2 * joined_s(layout, held, links.message_s) - links.shared_all_reduce_s(held * 4.0)
+    held = summed(layout, held)
     if not links.dp_between:
         sums = links.all_reduce_s(held * layout.sync_bytes, "dp") - links.shared_all_reduce_s(held * 4.0)
         return sums / layout.sync_every

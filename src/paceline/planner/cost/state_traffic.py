@@ -7,6 +7,7 @@ from paceline.planner.cost.compute import device_of
 from paceline.planner.cost.layout import Layout
 from paceline.planner.cost.memory import trained_part
 from paceline.planner.cost.products import vector_bandwidth
+from paceline.planner.cost.rows import stepped, summed
 from paceline.planner.cost.servers import exchanged, joined_s, served_s
 from paceline.planner.cost.stages import StageCost, exposed_s
 from paceline.planner.cost.traffic import all_reduce_s, gather_s, group_path, link_path, send_s
@@ -59,7 +60,7 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
     same_s = _same_weights_s(layout, slow)
     if layout.dp == 1:
         return _summed_s(same_s, layout, slow)
-    shared = _trained(layout, slow) / layout.fsdp
+    shared = summed(layout, _trained(layout, slow) / layout.fsdp)
     if layout.servers:
         return _with_servers_s(layout, slow, shared) + _summed_s(same_s, layout, slow)
     path, framework = link_path(layout, "dp"), layout.framework
@@ -127,7 +128,7 @@ def _single_experts(layout: Layout, slow: StageCost) -> float:
 def _optimizer_s(layout: Layout, slow: StageCost) -> float:
     """Time to read and write parameters, gradients and the optimizer's state once."""
     shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
-    numbers = _trained(layout, slow) / shards
+    numbers = stepped(layout, _trained(layout, slow) / shards)
     if layout.expert_ranks and layout.zero_dp and slow.experts:
         numbers += trained_part(layout) * slow.experts / layout.fsdp * (1 / layout.expert_copies - 1 / layout.dp)
     each = constants.OPTIMIZER_PASSES * (

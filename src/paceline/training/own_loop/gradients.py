@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import Group
+from paceline.sync.rows import numbers_of
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
@@ -38,12 +39,11 @@ def total_norm(parameters: Sequence[nn.Parameter], split: Split | None, group: G
         square = split.gradient_square()
         group.all_reduce(square)
         return math.sqrt(float(square))
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = numbers_of(parameters)
     return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float, largest: float | None) -> None:
     """Scale the gradients, whose L2 norm is `norm`, down to the norm `largest`."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
     if largest is not None and norm > largest:
-        torch._foreach_mul_(gradients, largest / (norm + 1e-6))
+        torch._foreach_mul_(numbers_of(parameters), largest / (norm + 1e-6))

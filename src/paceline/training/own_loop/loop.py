@@ -27,6 +27,7 @@ from paceline.errors import JobError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss, Metric
 from paceline.plans.plan import Plan
+from paceline.sync.rows import numbers_of
 from paceline.training.own_loop import state as own_state
 from paceline.training.own_loop.evaluate import Measure, evaluate
 from paceline.training.own_loop.gradients import clip, summed_apart, total_norm
@@ -171,9 +172,10 @@ class OwnLoop(Engine):
             raise JobError("update has no gradient to step by: call engine.backward(loss) before it, in every update")
         parameters = self.steps.parameters_of(stepped)
         if self.compute.loss_scale is not None:
-            self.compute.loss_scale.unscale([p.grad for p in parameters if p.grad is not None])
+            self.compute.loss_scale.unscale(numbers_of(parameters))
         if clip_value is not None:
-            nn.utils.clip_grad_value_(parameters, clip_value)
+            for gradient in numbers_of(parameters):
+                gradient.clamp_(-clip_value, clip_value)
         norm = total_norm(parameters, self.split, self.group)
         loss, step = float(self._newest_loss), self.step_count + 1
         problem = self.guard.problem(self.agreement.deciders, None, [], step=step, loss=loss, norm=norm)

@@ -254,11 +254,6 @@ def _check_rule(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     own = set(model.parameters())
-    if any(isinstance(o, torch.optim.SparseAdam) for o in optimizers):
-        raise JobError(
-            "SparseAdam takes sparse gradients, and ranks sum dense ones: use Adagrad or SGD, whose steps leave rows "
-            "without a gradient as they are, or Adam"
-        )
     held = [dict.fromkeys(p for g in o.param_groups for p in g["params"]) for o in optimizers]
     if not any(p in own for parameters in held for p in parameters):
         raise JobError(

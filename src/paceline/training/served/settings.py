@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.engine.sparse_tables import sparse_tables
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
@@ -69,7 +70,7 @@ def tensors_of(model: nn.Module, whole: Whole, period: int) -> tuple[TensorSpec,
     Raises:
         ServerRefused: a parameter is of a kind that servers do not hold.
     """
-    sparse = set[str]() if whole.divides or period > 1 else _sparse(model)
+    sparse = set[str]() if whole.divides or period > 1 else set(sparse_tables(model))
     return tuple(
         TensorSpec(name, shape, str(whole.dtypes[name]).removeprefix("torch."), sparse=name in sparse)
         for name, shape in whole.shapes.items()
@@ -93,16 +94,6 @@ def read(text: bytes) -> ServerSettings:
 
 def _whole(tensor: dict[str, Any]) -> dict[str, Any]:
     return tensor | {"shape": tuple(tensor["shape"])}
-
-
-def _sparse(model: nn.Module) -> set[str]:
-    """Names of the tables whose gradients are sparse."""
-    tables = (nn.Embedding, nn.EmbeddingBag)
-    return {
-        f"{name}.weight".lstrip(".")
-        for name, module in model.named_modules()
-        if isinstance(module, tables) and module.sparse
-    }
 
 
 def _fingerprint(tensors: tuple[TensorSpec, ...], group: GroupSettings) -> str:

@@ -1,0 +1,104 @@
+"""Sparse gradients: rows of embedding tables, added up on a rank and summed over replicas.
+
+A batch looks up few rows of a large table; the others have no gradient, are not sent, and not stepped on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import Group
+
+
+def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Tensors that hold every gradient once: dense ones, and the rows of sparse ones, flat.
+
+    A sparse gradient then has each row once, and changes with these tensors.
+    """
+    with_gradients = [p for p in parameters if p.grad is not None]
+    dense = [p.grad for p in with_gradients if p.grad is not None and not p.grad.is_sparse]
+    sparse = [p for p in with_gradients if p.grad is not None and p.grad.is_sparse]
+    return dense + [kind.hand_out(kind.added_up()) for kind in _kinds(sparse)]
+
+
+def sum_rows(tables: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
+    """Replace the gradients of tables by their sums over the group; one that no replica used has none.
+
+    Every rank sends the rows that it has, and adds up everyone's in the order of ranks.
+
+    Returns:
+        tensors that hold every gradient once, see `numbers_of`.
+    """
+    kinds = _kinds(tables)
+    own = [kind.added_up() for kind in kinds]
+    told = torch.tensor([rows._nnz() for rows in own] + [int(table.grad is not None) for table in tables])
+    everyones = told.new_empty(group.size * len(told))
+    group.all_gather(everyones, told)
+    by_rank = everyones.view(group.size, -1).tolist()
+    used = {table for table, *flags in zip(tables, *(n[len(kinds) :] for n in by_rank), strict=True) if any(flags)}
+    gradients = []
+    for number, (kind, rows) in enumerate(zip(kinds, own, strict=True)):
+        gradients.append(kind.hand_out(kind.gathered(rows, [n[number] for n in by_rank], group)))
+        for table in set(kind.tables) - used:
+            table.grad = None
+    return gradients
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Tables of one width and dtype, taken as one table: `starts` has the first row of each, and the end."""
+
+    tables: list[nn.Parameter]
+    starts: list[int]
+
+    def added_up(self) -> Tensor:
+        """The rows of this rank's gradients, each once, as one sparse tensor."""
+        found = [(t.grad, start) for t, start in zip(self.tables, self.starts, strict=False) if t.grad is not None]
+        sparse = [(g if g.is_sparse else g.to_sparse(1), start) for g, start in found]
+        like = self.tables[0]
+        numbers = [g._indices()[0] + start for g, start in sparse] or [torch.empty(0, dtype=torch.int64)]
+        values = [g._values() for g, _ in sparse] or [like.new_empty(0, like.shape[1])]
+        return self._rows(torch.cat(numbers), torch.cat(values)).coalesce()
+
+    def gathered(self, own: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+        """The sum of all ranks' rows, of which there are so many."""
+        if not any(counts):
+            return own
+        # one message: the row's number and its values, as bytes
+        message = torch.cat([_bytes(own._indices()[0][:, None]), _bytes(own._values())], 1)
+        everyones = torch.cat(group.gather_rows(message, counts))
+        numbers = everyones[:, :8].contiguous().view(torch.int64)[:, 0]
+        return self._rows(numbers, everyones[:, 8:].contiguous().view(own.dtype)).coalesce()
+
+    def hand_out(self, rows: Tensor) -> Tensor:
+        """Give each table its rows, which all lie in the tensor that is returned."""
+        numbers, values = rows._indices()[0], rows._values()
+        cuts = torch.searchsorted(numbers, torch.tensor(self.starts)).tolist()
+        for table, start, first, last in zip(self.tables, self.starts, cuts, cuts[1:], strict=False):
+            own = (numbers[first:last] - start)[None]
+            table.grad = torch.sparse_coo_tensor(
+                own, values[first:last], table.shape, is_coalesced=True, check_invariants=False
+            )
+        return values
+
+    def _rows(self, numbers: Tensor, values: Tensor) -> Tensor:
+        shape = (self.starts[-1], values.shape[1])
+        return torch.sparse_coo_tensor(numbers[None], values, shape, check_invariants=False)
+
+
+def _kinds(tables: Iterable[nn.Parameter]) -> list[_Kind]:
+    """The tables by width and dtype, in the order of the tables."""
+    kinds: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+    for table in tables:
+        kinds.setdefault((table.shape[1], table.dtype), []).append(table)
+    return [_Kind(alike, list(accumulate((len(t) for t in alike), initial=0))) for alike in kinds.values()]
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """The bytes of each row (n, w), as (n, bytes)."""
+    return rows.contiguous().view(torch.uint8)

@@ -1,0 +1,253 @@
+"""Sparse gradients of embedding tables: only rows that a batch looked up are summed, sent and stepped on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.comm.backend import joined
+from paceline.errors import JobError, SyncError
+from paceline.sync import AllReduce, Replica
+from paceline.sync.rows import numbers_of
+from ranks import Ranks
+
+ROWS, WIDTH, BATCH = 500, 4, 8
+
+
+@pytest.fixture
+def ranks(ranks: Ranks) -> Ranks:
+    """Over shared memory."""
+    return partial(ranks, backend="shm")
+
+
+class Fields(nn.Module):
+    """Tables of two widths, one of them of bags of words, one that no sample looks up, and a classifier."""
+
+    def __init__(self, *, sparse: bool = True, tied: bool = False) -> None:
+        super().__init__()
+        self.users = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.items = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.words = nn.EmbeddingBag(ROWS, 2 * WIDTH, sparse=sparse)
+        self.never = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.head = nn.Linear(4 * WIDTH, 3)
+        self.out = nn.Linear(WIDTH, ROWS, bias=False)
+        if tied:
+            self.out.weight = self.items.weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        users, items = self.users(rows[:, 0]), self.items(rows[:, 1])
+        logits: Tensor = self.head(torch.cat([users, items, self.words(rows)], 1))
+        return logits + self.out(items)[:, :1]
+
+
+def data() -> TensorDataset:
+    made = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, 40, (64, 3), generator=made)  # rows are looked up again and again
+    return TensorDataset(rows, torch.randint(0, 3, (64,), generator=made))
+
+
+@contextmanager
+def set_up(plan: str, optimizer: str, settings: dict[str, Any], **model: Any) -> Iterator[Any]:
+    torch.manual_seed(1)
+    made = Fields(**model).double()
+    stepping = getattr(torch.optim, optimizer)(made.parameters(), **{"lr": 0.3} | settings)
+    engine = paceline.setup(
+        made, stepping, F.cross_entropy, DataLoader(data(), BATCH), plan=plan, precision="fp64", clip_norm=0.5
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def trained(plan: str, optimizer: str, settings: dict[str, Any], **model: Any) -> dict[str, Any]:
+    """Losses, norms, parameters and which gradients are sparse after a few steps."""
+    with set_up(plan, optimizer, settings, **model) as engine:
+        results = [engine.step(batch) for batch, _ in zip(engine.loader, range(5), strict=False)]
+        held = dict(engine.model.named_parameters())
+        return {
+            "numbers": [(result.loss, result.grad_norm) for result in results],
+            "parameters": {name: p.detach().clone() for name, p in held.items()},
+            "sparse": sorted(name for name, p in held.items() if p.grad is not None and p.grad.is_sparse),
+            "without": sorted(name for name, p in held.items() if p.grad is None),
+            "sent": engine.replica.traffic.sent_bytes,
+        }
+
+
+TABLES = ["items.weight", "users.weight", "words.weight"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [("dp=1", "SGD"), ("dp=1 microbatches=2", "Adagrad"), ("dp=2", "SGD"), ("dp=2 microbatches=2", "Adagrad")],
+)
+def test_rows_train_as_dense_gradients_do(ranks: Ranks, plan: str, optimizer: str) -> None:
+    dense = trained("dp=1", optimizer, {}, sparse=False)
+    found = [trained(plan, optimizer, {})] if "dp=1" in plan else ranks(2, trained, plan, optimizer, {})
+    for rank in found:
+        assert rank["sparse"] == TABLES
+        assert rank["without"] == dense["without"] == ["never.weight"]
+        for (loss, norm), (expected_loss, expected_norm) in zip(rank["numbers"], dense["numbers"], strict=True):
+            assert loss == pytest.approx(expected_loss, rel=1e-9)
+            assert norm == pytest.approx(expected_norm, rel=1e-9)
+        for name, expected in dense["parameters"].items():
+            # Adagrad divides a gradient that is rounding alone by its size
+            torch.testing.assert_close(rank["parameters"][name], expected, rtol=1e-9, atol=1e-6)
+            assert torch.equal(rank["parameters"][name], found[0]["parameters"][name])
+
+
+def test_only_rows_are_sent(ranks: Ranks) -> None:
+    few, all_rows = ranks(2, trained, "dp=2", "SGD", {})[0], ranks(2, trained, "dp=2", "Adam", {})[0]
+    assert all_rows["sparse"] == []
+    assert few["sent"] < 0.3 * all_rows["sent"]  # of the rest `out` is the most
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [("SGD", {"momentum": 0.9}), ("SGD", {"weight_decay": 0.1}), ("Adagrad", {"weight_decay": 0.1}), ("AdamW", {})],
+)
+def test_gradients_are_dense_where_the_update_is_of_all_rows(optimizer: str, settings: dict[str, Any]) -> None:
+    dense, sparse = (trained("dp=1", optimizer, settings, sparse=sparse) for sparse in (False, True))
+    assert sparse["sparse"] == []
+    assert sparse["numbers"] == dense["numbers"]
+
+
+def test_a_table_that_another_layer_uses_whole_has_dense_gradients() -> None:
+    dense, sparse = (trained("dp=1", "SGD", {}, tied=True, sparse=sparse) for sparse in (False, True))
+    assert sparse["sparse"] == ["users.weight", "words.weight"]
+    assert sparse["numbers"] == pytest.approx(dense["numbers"], rel=1e-12)
+
+
+def test_a_fused_update_which_takes_no_rows_is_unfused(ranks: Ranks) -> None:
+    expected = trained("dp=1", "SGD", {}, sparse=False)["numbers"]
+    for rank in ranks(2, trained, "dp=2 fused=on", "SGD", {}):
+        assert rank["sparse"] == TABLES
+        assert rank["numbers"] == [pytest.approx(numbers, rel=1e-9) for numbers in expected]
+
+
+# Torch's way: SparseAdam for the tables, Adam for the rest
+
+
+def optimizers_of(model: Fields) -> list[torch.optim.Optimizer]:
+    tables = [model.users.weight, model.items.weight, model.words.weight]
+    rest = [*model.head.parameters(), *model.out.parameters()]
+    return [torch.optim.SparseAdam(tables, lr=0.1), torch.optim.Adam(rest, lr=0.01)]
+
+
+def plain() -> list[float]:
+    torch.manual_seed(1)
+    model = Fields()
+    optimizers = optimizers_of(model)
+    losses = []
+    for _ in range(2):
+        for rows, target in DataLoader(data(), BATCH):
+            loss = F.cross_entropy(model(rows), target)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def own_loop(folder: str, epochs: range) -> list[float]:
+    """The same loop with paceline's calls; what an earlier call left in the folder goes on."""
+    torch.manual_seed(1)
+    model = Fields()
+    optimizers = optimizers_of(model)
+    engine = paceline.setup(model, optimizers, None, DataLoader(data(), BATCH))
+    losses = []
+    try:
+        if epochs[0]:
+            engine.load(folder)
+        for _ in epochs:
+            for rows, target in engine.loader:
+                losses.append(float(engine.backward(F.cross_entropy(model(rows), target))))
+                engine.update()
+        engine.save(folder)
+    finally:
+        engine.close()
+    return losses
+
+
+def test_sparse_adam_trains_as_in_one_process_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    expected = plain()
+    first = ranks(2, own_loop, str(tmp_path / "state"), range(1))
+    then = ranks(2, own_loop, str(tmp_path / "state"), range(1, 2))
+    for one, two in zip(first, then, strict=True):
+        assert one + two == pytest.approx(expected, rel=1e-5)
+
+
+def test_sparse_adam_is_refused_for_dense_gradients() -> None:
+    with pytest.raises(JobError, match=r"SparseAdam takes sparse gradients.*dense ones for 3 of its parameters"):
+        trained("dp=1", "SparseAdam", {})  # the classifiers are dense
+
+
+# The rule alone
+
+
+def unlike_ranks() -> dict[str, Any]:
+    """A table that one rank alone looks up, one that none does, and a plain backward pass."""
+    with joined(deadline_s=30) as group:
+        tables = nn.ModuleList(nn.Embedding(6, 2, sparse=True) for _ in range(3))
+        rule = AllReduce()
+        rule.attach(Replica(tables, group, 1, rows=set(tables.parameters())))
+        with pytest.raises(SyncError, match=r"engine\.backward"):
+            _refused(rule, tables)
+        rule.replica.backward.gradients = "collected"
+        tables.zero_grad()
+        loss = tables[0](torch.tensor([group.rank, 5, 5])).sum()
+        if group.rank == 1:
+            loss = loss + tables[1](torch.tensor([], dtype=torch.int64)).sum()
+        loss.backward()
+        rule.after_backward(1, torch.zeros(1))
+        found = [None if t.weight.grad is None else t.weight.grad.to_dense().sum(1).tolist() for t in tables]  # type: ignore[operator, union-attr]
+        rule.detach()
+        return {"found": found, "hooks": [len(p._post_accumulate_grad_hooks or ()) for p in tables.parameters()]}
+
+
+def _refused(rule: AllReduce, tables: nn.ModuleList) -> None:
+    rule.replica.backward.gradients = "refused"
+    tables[0](torch.tensor([0])).sum().backward()
+
+
+def test_every_rank_gets_the_rows_of_all(ranks: Ranks) -> None:
+    expected = {"found": [[2.0, 2.0, 0.0, 0.0, 0.0, 8.0], [0.0] * 6, None], "hooks": [0, 0, 0]}
+    assert ranks(2, unlike_ranks) == [expected] * 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5),
+    st.integers(0, 2**31),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_the_numbers_of_gradients_have_their_norm_and_are_changed_with_them(
+    shapes: list[tuple[int, int]], seed: int, dtype: torch.dtype
+) -> None:
+    made = torch.Generator().manual_seed(seed)
+    tables = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    for table in tables:
+        looked_up = torch.randint(0, len(table), (int(torch.randint(0, 12, (), generator=made)),), generator=made)
+        values = torch.randn(len(looked_up), table.shape[1], generator=made, dtype=dtype)
+        table.grad = torch.sparse_coo_tensor(looked_up[None], values, table.shape)
+    dense = [table.grad.to_dense() for table in tables if table.grad is not None]
+    numbers = numbers_of(tables)
+    norm = torch.linalg.vector_norm(torch.cat([n.flatten() for n in numbers]).double())
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(torch.cat([d.flatten() for d in dense]).double()))
+    torch._foreach_mul_(numbers, 0.5)
+    for table, whole in zip(tables, dense, strict=True):
+        assert table.grad is not None
+        assert table.grad.is_coalesced()
+        torch.testing.assert_close(table.grad.to_dense(), whole * 0.5)
