@@ -6,6 +6,8 @@
 Each comparison is `paceline bench --systems`: the same job, weights, order of batches, threads and precision; losses
 are compared with those of one process before anything is timed; runs are interleaved. paceline trains by the plan that
 `--plan auto` finds. Each other system runs as its documentation shows, and once more tuned. Emulated hosts need root.
+In the setting `weak` every rank has the work's global batch; in all others they share it. In `slow-host` one of four
+emulated hosts has half of the others' cores.
 
 Figures:
 - `ratio_WORK_SETTING`: step time of the fastest other system that computes the same / paceline's, by exact plans alone;
@@ -45,13 +47,17 @@ OVER_HOSTS = ["ddp", "fsdp", "deepspeed", "accelerate", "lightning", "tf-multiwo
 
 @dataclass(frozen=True)
 class Setting:
-    """Hosts that a work is trained on, the works, steps and systems that are worth their time there, and our plans."""
+    """Hosts that a work is trained on, the works, steps and systems that are worth their time there, and our plans.
+
+    `weak`: every rank has the work's global batch.
+    """
 
     emulate: dict[str, Any] | None
     works: tuple[str, ...]
     steps: int
     systems: tuple[str, ...] = ("all",)
     plans: tuple[str, ...] = ()
+    weak: bool = False
 
 
 SETTINGS = {
@@ -65,6 +71,20 @@ SETTINGS = {
         90,
         ("ddp", "accelerate", "tf-multiworker"),
         ("dp=4 threads=1 compress=powersgd:2", "dp=4 threads=1 sync=diloco:10 compress=int8"),
+    ),
+    "weak": Setting(
+        None,
+        ("cnn", "gpt"),
+        70,
+        ("ddp", "accelerate", "horovod", "tf-mirrored", "tf-multiworker", "deepspeed"),
+        weak=True,
+    ),
+    # 1.75 cores in all: with more than the machine has, hosts would share cores, and the slow one be as fast as others
+    "slow-host": Setting(
+        {"hosts": 4, "rate": "1gbit", "cpu": (0.5, 0.5, 0.5, 0.25)},
+        ("cnn",),
+        40,
+        ("ddp", "accelerate", "tf-multiworker"),
     ),
 }
 FEW_STEPS = {"resnet50": 16}
@@ -116,6 +136,7 @@ def compare(job: dict[str, Any], setting: Setting, arguments: argparse.Namespace
         plans=setting.plans,
         repeat=arguments.repeat,
         steps=FEW_STEPS.get(job["name"], setting.steps),
+        weak=setting.weak,
         out=path,
         say=lambda text: print(text, file=sys.stderr, flush=True),
         command="benchmarks/systems.py",

@@ -26,7 +26,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_options_that_mean_nothing_for_a_comparison_of_systems_are_refused(job: Path, tmp_path: Path) -> None:
-    for options in (("--devices", "1,2"), ("--no-weak",), ("--hosts", "a,b")):
+    for options in (("--devices", "1,2"), ("--hosts", "a,b")):
         refused = paceline("bench", job, "--systems", "ddp", *options, folder=tmp_path)
         assert refused.code == 2
         assert "leave it out" in " ".join(refused.err.replace("│", " ").split())
@@ -52,6 +52,26 @@ def test_a_comparison_that_ctrl_c_ends_keeps_what_it_measured_and_goes_on(job: P
         assert ended(process, deadline_s=200).code == 0
     assert kept.read_text().splitlines()[: len(before)] == before
     assert json.loads((tmp_path / "c" / "report.json").read_text())["repeats"] == 2
+
+
+@pytest.mark.timeout(400)  # fourteen starts
+def test_a_weak_comparison_trains_the_batch_of_all_ranks_to_the_losses_of_one_process(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", data={"kind": "synthetic", "samples": 4096, "held_out": 0})
+    command = ("paceline", "bench", job, "--systems", "plain,ddp", "--repeat", 1, "--steps", 12, "--out", "c")
+    with started(*command, "--weak", "--json", folder=tmp_path) as process:
+        outcome = ended(process, deadline_s=360)
+    assert outcome.code == 0, outcome.err
+    found = json.loads((tmp_path / "c" / "report.json").read_text())
+    assert found["scaling"] == "weak"
+    assert found["global_batch"] == 16 * found["ranks"]
+    assert found["left_out"] == {}
+    assert {way["way"] for way in found["ways"]} >= {"paceline", "plain", "ddp", "ddp-tuned"}
+    assert all(way["same"] for way in found["ways"])
+    assert outcome.says("weak speedup", "one core, batch 16", f"{16 * found['ranks']}, 16 a rank")
+    figures = json.loads(outcome.out.splitlines()[-1])["figures"]
+    assert {"weak_efficiency_paceline", "weak_efficiency_ddp", "weak_speedup_ddp_tuned"} <= figures.keys()
+    assert "weak scaling" in (tmp_path / "c" / "report.html").read_text()
+    assert "scaling" in paceline(*command[1:], folder=tmp_path).error, "the strong one does not mix with it"
 
 
 @pytest.mark.timeout(240)  # six starts of ranks

@@ -49,8 +49,13 @@ def command(
         typer.Option(min=6, help="Steps of every run.", show_default="to the target that the job names, else 60"),
     ] = None,
     weak: Annotated[
-        bool, typer.Option("--weak/--no-weak", help="Measure N devices also with N times the global batch.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--weak/--no-weak",
+            help="Measure N devices also with N times the global batch. With --systems: compare at that batch instead.",
+            show_default="--weak; with --systems --no-weak",
+        ),
+    ] = None,
     out: Annotated[
         str | None,
         typer.Option(
@@ -86,7 +91,7 @@ def command(
         of_simulated.simulate(
             what,
             simulate,
-            weak=weak,
+            weak=weak is not False,
             out=out,
             failures=failures_per_host_day,
             straggler_sigma=straggler_sigma,
@@ -115,6 +120,7 @@ def command(
             plans=_plans(plans),
             repeat=repeat,
             steps=steps,
+            weak=bool(weak),
             kill=kill_rank,
             out=out,
             as_json=as_json,
@@ -123,7 +129,7 @@ def command(
         return
     settings = what, where, _plans(plans), _numbers(devices)
     with kept_at(out, partial(typer.echo, err=True)) as folder:
-        benchmark = Benchmark(*settings, repeat=repeat, steps=steps, weak=weak, out=folder, command=line)
+        benchmark = Benchmark(*settings, repeat=repeat, steps=steps, weak=weak is not False, out=folder, command=line)
         report = benchmark.run()
         page = None if report is None else write_bench_page(report, benchmark.path)
     if report is not None:

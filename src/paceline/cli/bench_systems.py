@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 BENCHES = Path("bench")
 _WITHOUT_EFFECT = {
     "devices": "--systems compares on all devices, and on one",
-    "weak": "--systems compares at the same global batch",
     "hosts": "systems are compared on this machine, or on hosts that it emulates (--cluster)",
 }
 
@@ -41,6 +40,7 @@ def compare_systems(
     plans: list[str],
     repeat: int,
     steps: int | None,
+    weak: bool,
     kill: bool,
     out: str | None,
     as_json: bool,
@@ -67,6 +67,7 @@ def compare_systems(
             plans=plans,
             repeat=repeat,
             steps=steps,
+            weak=weak,
             kill=kill,
             out=path,
             say=say,

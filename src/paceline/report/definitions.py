@@ -83,6 +83,20 @@ _FIGURES = {
         "S(N) = T(1 device) / T(N devices) for the same job. T is the training time where the runs train to the job’s "
         "stop rule, else the time per sample. Strong: same global batch. Weak: same batch per device.",
     ),
+    "strong_speedup": (
+        "strong speedup",
+        "Step time of a plain script of one process on one core / this one’s, at the same global batch.",
+    ),
+    "strong_efficiency": ("strong efficiency", "Strong speedup / number of ranks."),
+    "weak_speedup": (
+        "weak speedup",
+        "Samples a second / those of a plain script of one process on one core, whose batch is that of one rank here.",
+    ),
+    "weak_efficiency": (
+        "weak efficiency",
+        "Step time of a plain script of one process on one core with the batch of one rank / that of all ranks with "
+        "theirs: weak speedup / number of ranks.",
+    ),
     "pairs": (
         "speedup by round",
         "The speedup within each round of interleaved runs, in which one device and N devices take turns.",

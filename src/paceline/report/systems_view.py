@@ -72,7 +72,8 @@ class SystemsView:
             ),
         ]
         if ours.speedup is not None:
-            cards.append(Card("speedup", units.ratio(ours.speedup), "against one process on one core"))
+            alone = f"against one process on one core, batch {self.found.batch_alone}"
+            cards.append(Card(f"{self.found.scaling}_speedup", units.ratio(ours.speedup), alone))
         memory = self._best(lambda way: units.size(way.memory_bytes))
         return [*cards, Card("all_memory", units.size(ours.memory_bytes), memory)]
 
@@ -98,6 +99,8 @@ class SystemsView:
         """Losses over time of paceline's plans, and of the faster set-up of each other system."""
         shown: dict[str, ComparedWay] = {}
         for way in self.ways:
+            if way.way != OURS and way.ratio is None:
+                continue  # its batch is another
             shown.setdefault(way.way if way.system == OURS else way.system, way)
         courses = [(self.name(way), way.seconds, way.losses) for way in shown.values()]
         return Chart("losses", systems_charts.losses(courses), "Training loss over the seconds since the first step.")
@@ -122,8 +125,8 @@ class SystemsView:
             "step_time": lambda way: units.seconds(way.step_s),
             "times_ours": lambda way: way.ratio and units.ratio(way.ratio),
             "throughput": lambda way: units.rate(way.samples_per_s),
-            "speedup": lambda way: way.speedup and units.ratio(way.speedup),
-            "efficiency": lambda way: way.efficiency and units.percent(way.efficiency),
+            f"{self.found.scaling}_speedup": lambda way: way.speedup and units.ratio(way.speedup),
+            f"{self.found.scaling}_efficiency": lambda way: way.efficiency and units.percent(way.efficiency),
             "time_to_target": lambda way: way.to_target_s and units.seconds(way.to_target_s),
             "first_step": lambda way: units.seconds(way.first_step_s),
             "all_memory": lambda way: units.size(way.memory_bytes),

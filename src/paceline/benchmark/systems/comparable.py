@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.nn.modules.dropout import _DropoutNd
 
 from paceline.cluster.cluster import Cluster
@@ -28,6 +30,30 @@ def as_compared(job: Job, steps: int, ranks: int) -> Job:
         raise RunError(f"systems are compared in fp32, and the job says precision: {job.precision}: leave it out")
     stop = {"stop": StopSpec(steps=steps), "evaluate": EvaluateSpec(every_steps=steps), "drop_last": True}
     return job.model_copy(update={**stop, "trackers": ()})
+
+
+def grown(job: Job, ranks: int) -> Job:
+    """The job with its batch for each rank, as weak scaling has it.
+
+    Raises:
+        RunError: there is one rank, the data is too short, or the work would grow by another factor.
+    """
+    if ranks == 1:
+        raise RunError("weak scaling compares several ranks with one, and there is one rank here: leave --weak out")
+    if job.loss.is_over_whole_batch:
+        raise RunError(
+            f"the loss {job.loss.name} compares all samples of a batch with each other, so {ranks} times the batch is "
+            "more than as many times the work: leave --weak out"
+        )
+    batch = ranks * job.global_batch
+    train: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
+    samples = len(train)
+    if samples < batch:
+        raise RunError(
+            f"with --weak each of {count(ranks, 'rank')} has a batch of {job.global_batch}, {batch} in all, and the "
+            f"training set has {samples} samples: give more data, or a smaller global_batch"
+        )
+    return job.model_copy(update={"global_batch": batch})
 
 
 def must_draw_nothing(job: Job) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 from paceline.benchmark.directory import MEASURED, REPORT, BenchmarkDirectory
 from paceline.benchmark.protocol import rounds
+from paceline.benchmark.result import Scaling
 from paceline.benchmark.systems.comparable import (
     as_compared,
+    grown,
     must_be_cpus_of_this_machine,
     must_draw_nothing,
     normalises_apart,
@@ -60,7 +62,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Way:
-    """A system, and how it is set up. `key` names its runs; `exact`: it is to compute what one process computes."""
+    """A system, and how it is set up. `key` names its runs; `exact`: it is to compute what one process computes.
+
+    `global_batch` is that of its runs where it is not the comparison's.
+    """
 
     key: str
     system: System
@@ -69,6 +74,7 @@ class Way:
     tuned: bool = False
     exact: bool = True
     threads: int = 1
+    global_batch: int | None = None
 
     @property
     def title(self) -> str:
@@ -84,6 +90,7 @@ class Compare:
         plans: of paceline, beside the one that `auto` finds; e.g. with a rule that sends less.
         repeat: runs of every way.
         steps: of every run.
+        weak: every rank has the job's global batch; else all ranks share it.
         tuned: run each system also with paceline's settings for memory and data, and its own tuned ones.
         kill: also run each system once with a rank killed half-way.
         deadline_s: after so long a run is taken to hang, or five times what its first steps promise, if that is more.
@@ -101,6 +108,7 @@ class Compare:
         plans: Sequence[str] = (),
         repeat: int = 5,
         steps: int | None = None,
+        weak: bool = False,
         tuned: bool = True,
         kill: bool = False,
         deadline_s: float = 600.0,
@@ -113,6 +121,9 @@ class Compare:
         self.steps, self.repeat, self.deadline_s = steps or STEPS, repeat, deadline_s
         self.hosts = self.cluster.emulate.hosts if self.cluster.emulate else 1
         self.ranks = self.hosts if self.hosts > 1 else self.cluster.devices
+        self.scaling: Scaling = "weak" if weak else "strong"
+        self.base_batch = job.global_batch  # of the run that every speedup is against
+        job = grown(job, self.ranks) if weak else job
         self.job, self.target = as_compared(job, self.steps, self.ranks), job.stop.loss_below
         must_draw_nothing(self.job)
         self.say, self.command, self.path, self.kill = say, command, out, kill
@@ -121,7 +132,6 @@ class Compare:
         self.left_out: dict[str, str] = {}
         self.differences: dict[str, float] = {}
         self.first_run_s: dict[str, float] = {}  # how long the first steps took, the start included
-        self.reference: list[float] = []
         loaded = {name: SYSTEMS[name].load() for name in dict.fromkeys([OURS, PLAIN, *systems])}
         self.directory = BenchmarkDirectory(out)
         self.plan = self._plan(job)
@@ -149,7 +159,8 @@ class Compare:
                     raise PlanError("\n".join(reasons))
                 yield Way(f"{OURS}-{number + 1}", system, text, {"plan": text}, exact=not plan.inexact)
         elif system.name == PLAIN:
-            yield Way(PLAIN, system, "one core")
+            own = self.base_batch if self.scaling == "weak" else None
+            yield Way(PLAIN, system, f"one core, batch {own}" if own else "one core", global_batch=own)
             if self.cluster.devices > 1 and self.hosts == 1:
                 yield Way(f"{PLAIN}-all", system, "all cores", threads=self.cluster.devices)
         else:
@@ -167,6 +178,7 @@ class Compare:
             "knobs": [],
             "systems": ways,
             "steps": self.steps,
+            "scaling": self.scaling,
             "job": job,
             "machine": machine,
         }
@@ -224,9 +236,10 @@ class Compare:
     def _prove(self, hosts: tuple[EmulatedHost, ...], stopped: Callable[[], bool]) -> None:
         """Compare every way's first losses with those of one process."""
         steps = min(PROOF_STEPS, self.steps)
-        task = self._task(Way(REFERENCE.name, REFERENCE, ""), steps)
-        task = replace(task, parts=self.ranks if normalises_apart(self.job) else 1)
-        self.reference = self._one(REFERENCE, task, (), stopped).steps.losses
+        references = {
+            batch: self._reference(batch, steps, stopped)
+            for batch in dict.fromkeys([None, *(way.global_batch for way in self.ways)])
+        }
         for way in self.ways:
             if way.title in self.left_out:
                 continue
@@ -237,10 +250,16 @@ class Compare:
                 self._leave_out(way.title, error)
                 continue
             self.first_run_s[way.system.name] = time.monotonic() - began
-            apart = difference(losses, self.reference)
+            apart = difference(losses, references[way.global_batch])
             self.differences[way.key] = apart
             same = f"the same losses (to {apart:.0e})" if apart <= AGREE else f"OTHER losses, by up to {apart:.1%}"
             self.say(f"{way.title}: {same}")
+
+    def _reference(self, batch: int | None, steps: int, stopped: Callable[[], bool]) -> list[float]:
+        """Losses of one process; the comparison's batch is in parts where replicas normalise alone."""
+        task = self._task(Way(REFERENCE.name, REFERENCE, "", global_batch=batch), steps)
+        parts = self.ranks if batch is None and normalises_apart(self.job) else 1
+        return self._one(REFERENCE, replace(task, parts=parts), (), stopped).steps.losses
 
     def _measure(
         self,
@@ -304,6 +323,7 @@ class Compare:
             way.settings,
             way.tuned,
             channels_last,
+            global_batch=way.global_batch,
         )
 
     def _one(
@@ -318,7 +338,9 @@ class Compare:
     ) -> Finished:
         """One run in a folder of its own, which is kept where it failed."""
         folder = Path(tempfile.mkdtemp(prefix=f"{system.name}-", dir=self.path / "runs"))
-        changes = {"stop": StopSpec(steps=task.steps), "evaluate": EvaluateSpec(every_steps=task.steps)}
+        batch = task.global_batch or self.job.global_batch
+        stop, evaluate = StopSpec(steps=task.steps), EvaluateSpec(every_steps=task.steps)
+        changes = {"stop": stop, "evaluate": evaluate, "global_batch": batch}
         write_whole(folder / JOB, self.job.model_copy(update=changes).to_yaml())
         task.write(folder)
         python = self.pythons.get(system.name) or python_of(system, self.say)

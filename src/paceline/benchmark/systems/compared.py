@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.benchmark.result import Scaling
 from paceline.stats import Interval, median_interval
 
 WARM_UP, BLOCKS = 10, 5  # steps that are not timed; parts of the others, whose median is a run's
@@ -47,7 +48,8 @@ class ComparedWay:
         difference: largest relative difference of its losses from those of one process.
         same: True if it computes what one process computes.
         exact: False for a rule of paceline's that is to converge alike, not to be equal.
-        ratio: its step time / paceline's, of neighbouring runs.
+        speedup: samples a second / those of a plain script on one core; efficiency: speedup / ranks.
+        ratio: its step time / paceline's, of neighbouring runs; None where its batch is another.
         recovery: what became of a run of which a rank was killed, in words; "" where none was.
         seconds, losses: of the first run, a point for each of the newest few steps.
     """
@@ -80,6 +82,7 @@ class Comparison:
     """All that a page and a table say of a comparison.
 
     Attributes:
+        global_batch: of all but, where the scaling is weak, the plain script on one core, which has that of one rank.
         best_other: way of the fastest other system that computes the same; None where there is none.
         left_out: titles of systems that did not run, with the reason.
         remarks: sentences on what each is best at.
@@ -102,6 +105,12 @@ class Comparison:
     remarks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
+    scaling: Scaling = "strong"
+
+    @property
+    def batch_alone(self) -> int:
+        """Samples of a step of the run that every speedup is against."""
+        return self.global_batch // self.ranks if self.scaling == "weak" else self.global_batch
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

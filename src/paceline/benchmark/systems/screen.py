@@ -31,6 +31,7 @@ def show(found: Comparison, console: Console) -> None:
             f"\nEach system ran {count(found.repeats, 'time')} for {found.steps} steps with "
             f"{count(found.ranks, 'rank')} on {where}, in interleaved rounds; medians with 95 % intervals. Times are "
             "other / paceline of neighbouring runs. Lines: changed in a plain script.\n"
+            f"{_scaling(found)}\n"
             f"machine   {found.cluster}\nplan      {found.plan}",
             style="dim",
         ),
@@ -38,9 +39,21 @@ def show(found: Comparison, console: Console) -> None:
     )
 
 
+def _scaling(found: Comparison) -> str:
+    """The batches behind the speedups."""
+    if found.scaling == "strong":
+        return (
+            f"strong    a global batch of {found.global_batch}; speedup: against one process on one core with the same"
+        )
+    return (
+        f"weak      a global batch of {found.global_batch}, {found.batch_alone} a rank; speedup: of samples a second, "
+        f"against one process on one core with a batch of {found.batch_alone}"
+    )
+
+
 def _table(found: Comparison) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    headings = ["system", "", "step", "times ours", "speedup", "first step", "memory", "lines"]
+    headings = ["system", "", "step", "times ours", f"{found.scaling} speedup", "first step", "memory", "lines"]
     headings += ["a rank killed"] if any(way.recovery for way in found.ways) else []
     headings += ["on wire"] if any(way.wire_bytes for way in found.ways) else []
     headings += ["to target"] if found.target is not None else []
@@ -71,13 +84,16 @@ def _cells(way: ComparedWay) -> list[str]:
 
 
 def figures(found: Comparison) -> dict[str, float]:
-    """Numbers by name: `step_s_ddp`, `ratio_ddp`, …, and `ratio_to_best` with its interval."""
+    """Numbers by name: `step_s_ddp`, `ratio_ddp`, `strong_speedup_ddp`, …; `ratio_to_best` has its interval."""
     named: dict[str, float] = {"systems_run": float(len({way.system for way in found.ways} - {"plain"}))}
     for way in found.ways:
         name = way.way.replace("-", "_")
         named[f"step_s_{name}"] = way.step_s.middle
         if way.ratio is not None:
             named[f"ratio_{name}"] = way.ratio.middle
+        for what, value in (("speedup", way.speedup), ("efficiency", way.efficiency)):
+            if value is not None:
+                named[f"{found.scaling}_{what}_{name}"] = value.middle
         if way.to_target_s is not None:
             named[f"to_target_s_{name}"] = way.to_target_s.middle
     best = next((way for way in found.ways if way.way == found.best_other), None)

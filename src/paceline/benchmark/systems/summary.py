@@ -25,7 +25,8 @@ def summary(compare: Compare) -> Comparison:
     base = compare.runs.get(PLAIN, [])
     ways = [_figures(compare, way, base) for way in compare.ways if compare.runs[way.key]]
     apart = {OURS} if compare.hosts == 1 else {OURS, PLAIN}  # one process needs no other host
-    rivals = [way for way in ways if way.system not in apart and way.same and way.exact]
+    alike = [way for way in ways if way.way == OURS or way.ratio is not None]  # the same batch
+    rivals = [way for way in alike if way.system not in apart and way.same and way.exact]
     best = min(rivals, key=lambda way: way.step_s.middle, default=None)
     return Comparison(
         job=compare.job.name,
@@ -42,16 +43,19 @@ def summary(compare: Compare) -> Comparison:
         ways=ways,
         best_other=best.way if best else None,
         left_out=compare.left_out,
-        remarks=list(_remarks(ways, best, compare.repeat)),
+        remarks=list(_remarks(alike, best, compare.repeat)),
         notes=list(_notes(ways)),
         environment=environment(),
+        scaling=compare.scaling,
     )
 
 
 def _figures(compare: Compare, way: Way, base: Sequence[TakenRun]) -> ComparedWay:
     runs, system = compare.runs[way.key], way.system
     step = median_interval([run.step_s for run in runs])
-    speedup = ratio_of(base, runs) if base else None
+    batch = way.global_batch or compare.job.global_batch
+    faster = ratio_of(base, runs)
+    speedup = faster.times(batch / compare.base_batch) if faster else None
     reached = [run.to_target_s for run in runs if run.to_target_s is not None]
     wire = [run.wire_bytes for run in runs if run.wire_bytes is not None]
     apart = compare.differences.get(way.key, float("inf"))
@@ -69,12 +73,12 @@ def _figures(compare: Compare, way: Way, base: Sequence[TakenRun]) -> ComparedWa
         step_s=step,
         speedup=speedup,
         efficiency=speedup.times(1 / compare.ranks) if speedup and system.name != PLAIN else None,
-        samples_per_s=_inverse(step, compare.job.global_batch),
+        samples_per_s=_inverse(step, batch),
         first_step_s=median_interval([run.first_step_s for run in runs]),
         memory_bytes=median(run.memory_bytes for run in runs),
         wire_bytes=median(wire) if wire else None,
         to_target_s=median_interval(reached) if len(reached) == len(runs) else None,
-        ratio=ratio_of(runs, ours) if way.key != OURS else None,
+        ratio=ratio_of(runs, ours) if way.key != OURS and way.global_batch is None else None,
         recovery=_recovery(compare, way.key),
         seconds=_means(runs[0].ended_s),
         losses=_means(runs[0].losses),

@@ -24,6 +24,7 @@ class Task:
         tuned: the job is read and laid out as paceline's ranks do it: batches copied at once out of a data set in
             memory, a fused optimizer, and images and convolutions with channels last if `channels_last`.
         parts: a batch is computed in so many parts, as by replicas that normalise each its own part.
+        global_batch: of the job as this run trains it, where it is not the comparison's.
     """
 
     ranks: int
@@ -34,6 +35,7 @@ class Task:
     tuned: bool = False
     channels_last: bool = False
     parts: int = 1
+    global_batch: int | None = None
 
     def write(self, folder: Path) -> None:
         """Lay the task out in a folder."""
