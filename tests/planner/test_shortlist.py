@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Host
 from paceline.job.job import Job
+from paceline.planner.predict import modelled
 from paceline.planner.shortlist import (
     MOST_PLANS,
     WORTH_S,
@@ -28,6 +29,7 @@ from paceline.plans.plan import Plan
 
 HERE = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
 DEFAULT = Plan(dp=4)
+TWO_CORES = Cluster(hosts=(Host(name="a", cpu="AMD EPYC", cores=2, memory_bytes=2**34),))
 
 
 def job(**changes: Any) -> Job:
@@ -147,3 +149,30 @@ def test_unmeasured_only_a_certain_gain_leaves_the_default() -> None:
 )
 def test_how_many_steps_an_epoch_has_is_known_without_the_data_where_the_job_says_it(data: Any, steps: int) -> None:
     assert steps_per_epoch(job(data=data)) == steps
+
+
+@pytest.mark.parametrize(("all_cores_s", "plan"), [(0.9, "threads=1"), (0.7, "dp=1")])
+def test_one_rank_takes_one_core_unless_the_others_save_a_fifth(all_cores_s: float, plan: str) -> None:
+    found = forecasts(("dp=4", 1.1), ("dp=1", all_cores_s), ("threads=1", 1.0))
+    assert names(shortlist(job(), HERE, DEFAULT, found)) == ["dp=4", plan]
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan"),
+    [
+        ({"model": {"zoo": "mlp", "args": {"hidden": 8}}, "global_batch": 16}, "threads=1"),
+        ({"model": {"zoo": "mlp", "args": {"hidden": 16}}, "global_batch": 32}, "threads=1"),
+        ({"model": "cifar_cnn", "global_batch": 64}, "dp=2"),
+        ({"model": {"zoo": "mlp", "args": {"hidden": 1024}}, "global_batch": 128}, "dp=2"),
+    ],
+)
+def test_a_step_that_is_shorter_than_a_meeting_of_ranks_is_left_to_one_core(changes: dict[str, Any], plan: str) -> None:
+    """Two ranks would take more than twice as long, and a second thread would only wait for other work."""
+    times = {
+        text: modelled(job(**changes), TWO_CORES, Plan.parse(text)).step_time_s
+        for text in ("dp=2", "dp=1", "threads=1")
+    }
+    found = [Forecast(text, step_s, step_s) for text, step_s in times.items()]
+    best = certain(shortlist(job(**changes), TWO_CORES, Plan(dp=2), found))
+    assert best is not None
+    assert best.plan == plan

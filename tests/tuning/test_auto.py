@@ -24,7 +24,7 @@ from paceline.planner import cache
 from paceline.planner.auto import auto_plan
 from paceline.planner.history import pairs
 from paceline.planner.knobs import Trial
-from paceline.planner.shortlist import Forecast
+from paceline.planner.shortlist import ONE_CORE, Forecast
 from paceline.plans.plan import Plan
 from paceline.runner.train import choice_of
 from paceline.training.record.run import Run
@@ -34,6 +34,7 @@ from paceline.tuning.forecast import predicted
 from paceline.tuning.result import TuningResult
 
 CLUSTER = discover()
+TWO_CORES = Cluster(hosts=(Host(name="a", cpu="AMD EPYC", cores=2, memory_bytes=2**34),))
 WITHOUT_BOUND = {"stop": {"loss_below": -1.0}}  # so compiling, which takes long, is not tried
 IMAGES = {"kind": "synthetic", "samples": 64, "shape": [3, 8, 8], "held_out": 0}
 
@@ -162,14 +163,34 @@ def test_a_knob_that_fails_is_told_and_the_others_are_tried_until_a_second_one_f
     assert "measured in" in choice.lines[-1]
 
 
-def test_a_run_of_a_few_steps_starts_no_trial(tmp_path: Path) -> None:
-    job = Job.load(write_job(tmp_path / "job.yaml"))
-    choice = choose(job, CLUSTER)
-    default = auto_plan(job, CLUSTER)
+def test_a_run_of_a_few_steps_starts_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "forecast", does_not_begin)
+    monkeypatch.setattr(auto, "measure", does_not_begin)
+    choice = choose(Job.load(write_job(tmp_path / "job.yaml")), TWO_CORES)
     why = "6 steps are over before measuring knobs would pay (from 400 steps)"
-    assert choice.lines == [f"plan auto: {default}; nothing is measured: {why}"]
-    assert choice.plan == default
+    assert choice.lines == [f"plan auto: dp=2; nothing is measured: {why}"]
+    assert choice.plan == Plan(dp=2)
     assert choice.seconds == 0
+
+
+def test_a_run_of_a_few_steps_takes_what_an_earlier_start_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forecasts(monkeypatch, steps_of_1_ms("dp=2", 2), steps_of_1_ms("dp=1", 0.5), steps_of_1_ms("threads=1", 0.55))
+    monkeypatch.setattr(auto, "measure", does_not_begin)
+    file = tmp_path / "job.yaml"
+    assert choose(Job.load(write_job(file, stop={"steps": 1000})), TWO_CORES).plan == ONE_CORE
+    choice = choose(Job.load(write_job(file)), TWO_CORES)
+    assert "threads=1, predicted 550 µs a step (dp=2 2.00 ms); not measured: 6 steps" in choice.lines[0]
+
+
+def test_measuring_begins_with_a_plan_that_is_clearly_faster_than_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short run has time for the first plan only."""
+    forecasts(monkeypatch, steps_of_1_ms("dp=2", 2), steps_of_1_ms("threads=1", 0.5))
+    monkeypatch.setattr(auto, "measure", lambda job, cluster, found, tell: found)
+    assert choose(network(tmp_path, "pass", stop={"epochs": 2}), TWO_CORES).plan == ONE_CORE
 
 
 def test_a_run_that_turns_out_to_be_short_ends_the_trial_after_its_first_plan(
@@ -276,7 +297,7 @@ def test_the_default_and_one_rank_are_predicted_beside_the_best(tmp_path: Path) 
     job = Job.load(write_job(tmp_path / "job.yaml"))
     default = auto_plan(job, CLUSTER)
     found = {row.plan: row for row in predicted(job, CLUSTER, default, None)}
-    assert {str(default), "dp=1"} <= set(found)
+    assert {str(default), "dp=1", "threads=1"} <= set(found)
     assert all(row.raw_s > 0 and row.fits and not row.calibrated for row in found.values())
 
 

@@ -28,6 +28,10 @@ DOUBT, DOUBT_UNCALIBRATED = 0.15, 0.5
 _NEAR = 0.5
 # number of pairs of predicted and measured times that are worth a calibration
 _PAIRS = 3
+# one rank on one core, which no other thread keeps waiting
+ONE_CORE = Plan(threads=1)
+# of a step of one rank, what all cores must save for it to use more than one: threads that meet wait for other work
+_THREADS_SAVE = 0.2
 # images in scikit-learn's data set
 _DIGITS = 1797
 
@@ -70,24 +74,35 @@ def shortlist(job: Job, cluster: Cluster, default: Plan, forecasts: Sequence[For
     """The few plans to measure, starting with the default unless it does not fit.
 
     The best by prediction follow. Of plans with the same degrees only the best is taken, and none that is slower than
-    the best by more than predictions err; one rank alone goes before others. All keep the precision and the result of a
-    step.
+    the best by more than predictions err; one rank alone goes before others, on one core if further ones hardly help.
+    All keep the precision and the result of a step.
     """
     order = sorted(
         (f for f in forecasts if f.fits and keeps_the_result(Plan.parse(f.plan), job)), key=lambda f: f.step_s
     )
+    order = _on_one_core_or_all(order)
     if not order:
         return []
     begin = next((f for f in order if f.plan == str(default)), order[0])
     limit = order[0].step_s * (1 + max(_NEAR, 2 * order[0].doubt))
     near = [forecast for forecast in order if forecast.step_s <= limit]
-    alone = [forecast for forecast in near if Plan.parse(forecast.plan) == Plan()]
+    alone = [forecast for forecast in near if Plan.parse(forecast.plan) in (Plan(), ONE_CORE)]
     chosen: dict[tuple[object, ...], Forecast] = {}
     for forecast in (begin, *near[:1], *alone, *near):
         if len(chosen) < MOST_PLANS:
             chosen.setdefault(_shape(Plan.parse(forecast.plan)), forecast)
     first, *others = chosen.values()
     return [first, *sorted(others, key=lambda f: f.step_s)]
+
+
+def _on_one_core_or_all(forecasts: Sequence[Forecast]) -> list[Forecast]:
+    """Forecasts that keep one rank alone either on one core or on all."""
+    times = {forecast.plan: forecast.step_s for forecast in forecasts}
+    one, all_of_them = str(ONE_CORE), str(Plan())
+    if not {one, all_of_them} <= set(times):
+        return list(forecasts)
+    left_out = one if times[all_of_them] < (1 - _THREADS_SAVE) * times[one] else all_of_them
+    return [forecast for forecast in forecasts if forecast.plan != left_out]
 
 
 def keeps_the_result(plan: Plan, job: Job) -> bool:

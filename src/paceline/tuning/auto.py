@@ -79,10 +79,6 @@ def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1)
     default = auto_plan(job, cluster)
     lines = _Lines(say)
     too_few = steps_are_too_few(job)
-    # on GPUs, where models are large, the plan's memory is still checked
-    if too_few and not cluster.has_accelerators:
-        lines.add(f"plan auto: {default}; nothing is measured: {too_few}")
-        return AutoChoice(default, lines.all)
     file = kept.file_of(job, cluster, default)
     known = kept.read(file, job, cluster)
     if known and known.measured and (too_few or kept.enough(known, job)):
@@ -90,6 +86,9 @@ def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1)
         lines.all += [HEADING, *(row.line() for row in known.tried)]
         lines.add(f"plan auto: {_result(known)}, as measured before ({file}; delete it to measure again)")
         return AutoChoice(Plan.parse(known.best), lines.all, known.gain, forecast=known.forecast_of(known.best))
+    # on GPUs, where models are large, the plan's memory is still checked
+    if too_few and not cluster.has_accelerators:
+        return _of_few_steps(job, cluster, default, known, lines, too_few)
     return _Search(job, cluster, default, lines, file, runs).choose(known, too_few)
 
 
@@ -189,11 +188,7 @@ class _Search:
         if best is None:
             self.lines.add(f"plan auto: {self.default}; nothing is measured: {why}")
             return AutoChoice(self.default, self.lines.all)
-        others = ", ".join(
-            f"{f.plan} {shown(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best
-        )
-        than = f" ({others})" if others else ""
-        self.lines.add(f"plan auto: {best.plan}, predicted {shown(best.step_s)} a step{than}; not measured: {why}")
+        self.lines.add(_predicted_line(best, listed, why))
         found = TuningResult(
             str(self.default),
             best.plan,
@@ -206,6 +201,8 @@ class _Search:
 
     def _measured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float | None) -> AutoChoice:
         started = time.monotonic()
+        if first := certain(listed):
+            listed = [first, *(f for f in listed if f is not first)]
         begin = Plan.parse(listed[0].plan) if listed else self.default
         others_s = self.before_s + (run_s or 0.0) * (self.runs - 1)
         busy = cache.other_work()
@@ -232,6 +229,29 @@ class _Search:
             forecast = found.forecast_of(row.knob)
             if forecast is not None and row.step_s is not None:
                 remember(_pair(self.job, self.cluster, forecast, row.step_s.middle), self.cluster)
+
+
+def _of_few_steps(
+    job: Job, cluster: Cluster, default: Plan, known: TuningResult | None, lines: _Lines, why: str
+) -> AutoChoice:
+    """The default plan on CPUs, unless an earlier start predicted another one clearly faster.
+
+    Nothing is predicted anew: that takes seconds, more than all steps of a tiny model.
+    """
+    listed = shortlist(job, cluster, default, recorrected(known.forecasts, job, cluster)) if known else []
+    best = certain(listed)
+    if best is None or best.plan == str(default):
+        lines.add(f"plan auto: {default}; nothing is measured: {why}")
+        return AutoChoice(default, lines.all)
+    lines.add(_predicted_line(best, listed, why))
+    return AutoChoice(Plan.parse(best.plan), lines.all)
+
+
+def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str:
+    """The plan taken unmeasured, with its predicted step and those of the others."""
+    others = ", ".join(f"{f.plan} {shown(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best)
+    than = f" ({others})" if others else ""
+    return f"plan auto: {best.plan}, predicted {shown(best.step_s)} a step{than}; not measured: {why}"
 
 
 def _pair(job: Job, cluster: Cluster, forecast: Forecast, measured_s: float) -> Pair:

@@ -10,7 +10,7 @@ from paceline.job.job import Job
 from paceline.launch.run_on_ranks import run_on_plan
 from paceline.planner.calibrate import Calibration
 from paceline.planner.check.check_plan import check_plan
-from paceline.planner.shortlist import Forecast, recorrected
+from paceline.planner.shortlist import ONE_CORE, Forecast, recorrected
 from paceline.plans.plan import Plan
 
 # number of plans with distinct degrees, the best of each
@@ -28,7 +28,9 @@ class _Request:
 
 
 def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
-    """The best plans by prediction, with the default and one rank alone. These two are included if they can run.
+    """The best plans by prediction, with the default and one rank alone.
+
+    On CPUs there is one rank on one core as well. These are included if they can run.
 
     Raises:
         LaunchError: the model or the machines are beyond the cost model; with the reason.
@@ -57,7 +59,7 @@ def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibratio
 
     found = search(job, cluster, top=_LOOKED_AT, calibration=calibration)
     predictions = {candidate.plan: candidate.prediction for candidate in found.best}
-    for plan in (default, Plan()):
+    for plan in (default, Plan(), *([] if cluster.has_accelerators else [ONE_CORE])):
         if plan not in predictions and not check_plan(plan, job, cluster):
             predictions[plan] = modelled(job, cluster, plan, calibration)
     # microbatches would normalise over fewer samples

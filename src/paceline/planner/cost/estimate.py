@@ -99,8 +99,18 @@ def _catalogue_inputs(layout: Layout) -> StepInputs:
         fsdp_s=fsdp,
         dp_s=dp,
         optimizer_s=optimizer,
-        other_s=constants.STEP_S + _offloaded_s(layout, times.slowest, fsdp + dp),
+        other_s=_fixed_s(layout) + _offloaded_s(layout, times.slowest, fsdp + dp),
     )
+
+
+def _fixed_s(layout: Layout) -> float:
+    """Seconds of a step that depend neither on the model nor on the batch.
+
+    Several ranks on cores have more of them than one, which no division of the work makes up for in a short step.
+    """
+    if not layout.machines.device.is_core:
+        return constants.STEP_S
+    return constants.CORES_STEP_S + (constants.CORES_MEET_S if layout.ranks > 1 else 0.0)
 
 
 def _offloaded_s(layout: Layout, slow: StageCost, shown_s: float) -> float:
