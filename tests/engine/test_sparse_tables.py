@@ -49,7 +49,8 @@ class Fields(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         users, items = self.users(rows[:, 0]), self.items(rows[:, 1])
         logits: Tensor = self.head(torch.cat([users, items, self.words(rows)], 1))
-        return logits + self.out(items)[:, :1]
+        logits = logits + self.out(items)[:, :1]
+        return logits
 
 
 def data() -> TensorDataset:
@@ -213,7 +214,7 @@ def unlike_ranks() -> dict[str, Any]:
             loss = loss + tables[1](torch.tensor([], dtype=torch.int64)).sum()
         loss.backward()
         rule.after_backward(1, torch.zeros(1))
-        found = [None if t.weight.grad is None else t.weight.grad.to_dense().sum(1).tolist() for t in tables]  # type: ignore[operator, union-attr]
+        found = [None if t.weight.grad is None else t.weight.grad.to_dense().sum(1).tolist() for t in tables]  # type: ignore[operator]
         rule.detach()
         return {"found": found, "hooks": [len(p._post_accumulate_grad_hooks or ()) for p in tables.parameters()]}
 

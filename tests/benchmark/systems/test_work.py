@@ -84,3 +84,15 @@ def test_the_first_weights_are_the_same_in_every_process_and_the_steps_are_left_
     assert left is None, "it was rank 1"
     (folder / "rank-1.json").rename(folder / "rank-0.json")
     assert len(Steps.of_ranks(folder, 1).losses) == 7
+
+
+def words() -> torch.nn.Module:
+    return torch.nn.Embedding(3, 2, sparse=True)
+
+
+def test_a_tuned_update_is_fused_but_where_gradients_are_sparse(folder: Path) -> None:
+    taken = work(folder, tuned=True)
+    assert taken.optimizer(taken.model().parameters()).param_groups[0]["fused"]
+    (folder / JOB).write_text((folder / JOB).read_text().replace(":line", ":words"))
+    taken = work(folder, tuned=True)
+    assert not taken.optimizer(taken.model().parameters()).param_groups[0]["fused"]

@@ -39,7 +39,7 @@ SYSTEM = TorchSystem(
     title="DeepSpeed",
     documentation="https://www.deepspeed.ai/getting-started/",
     train=f"{__name__}:train",
-    requirements=["deepspeed.txt"],
+    requirements=["build.txt", "deepspeed.txt"],
     tuned={"zero_optimization": {"stage": 0}},
     takes_channels_last=False,  # it fails where it broadcasts them
 )

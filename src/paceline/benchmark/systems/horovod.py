@@ -65,7 +65,7 @@ SYSTEM = _Horovod(
     documentation="https://horovod.readthedocs.io/en/stable/pytorch.html",
     train=f"{__name__}:train",
     is_killed=False,  # see benchmarks/faults.py
-    requirements=["horovod-build.txt", "horovod.txt"],
+    requirements=["build.txt", "horovod.txt"],
     takes_channels_last=False,  # it refuses tensors that are not contiguous
     build_environment={
         "CXX": str(Path(__file__).with_name("cxx20")),

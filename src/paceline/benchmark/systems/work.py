@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from paceline.benchmark.systems.task import JOB, Steps, Task
 from paceline.engine.calls import to_channels_last
+from paceline.engine.sparse_tables import sparse_tables
 from paceline.job.batch import Batch, place, split, target_of
 from paceline.job.job import Job
 from paceline.job.partition import Partition
@@ -44,6 +45,7 @@ class Work:
         seed_all(self.job.seed)
         self._loss = self.job.loss.build()
         self._model: nn.Module | None = None
+        self._rows = False
         self._data: Any = None
         self._losses: list[float] = []
         self._ended_s: list[float] = []
@@ -53,13 +55,15 @@ class Work:
         seed_all(self.job.seed)
         model = self.job.model.build()
         load_published(self.job, model)
+        self._rows = bool(sparse_tables(model))
         if self.task.channels_last:
             to_channels_last(model)
         return model
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The job's optimizer."""
-        return self.job.optimizer.build(parameters, fused=self.task.tuned)
+        # torch's fused steps take no sparse gradients
+        return self.job.optimizer.build(parameters, fused=self.task.tuned and not self._rows)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """The job's learning-rate schedule, by torch's scheduler."""
