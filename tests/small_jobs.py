@@ -154,9 +154,9 @@ def new_run(path: Path, job: Job, plan: str = "dp=1") -> Run:
     return Run.create(path, job, discover(), Plan.parse(plan))
 
 
-def train_here(path: Path, job: Job) -> Run:
+def train_here(path: Path, job: Job, plan: str = "dp=1") -> Run:
     """Train in this process, from the newest checkpoint in `path` where there is one."""
-    train_in(new_run(path, job), Group())
+    train_in(new_run(path, job, plan), Group())
     return Run(path)
 
 

@@ -39,6 +39,7 @@ def hosts(draw: st.DrawFn) -> Host:
         memory_bytes=draw(sizes),
         cpu=draw(text),
         cpu_bf16=draw(perhaps),
+        cpu_avx512=draw(perhaps),
         affinity=affinity,
         gpus=tuple(draw(st.lists(devices, max_size=3))),
         links=tuple(draw(st.lists(links, max_size=3))),

@@ -56,6 +56,8 @@ def gpus(number: int) -> Cluster:
 def test_products_by_onednn_are_tried_first_where_torchs_own_leave_the_processor_unused() -> None:
     on_amd = Cluster(hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="AMD EPYC"),))
     assert next(iter(candidates(job(), on_amd).items())) == ("onednn=on", None)
+    without = Cluster(hosts=(on_amd.hosts[0].model_copy(update={"cpu_avx512": False}),))
+    assert next(iter(candidates(job(), without))) == "memory_format=channels_last"
     elsewhere = list(candidates(job(), cores(2)))
     assert elsewhere.index("onednn=on") == elsewhere.index("pin=on") + 1
     assert (
@@ -65,6 +67,12 @@ def test_products_by_onednn_are_tried_first_where_torchs_own_leave_the_processor
     assert candidates(job(), gpus(2))["onednn=on"] == (
         "is for ranks on CPUs, and those of this cluster compute on GPUs"
     )
+
+
+def test_a_loader_process_is_tried_unless_the_job_says_how_many() -> None:
+    assert candidates(job(), cores(2))["num_workers=1"] is None
+    told = candidates(job(data={"kind": "digits", "num_workers": 2}), cores(2))["num_workers=1"]
+    assert told == "the job says num_workers: 2"
 
 
 def candidates(work: Job, cluster: Cluster) -> dict[str, str | None]:

@@ -96,7 +96,7 @@ def test_what_a_part_could_give_at_most_is_its_share(tmp_path: Path) -> None:
         1: {"data": 20, "compute": 60, "comm": 5, "checkpoint": 15},
     }
     assert lines(diagnosis_of(run_of(tmp_path, parts, "dp=2 threads=1 balance=off"), predicts=False)) == [
-        "at most +25 %: samples that are read ahead: data.num_workers of the job, now 0",
+        "at most +25 %: num_workers=1: samples are read ahead by loader processes of each rank, now 0",
         "at most +8.1 %: checkpoints half as often: checkpoint.every_steps or every_seconds of the job "
         "(more steps are trained again after a failure)",
         "at most +5.3 %: balance=auto: a slow replica gets a smaller share of the batch",

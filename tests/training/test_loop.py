@@ -63,6 +63,15 @@ def test_a_job_with_random_data_gives_the_same_losses_every_time_and_after_a_res
     assert facts(train_here(tmp_path / "again", small_job(data=noisy))) == facts(first)
 
 
+def test_loader_processes_of_a_plan_are_those_of_a_job_and_change_no_loss(tmp_path: Path) -> None:
+    noisy = points(noise=0.5)  # a loader process draws other numbers than a rank
+    in_job = facts(train_here(tmp_path / "job", small_job(data=noisy | {"num_workers": 1})))
+    assert facts(train_here(tmp_path / "plan", small_job(data=noisy), "num_workers=1")) == in_job
+    assert facts(train_here(tmp_path / "none", small_job(data=noisy))) != in_job
+    alone = facts(train_here(tmp_path / "alone", small_job()))
+    assert facts(train_here(tmp_path / "ahead", small_job(), "num_workers=1")) == alone
+
+
 def test_a_run_goes_on_with_another_number_of_replicas_on_the_same_data(tmp_path: Path, ranks: Ranks) -> None:
     undisturbed = train(tmp_path / "undisturbed", 1, ranks, stop={"steps": 30})
     train(tmp_path / "resumed", 2, ranks, stop={"steps": 12})

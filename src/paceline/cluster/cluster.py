@@ -68,6 +68,7 @@ class Host(_Part):
     memory_bytes: int = Field(ge=1)
     cpu: str = "CPU"
     cpu_bf16: bool | None = None  # arithmetic in hardware; None where unknown
+    cpu_avx512: bool | None = None  # x86's vectors of 512 bits
     affinity: _Tuple[_Tuple[int]] = ()
     """Ids of the usable logical cores, grouped by physical core; empty where unknown."""
     gpus: _Tuple[Device] = ()

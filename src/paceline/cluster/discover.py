@@ -103,14 +103,15 @@ def _host(gpus: Gpus) -> Host:
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     quota = cpu_quota()
     memory_bytes = psutil.virtual_memory().total
-    name, bf16 = _cpu()
+    name, flags = _cpu()
     return Host(
         name=socket.gethostname(),
         # more would be throttled together
         cores=max(1, min(len(affinity), math.floor(quota) if quota is not None else len(affinity))),
         memory_bytes=min(memory_bytes, memory_limit_bytes() or memory_bytes),
         cpu=name,
-        cpu_bf16=bf16,
+        cpu_bf16=bool({"avx512_bf16", "amx_bf16", "bf16"} & flags) if flags else None,
+        cpu_avx512="avx512f" in flags if flags else None,
         affinity=cores_by_physical(affinity),
         gpus=gpus.devices,
         links=(*_interfaces(), *gpus.links),
@@ -130,15 +131,15 @@ def _with_devices(host: Host, number: str | None) -> Host:
     return host.model_copy(update=wanted)
 
 
-def _cpu() -> tuple[str, bool | None]:
-    """The processor's name and bf16 support, from the first core's paragraph of /proc/cpuinfo."""
+def _cpu() -> tuple[str, set[str]]:
+    """The processor's name and features, from the first core's paragraph of /proc/cpuinfo."""
     facts = {}
     for line in kernel_text(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines():
         key, _, value = line.partition(":")
         facts[key.strip()] = value.strip()
     flags = facts.get("flags", facts.get("Features", "")).split()
     name = " ".join(facts.get("model name", platform.processor() or platform.machine()).split())
-    return name, bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags)) if flags else None
+    return name, set(flags)
 
 
 def _interfaces() -> list[Link]:

@@ -20,8 +20,6 @@ from paceline.plans.plan import Plan
 from paceline.stats import LEAST_REPEATS, Interval, median_interval
 from paceline.units import seconds
 
-# the plan keys that change how a rank computes, not its result
-KNOBS = ("memory_format", "fused", "pin", "onednn", "compile")
 # seconds for measuring knobs, if steps are short
 BUDGET_S = 8.0
 # further seconds for each other plan; two thirds of them are spent on dividing the model anew
@@ -123,7 +121,8 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
     All of them keep the job's precision, but for those that are hints.
     """
     onednn = Knob({"onednn": True}, untried=_why_no_onednn(job))
-    gains = any("AMD" in host.cpu for host in cluster.hosts)  # whose AVX-512 torch's own products leave unused
+    # torch's own products leave AVX-512 of AMD's processors unused
+    gains = any("AMD" in host.cpu and host.cpu_avx512 is not False for host in cluster.hosts)
     found = [
         *([onednn] if gains else []),
         Knob({"memory_format": "channels_last"}),
@@ -131,6 +130,7 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
         *_other_divisions(cluster, plan),
         Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),
         *([] if gains else [onednn]),
+        Knob({"num_workers": 1}, untried=_why_no_workers(job)),
         Knob({"compile": "on"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         Knob({"compile": "reduce-overhead"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         *_hints(job, cluster),
@@ -141,6 +141,10 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
 
 def _why_no_onednn(job: Job) -> str | None:
     return None if job.precision == "fp32" else f"it multiplies float32, and the job computes in {job.precision}"
+
+
+def _why_no_workers(job: Job) -> str | None:
+    return f"the job says num_workers: {job.data.num_workers}" if job.data.num_workers else None
 
 
 def steps_are_too_few(job: Job) -> str | None:

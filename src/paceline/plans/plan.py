@@ -19,7 +19,7 @@ from paceline.plans.sync_info import problem_with, sync_info
 from paceline.plans.transport_info import problem_with_transport
 
 T = TypeVar("T")
-_LEAST = {**dict.fromkeys((*DEGREES, "microbatches"), 1), "threads": 0, "zero": 1, "virtual": 2}
+_LEAST = {**dict.fromkeys((*DEGREES, "microbatches"), 1), "threads": 0, "num_workers": 0, "zero": 1, "virtual": 2}
 _MOST = {"zero": 3}
 _CHOICES = {
     "schedule": SCHEDULES,
@@ -76,6 +76,7 @@ class Plan:
     pin: bool = False  # bind each rank to cores of its own
     fused: bool = False  # torch's fused optimizer step
     onednn: bool = False  # float32 matrix products on CPUs by oneDNN instead of MKL
+    num_workers: int = 0  # loader processes per rank, which read ahead; 0: as many as the job says
     # the rule that synchronises replicas: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or one's own
     sync: str = "allreduce"
     balance: Balance = "auto"  # whether the replicas' shares of the batch follow their measured speeds

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +59,14 @@ class _Kind:
     def added_up(self) -> Tensor:
         """The rows of this rank's gradients, each once, as one sparse tensor."""
         found = [(t.grad, start) for t, start in zip(self.tables, self.starts, strict=False) if t.grad is not None]
-        sparse = [(g if g.is_sparse else g.to_sparse(1), start) for g, start in found]
+        sparse = [g if g.is_sparse else g.to_sparse(1) for g, _ in found]
         like = self.tables[0]
-        numbers = [g._indices()[0] + start for g, start in sparse] or [torch.empty(0, dtype=torch.int64)]
-        values = [g._values() for g, _ in sparse] or [like.new_empty(0, like.shape[1])]
-        return self._rows(torch.cat(numbers), torch.cat(values)).coalesce()
+        if not sparse:
+            return self._rows(torch.empty(0, dtype=torch.int64), like.new_empty(0, like.shape[1])).coalesce()
+        # a call of torch for all tables: for each one they would take longer than the sums
+        numbers = torch.cat([g._indices()[0] for g in sparse])
+        numbers += _repeated([start for _, start in found], [g._nnz() for g in sparse])
+        return self._rows(numbers, torch.cat([g._values() for g in sparse])).coalesce()
 
     def gathered(self, own: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         """The sum of all ranks' rows, of which there are so many."""
@@ -79,10 +82,11 @@ class _Kind:
         """Give each table its rows, which all lie in the tensor that is returned."""
         numbers, values = rows._indices()[0], rows._values()
         cuts = torch.searchsorted(numbers, torch.tensor(self.starts)).tolist()
-        for table, start, first, last in zip(self.tables, self.starts, cuts, cuts[1:], strict=False):
-            own = (numbers[first:last] - start)[None]
+        counts = [last - first for first, last in pairwise(cuts)]
+        own = (numbers - _repeated(self.starts[:-1], counts))[None].split(counts, 1)
+        for table, rows_of_it, held in zip(self.tables, own, values.split(counts), strict=True):
             table.grad = torch.sparse_coo_tensor(
-                own, values[first:last], table.shape, is_coalesced=True, check_invariants=False
+                rows_of_it, held, table.shape, is_coalesced=True, check_invariants=False
             )
         return values
 
@@ -97,6 +101,11 @@ def _kinds(tables: Iterable[nn.Parameter]) -> list[_Kind]:
     for table in tables:
         kinds.setdefault((table.shape[1], table.dtype), []).append(table)
     return [_Kind(alike, list(accumulate((len(t) for t in alike), initial=0))) for alike in kinds.values()]
+
+
+def _repeated(starts: list[int], counts: list[int]) -> Tensor:
+    """Each start as many times as its count says."""
+    return torch.repeat_interleave(torch.tensor(starts), torch.tensor(counts))
 
 
 def _bytes(rows: Tensor) -> Tensor:

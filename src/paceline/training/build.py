@@ -70,7 +70,7 @@ def build_engine(
         PlanError: the plan cannot divide this model so, or has another number of ranks.
     """
     mesh = Mesh.of(plan, group)
-    loader = loader_of(job, mesh, data)
+    loader = loader_of(job, mesh, data, plan.num_workers)
     loss = job.loss.build()
     by_loss = job.stop.loss_below is not None or job.stop.plateau is not None
     settings = Settings(
@@ -128,8 +128,8 @@ def _kept(buffers: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]
     return {name: buffer for name, buffer in buffers.items() if name in names}
 
 
-def loader_of(job: Job, mesh: Mesh, data: DataSets) -> Loader:
-    """This data-parallel rank's share of the data."""
+def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loader:
+    """This data-parallel rank's share of the data, read by so many loader processes; 0: as many as the job says."""
     hosts = mesh.data_rank_hosts
     host_samples = _host_samples(job, data, mesh.world)
     partition = Partition(
@@ -144,9 +144,8 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets) -> Loader:
         labels=getattr(data.train, "labels", None),
         drop_last=job.drop_last,
     )
-    return Loader(
-        data.train, partition, num_workers=job.data.num_workers, pin_memory=has_pinned_memory(mesh.world.device)
-    )
+    workers = num_workers or job.data.num_workers
+    return Loader(data.train, partition, num_workers=workers, pin_memory=has_pinned_memory(mesh.world.device))
 
 
 def predicted_state_bytes(job: Job, engine: Engine) -> int:

@@ -65,6 +65,7 @@ def test_a_rule_that_can_work_has_no_reason_against_it(plan: str) -> None:
         ("dp=2 sync=server:staleness=1 compress=powersgd:4", {}, "compress=topk:0.01", None),
         ("dp=2 sync=server:servers=3", {}, "servers=2 at most, or a staleness", None),
         ("dp=3 sync=server:staleness=inf", {"global_batch": 64}, "the global batch is 64: dp=2, for example", None),
+        ("dp=2 sync=server:staleness=inf num_workers=1", {}, "without loader processes: num_workers=0", None),
         ("dp=2 sync=server:staleness=inf", {"nonfinite": "rewind"}, "nonfinite: skip in the job", None),
     ],
 )

@@ -123,6 +123,11 @@ class NotFused(torch.optim.SGD):
             PlanError,
             "plan dp=3 needs 3 ranks, but 1 were started. Start it with torchrun --nproc-per-node 3, or use dp=1",
         ),
+        (
+            {"plan": "num_workers=2"},
+            PlanError,
+            "plan num_workers=2 has loader processes, which are your loader's here: DataLoader(…, num_workers=2)",
+        ),
         ({"plan": "dp=tree"}, PlanError, "tree"),
         ({"plan": "dq=2"}, PlanError, "dp"),
     ],

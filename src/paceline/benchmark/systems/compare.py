@@ -323,6 +323,7 @@ class Compare:
             way.settings,
             way.tuned,
             channels_last,
+            self.plan.num_workers if way.tuned else 0,
             global_batch=way.global_batch,
         )
 

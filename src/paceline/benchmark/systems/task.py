@@ -22,7 +22,8 @@ class Task:
         threads: of torch's operations in each rank.
         settings: of the system's own, beside what its documentation shows.
         tuned: the job is read and laid out as paceline's ranks do it: batches copied at once out of a data set in
-            memory, a fused optimizer, and images and convolutions with channels last if `channels_last`.
+            memory, a fused optimizer, images and convolutions with channels last if `channels_last`, and so many loader
+            processes.
         parts: a batch is computed in so many parts, as by replicas that normalise each its own part.
         global_batch: of the job as this run trains it, where it is not the comparison's.
     """
@@ -34,6 +35,7 @@ class Task:
     settings: dict[str, Any] = field(default_factory=dict)
     tuned: bool = False
     channels_last: bool = False
+    num_workers: int = 0
     parts: int = 1
     global_batch: int | None = None
 

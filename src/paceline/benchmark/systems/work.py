@@ -73,18 +73,18 @@ class Work:
     def batches(self, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
         """A rank's part of each global batch, until all steps are taken.
 
-        By torch's `DataLoader` as it is; a tuned one copies a batch at once out of a data set in memory.
+        By torch's `DataLoader` as it is; a tuned one copies a batch at once out of a data set in memory, and has loader
+        processes where paceline's plan has.
         """
         self.rank = rank
         data, part = self._dealt(rank, ranks)
         whole = getattr(data, "__getitems__", None) if self.task.tuned else None
-        taken = 0
+        taken, workers = 0, self.task.num_workers
+        indices: list[list[int]] = []  # of the epoch
+        loader = DataLoader(_OneByOne(data), batch_sampler=indices, num_workers=workers, persistent_workers=workers > 0)
         for epoch in count():
-            indices = list(part.batches(epoch))
-            read = (
-                map(partial(_at_once, whole), indices) if whole else DataLoader(_OneByOne(data), batch_sampler=indices)
-            )
-            for batch in read:
+            indices[:] = part.batches(epoch)
+            for batch in map(partial(_at_once, whole), indices) if whole and not workers else loader:
                 if taken == self.task.steps:
                     return
                 taken += 1

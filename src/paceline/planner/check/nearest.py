@@ -35,6 +35,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "compile": ("on", "off"),
     "fused": (False,),
     "onednn": (False,),
+    "num_workers": (0,),
     "compress": ("none", "int8"),
     "sync": ("allreduce",),
     "transport": ("auto",),

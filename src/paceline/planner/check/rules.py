@@ -124,12 +124,14 @@ def _not_by_servers(context: PlanContext) -> str | None:
         return f"{start} in {plan.dp} equal pieces, and the global batch is {job.global_batch}: dp={fits}, for example."
     if job.data.num_workers:
         return f"{start}, who read them when they are dealt, without loader processes: num_workers: 0 in the job."
+    if plan.num_workers:
+        return f"{start}, who read them when they are dealt, without loader processes: num_workers=0."
     return None
 
 
 SYNC_CHECKS: tuple[Check, ...] = (
     Check(_more_servers_than_replicas, ("sync", "dp")),
-    Check(_not_by_servers, ("sync", "dp")),
+    Check(_not_by_servers, ("sync", "dp", "num_workers")),
     Check(_nothing_to_compress, ("compress", "sync")),
     Check(_nothing_to_try, ("compress", "sync")),
     Check(_codes_sums, ("compress", "sync")),

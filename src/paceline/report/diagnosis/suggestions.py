@@ -62,9 +62,10 @@ def from_parts(run: Measured) -> list[Suggestion]:
     job, found = run.run.job, []
     shares = {part: seconds / run.step_s for part, seconds in run.parts.items()}
     if shares["data"] >= _LEAST_SHARE:
-        workers = getattr(job.data, "num_workers", None)
-        now = "" if workers is None else f", now {workers}"
-        found.append(_at_most(f"samples that are read ahead: data.num_workers of the job{now}", shares["data"]))
+        now = run.plan.num_workers or getattr(job.data, "num_workers", 0)
+        plan = replace(run.plan, num_workers=now + 1)
+        what = f"num_workers={now + 1}: samples are read ahead by loader processes of each rank, now {now}"
+        found.append(replace(_at_most(what, shares["data"]), plan=plan))
     if shares["checkpoint"] >= _LEAST_SHARE:
         what = "checkpoints half as often: checkpoint.every_steps or every_seconds of the job"
         found.append(_at_most(what, shares["checkpoint"] / 2, "more steps are trained again after a failure"))
@@ -141,7 +142,9 @@ def _knobs(model: Model) -> list[Suggestion]:
     """Settings of a plan that compute the same; the cost model does not know them."""
     run = model.run
     tried = [knob for knob in knobs(run.run.job, run.run.cluster, run.plan) if not (knob.untried or knob.hint)]
-    same = [knob for knob in tried if not knob.cost_s and not knob.whole and not set(knob.changes) & set(DEGREES)]
+    # loader processes are suggested where the run waits for data (`from_parts`)
+    told = {*DEGREES, "num_workers"}
+    same = [knob for knob in tried if not knob.cost_s and not knob.whole and not set(knob.changes) & told]
     plans = {str(knob): knob.on(run.plan) for knob in same}
     return [Suggestion(what, None, "not predicted", plan) for what, plan in plans.items()]
 

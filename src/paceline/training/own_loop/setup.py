@@ -239,6 +239,11 @@ def _refuse_own_forward(plan: Plan, loss: Any) -> None:
 
 
 def _check_ranks(plan: Plan, group: Group) -> None:
+    if plan.num_workers:
+        raise PlanError(
+            f"plan {plan} has loader processes, which are your loader's here: "
+            f"DataLoader(…, num_workers={plan.num_workers}), and num_workers=0 in the plan"
+        )
     if plan.ranks != group.size:
         how = f"torchrun --nproc-per-node {plan.ranks}" if plan.ranks > 1 else "plain python"
         raise PlanError(
