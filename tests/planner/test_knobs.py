@@ -70,9 +70,12 @@ def test_products_by_onednn_are_tried_first_where_torchs_own_leave_the_processor
 
 
 def test_a_loader_process_is_tried_unless_the_job_says_how_many() -> None:
+    data = job(data={"kind": "digits", "num_workers": 2})
+    assert candidates(data, cores(2))["num_workers=1"] == "the job says num_workers: 2"
     assert candidates(job(), cores(2))["num_workers=1"] is None
-    told = candidates(job(data={"kind": "digits", "num_workers": 2}), cores(2))["num_workers=1"]
-    assert told == "the job says num_workers: 2"
+    assert candidates(job(), gpus(2))["num_workers=1"] is None
+    of_one_rank = [str(knob) for knob in knobs(job(), cores(4), Plan())]
+    assert "threads=3 num_workers=1" in of_one_rank, "it has a core of its own"
 
 
 def candidates(work: Job, cluster: Cluster) -> dict[str, str | None]:

@@ -130,7 +130,7 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
         *_other_divisions(cluster, plan),
         Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),
         *([] if gains else [onednn]),
-        Knob({"num_workers": 1}, untried=_why_no_workers(job)),
+        Knob(_reading_ahead(cluster, plan), untried=_why_no_workers(job)),
         Knob({"compile": "on"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         Knob({"compile": "reduce-overhead"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         *_hints(job, cluster),
@@ -141,6 +141,13 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
 
 def _why_no_onednn(job: Job) -> str | None:
     return None if job.precision == "fp32" else f"it multiplies float32, and the job computes in {job.precision}"
+
+
+def _reading_ahead(cluster: Cluster, plan: Plan) -> dict[str, Any]:
+    """A loader process, which has a core of its own where ranks on CPUs have several."""
+    threads = min((host.cores for host in cluster.hosts_in_use), default=1) // plan.ranks - 1
+    freed = {} if cluster.has_accelerators or threads < 1 else {"threads": threads}
+    return freed | {"num_workers": 1}
 
 
 def _why_no_workers(job: Job) -> str | None:
