@@ -21,9 +21,11 @@ from paceline.comm import Group
 from paceline.comm.agree import greatest
 from paceline.comm.measure.collectives import measure_collectives
 from paceline.comm.measure.speed import repeats_within
+from paceline.device import is_accelerator
 from paceline.engine.calls import prepared
 from paceline.engine.engine import Engine
 from paceline.engine.meter import BUBBLE, COMPUTE, DATA, OPTIMIZER
+from paceline.engine.sparse_tables import sparse_tables
 from paceline.engine.status import StatusBoard
 from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import Batch, place, target_of
@@ -130,7 +132,10 @@ class RankCalibration:
     # Passes of the undivided model
 
     def _timings(self) -> tuple[list[PassTiming], dict[str, float], int]:
-        model = prepared(self.job.model.build(), self.job.batch_norm, "fp32", Group())
+        model, optimizer = self.job.model.build(), self.job.optimizer
+        by_rows = optimizer.name == "sgd" and not (optimizer.momentum or optimizer.weight_decay)
+        rows = list(sparse_tables(model).values()) if by_rows and not is_accelerator(self.group.device) else []
+        model = prepared(model, self.job.batch_norm, "fp32", Group(), rows)
         passes = _Passes(self.job, model, self.data)
         sizes = sorted({max(1, round(self.job.global_batch / parts)) for parts in (8, 4, 2, 1)})
         found: list[PassTiming] = []
