@@ -21,7 +21,7 @@ from paceline.comm.backend import joined
 from paceline.errors import JobError, SyncError
 from paceline.sync import AllReduce, Replica
 from paceline.sync.rows import numbers_of
-from ranks import Ranks
+from ranks import Backend, Ranks
 
 ROWS, WIDTH, BATCH = 500, 4, 8
 
@@ -224,9 +224,10 @@ def _refused(rule: AllReduce, tables: nn.ModuleList) -> None:
     tables[0](torch.tensor([0])).sum().backward()
 
 
-def test_every_rank_gets_the_rows_of_all(ranks: Ranks) -> None:
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+def test_every_rank_gets_the_rows_of_all(ranks: Ranks, backend: Backend) -> None:
     expected = {"found": [[2.0, 2.0, 0.0, 0.0, 0.0, 8.0], [0.0] * 6, None], "hooks": [0, 0, 0]}
-    assert ranks(2, unlike_ranks) == [expected] * 2
+    assert ranks(2, unlike_ranks, backend=backend) == [expected] * 2
 
 
 @given(
