@@ -6,13 +6,17 @@ import json
 import shlex
 import sys
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli import bench_simulated as of_simulated
 from paceline.cli.bench_systems import refuse_what_has_no_effect
 from paceline.cli.where import EXIT_CODES, ClusterFile, Hosts, JobFile, start_on
+
+if TYPE_CHECKING:
+    from paceline.cluster.cluster import Cluster
+    from paceline.job.job import Job
 
 EXAMPLE = "Example: paceline bench examples/digits.yaml --devices 1,2 --repeat 3"
 
@@ -100,13 +104,7 @@ def command(
             as_json=as_json,
         )
         return
-    from paceline.benchmark.directory import kept_at
-    from paceline.benchmark.protocol import Benchmark
-    from paceline.benchmark.table import figures, show
     from paceline.cli.where import to_run_on
-    from paceline.console import Console
-    from paceline.errors import RunError
-    from paceline.report.bench_view import write_bench_page
 
     line = shlex.join(["paceline", *sys.argv[1:]])
     where = to_run_on(cluster)
@@ -128,8 +126,29 @@ def command(
         )
         return
     settings = what, where, _plans(plans), _numbers(devices)
+    _measure_scaling(settings, repeat=repeat, steps=steps, weak=weak is not False, out=out, as_json=as_json, line=line)
+
+
+def _measure_scaling(
+    settings: tuple[Job, Cluster, list[str], list[int] | None],
+    *,
+    repeat: int,
+    steps: int | None,
+    weak: bool,
+    out: str | None,
+    as_json: bool,
+    line: str,
+) -> None:
+    """Measure a job on 1 and N devices, and show it. `line`: the command, as it was typed."""
+    from paceline.benchmark.directory import kept_at
+    from paceline.benchmark.protocol import Benchmark
+    from paceline.benchmark.table import figures, show
+    from paceline.console import Console
+    from paceline.errors import RunError
+    from paceline.report.bench_view import write_bench_page
+
     with kept_at(out, partial(typer.echo, err=True)) as folder:
-        benchmark = Benchmark(*settings, repeat=repeat, steps=steps, weak=weak is not False, out=folder, command=line)
+        benchmark = Benchmark(*settings, repeat=repeat, steps=steps, weak=weak, out=folder, command=line)
         report = benchmark.run()
         page = None if report is None else write_bench_page(report, benchmark.path)
     if report is not None:

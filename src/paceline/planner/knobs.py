@@ -20,6 +20,8 @@ from paceline.plans.plan import Plan
 from paceline.stats import LEAST_REPEATS, Interval, median_interval
 from paceline.units import seconds
 
+# the plan keys that change how a rank computes, not its result
+KNOBS = ("memory_format", "fused", "pin", "onednn", "num_workers", "compile")
 # seconds for measuring knobs, if steps are short
 BUDGET_S = 8.0
 # further seconds for each other plan; two thirds of them are spent on dividing the model anew
