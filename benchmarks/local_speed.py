@@ -116,7 +116,8 @@ def own_knobs(folder: Path) -> Plan:
     chosen = choose(Job.model_validate(CNN), discover(), lambda line: print(line, flush=True)).plan
     if chosen.dp != 2:
         print(f"note: the choice is {chosen}; its knobs are measured here with two replicas, as DDP has")
-    knobs: dict[str, Any] = {knob: getattr(chosen, knob) for knob in KNOBS}
+    # all read in the same way
+    knobs: dict[str, Any] = {knob: getattr(chosen, knob) for knob in KNOBS if knob != "num_workers"}
     return Plan(dp=2, threads=1, **knobs)
 
 

@@ -130,7 +130,7 @@ def command(
 
 
 def _measure_scaling(
-    settings: tuple[Job, Cluster, list[str], list[int] | None],
+    settings: tuple[Job, Cluster | None, list[str], list[int] | None],
     *,
     repeat: int,
     steps: int | None,
