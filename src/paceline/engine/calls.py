@@ -81,7 +81,10 @@ def prepared(
 
 
 def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
-    """Refuse embeddings that divide by how often a row is in the batch, of which a rank sees a part."""
+    """Refuse embeddings that divide by how often a row is in the batch.
+
+    A rank sees a part of it.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue

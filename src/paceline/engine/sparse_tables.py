@@ -29,7 +29,10 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def keep_rows(engine: Engine, model: nn.Module, plan: Plan) -> set[Tensor]:
-    """Tables whose sparse gradients rule and optimizer take; a fused update of theirs, which does not, is unfused."""
+    """Tables whose sparse gradients rule and optimizer take.
+
+    A fused update of theirs, which takes none, is unfused.
+    """
     info = sync_info(plan.sync)
     tables: set[Tensor] = set(sparse_tables(model).values())
     if info.served:
@@ -60,9 +63,9 @@ def refuse_sparse_adam(engine: Engine, plan: Plan) -> None:
 
 
 def make_dense(model: nn.Module, kept: set[Tensor]) -> None:
-    """Have embeddings make dense gradients, which every collective takes, but for the tables that are kept.
+    """Have embeddings make dense gradients, but for the tables that are kept.
 
-    Optimizer steps are the same.
+    Every collective takes dense ones, and optimizer steps are the same.
     """
     for module in model.modules():
         if _is_sparse(module):
@@ -76,7 +79,10 @@ def _is_sparse(module: nn.Module) -> bool:
 
 
 def _groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """Parameter groups that torch steps by sparse gradients, as by dense ones but for rows without a gradient."""
+    """Parameter groups that torch steps by sparse gradients as by dense ones.
+
+    Rows without a gradient stay as they are.
+    """
     for group in optimizer.param_groups:
         if type(optimizer) is SparseAdam:
             yield group

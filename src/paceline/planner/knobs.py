@@ -146,7 +146,7 @@ def _why_no_onednn(job: Job) -> str | None:
 
 
 def _reading_ahead(cluster: Cluster, plan: Plan) -> dict[str, Any]:
-    """A loader process, which has a core of its own where ranks on CPUs have several."""
+    """A loader process, with a core of its own where ranks have several."""
     threads = min((host.cores for host in cluster.hosts_in_use), default=1) // plan.ranks - 1
     freed = {} if cluster.has_accelerators or threads < 1 else {"threads": threads}
     return freed | {"num_workers": 1}

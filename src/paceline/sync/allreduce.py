@@ -229,7 +229,7 @@ class AllReduce(SyncRule):
             raise not_by_the_engine()
 
     def _sum_rows(self) -> list[Tensor]:
-        """Sum the sparse gradients, whose few rows no bucket would hold; they are sent as they are."""
+        """Sum the sparse gradients, whose few rows are sent as they are."""
         only, dp = self.replica.backward.only, self.replica.dp
         tables = [p for p in self.rows if only is None or p in only]
         if not tables:

@@ -27,9 +27,10 @@ def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def sum_rows(tables: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
-    """Replace the gradients of tables by their sums over the group; one that no replica used has none.
+    """Replace the gradients of tables by their sums over the group.
 
-    Every rank sends the rows that it has, and adds up everyone's in the order of ranks.
+    A table that no replica used has none. Every rank sends the rows that it has, and adds up everyone's in the order of
+    ranks.
 
     Returns:
         tensors that hold every gradient once, see `numbers_of`.
@@ -51,7 +52,10 @@ def sum_rows(tables: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Tables of one width and dtype, taken as one table: `starts` has the first row of each, and the end."""
+    """Tables of one width and dtype, taken as one table.
+
+    `starts` has the first row of each, and the end.
+    """
 
     tables: list[nn.Parameter]
     starts: list[int]

@@ -129,7 +129,10 @@ def _kept(buffers: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]
 
 
 def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loader:
-    """This data-parallel rank's share of the data, read by so many loader processes; 0: as many as the job says."""
+    """This data-parallel rank's share of the data.
+
+    Read by so many loader processes; 0: as many as the job says.
+    """
     hosts = mesh.data_rank_hosts
     host_samples = _host_samples(job, data, mesh.world)
     partition = Partition(

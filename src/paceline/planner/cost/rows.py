@@ -1,4 +1,7 @@
-"""Sparse gradients in the cost model: replicas sum and step on the rows that a batch looked up."""
+"""Sparse gradients in the cost model.
+
+Replicas sum and step on the rows that a batch looked up.
+"""
 
 from __future__ import annotations
 
