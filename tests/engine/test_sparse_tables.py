@@ -131,6 +131,42 @@ def test_a_table_that_another_layer_uses_whole_has_dense_gradients() -> None:
     assert sparse["numbers"] == pytest.approx(dense["numbers"], rel=1e-12)
 
 
+class Unusual(nn.Module):
+    """A table that the output uses whole by a function, and one whose sparse gradient has single numbers."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.sparse = sparse
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.gathered = nn.Parameter(torch.randn(ROWS, 3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found = torch.gather(self.gathered, 0, rows, sparse_grad=self.sparse)
+        out = F.linear(self.table(rows[:, 0]), self.table.weight)
+        logits: Tensor = out[:, :3] + found
+        return logits
+
+
+def trained_unusual(plan: str, sparse: bool) -> list[tuple[float, float]]:
+    torch.manual_seed(1)
+    model = Unusual(sparse=sparse).double()
+    loader = DataLoader(data(), BATCH)
+    engine = paceline.setup(
+        model, torch.optim.SGD(model.parameters(), 0.3), F.cross_entropy, loader, plan=plan, precision="fp64"
+    )
+    try:
+        results = [engine.step(batch) for batch, _ in zip(engine.loader, range(4), strict=False)]
+    finally:
+        engine.close()
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def test_tables_used_whole_by_a_function_and_sparse_numbers_train_as_dense_ones(ranks: Ranks) -> None:
+    dense = [pytest.approx(numbers, rel=1e-9) for numbers in trained_unusual("dp=1", False)]
+    assert trained_unusual("dp=1", True) == dense
+    assert ranks(2, trained_unusual, "dp=2", True) == [dense] * 2
+
+
 def test_a_fused_update_which_takes_no_rows_is_unfused(ranks: Ranks) -> None:
     expected = trained("dp=1", "SGD", {}, sparse=False)["numbers"]
     for rank in ranks(2, trained, "dp=2 fused=on", "SGD", {}):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.cluster.cluster import Cluster, Device, Emulate, Host
 from paceline.job.job import Job
 from paceline.planner.auto import auto_plan
 from paceline.planner.check.check_plan import check_plan
@@ -76,6 +76,8 @@ def test_a_loader_process_is_tried_unless_the_job_says_how_many() -> None:
     assert candidates(job(), gpus(2))["num_workers=1"] is None
     of_one_rank = [str(knob) for knob in knobs(job(), cores(4), Plan())]
     assert "threads=3 num_workers=1" in of_one_rank, "it has a core of its own"
+    emulated = cores(4).model_copy(update={"emulate": Emulate(hosts=2)})
+    assert "threads=1 num_workers=1" in [str(knob) for knob in knobs(job(), emulated, Plan(dp=2))]
 
 
 def candidates(work: Job, cluster: Cluster) -> dict[str, str | None]:

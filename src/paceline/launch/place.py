@@ -94,14 +94,6 @@ def places_on(
                 on_end(emulation.carried())
 
 
-def threads_on(cluster: Cluster, plan: Plan) -> int:
-    """Threads of each rank's torch operations, the same on all hosts."""
-    if cluster.emulate is not None:  # all hosts share this machine's cores
-        return plan.threads_for(cluster.hosts[0], plan.ranks)
-    counts = zip(cluster.hosts, cluster.ranks_per_host(plan.ranks), strict=True)
-    return min(plan.threads_for(host, count) for host, count in counts if count)
-
-
 def cores_on(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
     """Cores of each rank of a plan that pins them; None for another."""
     if not plan.pin:

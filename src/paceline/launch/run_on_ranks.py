@@ -31,9 +31,9 @@ from paceline.job.read.imports import import_path_of, load_object
 from paceline.launch.host.remote import RunFolder
 from paceline.launch.host.same_files import must_agree
 from paceline.launch.local import COLLECT_S, launch
-from paceline.launch.place import RankPlace, places_on, threads_on
+from paceline.launch.place import RankPlace, places_on
 from paceline.launch.seed import warm_up
-from paceline.plans.plan import Plan
+from paceline.plans.plan import Plan, threads_on
 from paceline.plans.sync_info import sync_info
 from paceline.rank_environment import own_rank
 

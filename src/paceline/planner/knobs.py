@@ -16,7 +16,7 @@ from typing import Any
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.planner.check.rules import reasons_against
-from paceline.plans.plan import Plan
+from paceline.plans.plan import Plan, threads_on
 from paceline.stats import LEAST_REPEATS, Interval, median_interval
 from paceline.units import seconds
 
@@ -147,7 +147,7 @@ def _why_no_onednn(job: Job) -> str | None:
 
 def _reading_ahead(cluster: Cluster, plan: Plan) -> dict[str, Any]:
     """A loader process, with a core of its own where ranks have several."""
-    threads = min((host.cores for host in cluster.hosts_in_use), default=1) // plan.ranks - 1
+    threads = threads_on(cluster, plan) - 1
     freed = {} if cluster.has_accelerators or threads < 1 else {"threads": threads}
     return freed | {"num_workers": 1}
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_args
 
-from paceline.cluster.cluster import Host
+from paceline.cluster.cluster import Cluster, Host
 from paceline.errors import PlanError
 from paceline.job.job import Job, Precision
 from paceline.nearest import nearest
@@ -159,6 +159,14 @@ class Plan:
     def threads_for(self, host: Host, local_ranks: int) -> int:
         """Compute threads of each of `local_ranks` ranks on `host`, at least 1."""
         return self.threads or max(1, host.physical_cores // local_ranks)
+
+
+def threads_on(cluster: Cluster, plan: Plan) -> int:
+    """Threads of each rank's torch operations, the same on all hosts."""
+    if cluster.emulate is not None:  # all hosts share this machine's cores
+        return plan.threads_for(cluster.hosts[0], plan.ranks)
+    counts = zip(cluster.hosts, cluster.ranks_per_host(plan.ranks), strict=True)
+    return min(plan.threads_for(host, count) for host, count in counts if count)
 
 
 def cores_of(local_rank: int, local_ranks: int, host: Host) -> list[int]:

@@ -27,14 +27,14 @@ from paceline.launch.host.remote import RunFolder
 from paceline.launch.host.same_files import must_agree
 from paceline.launch.host.takeover import Takeover, tell_successors
 from paceline.launch.local import launch
-from paceline.launch.place import RankPlace, cores_on, places_on, threads_on, with_servers
+from paceline.launch.place import RankPlace, cores_on, places_on, with_servers
 from paceline.launch.run_on_ranks import warm_up_for
 from paceline.launch.seed import warm_up
 from paceline.launch_engine import is_rank
 from paceline.launch_engine.variables import HOST_DEVICES
 from paceline.planner.check.check_plan import check_plan
 from paceline.planner.check.warnings import warnings_about
-from paceline.plans.plan import Plan
+from paceline.plans.plan import Plan, threads_on
 from paceline.plans.sync_info import ServerProcesses, sync_info
 from paceline.rank_environment import is_our_rank
 from paceline.runner.preflight import refuse_what_cannot_divide

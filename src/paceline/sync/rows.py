@@ -20,10 +20,17 @@ def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
     A sparse gradient then has each row once, and changes with these tensors.
     """
-    with_gradients = [p for p in parameters if p.grad is not None]
-    dense = [p.grad for p in with_gradients if p.grad is not None and not p.grad.is_sparse]
-    sparse = [p for p in with_gradients if p.grad is not None and p.grad.is_sparse]
-    return dense + [kind.hand_out(kind.added_up()) for kind in _kinds(sparse)]
+    numbers, tables = [], []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if _is_of_rows(parameter.grad):
+            tables.append(parameter)
+            continue
+        if parameter.grad.is_sparse:  # of single numbers, as torch.gather's with sparse_grad=True
+            parameter.grad = parameter.grad.coalesce()
+        numbers.append(parameter.grad._values() if parameter.grad.is_sparse else parameter.grad)
+    return numbers + [kind.hand_out(kind.added_up()) for kind in _kinds(tables)]
 
 
 def sum_rows(tables: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
@@ -63,7 +70,7 @@ class _Kind:
     def added_up(self) -> Tensor:
         """The rows of this rank's gradients, each once, as one sparse tensor."""
         found = [(t.grad, start) for t, start in zip(self.tables, self.starts, strict=False) if t.grad is not None]
-        sparse = [g if g.is_sparse else g.to_sparse(1) for g, _ in found]
+        sparse = [g if _is_of_rows(g) else g.to_dense().to_sparse(1) for g, _ in found]
         like = self.tables[0]
         if not sparse:
             return self._rows(torch.empty(0, dtype=torch.int64), like.new_empty(0, like.shape[1])).coalesce()
@@ -97,6 +104,11 @@ class _Kind:
     def _rows(self, numbers: Tensor, values: Tensor) -> Tensor:
         shape = (self.starts[-1], values.shape[1])
         return torch.sparse_coo_tensor(numbers[None], values, shape, check_invariants=False)
+
+
+def _is_of_rows(gradient: Tensor) -> bool:
+    """True for a sparse gradient of a matrix that has whole rows."""
+    return gradient.is_sparse and gradient.sparse_dim() == 1 and gradient.dim() == 2
 
 
 def _kinds(tables: Iterable[nn.Parameter]) -> list[_Kind]:

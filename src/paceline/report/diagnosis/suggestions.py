@@ -62,7 +62,7 @@ def from_parts(run: Measured) -> list[Suggestion]:
     job, found = run.run.job, []
     shares = {part: seconds / run.step_s for part, seconds in run.parts.items()}
     if shares["data"] >= _LEAST_SHARE:
-        now = run.plan.num_workers or getattr(job.data, "num_workers", 0)
+        now = run.plan.num_workers or job.data.num_workers
         plan = replace(run.plan, num_workers=now + 1)
         what = f"num_workers={now + 1}: samples are read ahead by loader processes of each rank, now {now}"
         found.append(replace(_at_most(what, shares["data"]), plan=plan))

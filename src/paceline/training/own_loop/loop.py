@@ -174,8 +174,9 @@ class OwnLoop(Engine):
         if self.compute.loss_scale is not None:
             self.compute.loss_scale.unscale(numbers_of(parameters))
         if clip_value is not None:
-            for gradient in numbers_of(parameters):
-                gradient.clamp_(-clip_value, clip_value)
+            gradients = numbers_of(parameters)
+            torch._foreach_clamp_min_(gradients, -clip_value)
+            torch._foreach_clamp_max_(gradients, clip_value)
         norm = total_norm(parameters, self.split, self.group)
         loss, step = float(self._newest_loss), self.step_count + 1
         problem = self.guard.problem(self.agreement.deciders, None, [], step=step, loss=loss, norm=norm)
