@@ -1,4 +1,4 @@
-"""A DataLoader worker process that is killed.
+"""DataLoader worker processes: the batches that they send, and one that is killed.
 
 The rank that it belonged to is named, and the worker, and nobody else.
 """
@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.comm.backend import joined
+from paceline.data import loader_processes
+from paceline.data.loader import Loader
+from paceline.data.loader_processes import SmallBatch, as_sent
 from paceline.errors import LoaderProcessError
+from paceline.job.partition import Partition, PartitionSpec
 from paceline.launch.failure import ErrorRecord
 from ranks import RankError, Ranks
 
@@ -86,3 +95,123 @@ def test_a_lost_loader_process_may_be_tried_again() -> None:
     assert record.explained
     assert record.may_pass
     assert not record.secondary
+
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+from paceline.data.loader import Loader
+from paceline.job.partition import Partition, PartitionSpec
+
+partition = Partition(PartitionSpec(), samples=64, global_batch=8, seed=0, replica=0, replicas=1)
+loader = Loader(TensorDataset(torch.arange(64)), partition, num_workers=int(sys.argv[1]))
+batches = iter(loader)
+print(next(batches)[0].shape)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_script_ends_that_leaves_an_epoch_unfinished(workers: int) -> None:
+    """multiprocessing waited for the loader process for ever, which ignores its first SIGTERM."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(workers)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("torch.Size([8])\n", "")
+
+
+class InLoaderProcess:
+    """What `get_worker_info` says there."""
+
+
+def sent(batch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(loader_processes, "get_worker_info", InLoaderProcess)
+    return as_sent(batch)
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+DTYPES += [torch.complex64, torch.int32]
+
+
+@given(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4), st.booleans())
+def test_small_batches_arrive_bit_by_bit_in_memory_of_their_own(
+    dtype: torch.dtype, shape: list[int], nested: bool
+) -> None:
+    values = torch.randn(shape, dtype=torch.float32).mul(50).to(dtype)
+    batch: Any = {"x": (values, [3, None, "text"])} if nested else values
+    with pytest.MonkeyPatch.context() as patch:
+        message = sent(batch, patch)
+    assert isinstance(message, SmallBatch)
+    found = message.batch()
+    if nested:
+        assert found["x"][1] == [3, None, "text"]
+        found = found["x"][0]
+    assert (found.dtype, found.shape) == (values.dtype, values.shape)
+    assert torch.equal(found, values)
+    before = values.clone()
+    found.zero_()
+    assert torch.equal(values, before)
+
+
+WHOLE = torch.arange(24.0).view(4, 6)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(200_000),
+        [torch.zeros(100_000), torch.zeros(100_000)],
+        WHOLE[:2],
+        WHOLE.t(),
+        (WHOLE, WHOLE.view(-1)),
+        nn.Parameter(torch.zeros(3)),
+        torch.zeros(3, requires_grad=True),
+        torch.eye(3).to_sparse(),
+        torch.tensor([1j]).conj(),
+        np.zeros(100_000),
+        lambda: 0,
+    ],
+    ids=[
+        "large",
+        "large together",
+        "a part",
+        "transposed",
+        "two views",
+        "parameter",
+        "grad",
+        "sparse",
+        "conj",
+        "array",
+        "code",
+    ],
+)
+def test_what_is_not_small_and_plain_is_left_to_torch(batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sent(batch, monkeypatch) is batch
+
+
+def test_where_no_loader_process_reads_a_batch_stays_as_it_is() -> None:
+    assert as_sent(WHOLE) is WHOLE
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+@pytest.mark.parametrize("pinned", [False, True])
+def test_small_and_large_batches_come_from_loader_processes(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned ones are sent by torch, whose thread pins tensors; here there is nothing to pin them for."""
+    small_ones: list[Any] = []
+    unpickled = SmallBatch.batch
+
+    def noted(message: SmallBatch) -> Any:
+        small_ones.append(unpickled(message))
+        return small_ones[-1]
+
+    monkeypatch.setattr(SmallBatch, "batch", noted)
+    rows = torch.arange(64 * 8000.0).view(64, 8000)
+    for width, small in ((4, True), (8000, False)):
+        partition = Partition(PartitionSpec(shuffle=False), samples=64, global_batch=32, seed=0, replica=0, replicas=1)
+        made = Loader(TensorDataset(rows[:, :width]), partition, num_workers=1)
+        made.pin_memory = pinned
+        made.close()
+        assert torch.equal(torch.cat([batch[0] for batch in made]), rows[:, :width])
+        made.close()
+        assert bool(small_ones) is (small and not pinned)
+        small_ones.clear()

@@ -6,9 +6,9 @@ They are read through torchdata's `StatefulDataLoader`.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from paceline.data.flow import Flow
-from paceline.data.loader_processes import Begin, Workers, failed, make_room_for_sockets
+from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, failed, make_room_for_sockets
 from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest
 from paceline.data.stream import SamplerStream
 from paceline.data.whole import BatchPart
@@ -125,7 +125,7 @@ class Loader:
             if not self.workers.persistent:
                 self.close()
         finally:
-            if self._batches is batches:
+            if self._batches is batches and self._end_processes.still_active():  # else Python ends
                 self.close()
         if start and step == start:  # a stream had ended just where its position was saved
             yield from self
@@ -268,7 +268,8 @@ class Loader:
             self._loader: StatefulDataLoader[Any] = StatefulDataLoader(
                 self._samples,
                 batch_sampler=self._steps,
-                collate_fn=_unchanged,  # `RequestedSamples` collates
+                # `RequestedSamples` collates; torch pins what it sends itself
+                collate_fn=_unchanged if self.pin_memory else as_sent,
                 num_workers=workers.count,
                 prefetch_factor=workers.prefetch_factor,
                 persistent_workers=workers.count > 0,
@@ -281,8 +282,8 @@ class Loader:
             )
         if reader is not None:
             self._loader.load_state_dict(reader)
-        self._end_processes = weakref.finalize(self, _end_processes, self._loader)
-        self._end_processes.atexit = False
+        # also when Python ends, before multiprocessing closes their queues (10) and waits for them
+        self._end_processes = Finalize(self, _end_processes, (self._loader,), exitpriority=20)
 
     def _check_order(self, state: dict[str, Any]) -> None:
         """Refuse a position within an epoch that is now divided differently.
@@ -346,11 +347,12 @@ class Loader:
             raise self._failed_processes(None)
         _set_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
         try:
-            return next(batches)
+            batch = next(batches)
         except (RuntimeError, OSError, EOFError) as error:  # the last two where one died while it sent
             raise self._failed_processes(error) from error
         finally:
             _remove_worker_pids(id(batches))
+        return batch.batch() if isinstance(batch, SmallBatch) else batch
 
     def _receive(self, batch: Any, epoch: int, step: int) -> tuple[Any] | None:
         """Record a batch to be yielded; None if what was read has none."""

@@ -1,21 +1,28 @@
-"""DataLoader worker processes of a rank: their start, and errors when one fails."""
+"""DataLoader worker processes of a rank: start, messages, and errors when one fails."""
 
 from __future__ import annotations
 
+import io
 import multiprocessing.util
 import os
+import pickle
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from paceline.errors import LoaderProcessError
 from paceline.files import sockets_fit
 
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+_SMALL_BYTES = 1 << 19  # of a batch; a larger one is not copied through a pipe
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,68 @@ def make_room_for_sockets() -> None:
         raise LoaderProcessError(
             f"the path {folder} is too long for the sockets of DataLoader worker processes. Set TMPDIR to a shorter one"
         )
+
+
+@dataclass(frozen=True)
+class SmallBatch:
+    """A batch that is sent by value.
+
+    torch would make, map and free shared memory for each of its tensors.
+    """
+
+    pickled: bytes
+
+    def batch(self) -> Any:
+        """The batch, whose tensors have memory of their own."""
+        return pickle.loads(self.pickled)
+
+
+def as_sent(batch: Any) -> Any:
+    """The batch by value where it is small and a loader process read it; else unchanged."""
+    if get_worker_info() is None:
+        return batch
+    written = io.BytesIO()
+    try:
+        _ByValue(written, pickle.HIGHEST_PROTOCOL).dump(batch)
+    except Exception:  # noqa: BLE001 - then torch sends it, or tells why it cannot be sent
+        return batch
+    return SmallBatch(written.getvalue())
+
+
+class _ByValue(ForkingPickler):
+    """Pickler of small batches; raises PicklingError at tensors that torch is to send."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._left = _SMALL_BYTES
+        self._sent: set[int] = set()  # addresses
+
+    def reducer_override(self, value: Any) -> Any:
+        """The reduction of tensors; what else there is, is pickled as multiprocessing does."""
+        if isinstance(value, np.ndarray) and value.nbytes > self._left:
+            raise pickle.PicklingError("a large array")
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        if not _is_plain(value) or value.nbytes > self._left or value.data_ptr() in self._sent:
+            raise pickle.PicklingError("a large tensor, one of another kind, or a second view of the same memory")
+        self._left -= value.nbytes
+        if value.nbytes:
+            self._sent.add(value.data_ptr())
+        return _tensor, (bytearray(value.reshape(-1).view(torch.uint8).numpy()), value.dtype, value.shape)
+
+
+def _is_plain(value: Tensor) -> bool:
+    """True for a tensor in the processor's memory that uses all of it in order."""
+    if type(value) is not Tensor or value.layout is not torch.strided or not value.is_cpu or value.requires_grad:
+        return False
+    if value.is_conj() or value.is_neg():
+        return False
+    return value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+
+
+def _tensor(held: bytearray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """A tensor in memory that torch has aligned, of the bytes held."""
+    return torch.frombuffer(held, dtype=dtype).clone().view(shape) if held else torch.empty(shape, dtype=dtype)
 
 
 def failed(

@@ -91,7 +91,7 @@ class RequestedSamples(Dataset[Any]):
         if self.bulk:
             samples = self._read_one(indices)
         elif self.read_many is None:
-            samples = [self._read_one(index) for index in indices]
+            samples = self._read_each(indices)
         else:
             try:
                 samples = self.read_many(indices)
@@ -115,6 +115,15 @@ class RequestedSamples(Dataset[Any]):
     def example(self, count: int, indices: list[Any]) -> Any:
         """A batch of `count` samples for inspecting data, with these indices if it has any."""
         return self.read(indices)
+
+    def _read_each(self, indices: list[Any]) -> list[Any]:
+        samples: list[Any] = []
+        try:
+            for index in indices:  # without a call for each, which takes as long as many a dataset's own
+                samples.append(self.dataset[index])
+        except Exception as error:
+            raise self._error([indices[len(samples)]], error) from error
+        return samples
 
     def _read_one(self, index: Any) -> Any:
         try:
