@@ -102,7 +102,7 @@ class SmallBatch:
 
 
 def as_sent(batch: Any) -> Any:
-    """The batch by value where it is small and a loader process read it; else unchanged."""
+    """The batch, by value where it is small and a loader process read it."""
     if get_worker_info() is None:
         return batch
     written = io.BytesIO()
