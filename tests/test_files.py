@@ -126,3 +126,17 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_stays(
             assert mode(own) == 0o700
             assert sorted(tmp_path.iterdir()) == sorted([living, newborn, other, own])
     assert sorted(tmp_path.iterdir()) == sorted([newborn, other])
+
+
+def test_a_scratch_folder_has_room_for_sockets_where_the_temporary_folder_has_a_long_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    below = "session/" + "x" * 50
+    with scratch_folder(below) as short, scratch_folder() as ordinary, scratch_folder("x" * 200) as nowhere:
+        assert len(str(short / below)) <= 107
+        assert mode(short) == 0o700
+        assert ordinary.parent == nowhere.parent == long
+    assert not short.exists()

@@ -22,6 +22,8 @@ from typing import IO
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 _SCRATCH = "paceline-scratch-"
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # where TMPDIR is too long
+_SOCKET_BYTES = 107  # of a path
 _NEWBORN_S = 60.0  # between its making and its lock a folder is nobody's
 LINE_LIMIT = 2**20  # bytes of a line that is read; no line of ours comes near
 TEXT_LIMIT = 2**28  # bytes of a file that is read whole
@@ -115,8 +117,22 @@ def home_folder() -> Path:
 
 
 def sockets_fit(folder: str) -> bool:
-    """True if multiprocessing can make its sockets there: the kernel takes paths of 107 bytes."""
-    return len(os.fsencode(f"{folder}/listener-12345678")) <= 107
+    """True if multiprocessing can make its sockets there."""
+    return _fits(f"{folder}/listener-12345678")
+
+
+def temporary_folder(below: str) -> str:
+    """Folder for temporary files, under which sockets of such a path fit.
+
+    It is TMPDIR, a shorter one, or, where none is short enough, TMPDIR.
+    """
+    chosen = tempfile.gettempdir()
+    found = (folder for folder in (chosen, *_SHORT) if os.access(folder, os.W_OK) and _fits(f"{folder}/{below}"))
+    return next(found, chosen)
+
+
+def _fits(socket: str) -> bool:
+    return len(os.fsencode(socket)) <= _SOCKET_BYTES
 
 
 def cache_folder() -> Path:
@@ -162,13 +178,14 @@ def user_name(uid: int) -> str:
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
+def scratch_folder(below: str = "") -> Iterator[Path]:
     """A private folder for temporary files, removed at the end.
 
-    Folders left by killed processes are removed as well.
+    Folders left by killed processes are removed as well. `below`: the path in it that a socket may have.
     """
-    _remove_abandoned()
-    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+    parent = temporary_folder(f"{_SCRATCH}12345678/{below}") if below else tempfile.gettempdir()
+    _remove_abandoned(parent)
+    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=parent))
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)  # until this process ends, however it ends
@@ -178,8 +195,8 @@ def scratch_folder() -> Iterator[Path]:
         os.close(held)
 
 
-def _remove_abandoned() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+def _remove_abandoned(parent: str) -> None:
+    for folder in Path(parent).glob(f"{_SCRATCH}*"):
         try:
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # another user's, or just removed

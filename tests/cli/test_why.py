@@ -44,7 +44,7 @@ def test_a_suggestion_is_predicted_and_then_tried_beside_the_run_s_plan(tmp_path
     *_, own, tried, alone = shown.out.splitlines()
     assert re.match(r"measured now: plan dp=2 [\d.]+ .s a step; the run has recorded", own.replace("(", " ("))
     suggested = [line.strip() for line in shown.out.splitlines() if line.startswith("  ")]
-    assert re.search(r"(predicted \+|not predicted).*measured [+−]", tried)
+    assert re.search(r"(predicted (at most )?\+|not predicted).*measured [+−]", tried)
     assert any(line.endswith(tried.strip().partition(":")[0]) for line in suggested)
     assert re.match(r"  one device \(dp=1 threads=1\): the run's plan is [\d.]+ × ", alone)
     assert "95 % interval" in shown.err

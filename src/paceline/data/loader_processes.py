@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import multiprocessing.util
-import os
 import pickle
 import signal
 import tempfile
@@ -19,9 +18,8 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from paceline.errors import LoaderProcessError
-from paceline.files import sockets_fit
+from paceline.files import sockets_fit, temporary_folder
 
-_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 _SMALL_BYTES = 1 << 19  # of a batch; a larger one is not copied through a pipe
 
 
@@ -75,8 +73,7 @@ def make_room_for_sockets() -> None:
         LoaderProcessError: no such folder can be written.
     """
     chosen = tempfile.tempdir
-    if not sockets_fit(f"{tempfile.gettempdir()}/pymp-12345678"):
-        tempfile.tempdir = next((folder for folder in _SHORT if os.access(folder, os.W_OK)), chosen)
+    tempfile.tempdir = temporary_folder("pymp-12345678/listener-12345678")
     try:
         folder = multiprocessing.util.get_temp_dir()  # made once, and handed on to the processes
     finally:

@@ -133,10 +133,12 @@ def test_prometheus_scrapes_a_run_and_finds_its_end_in_the_text_file(tmp_path: P
         wait_for(lambda: note.exists() and "http://" in note.read_text(), process)
         found = re.search(r"http://127\.0\.0\.1:\d+/metrics", note.read_text())
         assert found is not None
-        wait_for(lambda: 'paceline_step{job="small",run="run"}' in scraped(found[0]), process)
+        # evaluations and steps are told apart, in either order
+        wait_for(lambda: "paceline_train_loss{" in scraped(found[0]), process)
         text = scraped(found[0])
         process.terminate()
         process.communicate(timeout=DEADLINE_S)
+    assert 'paceline_step{job="small",run="run"}' in text
     assert re.search(r'paceline_train_loss\{job="small",run="run"\} \d', text)
     assert re.search(r'paceline_step_seconds\{job="small",part="compute",run="run"\} \d', text)
     assert 'paceline_run_status{job="small",run="run",status="running"} 1.0' in text

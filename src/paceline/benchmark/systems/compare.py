@@ -57,6 +57,9 @@ PROOF_STEPS = 12  # of the first run of each way, whose losses are compared befo
 STEPS = 70
 _PATIENCE = 5.0
 _PORTS = 40  # free in a row, for a run
+_LONGEST_SOCKET = (
+    "ray/session_2026-11-27_11-48-05_824217_1234567/sockets/plasma_store"  # Ray's, whose name has the time
+)
 Say = Callable[[str], None]
 
 
@@ -346,7 +349,7 @@ class Compare:
         task.write(folder)
         python = self.pythons.get(system.name) or python_of(system, self.say)
         variables = dict(ALLOCATOR) if tuned else {}
-        with scratch_folder() as scratch:
+        with scratch_folder(_LONGEST_SOCKET) as scratch:
             start = Start(python, folder, task, self.cluster, hosts, _free_port(), scratch)
             promised_s = self.first_run_s.get(system.name, 0.0) * task.steps / PROOF_STEPS
             deadline_s = max(self.deadline_s, _PATIENCE * promised_s)
