@@ -19,7 +19,7 @@ JOB = {
     "global_batch": 64,
     "stop": {"steps": 10_000},
 }
-GO_ON = {"paceline"}  # when a rank is killed
+GO_ON = {"paceline-1"}  # when a rank is killed
 
 
 @pytest.mark.slow
@@ -33,6 +33,7 @@ def test_all_compute_what_one_process_computes_and_ours_outlives_a_rank(
         Job.model_validate(JOB),
         None,
         SYSTEMS.names,
+        plans=["dp=2"],  # `auto` takes one rank, of which none can be killed
         repeat=1,
         steps=15,
         tuned=False,
@@ -47,5 +48,6 @@ def test_all_compute_what_one_process_computes_and_ours_outlives_a_rank(
     assert set(SYSTEMS.names) <= ways.keys()
     assert {name for name, way in ways.items() if not way.same} == {"tf-server"}, "the asynchronous one"
     assert {name for name, way in ways.items() if way.recovery.startswith("goes on")} >= GO_ON
+    assert "paceline, --plan auto: not killed: it has no second rank, or ended before its time" in said
     assert ways["ddp"].recovery == "the training ends"
     assert all(way.memory_bytes > 0 for way in ways.values() if way.first_step_s.middle > 3)

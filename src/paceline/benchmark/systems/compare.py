@@ -312,9 +312,11 @@ class Compare:
             self.pauses[way.key] = None
             self.say(f"{way.title} ends when a rank is killed: {str(error).splitlines()[0]}")
             return
-        if kill.time is not None:
-            self.pauses[way.key] = kill.pause_s(finished.steps.ended_s)
-            self.say(f"{way.title} goes on after {self.pauses[way.key]:.2f} s when a rank is killed")
+        if kill.time is None:
+            self.say(f"{way.title}: not killed: it has no second rank, or ended before its time")
+            return
+        self.pauses[way.key] = kill.pause_s(finished.steps.ended_s)
+        self.say(f"{way.title} goes on after {self.pauses[way.key]:.2f} s when a rank is killed")
 
     def _task(self, way: Way, steps: int) -> Task:
         channels_last = self.plan.memory_format == "channels_last" and way.tuned and way.system.takes_channels_last
