@@ -80,6 +80,12 @@ def test_a_loader_process_is_tried_unless_the_job_says_how_many() -> None:
     assert "threads=1 num_workers=1" in [str(knob) for knob in knobs(job(), emulated, Plan(dp=2))]
 
 
+def test_one_rank_alone_is_tried_on_one_core() -> None:
+    assert "threads=1" in [str(knob) for knob in knobs(job(), cores(4), Plan())]
+    for cluster, plan in ((cores(4), Plan(dp=2)), (cores(4), Plan(threads=1)), (gpus(1), Plan())):
+        assert "threads=1" not in [str(knob) for knob in knobs(job(), cluster, plan)]
+
+
 def candidates(work: Job, cluster: Cluster) -> dict[str, str | None]:
     """Every knob, with the reason why it is not tried."""
     return {str(knob): knob.untried for knob in knobs(work, cluster, auto_plan(work, cluster))}

@@ -130,6 +130,7 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
         Knob({"memory_format": "channels_last"}),
         Knob({"fused": True}),
         *_other_divisions(cluster, plan),
+        *([Knob({"threads": 1})] if _has_threads_to_spare(cluster, plan) else []),
         Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),
         *([] if gains else [onednn]),
         Knob(_reading_ahead(cluster, plan), untried=_why_no_workers(job)),
@@ -260,6 +261,11 @@ def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:
     if cluster.has_accelerators or plan.splits:
         return []
     return [Knob({"dp": plan.dp >> shift}) for shift in range(1, plan.dp.bit_length())]
+
+
+def _has_threads_to_spare(cluster: Cluster, plan: Plan) -> bool:
+    """True for one rank alone on several cores, where fewer threads may be faster."""
+    return plan.ranks == 1 and not cluster.has_accelerators and threads_on(cluster, plan) > 1
 
 
 def _hints(job: Job, cluster: Cluster) -> list[Knob]:

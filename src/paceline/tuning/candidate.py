@@ -29,6 +29,8 @@ WARM_UP_STEPS = 2
 # seconds of one plan's steps before the other's turn
 _TURN_S = 0.15
 _MOST_STEPS_A_TURN = 8
+# times as many where loader processes read, which the other plan's turn has kept waiting
+_LONGER = 4
 # A shorter step is slower the first time in a turn, when caches and threads are still the other plan's.
 _SETTLING_S = 0.5
 
@@ -48,6 +50,7 @@ class TrialCandidate:
         self.plan, self.threads, self.cores = plan, threads, cores
         self.steps_a_turn = self.steps_per_epoch = 1
         self.warm_s, self.settles = 0.0, False
+        self._longer = _LONGER if plan.num_workers or job.data.num_workers else 1
         self.engine: Engine | None = None
         if group is None:
             return
@@ -72,7 +75,8 @@ class TrialCandidate:
         """Set the length of a turn from the step time of the slowest rank."""
         self.warm_s = step_s
         self.settles = step_s < _SETTLING_S
-        self.steps_a_turn = max(1, min(_MOST_STEPS_A_TURN, round(_TURN_S / step_s)))
+        most = _MOST_STEPS_A_TURN * self._longer
+        self.steps_a_turn = max(1, min(most, round(_TURN_S / step_s)))
 
     def turn(self) -> float:
         """Take a few steps; returns seconds per step, with data loading."""
@@ -80,7 +84,7 @@ class TrialCandidate:
             return 0.0
         self._take_over()
         if self.settles:
-            self._steps(1)
+            self._steps(min(self._longer, self.steps_a_turn))
         return self._steps(self.steps_a_turn)
 
     def step(self) -> None:
