@@ -230,6 +230,11 @@ def test_measuring_costs_a_small_part_of_the_run() -> None:
     assert budget_s(0.01, None) == budget_s(0.01, 3600) == BUDGET_S
     assert budget_s(0.01, 20) == pytest.approx(20 * SHARE_OF_RUN)
     assert budget_s(2.0, 36_000) > BUDGET_S, "long steps take longer to compare"
+    everything = {"plans": 3, "knobs": 5}
+    assert budget_s(0.1, 1000, **everything) == pytest.approx(8 * 40 * 0.1), "a long run has time for all"
+    assert budget_s(0.1, 400, **everything) == pytest.approx(0.05 * 400)
+    assert budget_s(0.1, 100, **everything) == pytest.approx(100 * SHARE_OF_RUN)
+    assert budget_s(0.1, None, **everything) == budget_s(0.1, None, plans=3), "nobody knows how long it is"
 
 
 def test_what_costs_more_than_it_can_bring_is_not_tried() -> None:

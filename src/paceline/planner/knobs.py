@@ -30,8 +30,12 @@ PLAN_S = 3.0
 SHARE_OF_RUN = 0.1
 # rounds of a comparison; each of two plans runs once per round
 LEAST_ROUNDS, MOST_ROUNDS = 6, 20
-# steps of a run: a comparison takes about 40, and only a part of the run may be spent
+# steps of a comparison, about
+_COMPARED_STEPS = 40
+# steps of a run, of which only a part may be spent
 LEAST_STEPS = 400
+# of a run, what comparing everything may take
+_SHARE_FOR_ALL = 0.05
 # steps of three comparisons, if steps are long
 _LONG_STEPS = 60
 # the ranks of a trial take seconds to start
@@ -174,16 +178,22 @@ def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None
     return min(bounds) if bounds else None
 
 
-def budget_s(step_s: float, run_s: float | None, *, plans: int = 0, share: float = SHARE_OF_RUN) -> float:
+def budget_s(
+    step_s: float, run_s: float | None, *, plans: int = 0, knobs: int = 0, share: float = SHARE_OF_RUN
+) -> float:
     """Seconds that measuring may take.
 
-    With long steps, enough for three comparisons; in a short run, a fraction of it.
+    With long steps, enough for three comparisons, in a long run for all; in a short run, a fraction of it.
 
     Args:
         plans: number of other plans to measure.
+        knobs: number of knobs to measure.
     """
     wanted = max(BUDGET_S + plans * PLAN_S, (1 + plans / 3) * _LONG_STEPS * step_s)
-    return wanted if run_s is None else min(wanted, share * run_s)
+    if run_s is None:
+        return wanted
+    every_one_s = (plans + knobs) * _COMPARED_STEPS * step_s
+    return min(max(wanted, min(every_one_s, _SHARE_FOR_ALL * run_s)), share * run_s)
 
 
 def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
