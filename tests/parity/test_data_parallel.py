@@ -209,14 +209,14 @@ def test_accumulation_communicates_once_a_step(ranks: Ranks) -> None:
 
 def trained_overlapping(algorithm: str) -> dict[str, Any]:
     """As on two hosts, the first with two of three ranks: small buckets are sent while the backward pass goes on."""
-    import paceline.sync.allreduce as allreduce
+    import paceline.plans.transport_info as transport_info
     from paceline.comm import Group
 
     def hosts(group: Group) -> tuple[int, ...]:
         found: tuple[int, ...] = group.__dict__["hosts"]
         return (0, 0, 1) if group.size == 3 else found
 
-    allreduce.BUCKET_BYTES_BETWEEN_HOSTS = 600
+    transport_info.BUCKET_BYTES_BETWEEN_HOSTS = 600
     Group.hosts = property(hosts, lambda group, found: group.__dict__.update(hosts=found))  # type: ignore[assignment]
     return trained(Branches, f"dp=3 sync=allreduce:{algorithm}", 20)
 

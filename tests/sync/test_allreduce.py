@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import paceline.sync.allreduce as allreduce
+import paceline.plans.transport_info as transport_info
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.plans.transport_info import bucket_bytes_between_hosts
 from paceline.sync import AllReduce, Replica
 from ranks import Backend, RankError, Ranks
 
@@ -64,7 +65,7 @@ def summed(bucket_bytes: int | None) -> dict[str, Any]:
     """
     with joined(deadline_s=30) as group:
         if bucket_bytes is not None:
-            allreduce.BUCKET_BYTES_BETWEEN_HOSTS = bucket_bytes
+            transport_info.BUCKET_BYTES_BETWEEN_HOSTS = bucket_bytes
             group.hosts = tuple(range(group.size))
         torch.manual_seed(group.rank)
         model, rule = Mixed(), AllReduce()
@@ -140,7 +141,7 @@ def test_one_replica_costs_nothing() -> None:
 def second_gradient() -> None:
     with joined(deadline_s=30) as group:
         group.hosts = (0, 1)  # as between hosts, full buckets are sent at once
-        allreduce.BUCKET_BYTES_BETWEEN_HOSTS = 1
+        transport_info.BUCKET_BYTES_BETWEEN_HOSTS = 1
         model, rule = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), AllReduce()
         rule.attach(Replica(model, group, SCALARS))
         x = torch.ones(1, 2)
@@ -157,7 +158,7 @@ def of_microbatches() -> list[float]:
     """Agreed gradients of two steps of three microbatches each; a bucket holds two parameters."""
     with joined(deadline_s=30) as group:
         group.hosts = (0, 1)  # as between hosts, full buckets are sent at once
-        allreduce.BUCKET_BYTES_BETWEEN_HOSTS = 40
+        transport_info.BUCKET_BYTES_BETWEEN_HOSTS = 40
         model, rule = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), AllReduce()
         replica = Replica(model, group, SCALARS)
         rule.attach(replica)
@@ -183,7 +184,7 @@ def used_counts(bucket_bytes: int | None, steps: int) -> list[float]:
     """How many replicas used each parameter, as every bucket knows after the last of some steps."""
     with joined(deadline_s=30) as group:
         if bucket_bytes is not None:
-            allreduce.BUCKET_BYTES_BETWEEN_HOSTS = bucket_bytes
+            transport_info.BUCKET_BYTES_BETWEEN_HOSTS = bucket_bytes
             group.hosts = tuple(range(group.size))
         model, rule = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), AllReduce()
         rule.attach(Replica(model, group, SCALARS))
@@ -241,3 +242,9 @@ def one_rule_after_another() -> list[int]:
 def test_a_rule_that_lets_go_of_the_model_lets_go_of_its_shared_memory(ranks: Ranks) -> None:
     """A trial of knobs attaches one rule after another; a large model's gradients must not pile up."""
     assert ranks(2, one_rule_after_another) == [[0, 0, 0]] * 2
+
+
+def test_a_small_model_between_hosts_has_several_buckets() -> None:
+    """The last is sent when the backward pass is over: with one alone nothing would be sent meanwhile."""
+    mib = 2**20
+    assert [bucket_bytes_between_hosts(size * mib) / mib for size in (0.5, 2.5, 16, 400)] == [1, 1, 2, 4]

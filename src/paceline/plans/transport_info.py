@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from paceline.errors import PlanError
 from paceline.extensions import ExtensionPoint
 
+# of gradients on slow links: sending begins early, and a message is still long against its latency
+BUCKET_BYTES_BETWEEN_HOSTS = 4 * 2**20
+_LEAST_BUCKET_BYTES = 2**20
+
 
 @dataclass(frozen=True)
 class TransportInfo:
@@ -79,3 +83,11 @@ def problem_with_transport(name: object) -> str | None:
     except PlanError as error:
         return str(error)
     return None
+
+
+def bucket_bytes_between_hosts(gradient_bytes: float) -> float:
+    """Size of buckets of gradients; a small model's are smaller.
+
+    The last one is sent when the backward pass is over.
+    """
+    return min(BUCKET_BYTES_BETWEEN_HOSTS, max(_LEAST_BUCKET_BYTES, gradient_bytes / 8))

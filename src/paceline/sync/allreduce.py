@@ -20,6 +20,7 @@ from paceline.comm.comm_thread import CommThread
 from paceline.comm.group import Group
 from paceline.device import is_accelerator
 from paceline.errors import SyncError
+from paceline.plans.transport_info import bucket_bytes_between_hosts
 from paceline.sync.rows import numbers_of, sum_rows
 from paceline.sync.rule import Agreement, Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import broadcast_state
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from paceline.sync.server import CodedSums
 
 BUCKET_BYTES = 25 * 2**20  # on accelerators: DDP's default; large enough for bandwidth, small enough to start early
-# their links are slower: sending begins earlier, and a message is still long against its latency
-BUCKET_BYTES_BETWEEN_HOSTS = 4 * 2**20
 
 
 class AllReduce(SyncRule):
@@ -70,7 +69,7 @@ class AllReduce(SyncRule):
         first = self.streams[0]
         # several streams each have a count of their own
         self.rows_traffic = replica.traffic if len(self.streams) == 1 else Traffic()
-        limit = (BUCKET_BYTES if accelerated else BUCKET_BYTES_BETWEEN_HOSTS) if self.overlap else None
+        limit = (BUCKET_BYTES if accelerated else self._between_hosts()) if self.overlap else None
         self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
         self.scalars = _scalars(self.buckets[-1], replica.scalar_count)
         if not dp.is_fake:
@@ -227,6 +226,11 @@ class AllReduce(SyncRule):
     def _check_by_the_engine(self, parameter: Tensor) -> None:
         if self.replica.backward.gradients == "refused":
             raise not_by_the_engine()
+
+    def _between_hosts(self) -> int:
+        """Bytes of a bucket; links between hosts are slower, so sending begins earlier."""
+        own = sum(p.numel() * p.element_size() for p in self.parameters if p not in self.replica.rows)
+        return int(bucket_bytes_between_hosts(own))
 
     def _sum_rows(self) -> list[Tensor]:
         """Sum the sparse gradients, whose few rows are sent as they are."""

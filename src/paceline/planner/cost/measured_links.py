@@ -10,13 +10,17 @@ from itertools import accumulate
 from paceline.cluster.catalogue.hardware import CATALOGUE, LinkSpec
 from paceline.planner.calibrate import Calibration
 from paceline.planner.cost.layout import Layout, Machines
-from paceline.plans.transport_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
+from paceline.plans.transport_info import (
+    BETWEEN_HOSTS,
+    TRANSPORTS,
+    WITHIN_HOST,
+    WITHOUT_SHARED_MEMORY,
+    bucket_bytes_between_hosts,
+)
 from paceline.trace.graph import ModelTrace
 
 # bytes on an Ethernet link for each of TCP's
 HEADERS = 1514 / 1448
-# bucket size of gradients between hosts, as in sync/allreduce.py
-BUCKET_BYTES = 4 * 2**20
 # TCP's use of a link: it slows down after a full queue
 _EFFICIENCY = 0.95
 # a transport without shared memory between passes, whose buffers are in no cache, relative to it alone
@@ -183,7 +187,7 @@ def between_hosts_s(
     time uses the link, and the last starts at the end of the backward pass. With a divided model, all of them start
     then.
     """
-    count = max(1, round(size / BUCKET_BYTES + 0.499))
+    count = max(1, round(size / bucket_bytes_between_hosts(size) + 0.499))
     each = size / count
     wire_s = links.wire_s(each) + 2 * links.latency_s
     own = next((c for c in links.found.collectives if c.transport == links.across and c.name == "all_reduce"), None)
