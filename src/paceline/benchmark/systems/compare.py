@@ -57,9 +57,8 @@ PROOF_STEPS = 12  # of the first run of each way, whose losses are compared befo
 STEPS = 70
 _PATIENCE = 5.0
 _PORTS = 40  # free in a row, for a run
-_LONGEST_SOCKET = (
-    "ray/session_2026-11-27_11-48-05_824217_1234567/sockets/plasma_store"  # Ray's, whose name has the time
-)
+# Ray's, whose name has the time and a process
+_LONGEST_SOCKET = "ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 Say = Callable[[str], None]
 
 
