@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.errors import DataError, JobError
 from paceline.job.loss import LossSpec, build_metrics
 from paceline.job.model import ModelSpec
-from paceline.job.zoo.data.simclr import random_view
+from paceline.job.zoo.data.simclr import _uniform, random_view
 
 SMALL_GPT = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 20, "context": 16}
 SMALL_GPT2 = {
@@ -157,10 +157,11 @@ def test_simclr_takes_resnet50_as_its_encoder() -> None:
 def test_a_view_stays_within_its_own_image() -> None:
     torch.manual_seed(0)
     images = torch.stack([torch.full((3, 8, 8), float(i)) for i in range(4)])
-    assert torch.allclose(random_view(images), images, atol=1e-5)  # whatever is cut out of one colour is that colour
-    picture = torch.rand(1, 3, 32, 32).expand(8, 3, 32, 32)
-    views = random_view(picture)
-    assert views.shape == picture.shape
+    view = random_view(images, torch.tensor(1), 0)
+    assert torch.allclose(view, images, atol=1e-5)  # whatever is cut out of one colour is that colour
+    picture = torch.rand(1, 3, 32, 32)
+    views = [random_view(picture, torch.tensor(step), number) for step in range(4) for number in (0, 1)]
+    assert views[0].shape == picture.shape
     assert not any(torch.allclose(views[i], views[j]) for i in range(8) for j in range(i))
 
 
@@ -349,3 +350,31 @@ def test_a_model_has_exactly_one_source(values: dict[str, Any]) -> None:
 def test_an_import_path_may_stand_in_the_place_of_a_zoo_name(args: dict[str, Any]) -> None:
     assert ModelSpec.model_validate("pkg.mod:make") == ModelSpec(factory="pkg.mod:make")
     assert spec(zoo="pkg.mod:make", args=args) == ModelSpec(factory="pkg.mod:make", args=args)
+
+
+def test_the_views_of_an_image_do_not_depend_on_the_rest_of_the_batch() -> None:
+    torch.manual_seed(0)
+    images = torch.rand(6, 3, 32, 32)
+    model = spec("simclr", args={"dim": 24}).build()
+    whole = [model(images), model(images)]  # two training steps
+    model.load_state_dict(model.state_dict() | {"steps": torch.tensor(0)})
+    parts = [model(images[2:4].to(memory_format=torch.channels_last)) for _ in range(2)]
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.allclose(one[2:4], other, atol=1e-6)
+    assert not torch.allclose(whole[0], whole[1], atol=1e-2)  # other views in every step
+    assert not torch.allclose(whole[0][:, 0], whole[0][:, 1], atol=1e-2)  # and two of them
+    evaluated = model.eval()(images)
+    assert torch.equal(evaluated, model(images))
+    assert not torch.allclose(evaluated, whole[0], atol=1e-2)
+
+
+def test_the_numbers_drawn_for_views_are_uniform_and_apart() -> None:
+    torch.manual_seed(0)
+    images = torch.rand(2000, 1, 4, 4)
+    one_image = torch.cat([_uniform(images[:1], torch.tensor(key)) for key in range(2000)])
+    for drawn in (_uniform(images, torch.tensor(7)), one_image):
+        assert drawn.min() >= 0
+        assert drawn.max() < 1
+        assert (drawn.mean(0) - 0.5).abs().max() < 0.03  # 4.6 standard errors
+        assert (drawn.var(0) * 12 - 1).abs().max() < 0.1
+        assert torch.corrcoef(drawn.T).fill_diagonal_(0).abs().max() < 0.12
