@@ -86,6 +86,13 @@ def test_one_rank_alone_is_tried_on_one_core() -> None:
         assert "threads=1" not in [str(knob) for knob in knobs(job(), cluster, plan)]
 
 
+def test_one_rank_on_one_core_is_tried_on_all_of_them() -> None:
+    """Predictions of convolutions on several cores err by more than what they would save."""
+    assert next(str(knob) for knob in knobs(job(), cores(4), Plan(threads=1))) == "threads=0"
+    for cluster, plan in ((cores(4), Plan()), (cores(4), Plan(dp=2)), (cores(1), Plan(threads=1)), (gpus(1), Plan())):
+        assert "threads=0" not in [str(knob) for knob in knobs(job(), cluster, plan)]
+
+
 def candidates(work: Job, cluster: Cluster) -> dict[str, str | None]:
     """Every knob, with the reason why it is not tried."""
     return {str(knob): knob.untried for knob in knobs(work, cluster, auto_plan(work, cluster))}

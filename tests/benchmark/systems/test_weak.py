@@ -12,6 +12,7 @@ from rich.console import Console
 from paceline.benchmark.systems.comparable import grown
 from paceline.benchmark.systems.compare import Compare
 from paceline.benchmark.systems.compared import ComparedWay, Comparison, TakenRun
+from paceline.benchmark.systems.proof import Proof
 from paceline.benchmark.systems.screen import figures, show
 from paceline.benchmark.systems.summary import summary
 from paceline.errors import RunError
@@ -37,7 +38,7 @@ def compared(folder: Path, *, weak: bool) -> Comparison:
     """A comparison whose runs took known times."""
     compare = Compare(job(), None, ["ddp"], weak=weak, steps=12, tuned=False, out=folder, say=print)
     for way, step_s in STEP_S.items():
-        compare.differences[way] = 0.0
+        compare.proofs[way] = Proof(0.0)
         compare.runs[way] = [
             TakenRun(way, number, step_s, 1.0, 2**20, None, None, [1.0] * 12, [i * step_s for i in range(12)])
             for number in range(3)

@@ -23,17 +23,11 @@ from paceline.benchmark.systems.comparable import (
     must_draw_nothing,
     normalises_apart,
 )
-from paceline.benchmark.systems.compared import (
-    AGREE,
-    Comparison,
-    TakenRun,
-    difference,
-    step_time_s,
-    time_to,
-)
+from paceline.benchmark.systems.compared import Comparison, TakenRun, step_time_s, time_to
 from paceline.benchmark.systems.environments import python_of
 from paceline.benchmark.systems.killed import Kill
 from paceline.benchmark.systems.plain import REFERENCE
+from paceline.benchmark.systems.proof import Proof, Reference, References
 from paceline.benchmark.systems.started import Finished, run
 from paceline.benchmark.systems.summary import summary
 from paceline.benchmark.systems.system import SYSTEMS, Start, System
@@ -132,7 +126,7 @@ class Compare:
         self.pauses: dict[str, float | None] = {}  # after a kill; None: the training ended
         self.stopped_by: str | None = None
         self.left_out: dict[str, str] = {}
-        self.differences: dict[str, float] = {}
+        self.proofs: dict[str, Proof] = {}
         self.first_run_s: dict[str, float] = {}  # how long the first steps took, the start included
         loaded = {name: SYSTEMS[name].load() for name in dict.fromkeys([OURS, PLAIN, *systems])}
         self.directory = BenchmarkDirectory(out)
@@ -238,10 +232,8 @@ class Compare:
     def _prove(self, hosts: tuple[EmulatedHost, ...], stopped: Callable[[], bool]) -> None:
         """Compare every way's first losses with those of one process."""
         steps = min(PROOF_STEPS, self.steps)
-        references = {
-            batch: self._reference(batch, steps, stopped)
-            for batch in dict.fromkeys([None, *(way.global_batch for way in self.ways)])
-        }
+        references = References(lambda reference: self._losses(reference, steps, stopped))
+        apart = normalises_apart(self.job)
         for way in self.ways:
             if way.title in self.left_out:
                 continue
@@ -252,16 +244,22 @@ class Compare:
                 self._leave_out(way.title, error)
                 continue
             self.first_run_s[way.system.name] = time.monotonic() - began
-            apart = difference(losses, references[way.global_batch])
-            self.differences[way.key] = apart
-            same = f"the same losses (to {apart:.0e})" if apart <= AGREE else f"OTHER losses, by up to {apart:.1%}"
-            self.say(f"{way.title}: {same}")
+            proof = references.prove(losses, way.global_batch, self.parts(way) if apart else 1)
+            self.proofs[way.key] = proof
+            self.say(f"{way.title}: {proof}")
 
-    def _reference(self, batch: int | None, steps: int, stopped: Callable[[], bool]) -> list[float]:
-        """Losses of one process; the comparison's batch is in parts where replicas normalise alone."""
-        task = self._task(Way(REFERENCE.name, REFERENCE, "", global_batch=batch), steps)
-        parts = self.ranks if batch is None and normalises_apart(self.job) else 1
-        return self._one(REFERENCE, replace(task, parts=parts), (), stopped).steps.losses
+    def parts(self, way: Way) -> int:
+        """Parts of a batch that a way computes apart."""
+        if way.system.name == OURS:
+            plan = Plan.parse(way.settings["plan"])
+            return plan.data_ranks * plan.microbatches
+        return 1 if way.system.name == PLAIN else self.ranks
+
+    def _losses(self, reference: Reference, steps: int, stopped: Callable[[], bool]) -> list[float]:
+        """Losses of one process."""
+        task = self._task(Way(REFERENCE.name, REFERENCE, "", global_batch=reference.batch), steps)
+        task = replace(task, parts=reference.parts, disturbed=reference.disturbed)
+        return self._one(REFERENCE, task, (), stopped).steps.losses
 
     def _measure(
         self,

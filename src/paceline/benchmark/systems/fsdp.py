@@ -20,7 +20,8 @@ def train(work: Work) -> None:
         for block in blocks:
             fully_shard(block, mesh=mesh, **work.settings)
     fully_shard(model, mesh=mesh, **work.settings)
-    optimizer = work.optimizer(model.parameters())
+    # torch 2.13 has no fused SGD for divided parameters
+    optimizer = work.optimizer(model.parameters(), fused=work.job.optimizer.name != "sgd")
     schedule = work.schedule(optimizer)
     for batch in work.batches(dist.get_rank(), dist.get_world_size()):
         optimizer.zero_grad()

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from paceline.benchmark.systems.compared import AGREE, ComparedWay, Comparison, TakenRun, ratio_of
+from paceline.benchmark.systems.comparable import normalises_apart
+from paceline.benchmark.systems.compared import ComparedWay, Comparison, TakenRun, ratio_of
 from paceline.benchmark.systems.lines import changed_lines
+from paceline.benchmark.systems.proof import Proof
 from paceline.cluster.discover import environment
 from paceline.stats import Interval, differ, median_interval
 from paceline.units import count, ratio, seconds, size
@@ -44,7 +46,7 @@ def summary(compare: Compare) -> Comparison:
         best_other=best.way if best else None,
         left_out=compare.left_out,
         remarks=list(_remarks(alike, best, compare.repeat)),
-        notes=list(_notes(ways)),
+        notes=[*_notes(ways), *_limits(compare, ways)],
         environment=environment(),
         scaling=compare.scaling,
     )
@@ -58,7 +60,7 @@ def _figures(compare: Compare, way: Way, base: Sequence[TakenRun]) -> ComparedWa
     speedup = faster.times(batch / compare.base_batch) if faster else None
     reached = [run.to_target_s for run in runs if run.to_target_s is not None]
     wire = [run.wire_bytes for run in runs if run.wire_bytes is not None]
-    apart = compare.differences.get(way.key, float("inf"))
+    proof = compare.proofs.get(way.key, Proof(float("inf")))
     ours = compare.runs[OURS]
     return ComparedWay(
         way=way.key,
@@ -67,8 +69,8 @@ def _figures(compare: Compare, way: Way, base: Sequence[TakenRun]) -> ComparedWa
         label=way.label,
         lines=changed_lines(system.script),
         documentation=system.documentation,
-        difference=apart,
-        same=apart <= AGREE,
+        difference=proof.apart,
+        same=proof.same,
         exact=way.exact,
         step_s=step,
         speedup=speedup,
@@ -145,3 +147,29 @@ def _notes(ways: list[ComparedWay]) -> Iterator[str]:
                 f"{way.title} ({way.label}) computes something else: its losses differ from those of one process by up "
                 f"to {way.difference:.1%}. Its times are shown, and are no measure of the same work."
             )
+
+
+def _limits(compare: Compare, ways: list[ComparedWay]) -> Iterator[str]:
+    """Limits of the comparison of losses."""
+    taken = {way.way for way in ways}
+    titles = {way.key: way.title for way in compare.ways if way.key in taken}
+    by_steps: dict[int, list[str]] = {}
+    for key, proof in compare.proofs.items():
+        if key in taken and proof.same and proof.steps:
+            by_steps.setdefault(proof.steps, []).append(titles[key])
+    for steps, those in sorted(by_steps.items()):
+        yield (
+            f"Rounding alone moves this job's losses, so those of {count(steps, 'step')} were compared of "
+            f"{'; '.join(those)}."
+        )
+    if not normalises_apart(compare.job):
+        return
+    by_size: dict[int, list[str]] = {}
+    for way in compare.ways:
+        if way.key in taken:
+            batch = way.global_batch or compare.job.global_batch
+            by_size.setdefault(batch // compare.parts(way), []).append(way.title)
+    if len(by_size) > 1:
+        by_name = (f"over {count(n, 'sample')}: {', '.join(those)}" for n, those in sorted(by_size.items()))
+        names = "; ".join(by_name)
+        yield f"Batch norms see a rank's samples alone; losses are compared with a process that does alike: {names}."

@@ -25,6 +25,7 @@ class Task:
             memory, a fused optimizer, images and convolutions with channels last if `channels_last`, and so many loader
             processes.
         parts: a batch is computed in so many parts, as by replicas that normalise each its own part.
+        disturbed: the first weights are a rounding apart.
         global_batch: of the job as this run trains it, where it is not the comparison's.
     """
 
@@ -37,6 +38,7 @@ class Task:
     channels_last: bool = False
     num_workers: int = 0
     parts: int = 1
+    disturbed: bool = False
     global_batch: int | None = None
 
     def write(self, folder: Path) -> None:

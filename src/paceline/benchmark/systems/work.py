@@ -56,14 +56,16 @@ class Work:
         model = self.job.model.build()
         load_published(self.job, model)
         self._rows = bool(sparse_tables(model))
+        if self.task.disturbed:
+            _disturb(model)
         if self.task.channels_last:
             to_channels_last(model)
         return model
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The job's optimizer."""
+    def optimizer(self, parameters: Iterable[nn.Parameter], *, fused: bool = True) -> torch.optim.Optimizer:
+        """The job's optimizer; a tuned one takes fused steps, where its system has them."""
         # torch's fused steps take no sparse gradients
-        return self.job.optimizer.build(parameters, fused=self.task.tuned and not self._rows)
+        return self.job.optimizer.build(parameters, fused=fused and self.task.tuned and not self._rows)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """The job's learning-rate schedule, by torch's scheduler."""
@@ -141,6 +143,15 @@ class Work:
         """Leave the record of this rank, if it took any step."""
         if self._losses:
             Steps(self._losses, self._ended_s).write(self.folder, self.rank)
+
+
+@torch.no_grad()
+def _disturb(model: nn.Module) -> None:
+    """Move each weight by a few roundings, up or down."""
+    drawn = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        up = torch.randint(0, 2, parameter.shape, generator=drawn) * 2 - 1
+        parameter.mul_(1 + 4 * torch.finfo(parameter.dtype).eps * up)
 
 
 def _at_once(whole: Callable[[list[int]], Any], indices: list[int]) -> Any:
