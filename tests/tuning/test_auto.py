@@ -234,6 +234,21 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     assert measured["dp=2"].measured_s > 0.04
 
 
+def test_one_rank_that_is_predicted_to_need_one_core_is_measured_on_all_before_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that is slow on one core, and a little less on two ranks."""
+    forecasts(monkeypatch, steps_of_1_ms(str(ONE_CORE)), steps_of_1_ms("dp=2", 2.5))
+    job = network(tmp_path, "time.sleep(0.04 if torch.get_num_threads() == 1 else 0.0)", **WITHOUT_BOUND)
+    choice = choose(job, TWO_CORES)
+    found = verdicts(choice)
+    assert list(found)[:3] == ["threads=1", "threads=0", "dp=2"], choice.lines
+    assert found["threads=0"] == "kept", choice.lines
+    assert found["dp=2"].startswith("not kept: slower"), choice.lines
+    assert choice.plan.ranks == 1
+    assert choice.plan.threads == 0
+
+
 def test_a_short_run_takes_what_is_predicted_and_the_next_start_predicts_nothing_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

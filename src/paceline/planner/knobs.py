@@ -130,7 +130,7 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
     # torch's own products leave AVX-512 of AMD's processors unused
     gains = any("AMD" in host.cpu and host.cpu_avx512 is not False for host in cluster.hosts)
     found = [
-        *([Knob({"threads": 0})] if _leaves_cores_idle(cluster, plan) else []),
+        *idle_cores(cluster, plan),
         *([onednn] if gains else []),
         Knob({"memory_format": "channels_last"}),
         Knob({"fused": True}),
@@ -279,9 +279,10 @@ def _has_threads_to_spare(cluster: Cluster, plan: Plan) -> bool:
     return plan.ranks == 1 and not cluster.has_accelerators and threads_on(cluster, plan) > 1
 
 
-def _leaves_cores_idle(cluster: Cluster, plan: Plan) -> bool:
-    """True for one rank alone with fewer threads than cores, where more may be faster."""
-    return plan.threads > 0 and _has_threads_to_spare(cluster, replace(plan, threads=0))
+def idle_cores(cluster: Cluster, plan: Plan) -> list[Knob]:
+    """All cores for one rank alone that has fewer; tried before plans of several ranks."""
+    spare = plan.threads > 0 and _has_threads_to_spare(cluster, replace(plan, threads=0))
+    return [Knob({"threads": 0})] if spare else []
 
 
 def _hints(job: Job, cluster: Cluster) -> list[Knob]:

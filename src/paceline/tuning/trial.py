@@ -23,6 +23,7 @@ from paceline.planner.knobs import (
     Knob,
     Trial,
     budget_s,
+    idle_cores,
     knobs,
     longest_run_s,
     why_not_now,
@@ -59,7 +60,9 @@ class RankTrial:
         self.best = self._candidate(Plan.parse(self.findings.best))
         self._begin([self._turn(self.best) for _ in range(LEAST_ROUNDS)])
         others = [f for f in self.findings.forecasts if f.plan != self.findings.default]
-        self._try([Knob.of(Plan.parse(other.plan), other.step_s) for other in others])
+        # predictions of one rank on one core and on several err by more than what the others save
+        alone = idle_cores(self.cluster, self.best.plan) if self.findings.knobs else []
+        self._try([*alone, *(Knob.of(Plan.parse(other.plan), other.step_s) for other in others)])
         if self.findings.knobs:
             self._try(knobs(self.job, self.cluster, self.best.plan))
         self._now_trying(None)
