@@ -35,11 +35,16 @@ class TensorBoard:
             self._records = RecordWriter(open(self.path, "ab", buffering=0, opener=private_opener))  # noqa: SIM115 - until `close`
         except OSError as error:
             raise self._explained(error) from error
-        self._write(file_version="brain.Event:2")
+        self._write(time.time(), file_version="brain.Event:2")
 
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Numbers of a step, by tag. Raises RunError where the disk is full or gone."""
+    def scalars(self, step: int, values: dict[str, float], at: float | None = None) -> None:
+        """Numbers of a step, by tag, of now or of `at` (Unix seconds).
+
+        Raises:
+            RunError: the disk is full or gone.
+        """
         self._write(
+            time.time() if at is None else at,
             step=step,
             summary=self._summary(value=[{"tag": tag, "simple_value": value} for tag, value in values.items()]),
         )
@@ -48,9 +53,9 @@ class TensorBoard:
         """Close the file."""
         self._records.close()
 
-    def _write(self, **facts: object) -> None:
+    def _write(self, at: float, **facts: object) -> None:
         try:
-            self._records.write(self._event(wall_time=time.time(), **facts).SerializeToString())
+            self._records.write(self._event(wall_time=at, **facts).SerializeToString())
         except OSError as error:
             raise self._explained(error) from error
 

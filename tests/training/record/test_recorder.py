@@ -215,3 +215,25 @@ def test_even_a_short_run_has_a_step_in_tensorboard(tmp_path: Path) -> None:
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     assert events.Scalars("train/loss")[0].step == 1
+
+
+def test_tensorboard_waits_until_the_run_is_not_short_and_its_events_keep_their_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To import it in the first steps would take as long as many of them."""
+    record = recorder(tmp_path)
+    began = time.time()
+    record.on_step(StepInfo(result(1, timing=timing(1)), 0, 8, 0.1))
+    record.on_evaluation(1, {"accuracy": 0.5})
+    assert not (tmp_path / "tensorboard").exists()
+    until = time.time()
+    monkeypatch.setattr(record_module, "_FIRST_EVENTS_S", 0.0)
+    record.on_evaluation(2, {"accuracy": 0.75})
+    assert (tmp_path / "tensorboard").exists(), "a long run shows them while it trains"
+    record.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    accuracy = events.Scalars("held_out/accuracy")
+    assert [(event.step, event.value) for event in accuracy] == [(1, 0.5), (2, 0.75)]
+    assert began <= accuracy[0].wall_time <= until
+    assert [event.step for event in events.Scalars("train/loss")] == [1]

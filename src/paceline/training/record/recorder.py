@@ -34,6 +34,8 @@ _TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
 USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.2 ms
 # of the time, at most, to read the proportional set size: it costs milliseconds, more for larger processes
 _PSS_SHARE = 0.001
+# until TensorBoard is imported: a stall of a tenth of a second is then a percent of the time
+_FIRST_EVENTS_S = 10.0
 _LONGEST_LINE = 2**14
 
 
@@ -51,6 +53,8 @@ class StepRecorder(Callback):
         self._run = run
         self._writes_events = engine.group.rank == 0
         self._board: TensorBoard | None = None
+        self._unwritten: list[tuple[int, dict[str, float], float]] = []  # steps, their values, Unix seconds
+        self._began = time.monotonic()
         self._waiting: dict[int, str] = {}
 
     def on_step(self, info: StepInfo) -> None:
@@ -89,6 +93,7 @@ class StepRecorder(Callback):
         for step in sorted(self._waiting):
             self._write(Timing(step))
         self.lines.close()
+        self._to_board()
         if self._board is not None:
             self._board.close()
 
@@ -111,16 +116,26 @@ class StepRecorder(Callback):
         self._scalars(result.step, values)
 
     def _scalars(self, step: int, values: dict[str, float]) -> None:
-        """Give values to TensorBoard; on a full disk its file ends.
+        """Keep values for TensorBoard until it is open.
 
-        Half a record would make everything after it unreadable.
+        Its library takes a tenth of a second to import, as long as many short steps.
         """
         if not self._writes_events:
             return
+        self._unwritten.append((step, values, time.time()))
+        if self._board is not None or time.monotonic() - self._began > _FIRST_EVENTS_S:
+            self._to_board()
+
+    def _to_board(self) -> None:
+        """Write what is kept for TensorBoard; on a full disk its file ends.
+
+        Half a record would make everything after it unreadable.
+        """
+        unwritten, self._unwritten = self._unwritten, []
         try:
-            # Imported and opened for the first values, so that no first step waits for it.
-            self._board = self._board or TensorBoard(self._run / "tensorboard")
-            self._board.scalars(step, values)
+            for step, values, at in unwritten:
+                self._board = self._board or TensorBoard(self._run / "tensorboard")
+                self._board.scalars(step, values, at)
         except ImportError:
             self._writes_events = False
         except RunError as error:
