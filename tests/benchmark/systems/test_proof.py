@@ -119,5 +119,5 @@ def test_each_way_is_compared_with_a_process_that_normalises_as_it_does(tmp_path
         compare.runs[key] = [TakenRun(key, 0, 0.1, 1.0, 1, None, None, [1.0], [0.1])]
     rounding, norms = summary(compare).notes
     assert rounding.endswith("so those of 3 steps were compared of PyTorch DDP, as documented.")
-    assert "over 2 samples: paceline" in norms
-    assert "over 8 samples: " in norms
+    assert "Over 2 samples: paceline" in norms
+    assert "Over 8 samples: PyTorch, one process" in norms

@@ -168,8 +168,11 @@ def _limits(compare: Compare, ways: list[ComparedWay]) -> Iterator[str]:
     for way in compare.ways:
         if way.key in taken:
             batch = way.global_batch or compare.job.global_batch
-            by_size.setdefault(batch // compare.parts(way), []).append(way.title)
+            name = way.title if way.system.name == OURS else way.system.title
+            by_size.setdefault(batch // compare.parts(way), []).append(name)
     if len(by_size) > 1:
-        by_name = (f"over {count(n, 'sample')}: {', '.join(those)}" for n, those in sorted(by_size.items()))
-        names = "; ".join(by_name)
-        yield f"Batch norms see a rank's samples alone; losses are compared with a process that does alike: {names}."
+        by_name = (
+            f"Over {count(n, 'sample')}: {'; '.join(dict.fromkeys(those))}" for n, those in sorted(by_size.items())
+        )
+        names = ". ".join(by_name)
+        yield f"Batch norms see a rank's samples alone; losses are compared with a process that does alike. {names}."
