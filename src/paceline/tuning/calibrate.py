@@ -164,7 +164,9 @@ def _calibrated(request: _Request) -> Measurements:
     """Measure as one of the ranks."""
     from paceline.comm.backend import joined
     from paceline.tuning.calibrate_ranks import RankCalibration
+    from paceline.tuning.candidate import ignore_views
 
+    ignore_views()
     job = request.job
     with joined(deadline_s=job.deadline_s) as group, scratch_folder() as folder:
         rank = RankCalibration(job, request.here, group, folder, request.cores, request.precisions, request.axes)

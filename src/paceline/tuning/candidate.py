@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Generator
 from contextlib import suppress
 from datetime import timedelta
@@ -123,6 +124,11 @@ class TrialCandidate:
                 # the thread has just ended
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(int(thread), self.cores)
+
+
+def ignore_views() -> None:
+    """Leave out torch's warning of models that return views, which nothing changes in place here."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
 
 
 def part_of(world: Group, plan: Plan) -> Group | None:

@@ -44,6 +44,9 @@ def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration
 def _forecasts(request: _Request) -> list[Forecast]:
     """Predictions of the plans that can divide the model, in the process with torch."""
     from paceline.training.dry_run.preflight import LOOK_S, refused_of
+    from paceline.tuning.candidate import ignore_views
+
+    ignore_views()
 
     found = predicted(request.job, request.cluster, request.default, request.calibration)
     # checked here, where torch and the model's code are loaded already

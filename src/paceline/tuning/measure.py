@@ -97,8 +97,10 @@ def _started(job: Job, cluster: Cluster, found: TuningResult, ranks: int, tell: 
 def _try(request: _Request, report: Callable[[TuningResult], None]) -> TuningResult:
     """Try plans and knobs as one of the ranks."""
     from paceline.comm.backend import joined
+    from paceline.tuning.candidate import ignore_views
     from paceline.tuning.trial import RankTrial
 
+    ignore_views()
     with joined(deadline_s=request.job.deadline_s) as group:
         return RankTrial(request.job, request.cluster, request.found, group, report).run()
 
