@@ -84,6 +84,7 @@ class RankTrial:
         findings.run_s = longest_run_s(self.job, findings.step_s, findings.steps_per_epoch)
         others = sum(forecast.plan != findings.default for forecast in findings.forecasts)
         found = knobs(self.job, self.cluster, self.best.plan) if findings.knobs else []
+        others += len(idle_cores(self.cluster, self.best.plan)) if findings.knobs else 0
         compared = sum(knob.untried is None and not knob.cost_s for knob in found)
         findings.budget_s = budget_s(
             findings.step_s, findings.run_s, plans=others, knobs=compared, share=findings.share
