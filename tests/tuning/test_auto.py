@@ -237,7 +237,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
 def test_one_rank_that_is_predicted_to_need_one_core_is_measured_on_all_before_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network that is slow on one core, and a little less on two ranks."""
+    """A network that is slow wherever a rank has one thread."""
     forecasts(monkeypatch, steps_of_1_ms(str(ONE_CORE)), steps_of_1_ms("dp=2", 2.5))
     job = network(tmp_path, "time.sleep(0.04 if torch.get_num_threads() == 1 else 0.0)", **WITHOUT_BOUND)
     choice = choose(job, TWO_CORES)

@@ -85,6 +85,15 @@ def test_losses_are_compared_up_to_where_rounding_alone_moves_them() -> None:
     assert not found.prove([math.nan, *CALM[1:]], None, 1).same
 
 
+@pytest.mark.parametrize("calm", [0, 1])
+def test_what_rounding_moves_before_an_update_shows_proves_nothing(calm: int) -> None:
+    found, _ = references(CALM, [*CALM[:calm], *(2 * loss for loss in CALM[calm:])])
+    proof = found.prove([*CALM[:calm], *(1.5 * loss for loss in CALM[calm:])], None, 1)
+    assert proof.is_open
+    assert not proof.same
+    assert "is open" in str(proof)
+
+
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=8), st.integers(0, 7), st.floats(1.01, 3))
 def test_a_loss_that_is_wrong_where_rounding_is_calm_is_never_the_same(
     course: list[float], place: int, factor: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.benchmark.systems.work import Work
+from paceline.job.batch import rows
 
 
 def train(work: Work) -> None:
@@ -15,7 +16,7 @@ def train(work: Work) -> None:
     for batch in work.batches():
         optimizer.zero_grad()
         parts = work.parts(batch)
-        losses = [work.loss(model, part) / len(parts) for part in parts]
+        losses = [work.loss(model, part) * (rows(part) / rows(batch)) for part in parts]
         for loss in losses:
             loss.backward()
         work.clip(model)

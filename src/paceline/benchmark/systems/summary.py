@@ -46,7 +46,7 @@ def summary(compare: Compare) -> Comparison:
         best_other=best.way if best else None,
         left_out=compare.left_out,
         remarks=list(_remarks(alike, best, compare.repeat)),
-        notes=[*_notes(ways), *_limits(compare, ways)],
+        notes=[*_notes(compare, ways), *_limits(compare, ways)],
         environment=environment(),
         scaling=compare.scaling,
     )
@@ -140,9 +140,15 @@ def _remarks(ways: list[ComparedWay], best: ComparedWay | None, repeats: int) ->
         yield f"Fewest lines changed in a plain script: {short.title}, {count(short.lines or 0, 'line')}."
 
 
-def _notes(ways: list[ComparedWay]) -> Iterator[str]:
+def _notes(compare: Compare, ways: list[ComparedWay]) -> Iterator[str]:
     for way in ways:
-        if not way.same and way.exact:
+        proof = compare.proofs.get(way.way)
+        if proof is not None and proof.is_open and way.exact:
+            yield (
+                f"Whether {way.title} ({way.label}) computes the same cannot be told: rounding alone moves this job's "
+                "losses from the first update on. Its times are shown, and no ratio counts them."
+            )
+        elif not way.same and way.exact:
             yield (
                 f"{way.title} ({way.label}) computes something else: its losses differ from those of one process by up "
                 f"to {way.difference:.1%}. Its times are shown, and are no measure of the same work."

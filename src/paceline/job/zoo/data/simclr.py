@@ -95,7 +95,9 @@ def _uniform(images: Tensor, key: Tensor) -> Tensor:
 
     torch's generators would draw them in the order of a rank's samples.
     """
-    pixels = (images.flatten(1) * 2**16).to(torch.int32)  # the same in every precision that holds the images
+    pixels = (images.flatten(1).to(torch.float32) * 2**16).to(
+        torch.int32
+    )  # the same in every precision that holds the images
     place = torch.arange(pixels.shape[1], device=images.device)
     odd = (_mixed(place * _GOLDEN) & 2**31 - 1 | 1).to(torch.int32)
     of_image = (pixels * odd).sum(1, dtype=torch.int64)
