@@ -87,6 +87,7 @@ class Loader:
         self._rank = partition.replica if rank is None else rank
         self._samples = samples or RequestedSamples(dataset, collate_fn, partition.replica, partition.seed)
         self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
+        self._started: Iterator[Any] | None = None  # the same before it, if loader processes run already
         self._read_by = [partition.replica, partition.replicas, self.num_workers]
         self._needs_samples = ""
         self._next: tuple[int, int]  # epoch and step of the batch to come
@@ -106,10 +107,8 @@ class Loader:
         if self._batches is not None:  # an iteration that was left, but is still referred to
             self.close()
         epoch, start = self._begin(*self._next)
-        self._samples.begin_epoch(epoch)
-        self._samples.check_length(self.partition.held_samples if isinstance(self.partition, Partition) else None)
-        batches: Any = self._start(epoch, start)
-        self._batches = batches
+        batches: Any = self._start(epoch, start) if self._started is None else self._started
+        self._started, self._batches = None, batches
         try:
             step = start
             while self._has(epoch, step):
@@ -129,6 +128,15 @@ class Loader:
                 self.close()
         if start and step == start:  # a stream had ended just where its position was saved
             yield from self
+
+    def start(self) -> None:
+        """Start the loader processes now, if there are any, and not at the next iteration.
+
+        They are forked: what a process makes before, such as a model, they share, and each page of it that is written
+        then is copied first. Loaders of streams, whose ranks have to agree, start with their iteration.
+        """
+        if self.num_workers and isinstance(self.partition, Partition) and self._started is self._batches is None:
+            self._started = self._start(*self._next)
 
     @property
     def running(self) -> bool:
@@ -259,7 +267,7 @@ class Loader:
     def _open(self, start: tuple[int, int], reader: dict[str, Any] | None) -> None:
         """Have the next iteration begin at `start` = (epoch, step); `reader` is torchdata's own state there."""
         self._next, self._resume_from = start, reader
-        self._batches = None
+        self._batches = self._started = None
         self._requests: deque[SampleRequest] = deque()  # asked for, and not yielded yet
         self._steps = _RequestSampler(self.partition, start, self._requests)
         workers = self.workers
@@ -324,6 +332,8 @@ class Loader:
 
     def _start(self, epoch: int, start: int) -> Any:
         """torchdata's iterator; the death of a loader process interrupts only the one that waits."""
+        self._samples.begin_epoch(epoch)
+        self._samples.check_length(self.partition.held_samples if isinstance(self.partition, Partition) else None)
         self._steps.next = epoch, self._turn if isinstance(self.partition, Flow) else start
         if self.num_workers:
             make_room_for_sockets()

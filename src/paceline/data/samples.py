@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 from torchdata.stateful_dataloader.stateful import Stateful
 
-from paceline.data.own_random import seed_from
 from paceline.errors import DataError
 from paceline.job.zoo.data.samples import Collated
+from paceline.own_random import seed_from
 
 Collate = Callable[[list[Any]], Any]
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.data import sampler_state
-from paceline.data.own_random import OwnRandom
 from paceline.errors import DataError
 from paceline.job.partition import even_shares
+from paceline.own_random import OwnRandom
 
 _AT_ONCE = 65536  # indices that are drawn and sent together where drawing early changes nothing
 _FIRST_BYTES = 8192  # of a message, which most fit into

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from paceline.data.own_random import OwnRandom
 from paceline.data.samples import Collate, RequestedSamples, SampleRequest
 from paceline.errors import DataError
 from paceline.job.partition import even_shares
+from paceline.own_random import OwnRandom
 
 _LOOKED_AT = 64  # numbers of a tensor that its digest is made of
 

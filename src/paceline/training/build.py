@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,31 @@ def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
     return record(job.model.build)
 
 
+def begin_engine(
+    job: Job,
+    plan: Plan,
+    data: DataSets,
+    group: Group,
+    build: Callable[[], nn.Module | DeferredModel] | None = None,
+) -> Engine:
+    """This rank's engine for a job that begins, as `build_engine`; also its model is built here.
+
+    That is after the loader processes are started, so the model is not in their memory.
+
+    Args:
+        build: builds the model, with the seed of the job; None does as the job says.
+    """
+    mesh = Mesh.of(plan, group)
+    loader = loader_of(job, mesh, data, plan.num_workers)
+    try:
+        loader.start()
+        seed_all(job.seed)
+        return _engine(job, plan, build() if build is not None else built(job, plan), mesh, loader)
+    except BaseException:
+        loader.close()
+        raise
+
+
 def build_engine(
     job: Job,
     plan: Plan,
@@ -70,7 +96,19 @@ def build_engine(
         PlanError: the plan cannot divide this model so, or has another number of ranks.
     """
     mesh = Mesh.of(plan, group)
-    loader = loader_of(job, mesh, data, plan.num_workers)
+    return _engine(job, plan, model, mesh, loader_of(job, mesh, data, plan.num_workers), optimizer, goes_on=goes_on)
+
+
+def _engine(
+    job: Job,
+    plan: Plan,
+    model: nn.Module | DeferredModel,
+    mesh: Mesh,
+    loader: Loader,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    goes_on: bool = False,
+) -> Engine:
     loss = job.loss.build()
     by_loss = job.stop.loss_below is not None or job.stop.plateau is not None
     settings = Settings(
@@ -92,12 +130,12 @@ def build_engine(
         if source is not None:
             load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, source)
         optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
-        return Engine(split.model, optimizer, loss, loader, plan, group, settings, split, identical=goes_on)
+        return Engine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
     assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
     if source is not None:
         _load_whole(model, source)
     optimizer = optimizer or job.optimizer.build(model.parameters(), fused=plan.fused)
-    return Engine(model, optimizer, loss, loader, plan, group, settings, identical=goes_on)
+    return Engine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
 
 
 def load_published(job: Job, model: nn.Module) -> None:

@@ -7,9 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
-
-from torch import nn
+from typing import Any, cast
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
@@ -25,7 +23,7 @@ from paceline.job.stop import StopRule
 from paceline.job.zoo.models.moe import add_counts
 from paceline.plans.plan import Plan
 from paceline.rank_environment import is_our_rank
-from paceline.training.build import build_engine, built, check_device, predicted_state_bytes, seed_all
+from paceline.training.build import begin_engine, check_device, predicted_state_bytes, seed_all
 from paceline.training.checkpoints import Checkpoints
 from paceline.training.evaluations import Evaluations
 from paceline.training.record.callback import Callback, StepInfo
@@ -39,9 +37,6 @@ from paceline.training.recovery.border import Border
 from paceline.training.recovery.recutting import Recutting, follows_times
 from paceline.training.stop_signals import stop_signals
 
-if TYPE_CHECKING:
-    from paceline.split.deferred_init.initialise import DeferredModel
-
 
 def run_rank(arguments: list[str]) -> None:
     """Train the run in the directory `arguments[0]` as this process's rank."""
@@ -54,30 +49,26 @@ def train_in(run: Run, group: Group) -> None:
     """Train a run as one rank of `group`. Every rank of the group calls this."""
     job = run.job
     check_device(run, group)
-    seed_all(job.seed)
-    model = built(job, run.plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    loop, border, signals = _loop(run, run.plan, model, data, group), None, list[str]()
+    loop, border, signals = _loop(run, run.plan, data, group), None, list[str]()
     with stop_signals(signals.append):
         while not loop.run(border, recut=True):
             border, plan = loop.border(), replace(run.plan, cut=loop.recutting.cut)
             signals += [loop.signal] if loop.signal else []
             loop.engine.on_phase("starting", border.step)
             loop.engine.close()
-            del loop, model
+            del loop
             gc.collect()  # the weights
-            seed_all(job.seed)
-            model = built(job, plan)
-            loop = _loop(run, plan, model, data, group)
+            loop = _loop(run, plan, data, group)
             loop.signal = next(iter(signals), None)
             border = border if loop.resumed(border) else None
     loop.engine.close()
 
 
-def _loop(run: Run, plan: Plan, model: nn.Module | DeferredModel, data: DataSets, group: Group) -> Loop:
+def _loop(run: Run, plan: Plan, data: DataSets, group: Group) -> Loop:
     """The loop of a plan, whose pipelines may be cut anew."""
     begun = time.monotonic()
-    engine = build_engine(run.job, plan, model, data, group)
+    engine = begin_engine(run.job, plan, data, group)
     # from here on every data-parallel rank draws numbers of its own
     seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
     loop = Loop(run, engine, data, group)

@@ -24,7 +24,7 @@ from paceline.engine.onednn import use_onednn
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.plans.plan import Plan
-from paceline.training.build import build_engine, built, seed_all
+from paceline.training.build import begin_engine
 
 WARM_UP_STEPS = 2
 # seconds of one plan's steps before the other's turn
@@ -56,8 +56,7 @@ class TrialCandidate:
         if group is None:
             return
         self._take_over()
-        seed_all(job.seed)
-        self.engine = build_engine(job, plan, built(job, plan), data, group)
+        self.engine = begin_engine(job, plan, data, group)
         self.steps_per_epoch = self.engine.loader.partition.steps_per_epoch
         self._batches = _endless(self.engine.loader)
         # A step takes as long, and the weights stay: no trial diverges, however many steps it takes.

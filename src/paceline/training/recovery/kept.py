@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.sync.local_rule import LocalRule
 from paceline.sync.start import broadcast_tensors
-from paceline.training.build import build_engine, built, seed_all
+from paceline.training.build import begin_engine, build_engine, built, seed_all
 from paceline.training.recovery.border import Border, Start
 from paceline.training.recovery.handover import draw_anew, hand_over
 from paceline.training.recovery.memory_state import MemoryState
@@ -58,18 +58,25 @@ class Kept(ABC):
 class KeptModel(Kept):
     """Model and optimizer of a rank that holds all of the model. They stay as they are."""
 
-    def __init__(self, job: Job, plan: Plan) -> None:
-        model = built(job, plan)
-        assert isinstance(model, nn.Module)
-        self.model, self.undo = model, StepUndo(model)
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         # outer state of replicas that take steps of their own
         self._outer: dict[str, Tensor] = {}
 
+    def build(self, job: Job, plan: Plan) -> nn.Module:
+        """Build the model now: of a rank that nobody waits for yet."""
+        self._model = model = cast("nn.Module", built(job, plan))
+        self.undo = StepUndo(model)
+        return model
+
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
         """See `Kept.engine`."""
-        optimizer = None if begins else self.optimizer
-        engine = build_engine(job, plan, self.model, data, group, optimizer, goes_on=not begins)
+        if self._model is None and begins:
+            engine = begin_engine(job, plan, data, group, lambda: self.build(job, plan))
+        else:
+            model, optimizer = self._model or self.build(job, plan), None if begins else self.optimizer
+            engine = build_engine(job, plan, model, data, group, optimizer, goes_on=not begins)
         self.optimizer = engine.optimizer
         return engine
 
@@ -126,10 +133,12 @@ class KeptPart(Kept):
 
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
         """See `Kept.engine`."""
-        seed_all(job.seed)
         if begins:
             self.forget()
-        engine = build_engine(job, plan, built(job, plan), data, group, goes_on=not begins)
+            engine = begin_engine(job, plan, data, group)
+        else:
+            seed_all(job.seed)
+            engine = build_engine(job, plan, built(job, plan), data, group, goes_on=True)
         self.undo = StepUndo(engine.model)
         return engine
 

@@ -43,6 +43,12 @@ class Member:
         """True if another epoch is to be begun after this step."""
         return self.board.wanted_epoch > self.epoch.number
 
+    def is_awaited(self) -> bool:
+        """True if others wait for this process in an epoch that was announced."""
+        number = next_number(self.board.current_epoch, self.board.wanted_epoch, self.epoch.number)
+        epoch = announced(self.folder, number) if number is not None else None
+        return epoch is not None and self.number in epoch.members
+
     def next_epoch(self) -> Epoch:
         """Enter the next epoch that this process is a member of, once there is one.
 

@@ -16,6 +16,7 @@ from paceline.job.zoo.data.arrays import build_arrays
 from paceline.job.zoo.data.images import build_cifar10, build_digits, build_images
 from paceline.job.zoo.data.samples import Batch, Collated, Labels, Selection, held_out_samples, split
 from paceline.job.zoo.data.text import build_text
+from paceline.own_random import OwnRandom
 
 
 def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
@@ -59,10 +60,12 @@ def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> Da
 
 
 def _build_custom(spec: Custom, seed: int) -> DataSets:
-    samples = _call(spec, spec.factory)
-    if spec.held_out_factory is None:
+    # what a factory draws follows from the seed, not from what this process drew before, which differs between plans
+    with OwnRandom(seed):
+        samples = _call(spec, spec.factory)
+        held_out = None if spec.held_out_factory is None else _call(spec, spec.held_out_factory)
+    if held_out is None:
         return split(samples, spec, seed)
-    held_out = _call(spec, spec.held_out_factory)
     return DataSets(Selection.first(samples, spec.limit), Selection.first(held_out, spec.limit))
 
 
