@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from paceline.cluster.discover import discover
 from paceline.comm import Group
@@ -84,6 +84,11 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         if index in self.spike_at and self.epoch == 1:
             return self.inputs[index] * -1000, self.labels[index]
         return self.inputs[index] * (float("nan") if bad else 1.0 + noise), self.labels[index]
+
+
+def drawn_points() -> TensorDataset:
+    """Random points that no seed of their own draws."""
+    return TensorDataset(torch.randn(70, FEATURES), torch.randint(CLASSES, (70,)))
 
 
 def plain() -> nn.Module:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
 from paceline.comm.backend import joined
@@ -118,6 +118,49 @@ def test_a_script_ends_that_leaves_an_epoch_unfinished(workers: int) -> None:
         [sys.executable, "-c", SCRIPT, str(workers)], capture_output=True, text=True, timeout=60, check=True
     )
     assert (ended.stdout, ended.stderr) == ("torch.Size([8])\n", "")
+
+
+class Told(Dataset[int]):
+    """Samples that are what the process was told when it was forked."""
+
+    told = 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        return Told.told
+
+
+def test_processes_that_are_started_have_nothing_in_memory_of_what_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = Partition(PartitionSpec(), samples=64, global_batch=8, seed=0, replica=0, replicas=1)
+    loader = Loader(Told(), partition, num_workers=1)
+    loader.start()
+    processes = loader._loader._iterator._workers
+    loader.start()
+    monkeypatch.setattr(Told, "told", 1)
+    assert [batch.unique().tolist() for batch in loader] == [[0]] * 8
+    assert loader._loader._iterator._workers is processes, "others were started"
+    loader.close()
+    assert not any(process.is_alive() for process in processes)
+    assert [batch.unique().tolist() for batch in loader] == [[1]] * 8
+    loader.close()
+
+
+def test_processes_that_are_started_end_where_a_saved_position_is_loaded() -> None:
+    partition = Partition(PartitionSpec(), samples=64, global_batch=8, seed=0, replica=0, replicas=1)
+    first, later = (Loader(TensorDataset(torch.arange(64)), partition, num_workers=1) for _ in range(2))
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    later.start()
+    processes = later._loader._iterator._workers
+    later.load_state_dict(first.state_dict())
+    assert not any(process.is_alive() for process in processes)
+    later.start()
+    assert torch.equal(next(iter(later))[0], next(batches)[0])
+    first.close()
+    later.close()
 
 
 class InLoaderProcess:

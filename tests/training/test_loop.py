@@ -72,6 +72,16 @@ def test_loader_processes_of_a_plan_are_those_of_a_job_and_change_no_loss(tmp_pa
     assert facts(train_here(tmp_path / "ahead", small_job(), "num_workers=1")) == alone
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2", "pp=2"])
+def test_data_that_draws_while_it_is_made_is_the_same_under_every_plan(tmp_path: Path, ranks: Ranks, plan: str) -> None:
+    """It followed the model's initial weights, which a plan that divides the model draws at another time."""
+    job = small_job(data={"kind": "dataset", "factory": "small_jobs:drawn_points", "held_out": 0}, stop={"steps": 5})
+    alone = train_here(tmp_path / "alone", job)
+    new_run(tmp_path / "divided", job, plan)
+    ranks(2, train_as_rank, tmp_path / "divided")
+    assert Run(tmp_path / "divided").losses == pytest.approx(alone.losses, rel=1e-5)
+
+
 def test_a_run_goes_on_with_another_number_of_replicas_on_the_same_data(tmp_path: Path, ranks: Ranks) -> None:
     undisturbed = train(tmp_path / "undisturbed", 1, ranks, stop={"steps": 30})
     train(tmp_path / "resumed", 2, ranks, stop={"steps": 12})

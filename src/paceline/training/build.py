@@ -58,9 +58,9 @@ def begin_engine(
     group: Group,
     build: Callable[[], nn.Module | DeferredModel] | None = None,
 ) -> Engine:
-    """This rank's engine for a job that begins, as `build_engine`; also its model is built here.
+    """This rank's engine for a job that begins: `build_engine`, with a model built here.
 
-    That is after the loader processes are started, so the model is not in their memory.
+    It is built after the loader processes are started, so it is not in their memory.
 
     Args:
         build: builds the model, with the seed of the job; None does as the job says.
