@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
@@ -73,11 +75,11 @@ class _Kind:
         sparse = [g if _is_of_rows(g) else g.to_dense().to_sparse(1) for g, _ in found]
         like = self.tables[0]
         if not sparse:
-            return self._rows(torch.empty(0, dtype=torch.int64), like.new_empty(0, like.shape[1])).coalesce()
+            return self._added(torch.empty(0, dtype=torch.int64), like.new_empty(0, like.shape[1]))
         # a call of torch for all tables: for each one they would take longer than the sums
         numbers = torch.cat([g._indices()[0] for g in sparse])
         numbers += _repeated([start for _, start in found], [g._nnz() for g in sparse])
-        return self._rows(numbers, torch.cat([g._values() for g in sparse])).coalesce()
+        return self._added(numbers, torch.cat([g._values() for g in sparse]))
 
     def gathered(self, own: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         """The sum of all ranks' rows, of which there are so many."""
@@ -87,7 +89,7 @@ class _Kind:
         message = torch.cat([_bytes(own._indices()[0][:, None]), _bytes(own._values())], 1)
         everyones = torch.cat(group.gather_rows(message, counts))
         numbers = everyones[:, :8].contiguous().view(torch.int64)[:, 0]
-        return self._rows(numbers, everyones[:, 8:].contiguous().view(own.dtype)).coalesce()
+        return self._added(numbers, everyones[:, 8:].contiguous().view(own.dtype))
 
     def hand_out(self, rows: Tensor) -> Tensor:
         """Give each table its rows, which all lie in the tensor that is returned."""
@@ -101,9 +103,16 @@ class _Kind:
             )
         return values
 
-    def _rows(self, numbers: Tensor, values: Tensor) -> Tensor:
-        shape = (self.starts[-1], values.shape[1])
-        return torch.sparse_coo_tensor(numbers[None], values, shape, check_invariants=False)
+    def _added(self, numbers: Tensor, values: Tensor) -> Tensor:
+        """Rows with these numbers, those of one number added up in the order given."""
+        make = partial(torch.sparse_coo_tensor, size=(self.starts[-1], values.shape[1]), check_invariants=False)
+        if not values.is_cpu or values.dtype not in (torch.float32, torch.float64) or not len(numbers):
+            return make(numbers[None], values).coalesce()
+        # as `coalesce` does, with one vectorised pass over the values
+        ascending, order = numbers.sort(stable=True)
+        once, counts = ascending.unique_consecutive(return_counts=True)
+        first = counts.cumsum(0) - counts
+        return make(once[None], F.embedding_bag(order, values, first, mode="sum"), is_coalesced=True)
 
 
 def _is_of_rows(gradient: Tensor) -> bool:
