@@ -52,7 +52,7 @@ class Net(nn.Module):
     def forward(self, x):
         channels_last = not x.is_contiguous()
         {body}
-        return self.last(self.convolution(x).flatten(1))
+        return self.last(self.convolution(x).flatten(1)).view(len(x), 10)
 """
 
 
@@ -206,7 +206,7 @@ def test_a_run_that_turns_out_to_be_short_ends_the_trial_after_its_first_plan(
 
 
 def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside_what_was_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A network that is slow unless FSDP2 divides it, whatever was predicted.
 
@@ -219,6 +219,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     two = Cluster(hosts=(CLUSTER.hosts[0].model_copy(update={"cores": 2, "affinity": ()}),))
     job = network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 0.04)")
     choice = choose(job, two)
+    assert "FSDP2-wrapped" not in capfd.readouterr().err, "torch's warning of views, which nothing changes here"
     found = verdicts(choice)
     assert found["ep=2"].startswith("failed: ep=2 divides experts, but the model has no mixture of experts"), (
         choice.lines
@@ -247,6 +248,36 @@ def test_one_rank_that_is_predicted_to_need_one_core_is_measured_on_all_before_o
     assert found["dp=2"].startswith("not kept: slower"), choice.lines
     assert choice.plan.ranks == 1
     assert choice.plan.threads == 0
+
+
+MANY_PARAMETERS = """
+import random, time
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scales, self.last = nn.ModuleList(nn.LayerNorm(16) for _ in range(150)), nn.Linear(16, 10)
+
+    def forward(self, x):
+        time.sleep(random.uniform(0.0, 0.02))
+        for scale in self.scales:
+            x = scale(x)
+        return self.last(x)
+"""
+
+
+def test_a_faster_update_is_seen_where_steps_vary_by_more_than_it_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update of 300 small tensors, one by one or in one call, in steps of 5 to 25 ms."""
+    forecasts(monkeypatch, steps_of_1_ms("dp=1"))
+    (tmp_path / "many.py").write_text(MANY_PARAMETERS)
+    written = {"model": "many.py:Net", "data": IMAGES | {"shape": [16]}, "optimizer": "adamw", **WITHOUT_BOUND}
+    host = TWO_CORES.hosts[0].model_copy(update={"cpu": "one whose first knob is this"})
+    choice = choose(Job.load(write_job(tmp_path / "job.yaml", **written)), Cluster(hosts=(host,)))
+    assert verdicts(choice)["fused=on"] == "kept", choice.lines
+    assert choice.plan.fused
 
 
 def test_a_short_run_takes_what_is_predicted_and_the_next_start_predicts_nothing_anew(

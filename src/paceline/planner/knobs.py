@@ -59,6 +59,8 @@ class Knob:
         hint: reason why it is not taken even if it is faster. It is then measured last, and only reported.
         whole: True if it is another plan rather than a change of the best so far.
         predicted_s: the step time of that plan, by the cost model.
+        of_update: True if nothing but the update of a step is another. The rest then counts alike on both sides, as its
+            noise may be larger than an update.
     """
 
     changes: dict[str, Any]
@@ -67,6 +69,7 @@ class Knob:
     hint: str | None = None
     whole: bool = False
     predicted_s: float | None = None
+    of_update: bool = False
 
     @classmethod
     def of(cls, plan: Plan, predicted_s: float | None) -> Knob:
@@ -133,7 +136,7 @@ def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
         *idle_cores(cluster, plan),
         *([onednn] if gains else []),
         Knob({"memory_format": "channels_last"}),
-        Knob({"fused": True}),
+        Knob({"fused": True}, of_update=True),
         *_other_divisions(cluster, plan),
         *([Knob({"threads": 1})] if _has_threads_to_spare(cluster, plan) else []),
         Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),

@@ -20,6 +20,7 @@ from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.device import is_accelerator, synchronize
 from paceline.engine.engine import Engine
+from paceline.engine.meter import OPTIMIZER, Timing
 from paceline.engine.onednn import use_onednn
 from paceline.job.data import DataSets
 from paceline.job.job import Job
@@ -43,6 +44,9 @@ class TrialCandidate:
         group: group of the plan's ranks, from `part_of`; None on the others.
         threads: threads of a rank.
         cores: cores that a rank may run on.
+
+    Attributes:
+        update_s: seconds per step of the newest turn that were the update's; 0 where nothing tells.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class TrialCandidate:
     ) -> None:
         self.plan, self.threads, self.cores = plan, threads, cores
         self.steps_a_turn = self.steps_per_epoch = 1
-        self.warm_s, self.settles = 0.0, False
+        self.warm_s, self.settles, self.update_s = 0.0, False, 0.0
         self._longer = _LONGER if plan.num_workers or job.data.num_workers else 1
         self.engine: Engine | None = None
         if group is None:
@@ -87,12 +91,12 @@ class TrialCandidate:
             self._steps(min(self._longer, self.steps_a_turn))
         return self._steps(self.steps_a_turn)
 
-    def step(self) -> None:
+    def step(self) -> Timing | None:
         """Take one step, with its data; for ranks that the plan has."""
         assert self.engine is not None
         self.engine.on_phase("data", self.engine.step_count + 1)
         batch = next(self._batches)
-        self.engine.step(batch)
+        return self.engine.step(batch).timing
 
     def close(self) -> None:
         """Release the model and the data."""
@@ -109,10 +113,11 @@ class TrialCandidate:
         assert self.engine is not None
         synchronize(self.engine.device)
         started = time.perf_counter()
-        for _ in range(count):
-            self.step()
+        timings = [self.step() for _ in range(count)]
         synchronize(self.engine.device)
-        return (time.perf_counter() - started) / count
+        taken_s = time.perf_counter() - started
+        self.update_s = sum(timing.parts_s[OPTIMIZER] for timing in timings if timing is not None) / count
+        return taken_s / count
 
     def _take_over(self) -> None:
         """Give this process the plan's threads, cores and matrix products."""

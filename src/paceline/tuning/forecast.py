@@ -47,7 +47,6 @@ def _forecasts(request: _Request) -> list[Forecast]:
     from paceline.tuning.candidate import ignore_views
 
     ignore_views()
-
     found = predicted(request.job, request.cluster, request.default, request.calibration)
     # checked here, where torch and the model's code are loaded already
     refused = refused_of(request.job, [Plan.parse(row.plan) for row in found], LOOK_S)

@@ -84,7 +84,6 @@ class RankTrial:
         findings.run_s = longest_run_s(self.job, findings.step_s, findings.steps_per_epoch)
         others = sum(forecast.plan != findings.default for forecast in findings.forecasts)
         found = knobs(self.job, self.cluster, self.best.plan) if findings.knobs else []
-        others += len(idle_cores(self.cluster, self.best.plan)) if findings.knobs else 0
         compared = sum(knob.untried is None and not knob.cost_s for knob in found)
         findings.budget_s = budget_s(
             findings.step_s, findings.run_s, plans=others, knobs=compared, share=findings.share
@@ -127,7 +126,7 @@ class RankTrial:
         if not comparison.hopeless:
             comparison = Comparison()
         while not comparison.decided and (len(comparison.ratios) < LEAST_ROUNDS or self._spent_s() - begun_s < share_s):
-            comparison.add(self._turn(challenger), self._turn(self.best))
+            comparison.add(*self._round(challenger, of_update=knob.of_update))
         tried = comparison.tried(knob)
         if comparison.wins and not knob.hint and tried.ratio and tried.step_s:
             self.findings.gain *= tried.ratio.middle
@@ -149,6 +148,17 @@ class RankTrial:
         )
         candidate.is_warm(self._greatest(candidate.warm_up()))
         return candidate
+
+    def _round(self, challenger: TrialCandidate, *, of_update: bool) -> tuple[float, float]:
+        """Seconds per step of the challenger and of the best, with the mean of the rest `of_update`."""
+        new_s, best_s = self._turn(challenger), self._turn(self.best)
+        if not of_update:
+            return new_s, best_s
+        new_update_s, best_update_s = self._greatest(challenger.update_s), self._greatest(self.best.update_s)
+        if not (new_update_s and best_update_s):  # a device that does not tell yet
+            return new_s, best_s
+        rest_s = (new_s - new_update_s + best_s - best_update_s) / 2
+        return rest_s + new_update_s, rest_s + best_update_s
 
     def _turn(self, candidate: TrialCandidate) -> float:
         """Seconds per step of a few steps, on the slowest rank."""

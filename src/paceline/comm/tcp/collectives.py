@@ -21,7 +21,7 @@ from paceline.comm.tcp.mesh import LinkMesh, TcpSend
 from paceline.comm.tcp.messages import COLLECTIVE, CurrentCall, TcpReceive
 
 _SMALL_BYTES = 2**16  # what a rank may send to all others together rather than have it go round
-_PIECE_BYTES = (2**16, 2**20)  # at least, at most
+_PIECE_BYTES = (2**17, 2**20)  # at least, at most
 _PIECES = 8  # of a rank's share, at least, unless they became too small
 _AHEAD_BYTES = 2**22  # sent round the ring before as much has come: what a link of 1 Gbit/s carries in 30 ms
 
