@@ -29,7 +29,7 @@ from paceline.training.evaluations import Evaluations
 from paceline.training.record.callback import Callback, StepInfo
 from paceline.training.record.events import Events, Remarks
 from paceline.training.record.progress import PlainProgress
-from paceline.training.record.recorder import StepRecorder
+from paceline.training.record.recorder import StepRecorder, Unwritten
 from paceline.training.record.run import Run
 from paceline.training.record.witness import WITNESS, Witness
 from paceline.training.recovery.balancing import Balancing
@@ -57,21 +57,22 @@ def train_in(run: Run, group: Group) -> None:
             signals += [loop.signal] if loop.signal else []
             loop.engine.on_phase("starting", border.step)
             loop.engine.close()
+            unwritten = loop.recorder.unwritten
             del loop
             gc.collect()  # the weights
-            loop = _loop(run, plan, data, group)
+            loop = _loop(run, plan, data, group, unwritten)
             loop.signal = next(iter(signals), None)
             border = border if loop.resumed(border) else None
     loop.engine.close()
 
 
-def _loop(run: Run, plan: Plan, data: DataSets, group: Group) -> Loop:
+def _loop(run: Run, plan: Plan, data: DataSets, group: Group, unwritten: Unwritten = ()) -> Loop:
     """The loop of a plan, whose pipelines may be cut anew."""
     begun = time.monotonic()
     engine = begin_engine(run.job, plan, data, group)
     # from here on every data-parallel rank draws numbers of its own
     seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
-    loop = Loop(run, engine, data, group)
+    loop = Loop(run, engine, data, group, unwritten=unwritten)
     loop.recutting.on, loop.recutting.built_s = follows_times(run.plan), time.monotonic() - begun
     return loop
 
@@ -87,7 +88,8 @@ class Loop:
         leaving: whether all ranks have agreed to meet again, or to cut their pipelines anew.
     """
 
-    def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group) -> None:
+    def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group, *, unwritten: Unwritten = ()) -> None:
+        """Make a loop; `unwritten` is what TensorBoard has not got of this process's epoch before."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
         self.epoch_steps = engine.loader.partition.steps_per_epoch
         self.stop = StopRule(self.job.stop, self.epoch_steps)
@@ -95,7 +97,7 @@ class Loop:
         first = group.rank == 0
         progress = PlainProgress(self.total_steps) if first and not is_our_rank() else None
         self.events = Events(run, progress, writes=first)
-        self.recorder = StepRecorder(run.path, engine, epoch_steps=self.epoch_steps)
+        self.recorder = StepRecorder(run.path, engine, epoch_steps=self.epoch_steps, unwritten=unwritten)
         self.balancing = Balancing(engine, run.job, self.events, self.epoch_steps)
         self.remarks = Remarks(engine, self.events, self.balancing.at_even_shares)
         self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events)
@@ -143,11 +145,13 @@ class Loop:
                 if reason is None:
                     # before the record is closed, which tells of the checkpoint under way
                     self.checkpoints.saving.settle()
+                    self.recorder.goes_on = True
                     return False
                 self._finish(reason)
             return True
         except BaseException as error:
-            if not ends_epoch(error):
+            self.recorder.goes_on = ends_epoch(error)
+            if not self.recorder.goes_on:
                 tell_of_failure(error)
             raise
         finally:

@@ -150,7 +150,10 @@ class RankTrial:
         return candidate
 
     def _round(self, challenger: TrialCandidate, *, of_update: bool) -> tuple[float, float]:
-        """Seconds per step of the challenger and of the best, with the mean of the rest `of_update`."""
+        """Seconds per step of the challenger and of the best.
+
+        `of_update`: all but the update counts alike for both, as the mean of the two.
+        """
         new_s, best_s = self._turn(challenger), self._turn(self.best)
         if not of_update:
             return new_s, best_s

@@ -27,18 +27,17 @@ from paceline.comm import Group
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import PARTS, Timing
 from paceline.training.record.callback import StepInfo
-from paceline.training.record.recorder import ResourceUse, StepRecorder
+from paceline.training.record.recorder import ResourceUse, StepRecorder, Unwritten
 from paceline.training.record.run import read_lines
 from small_jobs import FEATURES, Points, points, small_job, train_here
 
 
-def recorder(path: Path) -> StepRecorder:
-    (path / "steps").mkdir(parents=True)
+def recorder(path: Path, unwritten: Unwritten = ()) -> StepRecorder:
+    (path / "steps").mkdir(parents=True, exist_ok=True)
     model = nn.Linear(FEATURES, 3)
     loader = DataLoader(Points(), batch_size=8)
-    return StepRecorder(
-        path, paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader), epoch_steps=9
-    )
+    engine = paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader)
+    return StepRecorder(path, engine, epoch_steps=9, unwritten=unwritten)
 
 
 def result(step: int, *, loss: float = 1.0, timing: Timing | None = None) -> StepResult:
@@ -237,3 +236,18 @@ def test_tensorboard_waits_until_the_run_is_not_short_and_its_events_keep_their_
     assert [(event.step, event.value) for event in accuracy] == [(1, 0.5), (2, 0.75)]
     assert began <= accuracy[0].wall_time <= until
     assert [event.step for event in events.Scalars("train/loss")] == [1]
+
+
+def test_what_tensorboard_has_not_got_goes_over_to_the_next_epochs_recorder(tmp_path: Path) -> None:
+    """To write it when an epoch ends early in a run would import TensorBoard in the pause of a recovery."""
+    first = recorder(tmp_path)
+    first.on_evaluation(1, {"accuracy": 0.5})
+    first.goes_on = True
+    first.close()
+    assert not (tmp_path / "tensorboard").exists()
+    second = recorder(tmp_path, first.unwritten)
+    second.on_evaluation(2, {"accuracy": 0.75})
+    second.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("held_out/accuracy")] == [(1, 0.5), (2, 0.75)]

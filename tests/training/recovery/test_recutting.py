@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commands import (
     ended,
@@ -142,6 +143,9 @@ def test_ranks_that_recover_go_on_with_the_new_cut(tmp_path: Path, plan: str, lo
     assert not events(path, "resume")
     assert not events(path, "restart")
     assert losses(path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
+    board = EventAccumulator(str(path / "tensorboard"))
+    board.Reload()
+    assert board.Scalars("train/loss")[0].step == 1, "those of the first epoch, too"
 
 
 def test_stages_stay_where_the_plan_names_them_or_ranks_have_state_of_their_own() -> None:

@@ -6,9 +6,10 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psutil
 import torch
@@ -38,14 +39,20 @@ _PSS_SHARE = 0.001
 _FIRST_EVENTS_S = 10.0
 _LONGEST_LINE = 2**14
 
+Unwritten: TypeAlias = Sequence[tuple[int, dict[str, float], float]]
+
 
 class StepRecorder(Callback):
     """Writes `steps/rank-R.jsonl`, one line per step.
 
     A step's times stand in its own line, also where they are known one step later.
+
+    Attributes:
+        unwritten: what TensorBoard has not got yet: steps, their values, Unix seconds.
+        goes_on: True if another recorder of this process takes that over, when this one is closed.
     """
 
-    def __init__(self, run: Path, engine: Engine, *, epoch_steps: int) -> None:
+    def __init__(self, run: Path, engine: Engine, *, epoch_steps: int, unwritten: Unwritten = ()) -> None:
         self.engine = engine
         self.lines = JsonLines(run / "steps" / f"rank-{engine.group.rank}.jsonl", lossy=True)
         self.epoch_steps = epoch_steps
@@ -53,8 +60,9 @@ class StepRecorder(Callback):
         self._run = run
         self._writes_events = engine.group.rank == 0
         self._board: TensorBoard | None = None
-        self._unwritten: list[tuple[int, dict[str, float], float]] = []  # steps, their values, Unix seconds
-        self._began = time.monotonic()
+        self.unwritten, self.goes_on = list(unwritten), False
+        if not self._writes_events:
+            self._to_board()
         self._waiting: dict[int, str] = {}
 
     def on_step(self, info: StepInfo) -> None:
@@ -93,7 +101,8 @@ class StepRecorder(Callback):
         for step in sorted(self._waiting):
             self._write(Timing(step))
         self.lines.close()
-        self._to_board()
+        if not self.goes_on:
+            self._to_board()
         if self._board is not None:
             self._board.close()
 
@@ -122,8 +131,8 @@ class StepRecorder(Callback):
         """
         if not self._writes_events:
             return
-        self._unwritten.append((step, values, time.time()))
-        if self._board is not None or time.monotonic() - self._began > _FIRST_EVENTS_S:
+        self.unwritten.append((step, values, time.time()))
+        if self._board is not None or time.time() - self.unwritten[0][2] > _FIRST_EVENTS_S:
             self._to_board()
 
     def _to_board(self) -> None:
@@ -131,7 +140,7 @@ class StepRecorder(Callback):
 
         Half a record would make everything after it unreadable.
         """
-        unwritten, self._unwritten = self._unwritten, []
+        unwritten, self.unwritten = self.unwritten, []
         try:
             for step, values, at in unwritten:
                 self._board = self._board or TensorBoard(self._run / "tensorboard")

@@ -17,6 +17,7 @@ from paceline.epoch import EpochOver, ends_epoch, watch_epoch
 from paceline.training.build import check_device, seed_all
 from paceline.training.checkpoint.manifest import checkpoints
 from paceline.training.loop import Loop
+from paceline.training.record.recorder import Unwritten
 from paceline.training.record.run import Run
 from paceline.training.recovery.border import Border, Start
 from paceline.training.recovery.handover import agree_on_start
@@ -64,6 +65,7 @@ class Trainee:
         self.border = Border()
         self.links: GroupLinks | None = None
         self.signal: str | None = None
+        self._unwritten: Unwritten = ()
 
     def train(self, group: Group) -> bool:
         """Train as one rank of an epoch's group; True if the run has ended."""
@@ -121,6 +123,8 @@ class Trainee:
             abort_all(0.0)
             if loop is not None:
                 loop.checkpoints.writer.abandon()
+        if loop is not None:
+            self._unwritten = loop.recorder.unwritten
         if loop is not None and loop.begun:
             self.border, self.signal, has_state = self._border(loop, start), loop.signal, True
         if self.mirror is None and has_state and not ended:
@@ -135,7 +139,7 @@ class Trainee:
         return ended, loop.recutting.cut if loop is not None and not broken and not ended else ""
 
     def _loop(self, engine: Engine, group: Group, start: Start) -> Loop:
-        loop = Loop(self.run, engine, self.data, group)
+        loop = Loop(self.run, engine, self.data, group, unwritten=self._unwritten)
         loop.signal, mirror = self.signal, self.mirror
         if mirror is None:
             loop.at_border = lambda: self._at_border(engine)
