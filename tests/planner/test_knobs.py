@@ -200,6 +200,14 @@ def test_a_clear_case_is_decided_at_once(challenger_s: float, verdict: str) -> N
     assert comparison.tried(FUSED).verdict == verdict
 
 
+def test_a_challenger_that_may_win_has_more_of_the_time_that_is_left() -> None:
+    """One at three quarters was not kept, as its interval was still wide when a third of the time was over."""
+    may_win = compared([(0.6, 1.0), (0.75, 1.0), (1.1, 1.0)])
+    assert not may_win.decided
+    assert may_win.share == pytest.approx(2 / 3)
+    assert compared([(0.9, 1.0), (1.0, 1.0), (1.1, 1.0)]).share == pytest.approx(1 / 3)
+
+
 def test_a_row_shows_both_sides_of_its_pairs() -> None:
     """The machine was slower in these rounds than when the best plan was measured before.
 

@@ -11,6 +11,7 @@ import shutil
 import sysconfig
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from paceline.cluster.cluster import Cluster
@@ -244,6 +245,14 @@ class Comparison:
     def hopeless(self) -> bool:
         """True if two rounds are enough to reject the challenger."""
         return len(self.ratios) > 1 and all(r > _HOPELESS for r in self.ratios)
+
+    @property
+    def share(self) -> float:
+        """Share of the time left that the comparison may take.
+
+        It is more where the challenger may win.
+        """
+        return 2 / 3 if median(self.ratios) < 1 - _LEAST_GAIN else 1 / 3
 
     @property
     def wins(self) -> bool:

@@ -117,15 +117,17 @@ class RankTrial:
         # the run is long enough for this cost, so it does not count against the comparisons' budget
         if knob.cost_s:
             self.findings.budget_s += begun_s - asked_s
-        # of the remainder, for the comparisons to come
-        share_s = (self.findings.budget_s - begun_s) / 3
+        # of it, the remainder is for the comparisons to come
+        left_s = self.findings.budget_s - begun_s
         comparison = Comparison()
         comparison.add(challenger.warm_s, self.best_s)
         comparison.add(self._turn(challenger), self._turn(self.best))
         # more rounds of a hopeless challenger would only take long
         if not comparison.hopeless:
             comparison = Comparison()
-        while not comparison.decided and (len(comparison.ratios) < LEAST_ROUNDS or self._spent_s() - begun_s < share_s):
+        while not comparison.decided and (
+            len(comparison.ratios) < LEAST_ROUNDS or self._spent_s() - begun_s < comparison.share * left_s
+        ):
             comparison.add(*self._round(challenger, of_update=knob.of_update))
         tried = comparison.tried(knob)
         if comparison.wins and not knob.hint and tried.ratio and tried.step_s:
