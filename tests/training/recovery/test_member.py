@@ -73,3 +73,15 @@ def test_a_process_that_is_late_enters_the_newest_epoch(board: StatusBoard, tmp_
             assert epoch.members == (0, 1, epoch.number)
         launcher.result(60)
     own.close()
+
+
+def test_a_process_knows_whether_others_wait_for_it(board: StatusBoard, tmp_path: Path) -> None:
+    """One that replaces a lost rank builds its model before they do."""
+    member = Member(1, board, tmp_path)
+    assert not member.is_awaited(), "there is no epoch yet"
+    announce(board, tmp_path, epoch := Epoch(0, (0,)), epoch)
+    assert not member.is_awaited()
+    announce(board, tmp_path, epoch := Epoch(1, (0, 1)), epoch)
+    assert member.is_awaited()
+    member.next_epoch()
+    assert not member.is_awaited()

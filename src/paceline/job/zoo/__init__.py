@@ -48,10 +48,12 @@ def input_shape(spec: ModelSpec) -> tuple[int, ...] | None:
     """Shape of one sample (channels, height, width) that the model needs; None if the data decides.
 
     Raises:
-        JobError: an unknown model, or arguments that do not fit.
+        JobError: an unknown model, an import that fails, or arguments that do not fit.
     """
     if spec.hf is not None and spec.task == "image_classification":
         return image_shape(spec.hf, spec.args)
+    if spec.factory is not None:  # one that is not there is told before what its data lacks
+        load_object(spec.factory)
     if spec.zoo is None:
         return None
     args = checked_args(f"model {spec.zoo}", _built_in(spec.zoo), spec.args)
