@@ -95,6 +95,16 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
+class WithoutLength(nn.Sequential):
+    """A module that is false, as it counts something of its own that is empty."""
+
+    def __init__(self) -> None:
+        super().__init__(*plain().children())
+
+    def __len__(self) -> int:
+        return 0
+
+
 def with_dropout() -> nn.Module:
     return nn.Sequential(
         nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, CLASSES)

@@ -33,7 +33,7 @@ from paceline.parity.steps import Compared, Comparison, Reference, Steps
 from paceline.plans.plan import Plan
 from paceline.split.layout import ShardLayout
 from paceline.split.parts import local
-from paceline.training.build import build_engine, built, seed_all
+from paceline.training.build import build_engine, built
 from paceline.training.checkpoint.fetch import fetch
 
 # Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at
@@ -92,7 +92,6 @@ def _comparable(job: Job, plan: Plan) -> Iterator[None]:
 
 def _engine(steps: Steps, group: Group) -> Engine:
     job, plan = steps.job, steps.plan
-    seed_all(job.seed)
     model = built(job, plan)
     without_dropout(model if isinstance(model, nn.Module) else model.model)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)

@@ -43,7 +43,8 @@ def check_device(run: Run, group: Group) -> None:
 
 
 def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
-    """The job's model; on the meta device where the plan divides it."""
+    """The job's model, drawn with its seed; on the meta device where the plan divides it."""
+    seed_all(job.seed)
     if not plan.splits:
         return job.model.build()
     from paceline.split.deferred_init.initialise import record
@@ -63,13 +64,12 @@ def begin_engine(
     It is built after the loader processes are started, so it is not in their memory.
 
     Args:
-        build: builds the model, with the seed of the job; None does as the job says.
+        build: builds the model; None is `built`.
     """
     mesh = Mesh.of(plan, group)
     loader = loader_of(job, mesh, data, plan.num_workers)
     try:
         loader.start()
-        seed_all(job.seed)
         return _engine(job, plan, build() if build is not None else built(job, plan), mesh, loader)
     except BaseException:
         loader.close()

@@ -229,7 +229,6 @@ class RankCalibration:
         job = _quiet(self.job, max(1, self.job.global_batch // 2 // unit) * unit)
         torch.set_num_threads(self.cores if axis == "none" else self.threads)
         _trim()
-        seed_all(job.seed)
         try:
             engine = build_engine(job, plan, built(job, plan), self.data, group)
         # the same on all ranks, as it follows from shapes

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.engine.engine import Engine
 from paceline.epoch import EpochOver
@@ -17,7 +18,7 @@ from paceline.plans.plan import Plan
 from paceline.split.apply import Split
 from paceline.training.recovery.border import Border
 from paceline.training.recovery.handover import agree_on_start
-from paceline.training.recovery.kept import KeptPart
+from paceline.training.recovery.kept import KeptModel, KeptPart
 from ranks import Ranks
 from small_jobs import small_job
 
@@ -102,3 +103,27 @@ def test_a_step_that_was_broken_off_on_some_ranks_is_taken_by_them_too_and_once(
         ranks(4, parts_after, job, plan, broken), ranks(4, parts_after, job, plan, {}), strict=True
     ):
         assert all(map(torch.equal, disturbed, undisturbed))
+
+
+def test_a_whole_model_stays_the_same_from_epoch_to_epoch_whatever_it_is_in_a_condition() -> None:
+    job, plan = small_job(model={"factory": "small_jobs:WithoutLength"}), Plan()
+    data = job.data.build(input_shape=None, seed=job.seed)
+    kept = KeptModel()
+    first = kept.engine(job, plan, data, Group(), begins=True)
+    assert not first.model
+    train(first, 3)
+    trained = [parameter.detach().clone() for parameter in first.model.parameters()]
+    first.close()
+    second = kept.engine(job, plan, data, Group(), begins=False)
+    assert second.model is first.model
+    assert all(map(torch.equal, second.model.parameters(), trained))
+    second.close()
+
+
+def test_a_whole_model_that_is_built_late_is_drawn_with_the_seed_of_the_job() -> None:
+    """What is no parameter, as a projection that is drawn once, nobody hands over."""
+    job, plan = small_job(), Plan()
+    torch.manual_seed(1234)
+    late = KeptModel().build(job, plan)
+    torch.manual_seed(4321)
+    assert all(map(torch.equal, late.parameters(), KeptModel().build(job, plan).parameters()))

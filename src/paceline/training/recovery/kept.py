@@ -16,7 +16,7 @@ from paceline.job.job import Job
 from paceline.plans.plan import Plan
 from paceline.sync.local_rule import LocalRule
 from paceline.sync.start import broadcast_tensors
-from paceline.training.build import begin_engine, build_engine, built, seed_all
+from paceline.training.build import begin_engine, build_engine, built
 from paceline.training.recovery.border import Border, Start
 from paceline.training.recovery.handover import draw_anew, hand_over
 from paceline.training.recovery.memory_state import MemoryState
@@ -75,7 +75,9 @@ class KeptModel(Kept):
         if self._model is None and begins:
             engine = begin_engine(job, plan, data, group, lambda: self.build(job, plan))
         else:
-            model, optimizer = self._model or self.build(job, plan), None if begins else self.optimizer
+            # a module may be false: one with a length is, while that is 0
+            model = self.build(job, plan) if self._model is None else self._model
+            optimizer = None if begins else self.optimizer
             engine = build_engine(job, plan, model, data, group, optimizer, goes_on=not begins)
         self.optimizer = engine.optimizer
         return engine
@@ -137,7 +139,6 @@ class KeptPart(Kept):
             self.forget()
             engine = begin_engine(job, plan, data, group)
         else:
-            seed_all(job.seed)
             engine = build_engine(job, plan, built(job, plan), data, group, goes_on=True)
         self.undo = StepUndo(engine.model)
         return engine

@@ -58,7 +58,6 @@ class Trainee:
         self.run, self.member = run, member
         self.kept: Kept = KeptPart() if run.plan.splits else KeptModel()
         if isinstance(self.kept, KeptModel) and not member.is_awaited():
-            seed_all(run.job.seed)
             self.kept.build(run.job, run.plan)
         self.data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
         self.mirror = Mirror(run.job.checkpoint.memory_every_steps) if is_mirrored(run.plan) else None

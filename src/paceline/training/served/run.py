@@ -116,7 +116,6 @@ def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
     job, number = run.job, environment.rank // (run.plan.ranks // run.plan.dp)
     with _own_group(run, environment, number) as group, ExitStack() as held:
         check_device(run, group)
-        seed_all(job.seed)
         plan = replace(run.plan, dp=1)
         model = built(job, plan)
         data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
