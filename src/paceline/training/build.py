@@ -43,7 +43,10 @@ def check_device(run: Run, group: Group) -> None:
 
 
 def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
-    """The job's model, drawn with its seed; on the meta device where the plan divides it."""
+    """The job's model, drawn with the job's seed.
+
+    It is on the meta device where the plan divides it.
+    """
     seed_all(job.seed)
     if not plan.splits:
         return job.model.build()

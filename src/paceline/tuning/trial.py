@@ -82,9 +82,10 @@ class RankTrial:
         if not findings.tried:
             findings.step_s, findings.steps_per_epoch = own.middle, int(self._greatest(self.best.steps_per_epoch))
         findings.run_s = longest_run_s(self.job, findings.step_s, findings.steps_per_epoch)
-        others = sum(forecast.plan != findings.default for forecast in findings.forecasts)
+        alone = idle_cores(self.cluster, self.best.plan) if findings.knobs else []
+        others = len(alone) + sum(forecast.plan != findings.default for forecast in findings.forecasts)
         found = knobs(self.job, self.cluster, self.best.plan) if findings.knobs else []
-        compared = sum(knob.untried is None and not knob.cost_s for knob in found)
+        compared = sum(knob.untried is None and not knob.cost_s for knob in found) - len(alone)
         findings.budget_s = budget_s(
             findings.step_s, findings.run_s, plans=others, knobs=compared, share=findings.share
         )
