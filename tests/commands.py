@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +21,7 @@ import yaml
 
 from forked import Forked, can_be_forked, share_seed
 from paceline.cli import main
+from paceline.cluster.emulate.cgroup import remove_group
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 100.0  # ten times what any of them takes on a busy machine of two cores
@@ -212,6 +213,32 @@ def kill_rank(rank: int, launcher: subprocess.Popen[str]) -> None:
     """`kill -9` of one rank."""
     [process] = [p for p in processes_of(launcher) if rank_of(p) == rank]
     process.send_signal(signal.SIGKILL)
+
+
+@contextmanager
+def no_new_processes(process: psutil.Process) -> Iterator[None]:
+    """Within, the system refuses the process any fork: by a control group for root, else by its limit."""
+    if os.geteuid() != 0:
+        before = process.rlimit(psutil.RLIMIT_NPROC)
+        process.rlimit(psutil.RLIMIT_NPROC, (0, before[1]))
+        yield
+        with suppress(psutil.NoSuchProcess):
+            process.rlimit(psutil.RLIMIT_NPROC, before)
+        return
+    parent = Path("/sys/fs/cgroup/pids" if Path("/sys/fs/cgroup/pids").exists() else "/sys/fs/cgroup")
+    group = parent / f"no-forks-{process.pid}"
+    try:
+        group.mkdir()
+        (group / "pids.max").write_text("1")
+    except OSError as error:
+        pytest.skip(f"no control group can limit processes here: {error}")
+    try:
+        (group / "cgroup.procs").write_text(str(process.pid))
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            (parent / "cgroup.procs").write_text(str(process.pid))
+        remove_group(group)
 
 
 def losses(run: Path) -> dict[int, float]:

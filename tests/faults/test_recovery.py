@@ -17,6 +17,7 @@ from commands import (
     events,
     kill_rank,
     losses,
+    no_new_processes,
     paceline,
     processes_of,
     rank_of,
@@ -78,6 +79,32 @@ def test_a_killed_rank_costs_no_step_and_is_back_soon(job: Path, undisturbed: di
     assert [(e["replicas"]) for e in events(run, "epoch")] == [2, 3, 2, 3]
     assert not events(run, "resume"), "nothing was read from the disk"
     assert checkpoints(run)[-1] == f"step-{STEPS:08d}"
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "server:staleness=2,backup=off"])
+def test_a_rank_for_which_there_is_no_process_is_left_out_until_there_is_one(sync: str, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", **long_job(stop={"steps": 2 * STEPS}, batch_norm="local"))
+    with training(job, tmp_path, f"dp=2 sync={sync}") as (process, run):
+        wait_for_step(8, run, process)
+        [first, second] = sorted(
+            (p for p in processes_of(process) if rank_of(p) in (0, 1)), key=lambda p: rank_of(p) or 0
+        )
+        seed = first.parent()
+        assert seed is not None
+        with no_new_processes(seed):
+            held = seed.num_fds()
+            second.kill()
+            wait_for_events(run, "lost", 1, process)
+            assert "could not be started" in paceline("scale", run, "+1", folder=tmp_path).error
+            wait_for_step(max(losses(run)) + 10, run, process)
+            assert seed.num_fds() == held
+        assert paceline("scale", run, "+1", folder=tmp_path).code == 0
+        wait_for(lambda: any(rank_of(p) == 1 for p in processes_of(process)), process)
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert [event["again"] for event in events(run, "lost")] == [False]
+    assert sorted(losses(run)) == list(range(1, 2 * STEPS + 1))
+    assert checkpoints(run)[-1] == f"step-{2 * STEPS:08d}"
 
 
 @pytest.mark.slow

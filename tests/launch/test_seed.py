@@ -71,6 +71,13 @@ def test_ranks_are_stopped_and_started_again_where_their_seed_is_killed(tmp_path
     assert len(run("tell_of_the_fork", tmp_path)) == 2
 
 
+def test_a_seed_outlives_the_question_after_a_process_that_is_not_its_own() -> None:
+    seed = seed_for(os.environ)
+    with pytest.raises(LaunchError):
+        seed.ask({"do": "wait", "pid": os.getpid()})
+    assert not seed.lost
+
+
 def test_a_scheduler_that_signals_every_process_ends_no_seed_and_ranks_alone_are_ended(tmp_path: Path) -> None:
     assert len(run("tell_of_the_fork", tmp_path)) == 2
     seed = shared_pids()[-1]

@@ -302,6 +302,7 @@ class Engine:
         """
         step = self.step_count + 1
         if outcome.updated:
+            self.updates += 1
             self.agreement.gradients = numbers_of(self.named_parameters().values())
             if stage == "summed":
                 self.agreement.scale(outcome.rescale)
@@ -508,9 +509,10 @@ class Engine:
 
     def _prepare_update(self, step: int) -> None:
         """Compare replicas where due, and let a checkpoint copy parameters before they change."""
-        self.updates += 1
-        if self.updates >= self.replica_state.due:
-            self.replica_state.before_update(self.updates)
+        update = self.updates + 1
+        if update >= self.replica_state.due:
+            self.replica_state.before_update(update)
+        self.updates = update  # not before the comparison: a step that is broken off in it has made no update
         if self.before_update is not None:
             self.meter.mark(OPTIMIZER)
             self.before_update(step)

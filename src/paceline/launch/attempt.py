@@ -176,8 +176,6 @@ class Attempt:
         """Start a rank whose process has ended."""
         self._starts[number] += 1
         before = self.ranks[number]
-        if isinstance(before, StartedRank):
-            os.close(before.pidfd)
         for suffix in (".error", ".stack"):
             before.record.with_suffix(suffix).unlink(missing_ok=True)
         self.board.put(number, 0, "starting", 0, time.monotonic_ns(), epoch=-1)
@@ -252,7 +250,7 @@ class Attempt:
 
     def _note_ends(self, wait_s: float) -> None:
         """Wait for any rank to end, `wait_s` at most, and take the exit codes."""
-        here = [rank for rank in self.ranks if isinstance(rank, StartedRank)]
+        here = [rank for rank in self.ranks if isinstance(rank, StartedRank) and rank.code is None]
         by_fd = {rank.pidfd: rank for rank in here}
         ready = {fd for fd, _ in self.poll.poll(wait_s * 1000)}
         for fd in ready & by_fd.keys():
@@ -366,7 +364,7 @@ class Attempt:
                 alive_at=rank.alive_at,
                 record=ErrorRecord.read(rank.record),
                 stack=rank.stack(),
-                stopped=rank.code is None and rank.stopped,
+                stopped=rank.stopped,
                 host=place.host.name if place.host else place.host_name or HOST,
                 remote=isinstance(rank, RemoteRank),
                 oom_kills=rank.oom_kills if isinstance(rank, RemoteRank) else None,
@@ -389,5 +387,5 @@ class Attempt:
     def _close_ranks(self) -> None:
         self._kill_all()
         for rank in self.ranks:
-            if isinstance(rank, StartedRank):
+            if isinstance(rank, StartedRank) and rank.code is None:  # a failing disk or driver holds it
                 os.close(rank.pidfd)

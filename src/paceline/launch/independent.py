@@ -11,6 +11,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from paceline.engine.status import RankStatus
@@ -138,8 +139,11 @@ class Independent:
         self._out.discard(first)
         self._leaving.discard(first)
         self._losses.pop(first, None)
-        for rank in self._ranks_of(first):
-            self.attempt.start_again(rank.number)
+        try:
+            self._start(first)
+        except LaunchError:
+            self._out.add(first)
+            raise
         self._tell_scaled(1, first)
         return f"{named(self._numbers_of(first))} will take pieces as soon as started"
 
@@ -183,8 +187,9 @@ class Independent:
             self._out.difference_update(firsts)
             numbers = [number for first in firsts for number in self._numbers_of(first)]
             self._tell("host_back", host=link.name, number=link.number, ranks=numbers)
-            for number in numbers:
-                self.attempt.start_again(number)
+            for first in firsts:
+                with suppress(LaunchError):  # the next turn starts it again, or leaves it out
+                    self._start(first)
 
     def _can_go(self, numbers: Sequence[int]) -> bool:
         """True if the run goes on without these ranks.
@@ -269,8 +274,7 @@ class Independent:
         again = noted(self._losses[first], time.monotonic()) <= self._most
         if again:
             try:
-                for rank in self._ranks_of(first):
-                    self.attempt.start_again(rank.number)
+                self._start(first)
             except LaunchError as error:
                 again, why = False, f"{why}; {error}"
         spared = first > 0 and self._works(number)
@@ -279,6 +283,19 @@ class Independent:
         waiting = [rank for rank in self._numbers_of(first) if rank != number]
         told = {"rank": number, "waiting": waiting, "reason": why, "stack": shortened(end.stack), "again": again}
         self._tell("lost", ends=not again and not spared, waits=False, alone=True, **told)
+
+    def _start(self, first: int) -> None:
+        """Start all ranks of a worker, or a server, again.
+
+        Raises:
+            LaunchError: a rank could not be started; none of the worker's ranks is left.
+        """
+        try:
+            for number in self._numbers_of(first):
+                self.attempt.start_again(number)
+        except LaunchError:
+            self._kill_rest(first)
+            raise
 
     def _kill_rest(self, first: int) -> None:
         """End the other ranks of a worker, before they tell of the loss."""

@@ -265,10 +265,14 @@ class Recovery:
             self.start(numbers)
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Start ranks whose processes have ended."""
+        """Start ranks whose processes have ended.
+
+        Raises:
+            LaunchError: a rank could not be started.
+        """
         for number in numbers:
-            self._handled.discard(number)
             self.attempt.start_again(number)
+            self._handled.discard(number)
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Take the ends of ranks for no losses."""

@@ -129,7 +129,7 @@ class Scaling:
         """Start a replica that was left out, or allow a host to come again.
 
         Raises:
-            LaunchError: all take part, or are awaited.
+            LaunchError: all take part, or are awaited, or a rank could not be started.
         """
         recovery, attempt = self.recovery, self.attempt
         membership, ranks = recovery.membership, attempt.ranks
@@ -138,7 +138,11 @@ class Scaling:
         if out:
             chosen = membership.replica_of(min(out)) & out
             membership.take_back(chosen)
-            recovery.start(sorted(chosen))
+            try:
+                recovery.start(sorted(chosen))
+            except LaunchError:
+                membership.left_out |= chosen
+                raise
             recovery.tell("scaled", by=1, ranks=sorted(chosen), host=None)
             return f"{named(chosen)} start{'s' * (len(chosen) == 1)}, and join{'s' * (len(chosen) == 1)} after a step"
         returns = attempt.remote.hosts.returns if attempt.remote else None

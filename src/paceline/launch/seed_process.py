@@ -205,19 +205,28 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
             send(channel, {"unfit": _import_more(message["modules"])})
             continue
         if do == "wait":
-            send(channel, {"code": os.waitstatus_to_exitcode(os.waitpid(message["pid"], 0)[1])})
+            send(channel, _end_of(message["pid"]))
             continue
         try:
             pid = os.fork()
-        except OSError as error:
-            send(channel, {"error": str(error)})
-            continue
-        if pid == 0:
-            channel.close()
-            return _Order(**message, descriptors=descriptors, seed=seed)
+        except OSError as error:  # the system has no process, or no memory, for another rank
+            answer: dict[str, Any] = {"error": str(error)}
+        else:
+            answer = {"pid": pid}
+            if pid == 0:
+                channel.close()
+                return _Order(**message, descriptors=descriptors, seed=seed)
         for descriptor in descriptors:
             os.close(descriptor)
-        send(channel, {"pid": pid})
+        send(channel, answer)
+
+
+def _end_of(pid: int) -> dict[str, Any]:
+    """Wait for the end of a rank; returns the answer to the launcher."""
+    try:
+        return {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
+    except ChildProcessError:
+        return {"error": f"process {pid} is no rank that was forked here, or its end was asked for before"}
 
 
 def _become(order: _Order, watch: int) -> None:

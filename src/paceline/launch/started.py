@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,17 +44,18 @@ class StartedRank:
     @property
     def stopped(self) -> bool:
         """True if SIGSTOP or a debugger holds the process."""
-        return is_stopped(self.pid)
+        return self.code is None and is_stopped(self.pid)  # its number may be another's after that
 
     @property
     def paging(self) -> bool:
         """True if its main thread waits for a disk, or for memory."""
-        return state_of(self.pid) == "D"
+        return self.code is None and state_of(self.pid) == "D"
 
     def signal(self, number: int) -> None:
         """To the rank alone, not to what it started."""
         if self.code is None:
-            signal.pidfd_send_signal(self.pidfd, number)
+            with suppress(ProcessLookupError):  # its seed was lost, and the system has taken its end
+                signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
         """SIGKILL, to the rank and all it started."""
@@ -62,15 +64,17 @@ class StartedRank:
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:  # a fork that is so new that it leads no group, and has started nothing
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            self.signal(signal.SIGKILL)
 
     def note_end(self) -> None:
-        """Take the exit code, once the rank's process group was ended.
+        """Kill the rank's process group, wait for the exit code, and close the pidfd.
 
-        The group's number is the rank's own only until then.
+        The numbers of the group and of the descriptor are the rank's own only until then.
         """
-        self.kill()
-        self.code = self.process.wait()
+        if self.code is None:
+            self.kill()
+            self.code = self.process.wait()
+            os.close(self.pidfd)
 
     def stack(self) -> str:
         """Stack traces that faulthandler wrote."""

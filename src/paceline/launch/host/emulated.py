@@ -139,7 +139,6 @@ def _forget_ended(processes: list[StartedRank]) -> None:
     """Forget host processes that have ended, so that neither zombies nor descriptors add up."""
     for process in [process for process in processes if _has_ended(process)]:
         process.note_end()
-        os.close(process.pidfd)
         processes.remove(process)
 
 
@@ -151,7 +150,6 @@ def _end(processes: Sequence[StartedRank]) -> None:
     _wait(processes, _HANG_UP_S)
     for process in processes:
         process.note_end()
-        os.close(process.pidfd)
 
 
 def _wait(processes: Sequence[StartedRank], wait_s: float) -> None:

@@ -352,7 +352,7 @@ class RemoteRanks:
         """Take the ranks of lost hosts for killed."""
         for rank in self.ranks.values():
             if rank.link.lost is not None and rank.code is None:
-                rank.code = -signal.SIGKILL
+                rank.code, rank.stopped, rank.paging = -signal.SIGKILL, False, False
 
     def _fall_silent(self, host: int, silent_s: float) -> None:
         for link in self.links:
@@ -405,6 +405,7 @@ class RemoteRanks:
             rank.pid = message.pid
         else:
             rank.code, rank.oom_kills = message.code, message.oom_kills
+            rank.stopped = rank.paging = False
 
     def _note(self, link: Link, message: Rows) -> None:
         now, now_ns = time.time(), time.monotonic_ns()

@@ -188,8 +188,6 @@ class ServedAttempt:
 
     def close(self) -> None:
         """Remove what the attempt has made here."""
-        for rank in self.ranks:
-            os.close(rank.pidfd)
         self.ranks.clear()
         self._made.close()
 
@@ -243,7 +241,6 @@ class ServedAttempt:
     def _forget(self, number: int) -> None:
         """Forget a rank whose process has ended, which is started again."""
         for rank in [rank for rank in self.ranks if rank.number == number and rank.code is not None]:
-            os.close(rank.pidfd)
             self.ranks.remove(rank)
             self._ended.discard(number)
             for path in (rank.record, rank.record.with_suffix(".stack")):
