@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,12 +51,23 @@ def test_one_device_is_always_measured_first_and_none_twice() -> None:
     assert [devices for _, _, devices, _, _ in chosen(devices=[4, 2, 4])] == [1, 2, 4]
 
 
+def test_the_plan_that_auto_chose_is_measured_as_it_is_beside_the_fixed_layout() -> None:
+    alone = Plan(memory_format="channels_last")
+    *_, auto = settings_for(small_job(), CORES, alone, devices=None, steps=None, weak=False)
+    assert (auto.plan, auto.devices) == (replace(alone, threads=4), 4)
+    assert auto.label == f"auto: {auto.plan}"
+    layout = [str(replace(alone, dp=n, threads=1)) for n in (1, 4)]
+    assert [plan for _, plan, *_ in chosen(base=alone)] == [*layout, str(auto.plan)]
+    assert len(chosen(base=Plan(dp=4))) == 2, "the layout on all cores has this plan"
+    assert len(chosen(base=Plan(threads=1))) == 2, "the layout on one core has this plan"
+
+
 def test_a_plan_is_run_as_train_would_and_counts_the_cores_that_it_uses() -> None:
-    assert chosen(devices=[2], plans=["dp=2", "dp=1 threads=2", "threads=1 fused=on"])[2:] == [
+    assert chosen(devices=[2], plans=["dp=2", "dp=1 threads=2", "threads=1 fused=on"])[3:] == [
         ("dp-2-threads-2", "dp=2 threads=2", 4, 8, DEFAULT_STEPS),
         ("threads-2", "threads=2", 2, 8, DEFAULT_STEPS),
     ], "the last one is that of one device"
-    assert chosen(GPUS, devices=[2], plans=["dp=3"])[2][1:3] == ("dp=3", 3)
+    assert chosen(GPUS, devices=[2], plans=["dp=3"])[3][1:3] == ("dp=3", 3)
 
 
 def test_a_job_with_a_target_is_trained_to_it_but_for_weak_scaling() -> None:

@@ -176,7 +176,10 @@ def test_where_this_machine_cannot_be_measured_the_catalogue_stands_in_and_that_
     monkeypatch.setattr("paceline.tuning.calibrate.calibrate", fails)
     out = StringIO()
     assert command._measured(job(), cluster(), Console(file=out, width=200)) is None
-    assert out.getvalue().strip() == "not measured: rank 0 raised: no memory; the figures of the catalogue stand in"
+    assert (
+        out.getvalue().strip()
+        == "not measured: rank 0 raised: no memory; the catalogue stands in, which may be several times off"
+    )
 
 
 def test_what_failures_cost_is_on_the_screen_where_a_rate_is_given(tmp_path: Path) -> None:
@@ -215,3 +218,38 @@ def test_every_command_of_the_documentation_is_one() -> None:
             Job.load(root / context.params["job"])
         if context.params["cluster"] is not None:
             assert command._cluster(context.params["cluster"], None)[0].devices in (8, 128)
+
+
+def test_one_plan_is_recommended_for_a_small_model_that_many_devices_train_no_faster(tmp_path: Path) -> None:
+    """Headline, first row, JSON and the command to go on with name the same plan."""
+    (tmp_path / "rows.py").write_text(
+        "from torch import nn\n"
+        "def network():\n"
+        "    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))\n"
+    )
+    data = {"kind": "synthetic", "samples": 6000, "shape": [16], "classes": 2}
+    write_job(
+        tmp_path,
+        name="energy",
+        model={"factory": "rows.py:network"},
+        data=data,
+        global_batch=64,
+        precision="fp32",
+        stop={"epochs": 10},
+    )
+    shown = paceline("plan", "job.yaml", "--cluster", "8xH100-SXM", "--json", folder=tmp_path)
+    assert shown.code == 0, shown.err
+    *lines, last = shown.out.splitlines()
+    told = json.loads(last)
+    headline = lines[3].strip()
+    assert headline == told["plan"] == told["candidates"][0]["plan"] == "dp=1", "equally fast, and one device does"
+    assert f'--plan "{headline}"' in lines[-1]
+    assert not [line for line in lines if "take it" in line]
+
+
+def test_a_machine_that_could_not_be_measured_has_a_wide_interval(tmp_path: Path) -> None:
+    shown = paceline("plan", write_job(tmp_path), "--no-measure", "--json", folder=tmp_path)
+    assert shown.code == 0, shown.err
+    best = json.loads(shown.out.splitlines()[-1])["candidates"][0]
+    low_s, high_s = best["interval_80_s"]
+    assert low_s <= best["step_time_s"] / 4 < 4 * best["step_time_s"] <= high_s

@@ -91,7 +91,8 @@ def test_measured_runs_put_the_plans_found_in_their_order() -> None:
     ]
     told = search(job(), where, top=10, calibration=adjustment(rows, lambda layout: estimate(layout).step_time_s)).best
     assert told[0].plan in [one.plan for one in small]
-    assert [one.prediction.step_time_s for one in told] == sorted(one.prediction.step_time_s for one in told)
+    others = [one.prediction.step_time_s for one in told[1:]]
+    assert others == sorted(others), "the first is the recommended one"
     assert all(one.prediction.step_time_s in one.interval for one in told)
     slower = next(one for one in told if one.plan == plain[0].plan)
     assert re.match(r"\+\d+ % by measured runs that are like it", slower.why)

@@ -67,8 +67,12 @@ def network(folder: Path, body: str, **changes: Any) -> Job:
 
 def verdicts(choice: AutoChoice) -> dict[str, str]:
     """What was said of each plan and knob."""
+    left = [line.strip() for line in choice.lines if line.startswith("  not tried (")]
     rows = [re.split(r" {2,}", line.strip()) for line in choice.lines if line.startswith("  ")]
-    return {row[0]: row[-1] for row in rows[1:]}
+    found = {row[0]: row[-1] for row in rows[1:] if len(row) > 1}
+    for why, _, what in (line.removeprefix("not tried (").rpartition("): ") for line in left):
+        found |= dict.fromkeys(what.split(", "), f"not tried: {why}")
+    return found
 
 
 def forecasts(monkeypatch: pytest.MonkeyPatch, *found: Forecast) -> None:

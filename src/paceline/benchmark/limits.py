@@ -1,4 +1,7 @@
-"""Limits of scaling in two or three sentences from the numbers, or none."""
+"""Limits of scaling in a few sentences from the numbers, or none.
+
+Advice is what was measured: a plan or a batch whose interval includes no gain is not recommended.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from statistics import fmean
 
 from paceline.benchmark.result import MeasuredSetting
 from paceline.benchmark.words import listed
-from paceline.stats import LEAST_REPEATS
-from paceline.units import percent
+from paceline.stats import LEAST_REPEATS, Interval, differ, median_interval
+from paceline.units import digits, percent
 
 NAMES = {
     "data": "waiting for data",
@@ -22,11 +25,15 @@ NAMES = {
 _WORTH_NAMING = 0.05  # of what is lost
 
 
-def limits_of(settings: list[MeasuredSetting]) -> list[str]:
-    """The sentences about the largest number of devices at the same global batch."""
+def limits_of(settings: list[MeasuredSetting], auto: str = "") -> list[str]:
+    """Sentences about the fixed layout on most devices, the plan that `auto` chose, and a larger batch.
+
+    Args:
+        auto: the plan that `auto` chose, as its setting has it.
+    """
     one = next((s for s in settings if s.devices == 1), None)
     strong = [s for s in settings if s.scaling == "strong" and s.devices > 1]
-    many = max(strong, key=lambda s: (s.devices, s.throughput.middle), default=None)
+    many = max(strong, key=lambda s: (s.fixed, s.devices, s.throughput.middle), default=None)
     if one is None or many is None or many.speedup is None or many.efficiency is None:
         return ["One device and several are needed to say how the job scales."]
     if min(len(one.runs), len(many.runs)) < LEAST_REPEATS:
@@ -36,19 +43,62 @@ def limits_of(settings: list[MeasuredSetting]) -> list[str]:
                 "--repeat 5 is the default."
             )
         ]
+    chosen = next((s for s in settings if s.plan == auto and s.scaling == "strong"), None)
     weak = next((s for s in settings if s.scaling == "weak" and s.devices == many.devices), None)
-    sentences = [_headline(many)]
+    return [*_limits(one, many), *_about_auto(chosen, many), *_about_larger_batch(many, weak)]
+
+
+def _limits(one: MeasuredSetting, many: MeasuredSetting) -> list[str]:
+    assert many.efficiency is not None
+    headline = _headline(many)
     if many.efficiency.high >= 1:
         enough = "Within the interval that is the ideal: nothing that could be measured is lost."
-        return [
-            *sentences,
-            enough
-            if many.is_speedup
-            else "The intervals are too wide to say what limits it: more repeats would tell, or less other load.",
-        ]
-    if one.ranks and many.ranks:
-        sentences += _where_it_goes(one, many, weak)
-    return sentences
+        unclear = "The intervals are too wide to say what limits it: more repeats would tell, or less other load."
+        return [headline, enough if many.is_speedup else unclear]
+    lost = where_it_goes(_parts(one), _parts(many), many.devices) if one.ranks and many.ranks else None
+    return [headline, lost] if lost else [headline]
+
+
+def _about_auto(chosen: MeasuredSetting | None, many: MeasuredSetting) -> list[str]:
+    """The plan that `auto` chose beside the fixed layout."""
+    if chosen is None:
+        return []
+    if chosen is many:
+        return [f"This is the plan that auto chose: {chosen.plan}."]
+    times = [s.training_time_s or s.step_time_s for s in (chosen, many)]
+    repeats = min(len(chosen.runs), len(many.runs))
+    ratio = times[1].middle / times[0].middle
+    verdict = (
+        "not measurably different from"
+        if not differ(*times, repeats=repeats)
+        else f"faster than ({digits(ratio)} ×)"
+        if ratio > 1
+        else f"slower than ({digits(ratio)} ×)"
+    )
+    return [f"The plan that auto chose, {chosen.plan}, is {verdict} {_name(many)} with {many.plan}."]
+
+
+def _about_larger_batch(many: MeasuredSetting, weak: MeasuredSetting | None) -> list[str]:
+    """The measured gain of a larger batch on the same devices, unless its interval includes none."""
+    gain = None if weak is None else _gain(many, weak)
+    if weak is None or gain is None or gain.low <= 1 or many.throughput.overlaps(weak.throughput):
+        return []
+    low, middle, high = (percent(value - 1) for value in (gain.low, gain.middle, gain.high))
+    return [
+        f"A larger global batch gives more samples per second: {weak.global_batch} instead of {many.global_batch} "
+        f"samples give {middle} more (95 % interval {low} to {high}). It is another training: compare the losses."
+    ]
+
+
+def _gain(many: MeasuredSetting, weak: MeasuredSetting) -> Interval | None:
+    """Times the throughput, in the same rounds; None with too few of them."""
+    samples = [s.throughput.middle * s.step_time_s.middle for s in (many, weak)]
+    pairs = [
+        (strong_s / samples[0]) / (weak_s / samples[1])
+        for strong_s, weak_s in zip(many.rounds_s, weak.rounds_s, strict=False)
+        if strong_s is not None and weak_s is not None
+    ]
+    return median_interval(pairs) if len(pairs) >= LEAST_REPEATS else None
 
 
 def _headline(many: MeasuredSetting) -> str:
@@ -74,20 +124,8 @@ def _name(setting: MeasuredSetting) -> str:
     return setting.label if same else f"{setting.devices} devices ({setting.label})"
 
 
-def _where_it_goes(one: MeasuredSetting, many: MeasuredSetting, weak: MeasuredSetting | None) -> list[str]:
-    """Sentences on the step's time beyond the ideal by part, and on the largest part."""
-    lost = where_it_goes(_parts(one), _parts(many), many.devices)
-    if lost is None:
-        return []
-    sentence, largest = lost
-    return [sentence, _advice(largest, one, many, weak)]
-
-
-def where_it_goes(one: Mapping[str, float], many: Mapping[str, float], devices: int) -> tuple[str, str] | None:
-    """Sentence on the step's time beyond the ideal, and the largest part of it.
-
-    None if nothing is lost.
-
+def where_it_goes(one: Mapping[str, float], many: Mapping[str, float], devices: int) -> str | None:
+    """Sentence on the step's time beyond the ideal, by part; None if nothing is lost.
 
     Args:
         one, many: seconds of each part of a step, on one device and on several.
@@ -103,7 +141,7 @@ def where_it_goes(one: Mapping[str, float], many: Mapping[str, float], devices: 
     named = [f"{percent(share, 0)} {NAMES[part]}" for part, share in shares.items() if share > _WORTH_NAMING]
     step_ms, ideal_ms = sum(many.values()) * 1e3, sum(one.values()) * 1e3 / devices
     where = f"A step takes {step_ms:.3g} ms where 1/{devices} of one device's is {ideal_ms:.3g} ms; of what is lost, "
-    return f"{where}{listed(named)}.", largest[0]
+    return f"{where}{listed(named)}."
 
 
 def excess_s(one: MeasuredSetting, many: MeasuredSetting) -> dict[str, float]:
@@ -121,62 +159,3 @@ def excess_of(one: Mapping[str, float], many: Mapping[str, float], devices: int)
 
 def _parts(setting: MeasuredSetting) -> dict[str, float]:
     return {part: fmean(rank.parts_s[part] for rank in setting.ranks) for part in setting.ranks[0].parts_s}
-
-
-def _advice(part: str, one: MeasuredSetting, many: MeasuredSetting, weak: MeasuredSetting | None) -> str:
-    kept = ""
-    if weak is not None and weak.efficiency is not None:
-        kept = f" With the same batch per device (weak scaling) {percent(weak.efficiency.middle)} of the ideal remains."
-    match part:
-        case "compute":
-            return _advice_on_compute(one, many, weak)
-        case "bubble":
-            return (
-                "The stages wait for each other: more microbatches, or another schedule (interleaved, "
-                "zero-bubble, dualpipe), fill the pipeline."
-            )
-        case "comm":
-            return f"A larger global batch computes more between two exchanges.{kept}"
-        case "imbalance":
-            return (
-                "The ranks do not finish together: look at the breakdown per rank, other load on the machine and "
-                "uneven samples."
-            )
-        case "data":
-            return (
-                "Samples are read more slowly than they are trained on: raise data.num_workers in the job, or make "
-                "them cheaper to read."
-            )
-        case "optimizer":
-            return (
-                "Every replica updates all weights, which does not shrink with dp; a larger global batch makes it "
-                f"weigh less.{kept}"
-            )
-        case _:
-            return (
-                "Checkpoints are written as often by many devices as by one: raise checkpoint.every_seconds or "
-                "every_steps in the job."
-            )
-
-
-def _advice_on_compute(one: MeasuredSetting, many: MeasuredSetting, weak: MeasuredSetting | None) -> str:
-    """Advice on slow compute: the share is too small, or devices slow each other.
-
-    Weak scaling tells them apart, as it has the share of one device.
-    """
-    if weak is None or not weak.ranks:
-        return (
-            "Either a device's share of the batch is too small, or the devices slow each other; weak scaling "
-            "(--weak) tells which."
-        )
-    ratio = _parts(weak)["compute"] / _parts(one)["compute"]
-    shrink = _parts(many)["compute"] / (_parts(one)["compute"] / many.devices)
-    if ratio - 1 > (shrink - 1) / 2:
-        return (
-            f"With the same batch per device compute is still {ratio:.2f}× that of one device: the devices share "
-            "caches, memory bandwidth or clock rate, which no larger batch mends."
-        )
-    return (
-        f"With the same batch per device compute is {ratio:.2f}× that of one device, so it is the small share of the "
-        "batch that is computed less efficiently: a larger global batch helps."
-    )

@@ -20,7 +20,7 @@ from paceline.benchmark.directory import REPORT, BenchmarkDirectory, kept_at
 from paceline.benchmark.limits import limits_of
 from paceline.benchmark.load import OtherLoad
 from paceline.benchmark.result import Report
-from paceline.benchmark.settings import ONE, Setting, settings_for, target_of
+from paceline.benchmark.settings import ONE, Setting, settings_for, spelled_out, target_of
 from paceline.benchmark.summary import FinishedRun, finished, measured
 from paceline.benchmark.words import on_cores
 from paceline.cluster.cluster import Cluster
@@ -40,7 +40,6 @@ from paceline.tuning.auto import choose
 from paceline.units import clock, count
 
 T = TypeVar("T")
-_SETTINGS = 2  # at least, which have the chosen plan: one device and N
 BENCHES = Path("bench")  # under the current directory, where no other is named
 
 
@@ -141,8 +140,8 @@ class Benchmark:
         settings = partial(settings_for, self.job, self.cluster, plans=plans, devices=devices, steps=steps, weak=weak)
         settings(auto_plan(self.job, self.cluster))  # what cannot run is told before anything is measured
         self._say(self.cluster.describe())
-        self.base, self.knobs = self._base()
-        self.settings = settings(self.base)
+        self.auto, self.knobs = self._auto()
+        self.settings = settings(self.auto)
         self.directory.begin(self._protocol())
         self.runs = self.directory.finished(self.settings)
 
@@ -179,6 +178,7 @@ class Benchmark:
         every = [run for each in runs.values() for run in each]
         doubts = caveats(self.job, self.settings, runs, repeat=self.repeat, cores=host.cores)
         doubts += [f"{title} could not be measured: {error.splitlines()[0]}" for title, error in self.failures.items()]
+        auto = str(spelled_out(self.auto, self.cluster))
         doubts += dict.fromkeys(note for s in settings for note in warnings_about(s.plan, self.job, self.cluster))
         return Report(
             job=self.job.name,
@@ -189,31 +189,32 @@ class Benchmark:
             steps=self.settings[0].steps,
             target=target_of(self.job) if self.settings[0].steps is None else None,
             settings=results,
-            limits=limits_of(results),
+            limits=limits_of(results, auto),
             warnings=doubts,
             environment=environment(),
             knobs=self.knobs,
             complete=not self._missing(),
             synthetic=any(run.synthetic for run in every),
             kind=self.cluster.kind,
+            auto=auto,
         )
 
     # What is to be measured
 
-    def _base(self) -> tuple[Plan, list[str]]:
-        """The plan for N devices, and the plans tried.
+    def _auto(self) -> tuple[Plan, list[str]]:
+        """The plan that `train` would choose, and the plans tried.
 
-        It is the automatic plan; a continued benchmark keeps the one that it was begun with.
+        A continued benchmark keeps the one that it was begun with.
         """
         if before := self.directory.begun_with():
             return before
-        choice = choose(self.job, self.cluster, self._say, runs=self.repeat * _SETTINGS)
+        choice = choose(self.job, self.cluster, self._say)
         return choice.plan, choice.lines
 
     def _protocol(self) -> dict[str, Any]:
         known = environment()
         return {
-            "plan": str(self.base),
+            "plan": str(self.auto),
             "knobs": self.knobs,
             "job": self.job.model_dump(mode="json"),
             "settings": {

@@ -12,8 +12,10 @@ from paceline.device import CPU
 from paceline.errors import RunError
 from paceline.files import read_text
 from paceline.stats import Interval
+from paceline.units import count
 
 Scaling = Literal["strong", "weak"]
+AUTO = "auto: "  # begins the label of the setting that has the plan chosen by `auto`
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class MeasuredSetting:
         runs: the run directories, relative to the benchmark's.
         pairs: speedup of each repeat, against the one-device run of the same round.
         final_loss: mean training loss of the last steps, in the median over the repeats; None where it was not finite.
+        rounds_s: step time in each round; None for a round that has no run of this setting.
     """
 
     label: str
@@ -90,6 +93,12 @@ class MeasuredSetting:
     runs: list[str] = field(default_factory=list)
     pairs: list[float] = field(default_factory=list)
     final_loss: float | None = None
+    rounds_s: list[float | None] = field(default_factory=list)
+
+    @property
+    def fixed(self) -> bool:
+        """True for N devices in the fixed layout, False for a plan of its own."""
+        return self.label in (count(self.devices, "device"), count(self.devices, "core"))
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,7 @@ class Report:
         warnings: what makes the figures less sure (load on the machine, few repeats, an interrupted benchmark).
         knobs: what the automatic plan tried, one line each; empty where the plans were given.
         complete: whether every repeat of every setting was measured.
+        auto: the plan that `auto` chose, as a setting has it; empty in files that do not say it.
         kind: torch's type of the devices (`cpu` for cores); None in files that do not say it.
     """
 
@@ -120,6 +130,12 @@ class Report:
     complete: bool = True
     synthetic: bool = False
     kind: str | None = None
+    auto: str = ""
+
+    @property
+    def of_auto(self) -> MeasuredSetting | None:
+        """The setting that has the plan chosen by `auto`; None if no run of it was measured."""
+        return next((s for s in self.settings if s.plan == self.auto and s.scaling == "strong"), None)
 
     @property
     def on_cores(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.benchmark.result import Scaling
+from paceline.benchmark.result import AUTO, Scaling
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import EvaluateSpec, Job
@@ -63,17 +63,18 @@ def target_of(job: Job) -> str | None:
 def settings_for(
     job: Job,
     cluster: Cluster,
-    base: Plan,
+    auto: Plan,
     *,
     plans: Sequence[Plan | str] = (),
     devices: Sequence[int] | None,
     steps: int | None,
     weak: bool,
 ) -> list[Setting]:
-    """One device, then N devices (strong scaling), the plans, and N devices (weak scaling).
+    """The fixed layout on one and on N devices (strong scaling), plans, and the layout with weak scaling.
 
     Args:
-        base: the plan that is run on N devices, with `dp=N` and, without GPUs, one thread per device.
+        auto: the plan that `auto` chose. It is a setting of its own unless the layout has it. The fixed layout is this
+            plan with `dp=N` and, without GPUs, one thread per device.
         plans: settings of their own, run as `paceline train --plan` would.
         devices: the values of N; None is 1 and all. One device is always measured, for every speedup is against it.
         steps: of every run; None trains to the job's target, or 60 steps where it names none.
@@ -82,15 +83,15 @@ def settings_for(
     Raises:
         PlanError: a plan cannot run the job on the cluster, or a number of devices is none. Lists every reason.
     """
-    counts = _device_counts(job, cluster, base, devices)
+    counts = _device_counts(job, cluster, auto, devices)
     if steps is None and target_of(job) is None:
         steps = DEFAULT_STEPS
     chosen = [
-        Setting(_key(n), count(n, "device"), on_devices(base, n, cluster), n, "strong", job.global_batch, steps)
+        Setting(_key(n), count(n, "device"), on_devices(auto, n, cluster), n, "strong", job.global_batch, steps)
         for n in counts
     ]
-    for plan in plans:
-        setting = _of_plan(plan, job, cluster, steps)
+    for plan, label in ((auto, AUTO), *((plan, "") for plan in plans)):
+        setting = _of_plan(plan, label, job, cluster, steps)
         if setting.plan not in [s.plan for s in chosen]:
             chosen.append(setting)
     if weak:
@@ -98,7 +99,7 @@ def settings_for(
             Setting(
                 f"{_key(n)}-weak",
                 count(n, "device"),
-                on_devices(base, n, cluster),
+                on_devices(auto, n, cluster),
                 n,
                 "weak",
                 job.global_batch * n,
@@ -145,18 +146,19 @@ def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int
     return sorted({1, *devices})
 
 
-def _of_plan(plan: Plan | str, job: Job, cluster: Cluster, steps: int | None) -> Setting:
-    """A plan as `paceline train` would run it, its threads spelled out.
+def spelled_out(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan as `paceline train` would run it, on CPUs with its threads spelled out."""
+    if cluster.has_accelerators:
+        return plan
+    return replace(plan, threads=plan.threads_for(cluster.hosts[0], plan.ranks))
 
-    Without GPUs it uses as many devices as it has threads in all.
-    """
-    parsed = Plan.parse(plan) if isinstance(plan, str) else plan
-    devices = parsed.ranks
-    if not cluster.has_accelerators:
-        parsed = replace(parsed, threads=parsed.threads_for(cluster.hosts[0], parsed.ranks))
-        devices *= parsed.threads
+
+def _of_plan(plan: Plan | str, label: str, job: Job, cluster: Cluster, steps: int | None) -> Setting:
+    """A plan as `paceline train` would run it. Without GPUs it uses as many devices as it has threads in all."""
+    parsed = spelled_out(Plan.parse(plan) if isinstance(plan, str) else plan, cluster)
+    devices = parsed.ranks * (1 if cluster.has_accelerators else parsed.threads)
     key = re.sub(r"[^a-z0-9]+", "-", str(parsed))
-    return Setting(key, str(parsed), parsed, devices, "strong", job.global_batch, steps)
+    return Setting(key, f"{label}{parsed}", parsed, devices, "strong", job.global_batch, steps)
 
 
 def _reasons_against(settings: list[Setting], job: Job, cluster: Cluster) -> Iterator[str]:

@@ -138,6 +138,7 @@ def measured(
         curve=typical.curve,
         runs=[run.run for run in runs],
         final_loss=_median([run.final_loss for run in runs]),
+        rounds_s=_by_round(runs),
     )
     return _compared(result, setting, runs, one, cores) if one and one[0].setting != setting.key else result
 
@@ -165,6 +166,11 @@ def _compared(
         efficiency=speedup.times(1 / setting.devices),
         pairs=pairs,
     )
+
+
+def _by_round(runs: Sequence[FinishedRun]) -> list[float | None]:
+    times = {run.round: run.step_time_s for run in runs}
+    return [times.get(round_) for round_ in range(max(times) + 1)]
 
 
 def _comparable_times(runs: Sequence[FinishedRun], whole: bool) -> dict[int, float]:

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from paceline.benchmark.result import MeasuredSetting, Report
+from paceline.benchmark.result import AUTO, MeasuredSetting, Report
 from paceline.benchmark.settings import DEFAULT_STEPS
 from paceline.benchmark.summary import FINAL_STEPS
 from paceline.benchmark.words import on_cores
@@ -76,7 +76,8 @@ def figures(report: Report) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for setting in report.settings:
-        name = setting.label.replace(" ", "_") + ("_weak" if setting.scaling == "weak" else "")
+        label = "auto" if setting.label.startswith(AUTO) else setting.label
+        name = label.replace(" ", "_") + ("_weak" if setting.scaling == "weak" else "")
         found[f"step_time_s_{name}"] = setting.step_time_s.middle
         found[f"throughput_{name}"] = setting.throughput.middle
         optional = {"training_time_s": setting.training_time_s, "time_to_target_s": setting.time_to_target_s}
@@ -211,8 +212,11 @@ def _circumstances(report: Report) -> Iterator[tuple[str, str]]:
         "measured",
         f"{report.job}{synthetic}: {count(report.repeats, 'run')} of {each} per setting, interleaved, {report.created}",
     )
-    plans = {s.plan.replace(f"dp={s.devices}", "dp=N") for s in report.settings if s.label != s.plan and s.devices > 1}
-    yield "plan", " · ".join(sorted(plans) or [s.plan for s in report.settings[:1]])
+    plans = {s.plan.replace(f"dp={s.devices}", "dp=N") for s in report.settings if s.fixed and s.devices > 1}
+    layout = " · ".join(sorted(plans) or [s.plan for s in report.settings[:1]])
+    yield "layout", on_cores(layout) if report.on_cores else layout
+    if (chosen := report.of_auto) is not None:
+        yield "auto", f"{chosen.plan}, as `paceline train` chooses" + (f": {chosen.label}" if chosen.fixed else "")
     yield "machine", f"{report.cluster}; Python {report.environment['python']}, torch {report.environment['torch']}"
     yield "command", report.command
 

@@ -123,7 +123,7 @@ def command(
         advice = _advice(what, where, calibration)
         show_advice(advice, console)
     if write_config_ is not None:
-        plan, machines = explanation.proposed.plan, explanation.proposed.layout.machines
+        plan, machines = explanation.winner.plan, explanation.winner.layout.machines
         write_config(*write_config_, plan, what, machines.per_host, console)
     if accept_batch is not None and advice is not None:
         _accept(advice, what, accept_batch, console)
@@ -240,7 +240,7 @@ def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | Non
         with Console(stderr=True).status("measuring this machine"):
             return calibrate(job, cluster, say)
     except PacelineError as error:
-        say(f"not measured: {str(error).splitlines()[0]}; the figures of the catalogue stand in")
+        say(f"not measured: {str(error).splitlines()[0]}; the catalogue stands in, which may be several times off")
         return None
 
 
@@ -283,7 +283,7 @@ def _next(explanation: Explanation, job: Path, cluster: str | None, console: Con
     on = f" --cluster {shlex.quote(cluster)}" if cluster and not where.only_planned else ""
     launcher = "there, on every host: torchrun … --no-python " if where.only_planned and len(where.hosts) > 1 else ""
     console.print(
-        Text(f'train it  {launcher}paceline train {shlex.quote(str(job))}{on} --plan "{explanation.proposed.plan}"')
+        Text(f'train it  {launcher}paceline train {shlex.quote(str(job))}{on} --plan "{explanation.winner.plan}"')
     )
 
 

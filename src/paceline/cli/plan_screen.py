@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -192,19 +191,12 @@ def _candidates(explanation: Explanation, console: Console, top: int) -> None:
     for number, candidate in enumerate(explanation.found.best[:top], 1):
         table.add_row(*_row(explanation, number, candidate), style="" if number > 1 else "bold")
     print_inset(console, table)
-    if len(alike := equals(explanation.found.best[:top])) > 1:
-        print_inset(console, Text(_preference(explanation, explanation.found.best[:top], alike)))
-
-
-def _preference(explanation: Explanation, best: Sequence[Candidate], alike: Sequence[Candidate]) -> str:
-    """The sentence that recommends one of several equally fast plans."""
-    taken = explanation.proposed
-    numbers = ", ".join(str(number) for number, candidate in enumerate(best, 1) if candidate in alike)
-    why = f"the fewest moving parts and, of those, the most free memory ({size(taken.prediction.memory_bytes)} taken)"
-    return (
-        f"Plans {numbers} are equally fast as far as the model can tell. Of these {taken.plan} has {why}: take it, "
-        "or measure them."
-    )
+    shown = explanation.found.best[:top]
+    if len(alike := equals(shown)) > 1:
+        numbers = ", ".join(str(number) for number, candidate in enumerate(shown, 1) if candidate in alike)
+        why = "it has the fewest moving parts, then the fewest ranks, then the most free memory"
+        equal = f"Plans {numbers} are equally fast as far as the model can tell."
+        print_inset(console, Text(f"{equal} Plan 1 is recommended of these: {why}."))
 
 
 def _row(explanation: Explanation, number: int, candidate: Candidate) -> list[RenderableType]:
@@ -216,7 +208,8 @@ def _row(explanation: Explanation, number: int, candidate: Candidate) -> list[Re
     step, plan = Text(str(seconds(prediction.step_time_s)), justify="right"), Text(str(candidate.plan))
     if number > 1:
         equal = "≈ " if candidate in equals(explanation.found.best) else ""
-        step.append(f"\n{equal}+{percent(prediction.step_time_s / best - 1)}", style=QUIET)
+        more = prediction.step_time_s / best - 1
+        step.append(f"\n{equal}{'+' if more >= 0 else chr(0x2212)}{percent(abs(more))}", style=QUIET)
         plan.append(f"\n{candidate.why}", style=QUIET)
     return [
         str(number),

@@ -41,6 +41,8 @@ _SHARE_FOR_ALL = 0.05
 _LONG_STEPS = 60
 # the ranks of a trial take seconds to start
 LEAST_RUN_S = 30.0
+# begins the verdict of a knob that was left out; the reason follows
+NOT_TRIED = "not tried: "
 # torch.compile's time before the first step, on CPUs and GPUs alike
 _COMPILE_S = 45.0
 _HOPELESS = 3.0  # times the best step
@@ -107,6 +109,11 @@ class Trial:
     ratio: Interval | None = None
     predicted_s: float | None = None
     best_s: Interval | None = None
+
+    @property
+    def tried(self) -> bool:
+        """False if it was left out, for lack of time or because it cannot help."""
+        return not self.verdict.startswith(NOT_TRIED)
 
     def line(self) -> str:
         """One row of the table."""

@@ -16,7 +16,7 @@ from paceline.launch.seed import wait_for_imports
 from paceline.planner import cache
 from paceline.planner.auto import auto_plan
 from paceline.planner.history import Pair, remember
-from paceline.planner.knobs import HEADING, SHARE_OF_RUN, Trial, knobs, longest_run_s, steps_are_too_few
+from paceline.planner.knobs import HEADING, NOT_TRIED, SHARE_OF_RUN, Trial, knobs, longest_run_s, steps_are_too_few
 from paceline.planner.shortlist import (
     Forecast,
     certain,
@@ -31,6 +31,7 @@ from paceline.tuning import result as kept
 from paceline.tuning.forecast import forecast
 from paceline.tuning.measure import measure, reason_of
 from paceline.tuning.result import TuningResult
+from paceline.units import percent
 from paceline.units import seconds as shown
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1)
     known = kept.read(file, job, cluster)
     if known and known.measured and (too_few or kept.enough(known, job)):
         # told once on a screen; a report has them all
-        lines.all += [HEADING, *(row.line() for row in known.tried)]
+        lines.all += [HEADING, *(row.line() for row in known.tried if row.tried)]
         lines.add(f"plan auto: {_result(known)}, as measured before ({file}; delete it to measure again)")
         return AutoChoice(Plan.parse(known.best), lines.all, known.gain, forecast=known.forecast_of(known.best))
     # on GPUs, where models are large, the plan's memory is still checked
@@ -115,12 +116,22 @@ class _Lines:
             self._say(line)
 
     def rows(self, tried: list[Trial]) -> None:
-        """Report the new rows of the table."""
+        """Report the new rows of the table, without those that were not tried."""
         if tried and not self._rows:
             self.add(HEADING)
         for row in tried[self._rows :]:
-            self.add(row.line())
+            if row.tried:
+                self.add(row.line())
         self._rows = len(tried)
+
+    def left_out(self, tried: list[Trial]) -> None:
+        """Report what was not tried, in one line for each reason."""
+        left: dict[str, list[str]] = {}
+        for row in tried:
+            if not row.tried:
+                left.setdefault(row.verdict.removeprefix(NOT_TRIED), []).append(row.knob)
+        for why, what in left.items():
+            self.add(f"  not tried ({why}): {', '.join(what)}")
 
 
 @dataclass
@@ -210,6 +221,7 @@ class _Search:
         found = TuningResult(str(begin), str(begin), forecasts=listed, share=share_to_spend(listed, run_s, others_s))
         try:
             found = measure(self.job, self.cluster, found, self.lines.rows)
+            self.lines.left_out(found.tried)
         except LaunchError as error:
             self.lines.add(f"nothing could be measured ({reason_of(error)}); going on with plan {begin}")
             return AutoChoice(begin, self.lines.all, seconds=time.monotonic() - started)
@@ -248,10 +260,12 @@ def _of_few_steps(
 
 
 def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str:
-    """The plan taken unmeasured, with its predicted step and those of the others."""
+    """The plan taken unmeasured, the predicted steps, and why one that is predicted faster is not taken."""
     others = ", ".join(f"{f.plan} {shown(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best)
     than = f" ({others})" if others else ""
-    return f"plan auto: {best.plan}, predicted {shown(best.step_s)} a step{than}; not measured: {why}"
+    faster = any(f.step_s < best.step_s for f in listed)
+    within = f", alike within the ± {percent(best.doubt, 0)} of predictions" if faster else ""
+    return f"plan auto: {best.plan}, predicted {shown(best.step_s)} a step{than}{within}; not measured: {why}"
 
 
 def _pair(job: Job, cluster: Cluster, forecast: Forecast, measured_s: float) -> Pair:

@@ -13,7 +13,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import LaunchError, PacelineError
 from paceline.job.job import Job
 from paceline.launch.run_on_ranks import run_on_plan
-from paceline.planner.knobs import SHARE_OF_RUN, Trial, knobs
+from paceline.planner.knobs import NOT_TRIED, SHARE_OF_RUN, Trial, knobs
 from paceline.planner.shortlist import START_S, Forecast, startable
 from paceline.plans.plan import Plan
 from paceline.stats import Interval
@@ -120,7 +120,7 @@ def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
         (str(knob), None) for knob in knobs(job, cluster, Plan.parse(found.best))
     ]
     found.tried += [
-        Trial(what, "not tried: others failed", predicted_s=predicted_s)
+        Trial(what, f"{NOT_TRIED}others failed", predicted_s=predicted_s)
         for what, predicted_s in left
         if what not in known
     ]
@@ -129,7 +129,7 @@ def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
 def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) -> Trial:
     """Measure a plan in a start of its own. It becomes the best if it is clearly faster."""
     if found.run_s is not None and SHARE_OF_RUN * found.run_s < found.spent_s + 2 * START_S:
-        return Trial(forecast.plan, "not tried: there was no time left to measure it", predicted_s=forecast.step_s)
+        return Trial(forecast.plan, f"{NOT_TRIED}there was no time left to measure it", predicted_s=forecast.step_s)
     alone = TuningResult(forecast.plan, forecast.plan, forecasts=[forecast], knobs=False)
     try:
         own = _started(job, cluster, alone, Plan.parse(forecast.plan).ranks, lambda rows: None).tried[0].step_s

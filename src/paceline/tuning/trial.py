@@ -19,6 +19,7 @@ from paceline.engine.status import StatusBoard
 from paceline.job.job import Job
 from paceline.planner.knobs import (
     LEAST_ROUNDS,
+    NOT_TRIED,
     Comparison,
     Knob,
     Trial,
@@ -104,7 +105,7 @@ class RankTrial:
         if why is None:
             return None
         self.findings.complete &= knob.untried is not None
-        return Trial(str(knob), f"not tried: {why}", predicted_s=knob.predicted_s)
+        return Trial(str(knob), f"{NOT_TRIED}{why}", predicted_s=knob.predicted_s)
 
     def _tried(self, knob: Knob) -> Trial:
         """Compare the best plan with a challenger, and keep the better one.

@@ -157,7 +157,7 @@ def test_changes_come_with_the_most_helpful_first_and_no_machine_that_is_better_
     assert devices.helps
     then = search(LARGE, grown, top=1).best[0]
     assert devices.plan == then.plan
-    assert devices.gain == pytest.approx(then.prediction.throughput / real.best[0].prediction.throughput - 1)
+    assert devices.gain == pytest.approx(then.prediction.throughput / real.fastest.prediction.throughput - 1)
 
 
 def test_where_nothing_helps_that_is_said() -> None:
@@ -221,7 +221,7 @@ def test_what_the_search_noticed_by_itself_stands_among_what_would_help() -> Non
 
 
 def test_one_thing_is_changed_at_a_time_and_a_change_that_cannot_be_says_why(real: SearchResult) -> None:
-    case, best = Case(LARGE, FOUR, plans=tuple((one.plan, one.layout) for one in real.best)), real.best[0]
+    case, best = Case(LARGE, FOUR, plans=tuple((one.plan, one.layout) for one in real.best)), real.fastest
     same = what_if(case, lambda case: case).best
     assert same is not None
     assert (same.plan, same.prediction.step_time_s) == (best.plan, best.prediction.step_time_s)
@@ -282,7 +282,7 @@ def test_scaling_is_against_the_fewest_devices_on_which_the_job_fits(real: Searc
         assert point.efficiency == pytest.approx((point.speedup or 0) * known[0].devices / point.devices)
         assert point.plan is not None
         assert point.plan.ranks <= point.devices
-    assert next(p for p in known if p.devices == 4).plan == real.best[0].plan
+    assert next(p for p in known if p.devices == 4).plan == real.fastest.plan
 
 
 def test_where_nothing_fits_a_number_of_devices_is_kept_with_the_reason() -> None:

@@ -16,6 +16,11 @@ def test_plans_within_the_error_of_predictions_are_equal() -> None:
     assert equals([fastest, near, far]) == [fastest, near]
 
 
+def test_of_equal_plans_the_one_with_the_fewest_ranks_is_preferred_to_one_with_more_free_memory() -> None:
+    alone, four = candidate("dp=1", memory=2e9, compute=1.0), candidate("dp=4", memory=1e9, compute=0.99)
+    assert preferred([four, alone]) is alone
+
+
 def test_of_equal_plans_the_one_with_the_fewest_moving_parts_then_the_most_free_memory_is_preferred() -> None:
     many = candidate("dp=2 tp=2 pp=2 microbatches=2 remat=block", memory=10e9, compute=1.0)
     full, free = candidate("fsdp=8", memory=70e9, compute=1.01), candidate("dp=4 fsdp=2", memory=30e9, compute=1.02)

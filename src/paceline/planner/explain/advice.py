@@ -92,7 +92,7 @@ def other_machines(case: Case, found: SearchResult) -> tuple[Advice, ...]:
     """Other machines and batches, the most helpful first, unpredictable ones last."""
     case = case._replace(plans=tuple((candidate.plan, candidate.layout) for candidate in found.best))
     return tuple(
-        sorted(_other_machines(case, found.best[0]), key=lambda one: -(-1.0 if one.gain is None else one.gain))
+        sorted(_other_machines(case, found.fastest), key=lambda one: -(-1.0 if one.gain is None else one.gain))
     )
 
 

@@ -15,7 +15,7 @@ from paceline.planner.explain.advice import WORTH, Advice, other_machines, other
 from paceline.planner.explain.failures import FailureOutlook, outlook
 from paceline.planner.explain.uneven import cut_by_speed, weights_by_speed
 from paceline.planner.explain.what_if import Case
-from paceline.planner.search.result import Candidate, SearchResult, preferred
+from paceline.planner.search.result import Candidate, SearchResult, equals
 from paceline.units import percent, size
 
 if TYPE_CHECKING:
@@ -110,13 +110,8 @@ class Explanation:
 
     @property
     def winner(self) -> Candidate:
-        """The best plan."""
+        """The recommended plan."""
         return self.found.best[0]
-
-    @property
-    def proposed(self) -> Candidate:
-        """The simplest of the plans that predictions cannot tell from the fastest one."""
-        return preferred(self.found.best)
 
     @property
     def tokens(self) -> int:
@@ -144,13 +139,18 @@ class Explanation:
         return TrainingCost(of_sample * 1e6, "1 million samples")
 
     @property
+    def place(self) -> str:
+        """What makes the winner the recommended plan: its speed, or that it is the simplest of several as fast."""
+        return "the simplest of the fastest" if len(equals(self.found.best)) > 1 else "the fastest"
+
+    @property
     def lines(self) -> list[str]:
         """Summary in a few sentences."""
         best, cluster = self.winner, self.cluster.name
         prediction = best.prediction
         mfu = f", MFU {percent(prediction.mfu)}" if prediction.mfu is not None else ""
         lines = [
-            f"{best.plan}: the fastest of {self.found.considered:,} plans for {self.job.name} on {cluster}",
+            f"{best.plan}: {self.place} of {self.found.considered:,} plans for {self.job.name} on {cluster}",
             f"predicted: {prediction.step_time_s:.4g} s a step ± {percent(best.interval.relative, 0)}, "
             f"{prediction.throughput:,.4g} samples/s{mfu}, "
             f"{size(prediction.memory_bytes)} of {size(self.capacity_bytes)}",
@@ -217,7 +217,6 @@ class Explanation:
             "parameters": self.winner.layout.trace.parameters,
             "tokens_per_sample": self.tokens,
             "plan": str(self.winner.plan),
-            "proposed": str(self.proposed.plan),
             "candidates": [self._candidate(candidate) for candidate in found.best],
             "excluded": [{"what": e.what, "reason": e.reason, "plans": e.plans} for e in found.excluded],
             "search": {

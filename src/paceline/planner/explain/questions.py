@@ -219,7 +219,7 @@ def _cluster(text: str) -> Change:
 
 
 def _answer(explanation: Explanation, case: Case, question: str, change: Change) -> Answer:
-    best = explanation.winner
+    best = explanation.found.fastest
     try:
         changed = change(case)
     except PacelineError as error:

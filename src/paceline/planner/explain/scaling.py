@@ -75,7 +75,7 @@ def best_on(
     for factor in factors:
         resized = with_devices(case.cluster, factor)
         if factor == 1 and found is not None:
-            yield case.cluster, Outcome(found.best[0])
+            yield case.cluster, Outcome(found.fastest)
         elif factor == 1 or resized is not None:
             on = case.cluster if factor == 1 or resized is None else resized
             yield on, what_if(case._replace(cluster=on), lambda same: same)

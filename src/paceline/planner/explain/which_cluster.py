@@ -22,7 +22,7 @@ from paceline.planner.explain.training_run import (
     energy_notes,
     training_run,
 )
-from paceline.planner.search.result import Candidate, preferred
+from paceline.planner.search.result import Candidate
 from paceline.planner.search.search import search
 from paceline.trace.build import trace
 from paceline.units import count, money, span
@@ -232,7 +232,7 @@ def _options(
     calibration: Basis | None,
 ) -> Iterator[Option]:
     cluster = offer.of_hosts(hosts, failures)
-    candidate = preferred(search(job, cluster, top=_TOP, calibration=calibration).best)
+    candidate = search(job, cluster, top=_TOP, calibration=calibration).best[0]
     taken = conditions.preemptions_per_host_day
     rate = offer.preemptions_per_host_day if offer.preemptions_per_host_day is not None else taken
     spot = offer.spot if offer.spot is not None and rate is not None else None

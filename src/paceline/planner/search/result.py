@@ -67,7 +67,8 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        best: the fastest first; of each set of degrees only its best variant.
+        best: the recommended plan (`preferred`), then the others, the fastest first; of each set of degrees only its
+            best variant.
         excluded: the reasons, the most plans first.
         considered: number of plans in the space: all combinations of degrees, microbatches and variants, legal or not.
         gap: relative time by which the best may miss the optimum, as predicted before measured runs correct it: 0 when
@@ -85,6 +86,11 @@ class SearchResult:
     evaluated: int = 0
     pruned: int = 0
 
+    @property
+    def fastest(self) -> Candidate:
+        """The plan with the shortest predicted step, which what-if predictions are compared with."""
+        return min(self.best, key=lambda candidate: candidate.prediction.step_time_s)
+
 
 def equals(best: Sequence[Candidate]) -> list[Candidate]:
     """Plans that predictions cannot tell from the fastest one.
@@ -99,9 +105,15 @@ def equals(best: Sequence[Candidate]) -> list[Candidate]:
 def preferred(best: Sequence[Candidate]) -> Candidate:
     """The simplest of the plans that predictions cannot tell from the fastest one.
 
-    The fewest moving parts count first, then the most free memory.
+    The fewest moving parts count first, then the fewest ranks, then the most free memory.
     """
-    return min(equals(best), key=lambda c: (moving_parts(c.plan), c.prediction.memory_bytes, c.prediction.step_time_s))
+    return min(equals(best), key=_complexity)
+
+
+def _complexity(candidate: Candidate) -> tuple[float, ...]:
+    prediction = candidate.prediction
+    parts = moving_parts(candidate.plan)
+    return parts, candidate.plan.ranks, prediction.memory_bytes, prediction.step_time_s
 
 
 def moving_parts(plan: Plan) -> int:

@@ -66,6 +66,8 @@ def search(
     # measured runs may tell plans apart that the cost model does not
     told = [(c, priced(c.prediction, job, cluster, c.plan, c.layout)) for c in solver.found.values()]
     told = sorted(told, key=lambda one: (one[1].step_time_s, str(one[0].plan)))[:top]
+    chosen = preferred([replace(c, prediction=prediction) for c, prediction in told])
+    told = sorted(told, key=lambda one: one[0].plan != chosen.plan)  # stable: the others stay in order of their time
     winner, usual = told[0][0], factor_of(told[0][0].layout)
     whys = [why_it_wins(winner), *(why_it_loses(c, winner, factor_of(c.layout) / usual) for c, _ in told[1:])]
     best = [replace(c, prediction=prediction, why=why) for (c, prediction), why in zip(told, whys, strict=True)]
@@ -83,7 +85,8 @@ def search(
 def plan(job: Job | str | Path, cluster: Cluster | str | Path | None = None, calibration: Basis | None = None) -> Plan:
     """The plan for a job on a cluster, found without running anything.
 
-    Of plans that predictions cannot tell from the fastest one it is the simplest, with the most free memory.
+    Of plans that predictions cannot tell apart it is the one with the fewest moving parts, then the fewest ranks, then
+    the most free memory.
 
     Args:
         job: the job, or the YAML file that holds it.
@@ -97,7 +100,7 @@ def plan(job: Job | str | Path, cluster: Cluster | str | Path | None = None, cal
         PlanError: no plan can run the job there; the message says why, and what would.
     """
     read = job if isinstance(job, Job) else Job.load(job)
-    return preferred(search(read, _cluster(cluster), calibration=calibration).best).plan
+    return search(read, _cluster(cluster), calibration=calibration).best[0].plan
 
 
 def _cluster(cluster: Cluster | str | Path | None) -> Cluster:

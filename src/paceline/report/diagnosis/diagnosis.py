@@ -113,7 +113,7 @@ class Diagnosis:
         if self.one is None or self.run.served:
             return ""
         lost = where_it_goes(self.one.parts, self.run.even_parts, self.run.devices)
-        return f" {because} {lost[0][0].lower()}{lost[0][1:]}" if lost else ""
+        return f" {because} {lost[0].lower()}{lost[1:]}" if lost else ""
 
     def _bound(self) -> list[str]:
         """Bound on one rank alone, by the run's own parts."""
