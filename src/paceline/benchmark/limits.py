@@ -26,7 +26,7 @@ _WORTH_NAMING = 0.05  # of what is lost
 
 
 def limits_of(settings: list[MeasuredSetting], auto: str = "") -> list[str]:
-    """Sentences about the fixed layout on most devices, the plan that `auto` chose, and a larger batch.
+    """Sentences about the fixed layout, the plan of `auto`, and a larger batch.
 
     Args:
         auto: the plan that `auto` chose, as its setting has it.
@@ -79,7 +79,7 @@ def _about_auto(chosen: MeasuredSetting | None, many: MeasuredSetting) -> list[s
 
 
 def _about_larger_batch(many: MeasuredSetting, weak: MeasuredSetting | None) -> list[str]:
-    """The measured gain of a larger batch on the same devices, unless its interval includes none."""
+    """The measured gain of a larger batch, unless its interval includes none."""
     gain = None if weak is None else _gain(many, weak)
     if weak is None or gain is None or gain.low <= 1 or many.throughput.overlaps(weak.throughput):
         return []

@@ -134,7 +134,7 @@ class Report:
 
     @property
     def of_auto(self) -> MeasuredSetting | None:
-        """The setting that has the plan chosen by `auto`; None if no run of it was measured."""
+        """The setting that has the plan chosen by `auto`; None if not measured."""
         return next((s for s in self.settings if s.plan == self.auto and s.scaling == "strong"), None)
 
     @property

@@ -70,7 +70,7 @@ def settings_for(
     steps: int | None,
     weak: bool,
 ) -> list[Setting]:
-    """The fixed layout on one and on N devices (strong scaling), plans, and the layout with weak scaling.
+    """Settings of the fixed layout, strong and weak, and of plans.
 
     Args:
         auto: the plan that `auto` chose. It is a setting of its own unless the layout has it. The fixed layout is this

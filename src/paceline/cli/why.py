@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Say why a run is no faster than it is, and what to try.
 
-    It is compared with one device. Each suggestion has its predicted gain; `--try` measures some of them here, in turn
-    with the run's own plan, and prints what was measured beside what was predicted.
+    It is compared with one device. A change is advised only if its predicted gain is larger than the error of
+    predictions. `--try` measures changes here, in turn with the run's own plan, and advises what was measured faster.
     """
     if tries and not predict:
         raise typer.BadParameter("it measures what was predicted: leave --no-predict out", param_hint="--try")
@@ -57,13 +57,16 @@ def command(
 def _suggest(found: Diagnosis) -> None:
     from paceline.printable import printable
 
-    if not found.suggestions:
-        typer.echo("nothing is known that would help")
-        return
-    doubt = f" (predicted ones may be off by ± {100 * found.doubt:.0f} %; --try measures)" if found.doubt else ""
-    typer.echo(f"what to try, with its gain in samples a second{doubt}:")
-    for suggestion in found.suggestions:
+    advice = found.advice
+    if advice:
+        doubt = f" (± {100 * found.doubt:.0f} %)" if found.doubt else ""
+        typer.echo(f"what helps, with its predicted gain in samples a second{doubt}:")
+    else:
+        typer.echo("nothing is known that surely helps")
+    for suggestion in advice:
         typer.echo(f"  {printable(suggestion.line())}")
+    if others := [one.what for one in found.suggestions if one not in advice]:
+        typer.echo(printable(f"may help or not: {', '.join(others)}; --try N measures the first N that are plans"))
 
 
 def _try(found: Diagnosis, tries: int) -> None:

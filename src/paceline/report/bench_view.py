@@ -273,7 +273,7 @@ class BenchView:
 
 
 def _best(settings: Sequence[MeasuredSetting]) -> MeasuredSetting:
-    """The headline's setting: strong scaling in the fixed layout on most devices, else the fastest plan."""
+    """The headline's setting: the fixed layout on most devices, else the fastest plan."""
     return max(settings, key=lambda s: (s.devices > 1, s.scaling == "strong", s.fixed, s.devices, s.throughput.middle))
 
 

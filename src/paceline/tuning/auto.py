@@ -260,7 +260,7 @@ def _of_few_steps(
 
 
 def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str:
-    """The plan taken unmeasured, the predicted steps, and why one that is predicted faster is not taken."""
+    """The plan taken unmeasured, the predicted steps, and the reason for the choice."""
     others = ", ".join(f"{f.plan} {shown(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best)
     than = f" ({others})" if others else ""
     faster = any(f.step_s < best.step_s for f in listed)

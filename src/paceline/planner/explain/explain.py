@@ -140,7 +140,7 @@ class Explanation:
 
     @property
     def place(self) -> str:
-        """What makes the winner the recommended plan: its speed, or that it is the simplest of several as fast."""
+        """Rank of the winner among all plans, in words."""
         return "the simplest of the fastest" if len(equals(self.found.best)) > 1 else "the fastest"
 
     @property

@@ -11,7 +11,7 @@ from paceline.benchmark.limits import NAMES, where_it_goes
 from paceline.benchmark.words import listed, on_cores
 from paceline.errors import PacelineError
 from paceline.report.diagnosis.measured import Measured, measured, same_work
-from paceline.report.diagnosis.predicted import Model, model_of
+from paceline.report.diagnosis.predicted import Model, is_one_device, model_of
 from paceline.report.diagnosis.suggestions import Suggestion, from_parts, from_predictions
 from paceline.training.record.run import Run
 
@@ -47,7 +47,7 @@ class Diagnosis:
 
     Attributes:
         one: a step on one device; None if that is not known.
-        suggestions: what to try, the most helpful first.
+        suggestions: changes that `--try` can measure, the most promising first; `advice` are those that surely help.
         unknown: sentences on what could not be told, and why.
         doubt: relative error that predictions may have; 0 without any.
     """
@@ -57,6 +57,11 @@ class Diagnosis:
     suggestions: Sequence[Suggestion] = ()
     unknown: Sequence[str] = ()
     doubt: float = 0.0
+
+    @property
+    def advice(self) -> list[Suggestion]:
+        """Suggestions whose predicted gain has an interval that excludes zero."""
+        return [one for one in self.suggestions if one.is_certain(self.doubt)]
 
     @cached_property
     def speedup(self) -> float | None:
@@ -147,6 +152,8 @@ def diagnosis_of(run: Run, *, one: Run | None = None, predicts: bool = True) -> 
     if one is not None:
         same_work(one, run)
         alone = OneDevice(measured(one).parts, 0.0, f"as {one.path} has measured")
+    elif is_one_device(many):
+        alone = OneDevice(many.parts, 0.0, "which is this run")
     suggestions = from_parts(many)
     if predicts:
         try:

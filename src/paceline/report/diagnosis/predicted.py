@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.benchmark.settings import on_devices
+from paceline.benchmark.settings import on_devices, spelled_out
 from paceline.engine.meter import PARTS
 from paceline.errors import PacelineError, PlanError
 from paceline.job.job import Job
@@ -133,6 +133,11 @@ def one_device_plan(run: Measured) -> Plan:
     return on_devices(_plain(undivided(run.plan)), 1, run.run.cluster)
 
 
+def is_one_device(run: Measured) -> bool:
+    """True if the run itself had the plan of one device."""
+    return spelled_out(run.plan, run.run.cluster) == one_device_plan(run)
+
+
 def undivided(plan: Plan) -> Plan:
     """The plan with the keys that do not divide the work, for one rank."""
     whole: dict[str, Any] = {field.name: field.default for field in fields(Plan) if field.name in _DIVIDES}
@@ -150,7 +155,9 @@ def other_plans(model: Model) -> list[tuple[Plan, dict[str, float]]]:
     run = model.run.run
     base = replace(undivided(model.run.plan), threads=0)
     found = search(run.job, run.cluster, top=_TOP, calibration=model.calibration, base=base)
-    plans = [(_plain(c.plan), model.held(c.plan, c.prediction)) for c in found.best if c.plan != model.run.plan]
+    own = spelled_out(model.run.plan, run.cluster)
+    others = [c for c in found.best if spelled_out(c.plan, run.cluster) != own]
+    plans = [(_plain(c.plan), model.held(c.plan, c.prediction)) for c in others]
     return sorted(plans, key=lambda one: sum(one[1].values()))
 
 

@@ -43,6 +43,14 @@ class Suggestion:
         """Sort key, larger for what is told first."""
         return -1.0 if self.gain is None else self.gain
 
+    def is_certain(self, doubt: float) -> bool:
+        """True if the interval of the predicted gain excludes zero.
+
+        Args:
+            doubt: relative error that a predicted time may have.
+        """
+        return self.known == "predicted" and self.gain is not None and self.gain > doubt
+
     @property
     def gain_words(self) -> str:
         """The gain in words."""
@@ -64,10 +72,9 @@ def from_parts(run: Measured) -> list[Suggestion]:
     if shares["data"] >= _LEAST_SHARE:
         now = run.plan.num_workers or job.data.num_workers
         plan = replace(run.plan, num_workers=now + 1)
-        what = f"num_workers={now + 1}: samples are read ahead by loader processes of each rank, now {now}"
-        found.append(replace(_at_most(what, shares["data"]), plan=plan))
+        found.append(replace(_at_most(f"num_workers={now + 1}", shares["data"]), plan=plan))
     if shares["checkpoint"] >= _LEAST_SHARE:
-        what = "checkpoints half as often: checkpoint.every_steps or every_seconds of the job"
+        what = "checkpoints half as often (checkpoint.every_steps or every_seconds of the job)"
         found.append(_at_most(what, shares["checkpoint"] / 2, "more steps are trained again after a failure"))
     if shares["imbalance"] >= _LEAST_SHARE and len(run.ranks) > 1:
         found.append(_balance(run, shares["imbalance"]))
@@ -79,8 +86,8 @@ def _balance(run: Measured, share: float) -> Suggestion:
     waits = {rank: parts["imbalance"] for rank, parts in run.ranks.items()}
     slow = min(waits, key=lambda rank: waits[rank])
     if run.plan.balance == "off" and run.plan.dp > 1:
-        return _at_most("balance=auto: a slow replica gets a smaller share of the batch", share)
-    what = f"ranks as fast as each other: see what else runs where rank {slow} does, which the others wait for most"
+        return _at_most("balance=auto", share)
+    what = f"less other work where rank {slow} runs, which the others wait for most"
     return _at_most(what, share)
 
 

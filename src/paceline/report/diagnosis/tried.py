@@ -15,7 +15,7 @@ from paceline.planner.shortlist import Forecast
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
 from paceline.report.diagnosis.diagnosis import Diagnosis
-from paceline.report.diagnosis.predicted import one_device_plan
+from paceline.report.diagnosis.predicted import is_one_device, one_device_plan
 from paceline.report.diagnosis.suggestions import Suggestion, named
 from paceline.stats import Interval
 from paceline.training.record.run import Run
@@ -69,8 +69,12 @@ def _results(diagnosis: Diagnosis, tried: list[Suggestion], alone: Plan, rows: l
         recorded = units.seconds(diagnosis.run.step_s)
         yield f"measured now: plan {rows[0].knob} {units.seconds(own)} a step; the run has recorded {recorded}"
     for one in tried:
-        expected = one.known if one.gain is None else f"predicted {one.gain_words}"
-        yield f"  {one.what}: {expected}, {_measured(str(one.plan), ratios, rows)}"
+        expected = f"predicted {one.gain_words}, " if one.known == "predicted" else ""
+        yield f"  {one.what}: {expected}{_measured(str(one.plan), ratios, rows)}"
+    faster = sorted((ratios[str(one.plan)].middle, one.what) for one in tried if _is_faster(str(one.plan), ratios))
+    yield f"advice: {faster[0][1] if faster else 'none; nothing that was measured is faster than the plan of the run'}"
+    if is_one_device(diagnosis.run):
+        return
     if str(alone) not in ratios:
         yield f"  one device ({named(alone)}): {_measured(str(alone), ratios, rows)}"
         return
@@ -85,12 +89,18 @@ def _ratios(rows: list[Trial]) -> dict[str, Interval]:
 
     Each was measured beside the plan that was the best then.
     """
-    best, found = 1.0, {rows[0].knob: Interval(1.0, 1.0, 1.0)}
+    best = Interval(1.0, 1.0, 1.0)
+    found = {rows[0].knob: best}
     for row in rows[1:]:
         if row.ratio is not None:
-            found[row.knob] = row.ratio.times(best)
-            best = found[row.knob].middle if row.verdict == "kept" else best
+            ratio = row.ratio
+            found[row.knob] = Interval(ratio.low * best.low, ratio.middle * best.middle, ratio.high * best.high)
+            best = found[row.knob] if row.verdict == "kept" else best
     return found
+
+
+def _is_faster(plan: str, ratios: dict[str, Interval]) -> bool:
+    return plan in ratios and ratios[plan].high < 1
 
 
 def _measured(plan: str, ratios: dict[str, Interval], rows: list[Trial]) -> str:
