@@ -180,9 +180,9 @@ class Compute(ABC):
             return self.step_loss(outputs, targets), 1.0 / self.data_group.size
         loss = self.step_loss(output, target)
         if self.is_whole_batch:
-            return loss, 1.0
+            return self.weighing.without_empty(loss, output, part), 1.0
         self.weighing.look(output, target, step, position)
-        return self.weighing.weighed(loss, part, position)
+        return self.weighing.weighed(loss, output, part, position)
 
 
 def compiled(model: nn.Module, how: Compile, device: torch.device) -> Callable[..., Any]:

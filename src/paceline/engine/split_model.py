@@ -13,6 +13,7 @@ from paceline.comm import Group
 from paceline.data.loader import Loader, Position
 from paceline.engine.calls import prepared
 from paceline.engine.compute import Compute, LocalLoss
+from paceline.engine.no_gradient import NoGradient
 from paceline.engine.replica_state import has_max_norm
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, place, split
@@ -137,7 +138,7 @@ class SplitModel(Compute):
     ) -> Tensor:
         """This microbatch's weighted loss; added to `local` on the rank that owns the loss."""
         if batch is None:
-            return self.step_loss(output, self.weighing.target(part)) * 0.0
+            return NoGradient(self.step_loss(output, self.weighing.target(part))).loss
         loss, items = self.weighed_loss(output, part, batch, position, step)
         context, share = self.split.context, 1.0
         if context is not None and not context.whole and not self.weighing.counts:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from paceline.comm.gather import gather
 from paceline.device import forked_random, on_accelerator, widest_float
 from paceline.engine.comparable import in_float64
+from paceline.engine.no_gradient import NoGradient, stop_gradient_unless
 from paceline.errors import JobError, PlanError
 from paceline.job.batch import Batch, rows, target_of
 from paceline.job.loss import Loss
@@ -55,8 +56,10 @@ class Weighing:
         self.said: list[str] = []
         self._told = 0  # of what was said
         self.by_model = isinstance(self.loss, ModelsOwn) or reads_models_loss(self.loss)
-        self._count = items_of(self.loss)
         self.adds_up = adds_up(self.loss)
+        # a sum is weighted by its samples; its items only say which parts have none
+        self._counted = items_of(self.loss)
+        self._count = None if self.adds_up else self._counted
         self._trial: Callable[..., Any] | None = None  # a copy of the loss, which may keep a state
         self._earlier: tuple[Any, Tensor] | None = None  # a part of one sample
         self._examines = not (self.by_model or type(self.loss) in _OWN or is_known(self.loss))
@@ -105,12 +108,19 @@ class Weighing:
             return float(rows(batch))
         else:
             items = self._count(target_of(batch))
+        return self._number(items)
+
+    @staticmethod
+    def _number(items: float | Tensor) -> float | Tensor:
+        """A number on the host; a tensor where only an accelerator knows it yet."""
         if isinstance(items, Tensor) and on_accelerator(items):
             return items.to(widest_float(items.device))
         return float(items)
 
-    def weighed(self, loss: Tensor, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
+    def weighed(self, loss: Tensor, output: Any, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
         """Mean loss of a part of a batch, and its weight in the global mean.
+
+        A part without items counts for nothing: its loss is 0, and so is its gradient.
 
         Raises:
             JobError: the loss is not one number.
@@ -124,12 +134,27 @@ class Weighing:
         items = self.items(batch)
         share = items / (position.total * self.items_per_sample)
         if self.adds_up:
-            return loss / share, share
+            return self.without_empty(loss / share, output, batch), share
+        return self._unless_empty(loss, output, items), share
+
+    def without_empty(self, loss: Tensor, output: Any, batch: Batch) -> Tensor:
+        """Return the loss, or 0 with a zero gradient if the batch has no items."""
+        by_model = isinstance(self.loss, ModelsOwn)
+        if type(self.loss) in _OWN or (self._counted is None and not by_model):
+            return loss
+        # to look is nearly free on a CPU; an accelerator would have to be waited for
+        if loss.device.type == "cpu" and not math.isnan(loss.item()):
+            return loss
+        items = (
+            self.items(batch) if by_model or self._counted is None else self._number(self._counted(target_of(batch)))
+        )
+        return self._unless_empty(loss, output, items)
+
+    def _unless_empty(self, loss: Tensor, output: Any, items: float | Tensor) -> Tensor:
         if isinstance(items, Tensor):
-            loss = torch.where(items > 0, loss, 0.0)
-        elif items == 0:  # the mean over nothing is NaN, and counts for nothing
-            loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
-        return loss, share
+            stop_gradient_unless(items > 0, output)
+            return torch.where(items > 0, loss, 0.0)
+        return loss if items else NoGradient(loss).loss
 
     def measured(self, metric: LossMetric, output: Any, batch: Batch) -> tuple[float, float]:
         """The loss of a validation batch as this rank's part of `(total, count)`."""

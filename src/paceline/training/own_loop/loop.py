@@ -22,6 +22,7 @@ from paceline.comm.gather import gather
 from paceline.data.loader import Loader
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.guard import explain, stop
+from paceline.engine.no_gradient import NoGradient
 from paceline.engine.settings import Settings
 from paceline.errors import JobError
 from paceline.job.batch import Batch
@@ -115,7 +116,7 @@ class OwnLoop(Engine):
                 discriminator another); the loss leaves no gradient elsewhere. None: all that it reaches.
             items: what the mean was taken over, where that is not the samples of the loader's last batch:
                 tokens, valid labels, samples of another batch. The loss then counts by its share of all
-                ranks' items.
+                ranks' items; with 0 items it adds nothing, whatever its value.
             sync: False leaves the gradients this rank's own, and saves the communication, until a later call
                 with True, or `update` (gradient accumulation).
             retain_graph: as in `Tensor.backward`.
@@ -143,7 +144,12 @@ class OwnLoop(Engine):
         summed = [] if self.group.size == 1 or self.local_steps else self.steps.parameters_of(targets - self.steps.kept)
         with summed_apart(summed), gradients, self._in_backward():
             scale = 1.0 if self.compute.loss_scale is None else self.compute.loss_scale.value
-            torch.autograd.backward(loss * share * scale, retain_graph=retain_graph, inputs=parameters)
+            # a rank without items takes part in the backward pass and adds nothing
+            empty = None if (share if items is None else items) else NoGradient(loss)
+            scaled = empty.loss if empty is not None else loss * share * scale
+            torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=parameters)
+            if empty is not None:
+                empty.release()
             if sync:
                 self._agree()
         self.steps.computed(targets, agreed=sync)
