@@ -430,7 +430,10 @@ class Engine:
         return tuple([id(p) if p.requires_grad else 0 for g in self.optimizer.param_groups for p in g["params"]])
 
     def _follow_changes(self, *, forward_is_done: bool = False) -> None:
-        """Agree on parameters that were unfrozen or added to the optimizer since the last step.
+        """Follow a change of the set of parameters that are trained.
+
+        Replicas that take local steps get the mean of their parameters first; if the forward pass is done, after the
+        update that follows it.
 
         Raises:
             PlanError: the plan divides the model, so its parts were settled at the start.
@@ -450,6 +453,8 @@ class Engine:
                 f"{len(added)} parameters were added to the optimizer since setup, and the ranks may have other values "
                 "for them: call engine.agree() after add_param_group, before the forward pass"
             )
+        if self.local_steps and forward_is_done:
+            return
         for parameter in added:
             self.group.broadcast(parameter.detach())
         self.extra |= {
@@ -458,10 +463,23 @@ class Engine:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()  # it may lie in memory that the rule gives back
+        if self.local_steps:
+            self._average_replicas()
         self.rule.detach()
         self.rule = build_rule(self.plan)
         self.signals = StepSignals(self.group)
         self._attach(identical=True)
+
+    def _average_replicas(self) -> None:
+        """Set the parameters that were or are trained to their mean over the replicas."""
+        with self.rule.in_agreement():
+            together = [p.detach().clone() for p in self._parameters]
+        # the rule does not know those that are new, and they may have been stepped on already
+        for parameter, mean in zip(self._parameters, together, strict=True):
+            if parameter.requires_grad and id(parameter) not in self._trained:
+                self.group.all_reduce(mean)
+                mean.div_(self.group.size)
+        torch._foreach_copy_([p.data for p in self._parameters], together)
 
     @contextmanager
     def _gradients(self, go: Literal["collected", "kept"]) -> Iterator[None]:

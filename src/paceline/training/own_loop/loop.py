@@ -360,6 +360,7 @@ class OwnLoop(Engine):
         self.steps.stepped(stepped)
         if self.local_steps:
             check_all_step(self.plan, len(stepped), len(self.optimizers))
+            self._follow_changes()
         # a replica that left its update out takes part in an average, since others wait for it
         if updated or self.local_steps:
             self.rule.after_step(step)
@@ -381,6 +382,7 @@ class OwnLoop(Engine):
     def _after_own_step(self, number: int) -> None:
         if self.local_steps:
             check_all_step(self.plan, 1, len(self.optimizers))
+            self._follow_changes()
         self.rule.after_step(self.step_count + 1)
         self.step_count += 1
         self._casting = False
