@@ -61,10 +61,12 @@ class Guard:
         """
         if math.isfinite(loss) and math.isfinite(norm):
             problem = None if self.spikes is None else self.spikes.problem(step, loss)
+            if self.loss_scale is not None:
+                self.loss_scale.overflows = 0
             if problem is None:
                 self._left_out_in_a_row = 0
                 return None
-        elif self.loss_scale is not None and math.isfinite(loss):
+        elif self.loss_scale is not None and math.isfinite(loss) and self.loss_scale.overflows < PATIENCE:
             return self.loss_scale.shrink()
         else:
             problem = explain(deciders, batch, samples, step=step, loss=loss, norm=norm, rank=self.rank)
@@ -136,11 +138,15 @@ class LossScale:
 
     All ranks see the same gradients, so it is the same on all.
 
+    Attributes:
+        overflows: gradients in a row that were not finite. If lowering the scale `PATIENCE` times has not helped, the
+            scale is not the cause.
+
     It acts on agreed gradients, wherever they lie; `torch.amp.GradScaler` knows only those of one optimizer.
     """
 
     def __init__(self, value: float = 2.0**16) -> None:
-        self.value, self._good_steps = value, 0
+        self.value, self.overflows, self._good_steps = value, 0, 0
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to differentiate."""
@@ -160,6 +166,7 @@ class LossScale:
     def shrink(self) -> str:
         """Note a gradient that overflowed; returns the message about the skipped update."""
         before, self._good_steps = self.value, 0
+        self.overflows += 1
         self.value *= _BACKOFF
         return (
             f"a gradient overflowed fp16 at a loss scale of {before:g}; the update is left out, and the scale is "

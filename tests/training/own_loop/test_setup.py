@@ -116,6 +116,8 @@ class NotFused(torch.optim.SGD):
             JobError,
             "holds none of the model's parameters; make it from model.parameters()",
         ),
+        ({"loss": DataLoader(dataset()), "loader": None}, JobError, "paceline.setup(model, optimizer, loader=loader)"),
+        ({"loss": "mse"}, JobError, "torch.nn.CrossEntropyLoss()"),
         ({"loader": [1, 2]}, DataError, "setup needs a torch DataLoader, got list"),
         ({"loader": DataLoader(dataset(), batch_size=64, drop_last=True)}, DataError, "64"),
         (

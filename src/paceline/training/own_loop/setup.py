@@ -90,6 +90,7 @@ def setup(
         JobError, DataError, PlanError: an argument that cannot work, with what to do.
         LaunchError: the other ranks cannot be met.
     """
+    _check_loss(loss)
     loss = ModelsOwn() if hands_on_models_loss(loss) else loss
     module, optimizers = _one_module(model), _listed(optimizer, torch.optim.Optimizer, "optimizer")
     settings = Settings(clip_norm, nonfinite, batch_norm, precision, seed, buffers)
@@ -187,6 +188,19 @@ def _listed(given: Any, kind: type[Any], noun: str) -> list[Any]:
     if not several:
         raise JobError(f"setup needs at least one {noun}")
     return several
+
+
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, DataLoader):
+        raise JobError(
+            "setup got a DataLoader as its third argument, which is the loss. Write paceline.setup(model, optimizer, "
+            "loss, loader); or paceline.setup(model, optimizer, loader=loader) if your loop computes the loss itself"
+        )
+    if loss is not None and not callable(loss):
+        raise JobError(
+            f"setup got a {type(loss).__name__} as loss; it needs a function loss(output, target) or an nn.Module, for "
+            "example torch.nn.CrossEntropyLoss()"
+        )
 
 
 def _check_settings(settings: Settings) -> None:
