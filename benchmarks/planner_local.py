@@ -293,23 +293,15 @@ def table(rows: Sequence[Row], *, detail: bool) -> Iterator[str]:
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Predicted against measured, both logarithmic, as a page that works offline."""
-    import plotly.graph_objects as go
+    """Write a page of predicted against measured times."""
+    from predicted_page import Compared, write_predicted_page
 
-    figure = go.Figure()
-    for model in dict.fromkeys(row.case.model for row in rows):
-        own = [row for row in rows if row.case.model == model]
-        words = [f"{row.case.place}: {row.case.plan} ({row.error:+.1%})" for row in own]
-        x, y = [row.measured_s * 1e3 for row in own], [row.predicted.step_time_s * 1e3 for row in own]
-        figure.add_scatter(x=x, y=y, mode="markers", name=model, text=words, hoverinfo="text")
-    ends = [min(row.measured_s for row in rows) * 0.8e3, max(row.measured_s for row in rows) * 1.25e3]
-    figure.add_scatter(x=ends, y=ends, mode="lines", name="predicted = measured", line={"dash": "dot", "color": "gray"})
-    figure.update_layout(
-        title="Step time of paceline's plans on this machine: predicted before, measured after",
-        xaxis={"type": "log", "title": "measured, ms"},
-        yaxis={"type": "log", "title": "predicted, ms"},
-    )
-    file.write_text(figure.to_html(include_plotlyjs=True))
+    groups: dict[str, list[Compared]] = {}
+    for row in rows:
+        about = f"{row.case.place}: {row.case.plan} ({row.error:+.1%})"
+        groups.setdefault(row.case.model, []).append(Compared(row.measured_s, row.predicted.step_time_s, about))
+    heading = "Step time of paceline's plans on this machine: predicted before, measured after"
+    write_predicted_page(file, heading, groups)
     print(f"picture: {file}")
 
 

@@ -67,14 +67,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     predicted = predict(rows, aside)
     _print(predicted, skipped, [row for row in rows if row.place in aside], options.rows)
     if options.plot:
-        from published_plot import write
-
-        write(options.plot, predicted)
+        _plot(options.plot, predicted)
         print(f"\npredicted against measured: {options.plot}")
     if options.json:
         found = figures(predicted, skipped)
         print(json.dumps({"figures": found, "environment": {"machine": environment_line()}}, default=float))
     return 0
+
+
+def _plot(file: Path, predicted: Sequence[Predicted]) -> None:
+    """Write the page of predicted against measured step times, a colour for each table."""
+    from predicted_page import Compared, write_predicted_page
+
+    groups: dict[str, list[Compared]] = {}
+    for each in predicted:
+        if each.row.seconds:
+            about = f"line {each.row.number}: {each.row.cells.get('model', '')}, {each.error:.1%} off"
+            groups.setdefault(each.row.table, []).append(Compared(each.row.seconds, each.seconds, about))
+    write_predicted_page(file, "Step times of published runs: predicted against measured", groups)
 
 
 def predict(rows: Sequence[Row], aside: set[tuple[str, int]]) -> list[Predicted]:

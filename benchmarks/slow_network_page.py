@@ -77,8 +77,8 @@ class Rates:
             return None
         figure = charts.lines(series, "seconds", "training loss")
         lowest, highest = (pick(y for line in series for y in line.y if y is not None) for pick in (min, max))
-        figure.update_yaxes(range=[lowest - 0.03 * (highest - lowest), min(highest, 2.5 * lowest)], rangemode="normal")
-        figure.update_layout(height=440 + 18 * max(0, len(series) - 3))  # the legend's lines
+        figure.y.span = (lowest - 0.03 * (highest - lowest), min(highest, 2.5 * lowest))
+        figure.height = 440 + 18 * max(0, len(series) - 3)  # the legend's lines
         return Chart(f"loss-{number}", figure, f"Training loss over time of each rule at {rate}.")
 
     def bars(self, number: int, rate: str) -> Chart:

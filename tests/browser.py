@@ -53,7 +53,7 @@ class Browser:
         self.driver.get_log("performance")
         self.driver.get(page if isinstance(page, str) else page.resolve().as_uri())
         WebDriverWait(self.driver, 20).until(
-            lambda driver: not driver.find_elements(By.CSS_SELECTOR, ".plot:not(.js-plotly-plot)")
+            lambda driver: not driver.find_elements(By.CSS_SELECTOR, ".plot:not(.drawn)")
         )
 
     def resize(self, width: int, height: int = 900) -> None:

@@ -59,15 +59,16 @@ def test_the_plan_that_auto_chose_is_measured_as_it_is_beside_the_fixed_layout()
     layout = [str(replace(alone, dp=n, threads=1)) for n in (1, 4)]
     assert [plan for _, plan, *_ in chosen(base=alone)] == [*layout, str(auto.plan)]
     assert len(chosen(base=Plan(dp=4))) == 2, "the layout on all cores has this plan"
+    assert len(chosen(base=alone, devices=[1, 2])) == 2, "it takes more devices than were asked for"
     assert len(chosen(base=Plan(threads=1))) == 2, "the layout on one core has this plan"
 
 
 def test_a_plan_is_run_as_train_would_and_counts_the_cores_that_it_uses() -> None:
-    assert chosen(devices=[2], plans=["dp=2", "dp=1 threads=2", "threads=1 fused=on"])[3:] == [
+    assert chosen(devices=[2], plans=["dp=2", "dp=1 threads=2", "threads=1 fused=on"])[2:] == [
         ("dp-2-threads-2", "dp=2 threads=2", 4, 8, DEFAULT_STEPS),
         ("threads-2", "threads=2", 2, 8, DEFAULT_STEPS),
     ], "the last one is that of one device"
-    assert chosen(GPUS, devices=[2], plans=["dp=3"])[3][1:3] == ("dp=3", 3)
+    assert chosen(GPUS, devices=[2], plans=["dp=3"])[2][1:3] == ("dp=3", 3)
 
 
 def test_a_job_with_a_target_is_trained_to_it_but_for_weak_scaling() -> None:

@@ -134,7 +134,7 @@ def test_the_page_shows_every_row_as_text(module: Callable[[str], Any], browser:
     values = [float(cell.get_attribute("data-value") or "nan") for cell in browser.all("#speeds td[data-value]")]
     assert values[:4] == [1.2, 1.2, 0.1, 0.1]
     assert [cell.text for cell in browser.all("#outcomes td")] == ["losses agree"] * 2 + ["not run: time"]
-    assert len(browser.all(".plot.js-plotly-plot")) == 1
+    assert len(browser.all(".plot.drawn")) == 1
     assert browser.run("return window.stolen") is None
     assert browser.run("return document.documentElement.scrollWidth") == 400
     assert browser.console() == []

@@ -45,11 +45,11 @@ def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(
     rules: Any, browser: Browser, tmp_path: Path
 ) -> None:
     browser.open(rules.write_rules_page(rates(rules), tmp_path / "rules.html"), width=400)
-    charts = [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")]
+    charts = [node.get_attribute("id") for node in browser.all(".plot.drawn")]
     assert charts == ["plot-loss-1", "plot-bars-1", "plot-loss-2", "plot-bars-2"]
-    assert len(browser.all("#plot-loss-1 .scatterlayer .trace")) == 2
-    assert len(browser.all("#plot-loss-2 .scatterlayer .trace")) == 2, "the third rule has no losses"
-    assert [len(browser.all(f"#plot-bars-{n} .barlayer .trace")) for n in (1, 2)] == [4, 4]
+    assert len(browser.all("#plot-loss-1 .trace.points")) == 2
+    assert len(browser.all("#plot-loss-2 .trace.points")) == 2, "the third rule has no losses"
+    assert [len(browser.all(f"#plot-bars-{n} .trace.bars")) for n in (1, 2)] == [4, 4]
     values = [float(cell.get_attribute("data-value") or "nan") for cell in browser.all("#rate-1 td[data-value]")]
     assert values == [20e6, 8.0, 800.0, 1.5, 5e6, 2.1, 210.0, 1.51]
     assert [cell.text for cell in browser.all("#rate-2 td.words")] == [
@@ -69,5 +69,5 @@ def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(
 def test_names_are_text_and_never_a_script(rules: Any, browser: Browser, tmp_path: Path) -> None:
     browser.open(rules.write_rules_page(rates(rules, name=HOSTILE, title=HOSTILE), tmp_path / "rules.html"))
     assert browser.one("#verdict").text == HOSTILE
-    assert len(browser.all(".plot.js-plotly-plot")) == 4
+    assert len(browser.all(".plot.drawn")) == 4
     assert browser.run("return window.stolen") is None

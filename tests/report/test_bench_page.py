@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from selenium.webdriver import Chrome
+from selenium.webdriver import ActionChains, Chrome
 
 from browser import Browser, tab
 from handmade_reports import alike, around, rank_use, report, setting
@@ -53,20 +53,42 @@ def shown(chromium: Chrome, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @needs_chromium
 def test_every_chart_is_drawn_with_its_traces_without_an_error_or_a_request(shown: Browser) -> None:
     browser = shown
-    assert [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")] == [
-        f"plot-{name}" for name in CHARTS
-    ]
-    assert len(browser.all("#plot-scaling .scatterlayer .trace")) == 3, "ideal, strong and weak"
-    assert len(browser.all("#plot-scaling .errorbar")) == 6, "an interval at 1, 2 and 4 devices, strong and weak"
-    bars = browser.all("#plot-breakdown .barlayer .trace")
+    assert [node.get_attribute("id") for node in browser.all(".plot.drawn")] == [f"plot-{name}" for name in CHARTS]
+    assert len(browser.all("#plot-scaling .trace.points")) == 3, "ideal, strong and weak"
+    assert len(browser.all("#plot-scaling .interval")) == 4, "an interval at 2 and 4 devices, strong and weak"
+    bars = browser.all("#plot-breakdown .trace.bars")
     assert len(bars) == len(PARTS)
     ranks = 1 + 2 * (2 + 4)
-    assert len(browser.all("#plot-breakdown .barlayer .trace .point")) == len(PARTS) * ranks
-    assert len(browser.all("#plot-breakdown .scatterlayer .point")) == ranks - 1, (
+    assert len(browser.all("#plot-breakdown .trace.bars .point")) == len(PARTS) * ranks
+    assert len(browser.all("#plot-breakdown .trace.points .point")) == ranks - 1, (
         "the ideal is marked but for one device"
     )
     for over in ("seconds", "samples"):
-        assert len(browser.all(f"#plot-loss-{over} .scatterlayer .trace")) == 5
+        assert len(browser.all(f"#plot-loss-{over} .trace.points")) == 5
+
+
+def test_the_page_is_small(tmp_path: Path) -> None:
+    assert page_of(report(), tmp_path).stat().st_size < 150_000
+
+
+@needs_chromium
+def test_a_chart_tells_its_values_hides_a_trace_and_zooms(browser: Browser, tmp_path: Path) -> None:
+    browser.open(page_of(report(), tmp_path))
+    browser.hover(browser.all("#plot-breakdown .bars .point")[0])
+    hint = browser.one("#plot-breakdown .hint")
+    assert hint.is_displayed()
+    assert "rank 0" in hint.text
+    entries = browser.all("#plot-scaling .legend span")
+    assert [entry.text for entry in entries] == ["ideal", "strong scaling", "weak scaling"]
+    browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", entries[1])
+    entries[1].click()
+    assert len(browser.all("#plot-scaling .trace.points")) == 2
+    chart = browser.one("#plot-loss-samples > svg")
+    before = [tick.text for tick in browser.all("#plot-loss-samples .xtick")]
+    browser.hover(chart)
+    ActionChains(browser.driver).click_and_hold().move_by_offset(60, 0).release().perform()
+    assert [tick.text for tick in browser.all("#plot-loss-samples .xtick")] != before
+    assert browser.console() == []
 
 
 @pytest.mark.slow
@@ -146,7 +168,7 @@ def test_where_the_intervals_overlap_no_speedup_stands_anywhere(browser: Browser
     assert browser.one(".card[data-figure=speedup] .value").text == "no difference"
     assert browser.all(".card[data-figure=efficiency]") == []
     assert shown_values(browser, "speedup") == shown_values(browser, "efficiency") == []
-    texts = [text.text for text in browser.all("#plot-scaling .textpoint")]
+    texts = [text.text for text in browser.all("#plot-scaling .word")]
     assert [text for text in texts if text] == ["no difference"]
     assert values.warnings[0] in browser.one("#warnings").text
     gain = values.settings[1].speedup
@@ -176,8 +198,8 @@ def test_what_a_user_wrote_is_text_and_never_a_script(browser: Browser, tmp_path
     )
     browser.open(page_of(hostile, tmp_path))
     assert HOSTILE in browser.one(".kicker").text
-    assert len(browser.all(".plot.js-plotly-plot")) == len(CHARTS)
-    browser.hover(browser.all("#plot-breakdown .bars .point path")[0])
+    assert len(browser.all(".plot.drawn")) == len(CHARTS)
+    browser.hover(browser.all("#plot-breakdown .bars .point")[0])
     assert browser.run("return window.stolen") is None
     assert browser.all("img") == []
     assert browser.console() == [], "not even tried: the page's policy would have refused it with a message"
@@ -187,7 +209,7 @@ def test_what_a_user_wrote_is_text_and_never_a_script(browser: Browser, tmp_path
 @needs_chromium
 def test_it_fits_into_windows_wide_and_narrow(browser: Browser, tmp_path: Path) -> None:
     outside = (
-        "return [...document.querySelectorAll('.main-svg, .card, section')].filter(e => "
+        "return [...document.querySelectorAll('.plot svg, .card, section')].filter(e => "
         "e.getBoundingClientRect().right > innerWidth)"
     )
     for name in ("alike", "scales"):
@@ -208,7 +230,7 @@ def test_text_can_be_read_in_both_themes_and_paper_is_white(browser: Browser, tm
     page = page_of(alike(), tmp_path)
     in_html, in_svg = (
         ("#limits p", ".about", "td"),
-        (".xtick text", ".ytick text", ".xtitle", ".legendtext", ".textpoint text"),
+        (".xtick", ".ytick", ".xtitle", ".word"),
     )
     for dark in (False, True):
         browser.open(page, dark=dark)
@@ -225,7 +247,7 @@ def test_text_can_be_read_in_both_themes_and_paper_is_white(browser: Browser, tm
         )
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     assert luminance(browser, "body", "backgroundColor") == 1
-    assert luminance(browser, ".plot .xtick text", "fill") < 0.1
+    assert luminance(browser, ".plot .xtick", "fill") < 0.1
 
 
 def test_synthetic_data_and_an_interrupted_benchmark_are_said_at_the_top(tmp_path: Path) -> None:
@@ -313,9 +335,9 @@ def test_plans_for_as_many_devices_stand_beside_each_other_with_what_they_send_a
 ) -> None:
     values = with_rules()
     browser.open(page_of(values, tmp_path), width=400)
-    bars = browser.all("#plot-plans .barlayer .trace")
+    bars = browser.all("#plot-plans .trace.bars")
     assert len(bars) == 4, "bytes, step time, time to target, final loss"
-    shown = [text.text for text in browser.all("#plot-plans .bartext")]
+    shown = [text.text for text in browser.all("#plot-plans .word")]
     assert [text for text in shown if text] == [
         "1,049",
         "264",

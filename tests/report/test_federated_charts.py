@@ -21,11 +21,11 @@ def test_rounds_show_clients_bytes_and_the_spread_over_clients(tmp_path: Path) -
     assert outcome.code == 0, outcome.err
     found = {chart.name: chart for chart in run_charts(RunRecord.read(Run(tmp_path / "run")))}
     lines = [json.loads(line) for line in (tmp_path / "run" / "steps" / "rank-0.jsonl").read_text().splitlines()]
-    shown = {trace.name: list(trace.y) for trace in found["clients"].figure.data}
+    shown = {trace.name: list(trace.y) for trace in found["clients"].figure.traces}
     assert shown["counted"] == [line["clients"] for line in lines]
     assert shown["dropped out"] == [line["dropped"] for line in lines]
-    assert sum(shown["dropped out"]) > 0
-    sent = {trace.name: list(trace.y) for trace in found["client-bytes"].figure.data}
+    assert sum(y or 0.0 for y in shown["dropped out"]) > 0
+    sent = {trace.name: list(trace.y) for trace in found["client-bytes"].figure.traces}
     assert sent["by clients"] == pytest.approx([line["up_bytes"] / 2**20 for line in lines])
     assert "client-spread" in found
     assert "privacy" not in found
@@ -35,5 +35,5 @@ def test_rounds_show_clients_bytes_and_the_spread_over_clients(tmp_path: Path) -
     assert "Clients of each round" in text
     view = RunView(Run(tmp_path / "run"))
     assert f"Trained {len(lines)} rounds in" in view.verdict
-    assert view.breakdown is None or view.breakdown.figure.layout.xaxis.title.text == "ms per round"
+    assert view.breakdown is None or view.breakdown.figure.x.title == "ms per round"
     assert f"ended at round {len(lines)}" in text

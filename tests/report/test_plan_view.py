@@ -81,15 +81,14 @@ def page(folder: Path, explanation: Explanation | None = None, *, whole: bool = 
 @pytest.mark.needs_chromium
 def test_the_pictures_hold_what_was_found_and_the_page_asks_for_nothing(shown: Browser) -> None:
     browser = shown
-    drawn = [node.get_attribute("id") for node in browser.all(".plot.js-plotly-plot")]
+    drawn = [node.get_attribute("id") for node in browser.all(".plot.drawn")]
     assert drawn == [
         f"plot-{name}" for name in ("time", "pipeline", "pareto-memory", "pareto-cost", "held", "scaling", "batches")
     ]
-    tp = browser.run("return document.getElementById('plot-time').data.find(d => d.name.startsWith('tp')).x")
+    tp = browser.run("return document.getElementById('plot-time').figure.traces.find(d => d.name.startsWith('tp')).x")
     assert tp == pytest.approx([0.15, 0.0, 0.1])
     points = browser.run(
-        "return document.getElementById('plot-pareto-memory').data.flatMap(d => d.mode == 'lines' ? [] : "
-        "Array.from(d.y))"
+        "return document.getElementById('plot-pareto-memory').figure.traces.filter(d => d.marks).flatMap(d => d.y)"
     )
     assert sorted(points) == pytest.approx(sorted(c.prediction.step_time_s for c in found().best))
     figures = [

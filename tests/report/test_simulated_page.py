@@ -58,10 +58,10 @@ def test_pictures_have_the_predicted_points_bands_and_published_curves(shown: Br
             predicted = drawn["predicted"]
             assert predicted["x"] == [point.devices for point in curve.fitting]
             shares = [point.efficiency for point in curve.fitting if point.efficiency]
-            assert predicted["y"] == pytest.approx([100 * share.middle for share in shares])
+            assert predicted["y"] == pytest.approx([100 * share.middle for share in shares], rel=1e-5)
             band = drawn["80 % interval"]["y"]
-            assert band[: len(shares)] == pytest.approx([100 * share.low for share in shares])
-            assert band[len(shares) :] == pytest.approx([100 * share.high for share in reversed(shares)])
+            assert band[: len(shares)] == pytest.approx([100 * share.low for share in shares], rel=1e-5)
+            assert band[len(shares) :] == pytest.approx([100 * share.high for share in reversed(shares)], rel=1e-5)
             for one in simulation.published[curve.scaling]:
                 assert drawn[one.held.curve.title]["x"] == one.held.curve.devices
             speedups = traces(shown, f"speedup-{curve.scaling}-{number}")
@@ -69,7 +69,7 @@ def test_pictures_have_the_predicted_points_bands_and_published_curves(shown: Br
 
 
 def traces(page: Browser, chart: str) -> dict[str, dict[str, list[float]]]:
-    script = "return document.getElementById(arguments[0]).data.map(t => ({name: t.name, x: t.x, y: t.y}))"
+    script = "return document.getElementById(arguments[0]).figure.traces.map(t => ({name: t.name, x: t.x, y: t.y}))"
     return {trace["name"]: trace for trace in page.run(script, f"plot-{chart}")}
 
 

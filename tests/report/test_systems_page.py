@@ -27,8 +27,8 @@ def test_every_system_is_shown_with_its_figures_and_nothing_is_asked_of_a_host(
     rows = [row.text for row in browser.all("#figures tbody tr")]
     assert [row.split("\n")[0] for row in rows] == ["paceline", "ddp", "ddp", "plain", "tf server"]
     assert "differ by 46.0%" in rows[-1]
-    assert len(browser.all("#plot-steps .barlayer .point")) == 5
-    assert len(browser.all("#plot-losses .scatterlayer .trace")) == 4, "of each other system the faster way alone"
+    assert len(browser.all("#plot-steps .bars .point")) == 5
+    assert len(browser.all("#plot-losses .trace.points")) == 4, "of each other system the faster way alone"
     assert "Horovod: its launcher" in browser.all("#left-out")[0].text
     assert "tf server (as documented) computes something else." in browser.all("#warnings")[0].text
 

@@ -73,8 +73,9 @@ def settings_for(
     """Settings of the fixed layout, strong and weak, and of plans.
 
     Args:
-        auto: the plan that `auto` chose. It is a setting of its own unless the layout has it. The fixed layout is this
-            plan with `dp=N` and, without GPUs, one thread per device.
+        auto: the plan that `auto` chose. It is a setting of its own unless the layout has it, or it takes a number of
+            devices that is not among those asked for. The fixed layout is this plan with `dp=N` and, without GPUs, one
+            thread per device.
         plans: settings of their own, run as `paceline train --plan` would.
         devices: the values of N; None is 1 and all. One device is always measured, for every speedup is against it.
         steps: of every run; None trains to the job's target, or 60 steps where it names none.
@@ -90,8 +91,9 @@ def settings_for(
         Setting(_key(n), count(n, "device"), on_devices(auto, n, cluster), n, "strong", job.global_batch, steps)
         for n in counts
     ]
-    for plan, label in ((auto, AUTO), *((plan, "") for plan in plans)):
-        setting = _of_plan(plan, label, job, cluster, steps)
+    of_auto = _of_plan(auto, AUTO, job, cluster, steps)
+    others = [of_auto] if devices is None or of_auto.devices in counts else []
+    for setting in (*others, *(_of_plan(plan, "", job, cluster, steps) for plan in plans)):
         if setting.plan not in [s.plan for s in chosen]:
             chosen.append(setting)
     if weak:

@@ -3,77 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
-
-import plotly.graph_objects as go
 
 from paceline.benchmark.result import Curve, MeasuredSetting
-from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, SERIES, Line, Panel, empty_figure, lines, panelled
+from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, SERIES, Line, Panel, lines, panelled
+from paceline.report.figure import Axis, Figure, Points
 from paceline.units import digits
 
 
-def scaling(settings: Sequence[MeasuredSetting]) -> go.Figure:
+def scaling(settings: Sequence[MeasuredSetting]) -> Figure:
     """Speedup over devices, strong and weak, against the ideal.
 
     A point without a speedup is hollow, stands at 1 and says so.
     """
-    figure = empty_figure("devices", "times the speed of one device")
     compared = sorted((s for s in settings if s.speedup is not None), key=lambda s: s.devices)
     most = max(s.devices for s in compared)
-    figure.add_scatter(
-        x=[0, most],
-        y=[0, most],
-        name="ideal",
-        mode="lines",
-        line={"color": GREY, "dash": "dash", "width": 2},
-        hoverinfo="skip",
-    )
-    plain = [s for s in compared if s.devices > 1 and s.label == f"{s.devices} devices"]
-    for name, points, colour, side in (
-        ("strong scaling", [s for s in plain if s.scaling == "strong"], BLUE, "bottom right"),
-        ("weak scaling", [s for s in plain if s.scaling == "weak"], ORANGE, "top left"),
-        ("other plans", [s for s in compared if s not in plain], GREEN, "middle right"),
-    ):
-        if points:
-            figure.add_scatter(**_curve(points, colour, from_one=points[0] in plain), name=name, textposition=side)
     tops = [s.speedup.high for s in compared if s.speedup is not None]
     room = 1.22 if all(s.is_speedup for s in compared) else 1.45  # for the words beside the last point
-    figure.update_xaxes(range=[0, most * room], tickvals=sorted({1, *(s.devices for s in compared)}), showgrid=False)
     top = min(1.12 * max(most, *tops), 1.6 * most)  # a very wide interval leaves the chart
-    figure.update_yaxes(range=[0, top], dtick=1 if most <= 8 else None)
+    ticks = [(n, str(n)) for n in sorted({1, *(s.devices for s in compared)})]
+    figure = Figure(
+        Axis("devices", span=(0, most * room), ticks=ticks, grid=False),
+        Axis("times the speed of one device", span=(0, top)),
+        traces=[Points("ideal", [0, most], [0, most], GREY, dash="dash", hints=())],
+    )
+    plain = [s for s in compared if s.devices > 1 and s.fixed]
+    for name, points, colour, side in (
+        ("strong scaling", [s for s in plain if s.scaling == "strong"], BLUE, "below"),
+        ("weak scaling", [s for s in plain if s.scaling == "weak"], ORANGE, "above"),
+        ("other plans", [s for s in compared if s not in plain], GREEN, "right"),
+    ):
+        if points:
+            figure.traces.append(_curve(name, points, colour, side, from_one=points[0] in plain))
     return figure
 
 
-def _curve(points: Sequence[MeasuredSetting], colour: str, *, from_one: bool) -> dict[str, object]:
-    """A trace through the points, each with its interval.
-
-    A curve begins at one device.
-    """
+def _curve(name: str, points: Sequence[MeasuredSetting], colour: str, side: str, *, from_one: bool) -> Points:
+    """Points, each with its interval; a curve begins at one device."""
     gains = [p.speedup for p in points if p.speedup is not None]
     at = [gain.middle if p.is_speedup else 1.0 for p, gain in zip(points, gains, strict=True)]
     words = [
         f"{digits(gain.middle)} ×" if p.is_speedup else "no difference" for p, gain in zip(points, gains, strict=True)
     ]
-    more = [max(gain.high - y, 0.0) for y, gain in zip(at, gains, strict=True)]
-    less = [max(y - gain.low, 0.0) for y, gain in zip(at, gains, strict=True)]
-    about = [f"{escape(p.label)}<br>{escape(p.plan)}<br>{text}" for p, text in zip(points, words, strict=True)]
-    one = [0.0] if from_one else []  # the first point of a curve, which is exact
-    return {
-        "x": [1 for _ in one] + [p.devices for p in points],
-        "y": [1.0 for _ in one] + at,
-        "error_y": {"type": "data", "array": one + more, "arrayminus": one + less, "thickness": 1.5, "width": 7},
-        "mode": "lines+markers+text" if from_one else "markers+text",
-        "text": ["" for _ in one] + words,
-        "line": {"color": colour, "width": 2.5},
-        "marker": {
-            "size": 8,
-            "color": colour,
-            "symbol": ["circle" for _ in one] + ["circle" if p.is_speedup else "circle-open" for p in points],
-            "line": {"width": 2, "color": colour},
-        },
-        "hovertext": ["1 device" for _ in one] + about,
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
+    one = [1.0] if from_one else []  # the first point of a curve, which is exact
+    return Points(
+        name,
+        [*one, *(p.devices for p in points)],
+        [*one, *at],
+        colour,
+        width=2.5 if from_one else 0,
+        marks=8,
+        symbol=["circle" for _ in one] + ["circle" if p.is_speedup else "ring" for p in points],
+        words=["" for _ in one] + words,
+        side=side,
+        low=[*one, *(min(gain.low, y) for y, gain in zip(at, gains, strict=True))],
+        high=[*one, *(max(gain.high, y) for y, gain in zip(at, gains, strict=True))],
+        hints=["1 device" for _ in one] + [f"{p.label}\n{p.plan}\n{t}" for p, t in zip(points, words, strict=True)],
+    )
 
 
 def compared(
@@ -82,7 +67,7 @@ def compared(
     step_time_s: Sequence[float],
     time_to_target_s: Sequence[float | None],
     final_loss: Sequence[float | None],
-) -> go.Figure:
+) -> Figure:
     """Figures of several plans as bars beside each other. Values are in the order of the names."""
     panels = [
         Panel("bytes on the wire per step, KiB", wire_bytes, 1 / 1024),
@@ -93,7 +78,7 @@ def compared(
     return panelled(names, panels)
 
 
-def losses(curves: Sequence[tuple[MeasuredSetting, str, Curve]], over: str) -> go.Figure:
+def losses(curves: Sequence[tuple[MeasuredSetting, str, Curve]], over: str) -> Figure:
     """The training loss of each setting over `steps`, `seconds` or `samples`.
 
     A plan keeps its colour; weak scaling is dashed.
@@ -110,4 +95,5 @@ def losses(curves: Sequence[tuple[MeasuredSetting, str, Curve]], over: str) -> g
         for setting, name, curve in curves
     ]
     figure = lines(series, over, "training loss", log_if_wide=True)
-    return figure.update_layout(height=figure.layout.height + 18 * max(0, len(series) - 3))  # the legend's lines
+    figure.height += 18 * max(0, len(series) - 3)  # the legend's lines
+    return figure

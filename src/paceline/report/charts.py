@@ -1,4 +1,4 @@
-"""The charts of a page as plotly figures, transparent for light and dark pages."""
+"""The charts of a page: steps part by part, curves, and bars beside each other."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
-
-import plotly.graph_objects as go
 
 from paceline.report.definitions import PARTS
+from paceline.report.figure import INK, Axis, Bars, Dash, Figure, Note, Points, Rule
 from paceline.units import digits
 
 # Okabe & Ito (2008): told apart with every kind of colour vision, and on white as well as on black.
@@ -93,7 +91,7 @@ class Panel:
     factor: float = 1.0
 
 
-def breakdown(bars: Sequence[Bar], noun: str = "step") -> go.Figure:
+def breakdown(bars: Sequence[Bar], noun: str = "step") -> Figure:
     """One step of each rank as stacked bars of its parts, under group headings.
 
     A tick marks the ideal.
@@ -101,36 +99,26 @@ def breakdown(bars: Sequence[Bar], noun: str = "step") -> go.Figure:
     longest = max(sum(bar.parts_s.values()) for bar in bars)
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
     places, headings, rows = _rows(bars)
-    figure = empty_figure(f"{unit} per {noun}", "")
+    figure = Figure(
+        Axis(f"{unit} per {noun}", from_zero=True),
+        Axis(span=(rows - 0.4, -0.6), ticks=[(p, bar.rank) for p, bar in zip(places, bars, strict=True)], grid=False),
+        height=round(76 + 29 * rows),
+        legend=False,
+        stacked=True,
+    )
     for part, definition in PARTS.items():
-        figure.add_bar(
-            y=places,
-            x=[bar.parts_s.get(part, 0.0) * factor for bar in bars],
-            name=definition.name,
-            orientation="h",
-            width=0.72,
-            marker={"color": PART_COLOURS[part]},
-            customdata=[f"{escape(bar.group)}, {escape(bar.rank)}" for bar in bars],
-            hovertemplate=f"%{{customdata}}<br>{definition.name} %{{x:.3~g}} {unit}<extra></extra>",
-        )
+        times = [bar.parts_s.get(part, 0.0) * factor for bar in bars]
+        hints = [
+            f"{bar.group}, {bar.rank}\n{definition.name} {digits(time)} {unit}"
+            for bar, time in zip(bars, times, strict=True)
+        ]
+        figure.traces.append(Bars(definition.name, times, places, PART_COLOURS[part], hints=hints))
     marked = [(place, bar.ideal_s * factor) for place, bar in zip(places, bars, strict=True) if bar.ideal_s is not None]
     if marked:
-        figure.add_scatter(
-            y=[place for place, _ in marked],
-            x=[ideal for _, ideal in marked],
-            name="ideal",
-            mode="markers",
-            marker={"symbol": "line-ns-open", "size": 27, "line": {"width": 3}},
-            hovertemplate=f"ideal %{{x:.3~g}} {unit}<extra></extra>",
-        )
-    for place, heading in headings:
-        figure.add_annotation(
-            text=f"<b>{escape(heading)}</b>", x=0, y=place, xref="paper", xanchor="left", xshift=-48, showarrow=False
-        )
-    figure.update_layout(barmode="stack", height=76 + 29 * rows, showlegend=False, hovermode="closest")
-    ranks = [escape(bar.rank) for bar in bars]
-    figure.update_yaxes(tickvals=places, ticktext=ranks, range=[rows - 0.4, -0.6], showgrid=False, fixedrange=True)
-    figure.update_xaxes(rangemode="tozero")
+        x, y = [ideal for _, ideal in marked], [place for place, _ in marked]
+        hints = [f"ideal {digits(ideal)} {unit}" for ideal in x]
+        figure.traces.append(Points("ideal", x, y, INK, width=0, marks=27, symbol="tick", hints=hints))
+    figure.notes = [Note(heading, place, bold=True) for place, heading in headings]
     return figure
 
 
@@ -156,129 +144,62 @@ def lines(
     marks: Sequence[Mark] = (),
     middle: Middle = statistics.fmean,
     log_if_wide: bool = False,
-) -> go.Figure:
+) -> Figure:
     """Series over one axis; `marks` are events."""
-    figure = empty_figure(over, what)
+    figure = Figure(Axis(over), Axis(what), legend=len(series) > 1)
     for line in series:
         x, y = (list(line.x), list(line.y)) if line.marked else _thinned(line, middle)
-        style = {"mode": "lines+markers", "marker": {"size": 7}} if line.marked else {"mode": "lines"}
-        stroke = {"width": 2, "color": line.colour, "dash": "dash" if line.dashed else "solid"}
-        figure.add_scatter(x=x, y=y, name=escape(line.name), line=stroke, **style)
-    for mark in marks:
-        note = {"text": escape(mark.text), "textangle": -90, "yanchor": "top", "xanchor": "right"}
-        figure.add_vline(x=mark.x, line={"color": PURPLE, "dash": "dot", "width": 1.5}, annotation=note)
+        dash: Dash = "dash" if line.dashed else "solid"
+        figure.traces.append(Points(line.name, x, y, line.colour, dash=dash, marks=7 if line.marked else 0))
+    figure.rules = [Rule(mark.x, mark.text, PURPLE, "dot") for mark in marks]
     values = [y for line in series for y in line.y if y is not None and math.isfinite(y)]
     if log_if_wide and values and min(values) > 0 and max(values) > 30 * min(values):
-        figure.update_yaxes(type="log", dtick=1)
+        figure.y.log = True
     elif not all(line.marked for line in series) and (not values or min(values) >= 0):
-        figure.update_yaxes(rangemode="tozero")
-    figure.for_each_trace(
-        lambda trace: trace.update(
-            hovertemplate=f"{trace.name}<br>{over} %{{x:,.4~g}}<br>{escape(what)} %{{y:,.4~g}}<extra></extra>"
-        )
-    )
-    figure.update_layout(showlegend=len(series) > 1)
+        figure.y.from_zero = True
     return figure
 
 
-def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]], noun: str = "step") -> go.Figure:
+def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]], noun: str = "step") -> Figure:
     """The parts of the step time over training, as stacked areas that sum to it."""
-    figure = empty_figure(f"{noun}s", f"ms per {noun}")
+    figure = Figure(Axis(f"{noun}s"), Axis(f"ms per {noun}", from_zero=True), legend=False, unified=True)
     for part, definition in PARTS.items():
         x, y = _thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
-        figure.add_scatter(
-            x=x,
-            y=y,
-            name=definition.name,
-            mode="lines",
-            stackgroup="step",
-            line={"width": 0, "color": PART_COLOURS[part]},
-            fillcolor=PART_COLOURS[part],
-            hovertemplate="%{y:.3~g} ms",
-        )
-    figure.update_layout(hovermode="x unified", showlegend=False)
+        figure.traces.append(Points(definition.name, x, y, PART_COLOURS[part], width=0, fill="stack"))
     return figure
 
 
-def panelled(names: Sequence[str], panels: Sequence[Panel]) -> go.Figure:
+def panelled(names: Sequence[str], panels: Sequence[Panel]) -> Figure:
     """A bar per name in each panel, panels under each other, empty ones left out."""
-    panels = [panel for panel in panels if any(value is not None for value in panel.values)]
-    labels = ["<br>".join(escape(line) for line in textwrap.wrap(name, _LABEL_WIDTH)) for name in names]
-    rows = sum(label.count("<br>") + 1 for label in labels)
-    panel_px = _TITLE_PX + _BAR_PX * rows
-    figure = empty_figure("", "")
-    figure.update_layout(height=panel_px * len(panels), showlegend=False, margin={"l": 8, "r": 12, "t": 0, "b": 4})
-    whole = 1.0 / len(panels)
-    for number, panel in enumerate(panels):
-        top = 1.0 - number * whole
-        axis = "" if number == 0 else str(number + 1)
-        shown = [None if value is None else value * panel.factor for value in panel.values]
-        known = [value for value in shown if value is not None]
-        figure.add_bar(
-            x=shown,
-            y=labels,
-            orientation="h",
-            xaxis=f"x{axis}",
-            yaxis=f"y{axis}",
-            marker={"color": [SERIES[i % len(SERIES)] for i in range(len(names))]},
-            text=["" if value is None else digits(value) for value in shown],
-            textposition="outside",
-            cliponaxis=False,
-            hovertemplate=f"%{{y}}<br>{escape(panel.title)} %{{x:,.4~g}}<extra></extra>",
-        )
-        common = figure.layout.xaxis.to_plotly_json()
-        plain = {"showgrid": False, "showline": False, "automargin": True}
-        figure.update_layout(
-            {
-                f"xaxis{axis}": common
-                | plain
-                | {"range": [0, 1.25 * max(known) or 1], "anchor": f"y{axis}", "showticklabels": False},
-                f"yaxis{axis}": plain
-                | {
-                    "domain": [top - whole, top - whole * _TITLE_PX / panel_px],
-                    "anchor": f"x{axis}",
-                    "autorange": "reversed",
-                },
-            }
-        )
-        at = {
-            "xref": "paper",
-            "yref": "paper",
-            "x": 0,
-            "y": top - whole * 10 / panel_px,
-            "xanchor": "left",
-            "yanchor": "top",
-        }
-        figure.add_annotation(text=f"<b>{escape(panel.title)}</b>", showarrow=False, **at)
-    return figure
+    labels = ["\n".join(textwrap.wrap(name, _LABEL_WIDTH)) for name in names]
+    rows = sum(label.count("\n") + 1 for label in labels)
+    places, place = [], 0.0
+    for label in labels:
+        lines_of_label = label.count("\n") + 1
+        places.append(place + lines_of_label / 2)
+        place += lines_of_label
+    drawn = [
+        _panel(panel, labels, places, rows) for panel in panels if any(value is not None for value in panel.values)
+    ]
+    return Figure(height=sum(panel.height for panel in drawn), legend=False, panels=drawn)
 
 
-def empty_figure(x: str, y: str) -> go.Figure:
-    """A figure without traces in the style of all pages, its axes named."""
-    axis = {
-        "automargin": True,
-        "zeroline": False,
-        "gridcolor": "rgba(128,136,148,.22)",
-        "linecolor": "rgba(128,136,148,.5)",
-    }
-    return go.Figure(
-        layout={
-            "template": "none",
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
-            "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif", "size": 13},
-            "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
-            "height": 330,
-            "xaxis": axis | {"title": {"text": x, "standoff": 8, "font": {"size": 13}}, "showline": True},
-            "yaxis": axis | {"title": {"text": y, "standoff": 8, "font": {"size": 13}}},
-            "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
-            "hoverlabel": {
-                "namelength": -1,
-                "bgcolor": "#171b21",
-                "bordercolor": "#171b21",
-                "font": {"color": "#ffffff"},
-            },
-        }
+def _panel(panel: Panel, labels: Sequence[str], places: Sequence[float], rows: int) -> Figure:
+    shown = [None if value is None else value * panel.factor for value in panel.values]
+    most = max(value for value in shown if value is not None)
+    bars = Bars(
+        panel.title,
+        shown,
+        places,
+        [SERIES[i % len(SERIES)] for i in range(len(labels))],
+        words=["" if value is None else str(digits(value)) for value in shown],
+    )
+    return Figure(
+        Axis(panel.title, span=(0, 1.25 * most or 1), ticks=(), grid=False),
+        Axis(span=(rows, 0), ticks=list(zip(places, labels, strict=True)), grid=False),
+        height=_TITLE_PX + _BAR_PX * rows,
+        traces=[bars],
+        legend=False,
     )
 
 

@@ -52,7 +52,7 @@ class GoodputView:
         line = charts.Line("goodput", middles, [100 * share for _, share in points], charts.GREEN)
         marks = [charts.Mark(failure.at_s, failure.text) for failure in self._marked]
         figure = charts.lines([line], "seconds of wall-clock", "goodput, %", marks=marks)
-        figure.update_yaxes(range=[0, 105])
+        figure.y.span = (0, 105)
         told = [f"{failure.text} after {seconds(failure.at_s)}." for failure in self._marked]
         return Chart("goodput", figure, " ".join([self.sentence, *told]))
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
 from markupsafe import Markup
 
 from paceline import units
 from paceline.comm.measure.limit import Limit
 from paceline.comm.measure.links import Curve, TransportMeasurement, caveats, curves, message_size
 from paceline.comm.measure.speed import BUS_FACTORS, CollectiveSpeed
-from paceline.report.charts import GREY, SERIES, empty_figure
+from paceline.report.charts import GREY, SERIES
+from paceline.report.figure import Axis, Dash, Figure, Points
 from paceline.report.page import Card, Cell, Chart, Row, write_page
 
 _TITLES = {
@@ -38,12 +37,18 @@ _SIZES = {
     "all_to_all": "Size: of what each rank hands out.",
     "send_receive": "Size: of the message. The time is half of that for there and back.",
 }
-_DASHES = {"flat": "solid", "ring": "dash", "tree": "dot", "hierarchical": "longdashdot", "auto": "dashdot"}
+_DASHES: dict[str, Dash] = {
+    "flat": "solid",
+    "ring": "dash",
+    "tree": "dot",
+    "hierarchical": "dashdot",
+    "auto": "dashdot",
+}
 # ticks of a logarithmic axis of bytes per second
 _DECADES = {
     n * scale: f"{n} {unit}" for scale, unit in ((1e3, "kB/s"), (1e6, "MB/s"), (1e9, "GB/s")) for n in (1, 10, 100)
 }
-_SYMBOLS = {"flat": "circle", "ring": "diamond", "tree": "triangle-up", "hierarchical": "square", "auto": "x"}
+_SYMBOLS = {"flat": "circle", "ring": "diamond", "tree": "triangle", "hierarchical": "square", "auto": "cross"}
 
 
 def write_links_page(
@@ -162,25 +167,32 @@ class LinksView:
                 return units.bandwidth(speed.bus_bandwidth)
         return "not measured" if share is None else units.percent(share)
 
-    def _figure(self, name: str, sizes: Sequence[int], found: Sequence[Curve]) -> go.Figure:
-        figure = empty_figure("size", "bus bandwidth")
+    def _figure(self, name: str, sizes: Sequence[int], found: Sequence[Curve]) -> Figure:
+        ticks = [(size, str(message_size(size))) for size in sizes]
+        figure = Figure(
+            Axis("size", log=True, ticks=ticks, grid=False),
+            Axis("bus bandwidth", log=True, ticks=list(_DECADES.items())),
+        )
         by = "transport" if len(self.transports) > 1 else "algorithm"
         colours = self.transports if by == "transport" else [curve.algorithm for curve in found]
         for curve in found:
-            colour = SERIES[colours.index(getattr(curve, by)) % len(SERIES)]
             speeds = curve.speeds.values()
-            figure.add_scatter(
-                x=list(curve.speeds),
-                y=[s.bus_bandwidth for s in speeds],
-                name=escape(_named(curve)),
-                mode="lines+markers",
-                line={"color": colour, "width": 2, "dash": _DASHES.get(curve.algorithm, "solid")},
-                marker={"size": 7, "symbol": _SYMBOLS.get(curve.algorithm, "circle")},
-                customdata=[
-                    f"{message_size(s.size_bytes)}: {units.bandwidth(s.bus_bandwidth)}, {units.seconds(s.time_s)}"
-                    for s in speeds
-                ],
-                hovertemplate="%{fullData.name}<br>%{customdata}<extra></extra>",
+            about = [
+                f"{_named(curve)}\n{message_size(s.size_bytes)}: {units.bandwidth(s.bus_bandwidth)}, "
+                f"{units.seconds(s.time_s)}"
+                for s in speeds
+            ]
+            figure.traces.append(
+                Points(
+                    _named(curve),
+                    list(curve.speeds),
+                    [s.bus_bandwidth for s in speeds],
+                    SERIES[colours.index(getattr(curve, by)) % len(SERIES)],
+                    dash=_DASHES.get(curve.algorithm, "solid"),
+                    marks=7,
+                    symbol=_SYMBOLS.get(curve.algorithm, "circle"),
+                    hints=about,
+                )
             )
         least_s = [self.limit.least_s(name, size) for size in sizes]
         allowed = [
@@ -188,17 +200,10 @@ class LinksView:
             for size, s in zip(sizes, least_s, strict=True)
         ]
         if any(allowed):
-            stroke = {"color": GREY, "width": 2, "dash": "dash"}
-            texts = ["" if y is None else str(units.bandwidth(y)) for y in allowed]
-            hover = "limit<br>%{customdata}<extra></extra>"
-            figure.add_scatter(
-                x=list(sizes), y=allowed, name="limit", mode="lines", line=stroke, customdata=texts, hovertemplate=hover
-            )
-        figure.update_xaxes(
-            type="log", tickvals=list(sizes), ticktext=[*map(str, map(message_size, sizes))], showgrid=False
-        )
-        figure.update_yaxes(type="log", tickvals=list(_DECADES), ticktext=list(_DECADES.values()))
-        return figure.update_layout(showlegend=True, height=figure.layout.height + 18 * max(0, (len(found) - 2) // 3))
+            texts = ["" if y is None else f"limit\n{units.bandwidth(y)}" for y in allowed]
+            figure.traces.append(Points("limit", list(sizes), allowed, GREY, dash="dash", hints=texts))
+        figure.height += 18 * max(0, (len(found) - 2) // 3)  # the legend's lines
+        return figure
 
 
 def _named(curve: Curve) -> str:

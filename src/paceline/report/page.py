@@ -12,20 +12,19 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from paceline.benchmark.words import on_cores as with_cores
 from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.report.charts import PART_COLOURS, SERIES, WALL_COLOURS
 from paceline.report.definitions import DEFINITIONS, PARTS, Definition
+from paceline.report.figure import Figure
 from paceline.units import Shown, size
 
 PAGE = "report.html"
@@ -79,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Chart:
-    """A plotly figure of a page, and its content in words.
+    """A chart of a page, and its content in words.
 
     Attributes:
         name: unique on the page.
@@ -89,21 +88,11 @@ class Chart:
     """
 
     name: str
-    figure: go.Figure
+    figure: Figure
     label: str
     title: str = ""
     terms: Sequence[str] = ()
     note: str = ""
-
-    @cached_property
-    def height(self) -> int:
-        """Pixels, reserved before the chart is drawn so that the page does not jump."""
-        return int(self.figure.layout.height)
-
-    @property
-    def values(self) -> Any:
-        """The figure as plain JSON values (no NaN)."""
-        return json.loads(self.figure.to_json())
 
 
 class _UsedDefinitions:
@@ -152,19 +141,14 @@ def write_page(
     Raises:
         RunError: the file cannot be written.
     """
-    plotly, script = _scripts()
-    policy = (
-        f"default-src 'none'; script-src {_hash(plotly)} {_hash(script)}; style-src 'unsafe-inline'; "
-        "img-src data: blob:"
-    )
-    scripts = {"plotly": plotly, "script": script}
-    places = {name: Markup(f"[[{secrets.token_hex(8)}]]") for name in scripts}  # a reader's text cannot name one
-    fixed = {"define": _UsedDefinitions(), "colours": PART_COLOURS, "policy": policy, **places}
+    script = Markup(_source("charts.js") + _source("page.js"))
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src 'unsafe-inline'; img-src data:"
+    place = Markup(f"[[{secrets.token_hex(8)}]]")  # a reader's text cannot name it
+    fixed = {"define": _UsedDefinitions(), "colours": PART_COLOURS, "policy": policy, "script": place}
     listed = described(facts, environment)
     text = _templates().get_template(look).render(fixed, facts=listed, **values)
     text = with_cores(text) if on_cores else text
-    for name, code in scripts.items():
-        text = text.replace(places[name], code)
+    text = text.replace(place, script)
     try:
         write_whole(file, text)
     except OSError as error:
@@ -234,12 +218,6 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-
-
-@cache
-def _scripts() -> tuple[Markup, Markup]:
-    """plotly.js, and ours; neither holds anything of a user's."""
-    return Markup(get_plotlyjs()), Markup(_source("page.js"))
 
 
 def _source(name: str) -> str:

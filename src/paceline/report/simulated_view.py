@@ -145,10 +145,8 @@ class CurveView:
         shares = {part: [100 * _shares(point).get(part, 0.0) for point in points] for part in self.parts}
         names = [f"{point.devices:,}: {point.candidate.plan}" for point in points if point.candidate]
         figure = plan_charts.stacked(names, shares, plan_charts.TIME_COLOURS, PART_NAMES, "% of a step")
-        for place, point in enumerate(points):  # devices stand for the rank in a list
-            figure.layout.annotations[
-                place
-            ].text = f"<b>{point.devices:,}</b>  {point.candidate and point.candidate.plan}"
+        for note, point in zip(figure.notes, points, strict=True):  # devices stand for the rank in a list
+            note.text = f"{point.devices:,}  {point.candidate and point.candidate.plan}"
         return Chart(f"parts-{self.key}", figure, "Where a step goes on each number of devices.")
 
     @property

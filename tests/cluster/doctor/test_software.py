@@ -64,7 +64,7 @@ def test_a_missing_compiler_costs_torch_compile_only(monkeypatch: pytest.MonkeyP
 
 def test_missing_extras_are_named_with_what_they_bring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name in ("pyarrow", "transformers", "plotly") else object()
+        "importlib.util.find_spec", lambda name: None if name in ("pyarrow", "transformers", "jinja2") else object()
     )
     notes = {f.topic: f for f in check_software(CORES, CPU_BUILD) if f.level == "note" and f.topic != "torch.compile"}
     assert notes.keys() == {"extra data", "extra hf", "reports"}

@@ -35,7 +35,7 @@ _CAPABILITIES = {
     "flash_attention": ("flash attention", "cp computes attention by matrices, which takes more memory"),
     "batch_norm_kernels": ("SyncBatchNorm", "batch_norm: sync is computed by plain operations"),
 }
-_REPORT = ("jinja2", "plotly")
+_REPORT = ("jinja2",)
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

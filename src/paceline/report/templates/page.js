@@ -1,12 +1,8 @@
 // Draws the charts and shows a figure's definition while the pointer or the keyboard's focus is on it.
 "use strict";
 (() => {
-  const touch = window.matchMedia("(pointer: coarse)").matches;
   for (const node of document.querySelectorAll("[data-chart]")) {
-    const figure = JSON.parse(document.getElementById(node.dataset.chart).textContent);
-    if (touch) figure.layout.dragmode = false; // a finger on a chart scrolls the page
-    if (node.clientWidth < 480) figure.layout.font.size = 11;
-    Plotly.newPlot(node, figure.data, figure.layout, { responsive: true, displayModeBar: false });
+    drawChart(node, JSON.parse(document.getElementById(node.dataset.chart).textContent));
   }
 
   const tip = document.getElementById("tip");
