@@ -64,3 +64,11 @@ def test_the_page_is_made_anew_from_the_directory_as_report_does(tmp_path: Path)
 def test_the_page_says_so_where_no_other_system_ran(tmp_path: Path) -> None:
     alone = comparison(ways=comparison().ways[:1], remarks=[], best_other=None)
     assert "No other system ran, so nothing can be compared." in write_systems_page(alone, tmp_path).read_text()
+
+
+@pytest.mark.parametrize(("plan", "places"), [("dp=2", "2 ranks on 1 host"), ("dp=1", "paceline: 1 rank")])
+def test_the_ranks_of_paceline_s_own_plan_are_named(plan: str, places: str, tmp_path: Path) -> None:
+    found = comparison(plan=plan)
+    assert found.places.startswith("2 ranks on 1 host")
+    assert places in found.places
+    assert ("paceline:" in found.places) == (plan == "dp=1")

@@ -296,6 +296,6 @@ class Benchmark:
 
 def rounds(settings: Sequence[T], repeat: int) -> Iterator[tuple[int, T]]:
     """Every setting once per round, rotated: A B C, B C A, C A B, …"""
-    for round_ in range(repeat):
+    for round_ in range(repeat if settings else 0):
         first = round_ % len(settings)
         yield from ((round_, setting) for setting in (*settings[first:], *settings[:first]))

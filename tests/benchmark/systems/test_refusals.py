@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from paceline.benchmark.systems.comparable import as_compared, must_be_cpus_of_this_machine, must_draw_nothing
 from paceline.benchmark.systems.compare import Compare
-from paceline.benchmark.systems.system import SYSTEMS
+from paceline.benchmark.systems.system import SYSTEMS, System
 from paceline.cluster.cluster import Cluster, Device, Emulate, Host
 from paceline.cluster.discover import discover
 from paceline.errors import RunError
@@ -106,3 +107,20 @@ def test_a_model_with_dropout_is_refused_with_the_place_of_it() -> None:
     with pytest.raises(RunError, match=r'"dropout" of the model drops out with p=0.1'):
         must_draw_nothing(dropped)
     must_draw_nothing(job())
+
+
+def test_a_system_that_cannot_be_built_is_tried_once_for_all_its_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def fails(system: System, say: Callable[[str], object]) -> Path:
+        tried.append(system.name)
+        raise RunError("the compiler fails")
+
+    monkeypatch.setattr("paceline.benchmark.systems.compare.python_of", fails)
+    compare = Compare(job(), None, ["horovod"], repeat=1, steps=12, out=tmp_path / "out", say=str)
+    assert len([way for way in compare.ways if way.system.name == "horovod"]) == 2, "as documented, and tuned"
+    assert compare.run() is None
+    assert sorted(tried) == ["horovod", "paceline", "plain"]
+    assert compare.left_out["Horovod"] == "the compiler fails"

@@ -214,11 +214,12 @@ class Compare:
         return found
 
     def _install(self) -> None:
-        for way in self.ways:
+        for system in {way.system.name: way.system for way in self.ways}.values():
             try:
-                self.pythons[way.system.name] = python_of(way.system, self.say)
+                self.pythons[system.name] = python_of(system, self.say)
             except RunError as error:
-                self._leave_out(way.title, error)
+                self._leave_out(system.title, error)
+        self.ways = [way for way in self.ways if way.system.name in self.pythons]
 
     @contextmanager
     def _places(self) -> Iterator[tuple[tuple[EmulatedHost, ...], Emulation | None]]:

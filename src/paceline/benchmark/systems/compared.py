@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.benchmark.result import Scaling
+from paceline.plans.plan import Plan
 from paceline.stats import Interval, median_interval
+from paceline.units import count
 
 WARM_UP, BLOCKS = 10, 5  # steps that are not timed; parts of the others, whose median is a run's
 AGREE = 1e-3  # relative difference of losses up to which two systems compute the same
@@ -106,6 +108,13 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     scaling: Scaling = "strong"
+
+    @property
+    def places(self) -> str:
+        """Number of ranks and hosts, in words; the plan of paceline may have fewer ranks than other systems."""
+        own = Plan.parse(self.plan).ranks
+        text = f"{count(self.ranks, 'rank')} on {count(self.hosts, 'host')}"
+        return text if own == self.ranks else f"{text} (paceline: {count(own, 'rank')}, as its plan says)"
 
     @property
     def batch_alone(self) -> int:

@@ -25,11 +25,10 @@ def show(found: Comparison, console: Console) -> None:
         console.print(Text(f"left out  {title}: {reason}", style="yellow"), soft_wrap=True)
     for note in found.notes:
         console.print(Text(f"note      {note}", style="yellow"), soft_wrap=True)
-    where = count(found.hosts, "host")
     console.print(
         Text(
             f"\nEach system ran {count(found.repeats, 'time')} for {found.steps} steps with "
-            f"{count(found.ranks, 'rank')} on {where}, in interleaved rounds; medians with 95 % intervals. Times are "
+            f"{found.places}, in interleaved rounds; medians with 95 % intervals. Times are "
             "other / paceline of neighbouring runs. Lines: changed in a plain script.\n"
             f"{_scaling(found)}\n"
             f"machine   {found.cluster}\nplan      {found.plan}",
