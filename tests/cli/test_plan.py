@@ -253,3 +253,13 @@ def test_a_machine_that_could_not_be_measured_has_a_wide_interval(tmp_path: Path
     best = json.loads(shown.out.splitlines()[-1])["candidates"][0]
     low_s, high_s = best["interval_80_s"]
     assert low_s <= best["step_time_s"] / 4 < 4 * best["step_time_s"] <= high_s
+
+
+def test_torch_does_not_log_a_trace_that_fails_beside_our_error(tmp_path: Path) -> None:
+    """In bf16 the pass is traced on tensors without values, whose failures torch logs with a traceback."""
+    job = write_job(tmp_path, model={"zoo": "mlp", "args": {"hidden": 8}}, data={"kind": "synthetic", "shape": [7]})
+    shown = in_a_process("plan", job, "--cluster", NAME, folder=tmp_path)
+    assert shown.code == 1
+    assert "fails on the job's samples" in shown.err
+    assert "fake_tensor" not in shown.err
+    assert "Traceback" not in shown.err

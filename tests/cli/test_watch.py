@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import time
@@ -81,3 +82,13 @@ def test_in_lines_too_ctrl_c_leaves_it_and_a_run_that_was_killed_is_said_to_wait
 def test_what_is_no_run_is_an_error_that_says_so(tmp_path: Path) -> None:
     assert "is not a run directory" in paceline("watch", tmp_path, folder=tmp_path).error
     assert "only directories can be watched" in paceline("watch", "s3://bucket/mine", folder=tmp_path).error
+
+
+def test_the_newest_loss_is_seen_on_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.yaml", stop={"steps": 100})
+    assert paceline("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path).code == 0
+    shown = paceline("watch", "run", "--once", folder=tmp_path, columns=80)
+    assert shown.code == 0
+    [curve] = [line for line in shown.out.splitlines() if line.startswith("loss ")]
+    assert re.match(r"loss  \S+ → [\d.e-]+ ", curve)
+    assert len(curve) <= 80

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from browser import Browser
+from paceline import units
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
+from paceline.report.diagnosis.diagnosis import diagnosis_of
+from paceline.report.diagnosis.measured import measured
 from paceline.report.run_charts import shares, staleness
 from paceline.report.run_record import RunRecord
 from paceline.report.run_view import RunView, write_run_page
-from paceline.training.record.run import WARM_UP_STEPS, Run
+from paceline.training.record.run import WARM_UP_STEPS, Run, Speed
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank, train_here
 
@@ -95,10 +98,32 @@ def test_the_page_of_a_run_on_two_ranks_shows_what_they_wrote(ranks: Ranks, brow
     assert len(browser.all("#events tr")) > 3
 
 
-def test_the_parts_of_the_breakdown_sum_to_the_mean_step(run: Run) -> None:
-    [parts] = RunView(run).mean_parts_s.values()
-    mean = statistics.fmean(s["step_s"] for s in run.steps()[WARM_UP_STEPS:])
-    assert sum(parts.values()) == pytest.approx(mean, rel=1e-3)
+def test_one_step_time_stands_in_cards_sentences_the_breakdown_and_in_why(run: Run) -> None:
+    view = RunView(run)
+    [parts] = view.parts_s.values()
+    median_s = statistics.median(s["step_s"] for s in run.steps()[WARM_UP_STEPS:])
+    assert sum(parts.values()) == pytest.approx(median_s, rel=1e-3)
+    speed = run.speed
+    assert speed is not None
+    assert speed.step_s == median_s
+    assert view.speed == speed
+    assert measured(run).speed == speed
+    took = str(units.seconds(median_s))
+    assert took in view.sentences[0]
+    assert took in diagnosis_of(run, predicts=False).sentences[0]
+    [card] = [card for card in view.cards if card.term == "step_time"]
+    assert str(card.cell) == took
+
+
+def test_the_overall_speed_is_told_where_it_is_another(run: Run) -> None:
+    lines, samples = run.steps(), sum(step["samples"] for step in run.steps())
+    speed = Speed.of(lines, training_time_s=samples / 100.0)
+    assert speed is not None
+    assert speed.overall == pytest.approx(100.0)
+    assert speed.overall_if_other == speed.overall
+    same = Speed.of(lines, training_time_s=samples / (0.95 * speed.throughput))
+    assert same is not None
+    assert same.overall_if_other is None
 
 
 def test_shares_that_followed_speeds_are_drawn_in_percent_of_full_batches_and_others_are_not(run: Run) -> None:
@@ -197,7 +222,7 @@ def test_the_rank_that_others_wait_for_is_named(waits: list[float], sentence: st
         }
         rewrite(run, rank, lambda line, times=times: line | times)
     sentences = RunView(Run(run.path)).sentences
-    assert sentences[0].startswith("A step takes 200 ms on average: ")
+    assert sentences[0].startswith("A step takes 200 ms in the median: ")
     assert sentence is None or sentence in sentences[1]
     assert len(sentences) == (1 if sentence is None else 2)
 

@@ -15,7 +15,7 @@ from paceline.benchmark.settings import Setting
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from paceline.stats import Interval, differ, median_interval
-from paceline.training.record.run import WARM_UP_STEPS, Run
+from paceline.training.record.run import WARM_UP_STEPS, Run, Speed, timed
 
 PROOF_STEPS = 60  # whose losses are compared between settings: later, rounding alone drives them apart
 FINAL_STEPS = 10  # over which the last loss is averaged: that of a single batch says little
@@ -72,8 +72,8 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
     """
     per_rank = [run.steps(rank) for rank in range(setting.plan.ranks)]
     steps = per_rank[0]
-    timed = _timed(steps)
-    if not timed:
+    speed = Speed.of(steps)
+    if speed is None:
         raise RunError(
             f"the run of {setting.label} ended after {len(steps)} steps ({run.reason}), and the first {WARM_UP_STEPS} "
             "are warm-up. Measure with --steps 60."
@@ -84,8 +84,8 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
         setting=setting.key,
         round=round_,
         run=name,
-        step_time_s=statistics.median(s["step_s"] for s in timed),
-        samples=statistics.median(s["samples"] for s in timed),
+        step_time_s=speed.step_s,
+        samples=speed.samples,
         steps=len(steps),
         training_time_s=run.training_time_s,
         reason=reason,
@@ -193,16 +193,13 @@ def _times(seconds: Sequence[float], stolen: float) -> Interval:
 # One run
 
 
-def _timed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]  # on CUDA the last step has no times
-
-
 def typical_parts(lines: list[dict[str, Any]]) -> dict[str, float] | None:
     """Seconds of each part in the median step of a rank, without warm-up, or None."""
-    timed = _timed(lines)
-    if not timed:
+    counted = timed(lines)
+    if not counted:
         return None
-    return _typical([{part: s.get(f"{part}_s", 0.0) for part in PARTS} for s in timed], [s["step_s"] for s in timed])
+    parts_s = [{part: s.get(f"{part}_s", 0.0) for part in PARTS} for s in counted]
+    return _typical(parts_s, [s["step_s"] for s in counted])
 
 
 def _use_of(lines: list[dict[str, Any]]) -> RankUse:

@@ -87,9 +87,11 @@ def summary(run: Run) -> str:
     if steps and steps[-1]["loss"] is not None:
         lines.append(f"training     loss {steps[-1]['loss']:.4f} after {end['step']} steps")
     lines.append(f"time         {end['elapsed_s']:.1f} s from the first step to the stop rule{synthetic}")
-    if run.throughput:
+    if (speed := run.speed) is not None:
+        overall = speed.overall_if_other
+        beside = f"; {overall:,.0f} overall" if overall is not None else ""
         lines.append(
-            f"throughput   {run.throughput:,.0f} samples/s = global batch / median step time, plan "
+            f"throughput   {speed.throughput:,.0f} samples/s = global batch / median step time{beside}, plan "
             f"{run.plan}{synthetic}"
         )
     if (of_run := goodput(run)).disturbed:

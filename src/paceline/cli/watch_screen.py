@@ -63,7 +63,8 @@ def _curve(losses: Sequence[float]) -> Text:
     least, most = min(values), max(values)
     span = most - least or 1.0
     bars = "".join(_BARS[min(int((value - least) / span * len(_BARS)), len(_BARS) - 1)] for value in values)
-    return Text(f"loss  {bars}  {values[0]:.4g} → {values[-1]:.4g}", no_wrap=True, overflow="ellipsis")
+    # the numbers come first: a narrow terminal cuts the bars
+    return Text(f"loss  {values[0]:.4g} → {values[-1]:.4g}  {bars}", no_wrap=True, overflow="ellipsis")
 
 
 def _table(ranks: Sequence[RankNow], most: int) -> Iterator[Text]:

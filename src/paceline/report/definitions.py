@@ -41,7 +41,11 @@ _PARTS = {  # those of `paceline.engine.meter.PARTS`, in its order
     "checkpoint": ("checkpoint stall", "The part of a step in which training waits for a checkpoint."),
 }
 _FIGURES = {
-    "throughput": ("throughput", "Samples per second = global batch / median step time, warm-up excluded."),
+    "throughput": (
+        "throughput",
+        "Samples per second = global batch / median step time, warm-up excluded. The overall speed, shown if "
+        "it differs, has evaluations, checkpoints and pauses in it.",
+    ),
     "tokens": ("token throughput", "Tokens per second = throughput × tokens per sample."),
     "round_time": ("round time", "Median wall-clock time of one round of clients, warm-up excluded."),
     "step_time": ("step time", "Median wall-clock time of one optimizer step, warm-up excluded."),

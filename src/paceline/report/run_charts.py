@@ -13,7 +13,8 @@ from paceline.job.read.imports import load_object
 from paceline.report import charts
 from paceline.report.definitions import PARTS
 from paceline.report.page import Chart
-from paceline.report.run_record import RunRecord, timed
+from paceline.report.run_record import RunRecord
+from paceline.training.record.run import timed
 from paceline.units import digits, size
 
 _MARKED = {  # events that a curve shows; after a restart there is a resume

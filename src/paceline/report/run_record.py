@@ -14,7 +14,7 @@ from paceline.engine.meter import PARTS
 from paceline.files import read_text, whole_lines
 from paceline.plans.sync_info import sync_info
 from paceline.training.record.goodput import Goodput, goodput_of
-from paceline.training.record.run import WARM_UP_STEPS, Run
+from paceline.training.record.run import Run
 
 _NONE_WAITED = {"bubble_s": 0.0}  # what runs of before there were pipelines do not say
 FILE_LIMIT = 2**28  # bytes of each file that are read: half a million steps
@@ -96,14 +96,6 @@ class RunRecord:
     def clock_of(self) -> dict[int, float]:
         """`clock_s` by step."""
         return {s["step"]: second for s, second in zip(self.ranks[0], self.clock_s, strict=True)}
-
-
-def timed(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps that speeds are made of.
-
-    After the warm-up, and with times (on CUDA an attempt's last step has none).
-    """
-    return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
 
 
 def ranks_of(run: Run) -> Iterator[int]:

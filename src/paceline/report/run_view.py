@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import units
+from paceline.benchmark.summary import typical_parts
 from paceline.benchmark.words import listed
 from paceline.errors import RunError
 from paceline.plans.sync_info import sync_info
@@ -17,10 +18,10 @@ from paceline.report.definitions import PARTS, SYNTHETIC
 from paceline.report.goodput_view import GoodputView
 from paceline.report.page import PAGE, Card, Chart, not_by_paceline, write_page
 from paceline.report.run_charts import run_charts
-from paceline.report.run_record import RunRecord, timed
+from paceline.report.run_record import RunRecord
 from paceline.report.sync_view import SyncView
 from paceline.training.record.progress import event_sentence
-from paceline.training.record.run import WARM_UP_STEPS, Run
+from paceline.training.record.run import WARM_UP_STEPS, Run, Speed, timed
 
 TROUBLE = (
     "nonfinite",
@@ -115,15 +116,16 @@ class RunView:
         too_few, who = f"needs {WARM_UP_STEPS + 1} {self.noun}s", units.count(len(self.record.ranks), "rank")
         if sync_info(self.run.plan.sync).served:
             who = units.count(self.run.plan.dp, "worker")
-        cards = [Card("throughput", units.rate(self.throughput) if self.timed else too_few, f"on {who}")]
+        speed, note = self.speed, f"on {who}"
+        if speed is not None and speed.overall_if_other is not None:
+            note += f"; {units.rate(speed.overall_if_other)} overall"
+        cards = [Card("throughput", too_few if speed is None else units.rate(speed.throughput), note)]
         reached = self.end is not None and str(self.end.get("reason")).startswith(TARGETS)
         until = f"from the first {self.noun}" if self.end is not None else f"until the newest {self.noun}"
         cards.append(Card("time_to_target" if reached else "training_time", units.seconds(self._elapsed_s), until))
-        if self.timed:
-            median_s = statistics.median(s["step_s"] for s in self.timed)
-            cards.append(
-                Card(f"{self.noun}_time", units.seconds(median_s), f"over {units.count(len(self.timed), self.noun)}")
-            )
+        if speed is not None:
+            over = f"over {units.count(len(self.timed), self.noun)}"
+            cards.append(Card(f"{self.noun}_time", units.seconds(speed.step_s), over))
         metrics: dict[str, float] = (self._newest("evaluation") or {"metrics": {}})["metrics"]
         name = next((n for n in metrics if n != "loss"), None)
         if name is not None:
@@ -132,11 +134,10 @@ class RunView:
         return [*cards, Card("loss", units.number(losses[-1]) if losses else "never finite", f"newest {self.noun}")]
 
     @property
-    def throughput(self) -> float:
-        """Samples per second, warm-up excluded; as `Run.throughput` has it."""
-        return float(
-            statistics.median(s["samples"] for s in self.timed) / statistics.median(s["step_s"] for s in self.timed)
-        )
+    def speed(self) -> Speed | None:
+        """The run's speed; None if too few steps were made."""
+        ended_s = float(self.end["elapsed_s"]) if self.end is not None and "elapsed_s" in self.end else 0.0
+        return Speed.of(self.steps, ended_s)
 
     @property
     def _elapsed_s(self) -> float:
@@ -147,34 +148,28 @@ class RunView:
     # Where the time goes
 
     @cached_property
-    def mean_parts_s(self) -> dict[int, dict[str, float]]:
-        """Seconds of each part in the mean step of every rank, without warm-up.
-
-        Only ranks that have such steps.
-        """
-        steps_of = {rank: timed(steps) for rank, steps in self.record.ranks.items()}
-        return {
-            rank: {p: statistics.fmean(s[f"{p}_s"] for s in steps) for p in PARTS}
-            for rank, steps in steps_of.items()
-            if steps
-        }
+    def parts_s(self) -> dict[int, dict[str, float]]:
+        """Seconds of each part in the median step of every rank that has such steps."""
+        found = {rank: typical_parts(steps) for rank, steps in self.record.ranks.items()}
+        return {rank: parts for rank, parts in found.items() if parts is not None}
 
     @property
     def sentences(self) -> list[str]:
         """Sentences on where the time goes and which rank the others wait for."""
-        each = list(self.mean_parts_s.values())
-        if not each:
+        each = list(self.parts_s.values())
+        if not each or self.speed is None:
             return []
         step_s = statistics.fmean(sum(parts.values()) for parts in each)
         shares = {part: statistics.fmean(parts[part] for parts in each) / step_s for part in PARTS}
         largest = sorted(shares.items(), key=lambda x: -x[1])
         named = [f"{units.percent(share)} {PARTS[part].name}" for part, share in largest if share >= 0.005]
-        return [f"A {self.noun} takes {units.seconds(step_s)} on average: {listed(named)}.", *self._slow_rank(step_s)]
+        took = units.seconds(self.speed.step_s)
+        return [f"A {self.noun} takes {took} in the median: {listed(named)}.", *self._slow_rank(step_s)]
 
     @cached_property
     def sync(self) -> SyncView:
         """The known facts about the synchronisation of replicas."""
-        each = list(self.mean_parts_s.values())
+        each = list(self.parts_s.values())
         step_s = sum(sum(parts.values()) for parts in each)
         return SyncView(self.record, self.run.plan, sum(parts["comm"] for parts in each) / step_s if step_s else None)
 
@@ -184,7 +179,7 @@ class RunView:
         return GoodputView(self.record.goodput, len(self.steps))
 
     def _slow_rank(self, step_s: float) -> list[str]:
-        waits = {rank: parts["imbalance"] for rank, parts in self.mean_parts_s.items()}
+        waits = {rank: parts["imbalance"] for rank, parts in self.parts_s.items()}
         if len(waits) < 2 or max(waits.values()) < WAITED_FOR * step_s:
             return []
         slow = min(waits, key=lambda rank: waits[rank])
@@ -201,9 +196,9 @@ class RunView:
 
     @property
     def breakdown(self) -> Chart | None:
-        """The mean step of each rank; none without steps after the warm-up."""
-        bars = [charts.Bar("", f"rank {rank}", parts) for rank, parts in self.mean_parts_s.items()]
-        label = " ".join([f"Mean {self.noun} of each rank, part by part.", *self.sentences])
+        """The median step of each rank; none without steps after the warm-up."""
+        bars = [charts.Bar("", f"rank {rank}", parts) for rank, parts in self.parts_s.items()]
+        label = " ".join([f"Median {self.noun} of each rank, part by part.", *self.sentences])
         return Chart("breakdown", charts.breakdown(bars, self.noun), label) if bars else None
 
     # What happened, and what is not known

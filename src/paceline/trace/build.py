@@ -147,6 +147,7 @@ def _forward(job: Job, autocast: bool) -> Pass:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from paceline.trace.forward_pass import Pass, go_forward
+    from paceline.trace.recording.quiet import without_logs
     from paceline.trace.sample import batch_of
 
     batch = batch_of(job, SAMPLES)
@@ -156,7 +157,7 @@ def _forward(job: Job, autocast: bool) -> Pass:
     if not autocast:
         with torch.device("meta"):
             return go_forward(Pass(model, batch, SAMPLES, autocast), job)
-    with FakeTensorMode(allow_non_fake_inputs=True) as without_values:
+    with without_logs(), FakeTensorMode(allow_non_fake_inputs=True) as without_values:
         model = _of_the_cpu(model)
         batch = batch_of(job, SAMPLES, device="cpu")
         del without_values

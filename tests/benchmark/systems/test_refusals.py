@@ -119,7 +119,7 @@ def test_a_system_that_cannot_be_built_is_tried_once_for_all_its_ways(
         raise RunError("the compiler fails")
 
     monkeypatch.setattr("paceline.benchmark.systems.compare.python_of", fails)
-    compare = Compare(job(), None, ["horovod"], repeat=1, steps=12, out=tmp_path / "out", say=str)
+    compare = Compare(job(), None, ["horovod"], repeat=1, steps=12, out=tmp_path / "out", say=print)
     assert len([way for way in compare.ways if way.system.name == "horovod"]) == 2, "as documented, and tuned"
     assert compare.run() is None
     assert sorted(tried) == ["horovod", "paceline", "plain"]

@@ -72,7 +72,7 @@ class Diagnosis:
     def sentences(self) -> list[str]:
         """The diagnosis in words, without the suggestions."""
         run = self.run
-        step = f"Plan {run.plan} takes {units.seconds(run.step_s)} a step on {units.count(run.devices, 'device')}"
+        step = f"Plan {run.plan} takes {units.seconds(run.speed.step_s)} a step on {units.count(run.devices, 'device')}"
         said = [f"{step}: {self._parts()}.", *self._verdict(), *self._bound(), *self.unknown]
         return said if run.run.cluster.has_accelerators else [on_cores(sentence) for sentence in said]
 

@@ -12,8 +12,8 @@ from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import sync_info
-from paceline.report.run_record import RunRecord, timed
-from paceline.training.record.run import WARM_UP_STEPS, Run, differences, work_of_run
+from paceline.report.run_record import RunRecord
+from paceline.training.record.run import WARM_UP_STEPS, Run, Speed, differences, timed, work_of_run
 
 Parts = Mapping[str, float]
 
@@ -26,12 +26,14 @@ class Measured:
         ranks: seconds of each part of the median step, by rank.
         samples: of a step, over all ranks.
         local_samples: of each rank in a step.
+        speed: of the run, as its other pages tell it.
     """
 
     run: Run
     ranks: Mapping[int, Parts]
     samples: float
     local_samples: Mapping[int, float]
+    speed: Speed
 
     @property
     def plan(self) -> Plan:
@@ -121,7 +123,9 @@ def measured(run: Run) -> Measured:
         )
     lines = {rank: timed(found[rank][0]) for rank in ranks}
     local = {rank: median(float(line.get("local_samples", 0)) for line in of) for rank, of in lines.items()}
-    return Measured(run, ranks, median(float(line["samples"]) for line in lines[0]), local)
+    speed = Speed.of(record.ranks[0], run.training_time_s)
+    assert speed is not None, "rank 0 has steps that count"
+    return Measured(run, ranks, speed.samples, local, speed)
 
 
 def same_work(one: Run, many: Run) -> None:

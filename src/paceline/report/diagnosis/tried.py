@@ -66,7 +66,7 @@ def _results(diagnosis: Diagnosis, tried: list[Suggestion], alone: Plan, rows: l
     ratios = _ratios(rows)
     own = rows[0].step_s
     if own is not None:
-        recorded = units.seconds(diagnosis.run.step_s)
+        recorded = units.seconds(diagnosis.run.speed.step_s)
         yield f"measured now: plan {rows[0].knob} {units.seconds(own)} a step; the run has recorded {recorded}"
     for one in tried:
         expected = f"predicted {one.gain_words}, " if one.known == "predicted" else ""

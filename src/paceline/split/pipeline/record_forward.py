@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from paceline.split.pipeline.forward_trace import (
 from paceline.split.pipeline.observed import Observed, in_transform
 from paceline.trace.recording.model_state import restored
 from paceline.trace.recording.operation_mode import OperationMode
+from paceline.trace.recording.quiet import without_logs
 from paceline.trace.recording.trees import tensors_in
 
 # (model, batch) -> the model's output
@@ -369,16 +369,6 @@ def quiet() -> Iterator[None]:
 
     Failures are reported by our own errors, or tried in another way.
     """
-    logs = [
-        logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-    ]
-    levels = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
+    with without_logs(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -47,6 +47,7 @@ from paceline.split.expert import sent_to_experts
 from paceline.split.memory import StateBytes, predicted_bytes
 from paceline.split.mesh import Mesh
 from paceline.trace.blocks import find_blocks, mixtures
+from paceline.trace.recording.quiet import without_logs
 from paceline.training.build import loader_of
 from paceline.training.dry_run.memory_watch import MemoryWatch
 
@@ -198,7 +199,7 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
         experts = {name for name, _ in mixtures(recorded.model)}
         split = _only_plan_errors(lambda: without_memory(recorded, plan, mesh, loader, loss, settings), plan, batch)
         watch = MemoryWatch()
-        with FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
+        with without_logs(), FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
             split.allocate(DeferredModel(recorded.model, None, _nothing))
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
             optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)

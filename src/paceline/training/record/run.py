@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ FOLDERS = ("steps", "checkpoints")
 # What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and
 # only under a schedule that decays over the whole run.
 FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s", "trackers"}
+_ALIKE = 0.1  # relative difference of two speeds that is not worth a word
 WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fill caches
 
 
@@ -207,18 +209,59 @@ class Run:
         return float(ends[-1]["elapsed_s"]) if ends else 0.0
 
     @property
-    def throughput(self) -> float:
-        """Samples per second: global batch / median step time, warm-up excluded.
+    def speed(self) -> Speed | None:
+        """The run's speed; None if too few steps were made."""
+        return Speed.of(self.steps(), self.training_time_s)
 
-        0 where too few steps were made.
-        """
-        steps = self.steps()
-        # on accelerators an attempt's last step has no times
-        timed = [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
-        if not timed:
-            return 0.0
-        samples, step_s = (statistics.median(s[key] for s in timed) for key in ("samples", "step_s"))
-        return float(samples / step_s)
+    @property
+    def throughput(self) -> float:
+        """Samples per second, as `Speed` defines it; 0 if too few steps were made."""
+        speed = self.speed
+        return 0.0 if speed is None else speed.throughput
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of a run, by which every command and page tells it.
+
+    Attributes:
+        step_s: seconds of the median step of rank 0, warm-up excluded.
+        samples: samples of such a step, in the median.
+        overall: samples per second of the whole training, with evaluations, checkpoints and pauses; None while it runs.
+    """
+
+    step_s: float
+    samples: float
+    overall: float | None = None
+
+    @classmethod
+    def of(cls, steps: Sequence[dict[str, Any]], training_time_s: float = 0.0) -> Speed | None:
+        """Speed by the lines of rank 0; None if no step counts."""
+        counted = timed(steps)
+        if not counted:
+            return None
+        samples, step_s = (float(statistics.median(s[key] for s in counted)) for key in ("samples", "step_s"))
+        each = {s["step"]: s["samples"] for s in steps}  # a step may have been trained twice
+        return cls(step_s, samples, sum(each.values()) / training_time_s if training_time_s else None)
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of the median step."""
+        return self.samples / self.step_s
+
+    @property
+    def overall_if_other(self) -> float | None:
+        """The overall speed; None if it is within a tenth of the throughput."""
+        overall = self.overall
+        return None if overall is None or abs(overall / self.throughput - 1) <= _ALIKE else overall
+
+
+def timed(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps that speeds are made of: after the warm-up, and with times.
+
+    On accelerators an attempt's last step has none.
+    """
+    return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
 
 
 class JsonLines:
