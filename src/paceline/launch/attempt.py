@@ -252,6 +252,8 @@ class Attempt:
         """Wait for any rank to end, `wait_s` at most, and take the exit codes."""
         here = [rank for rank in self.ranks if isinstance(rank, StartedRank) and rank.code is None]
         by_fd = {rank.pidfd: rank for rank in here}
+        if self.remote and self.remote.busy:
+            wait_s = min(wait_s, _MEETING_S)
         ready = {fd for fd, _ in self.poll.poll(wait_s * 1000)}
         for fd in ready & by_fd.keys():
             self.poll.unregister(fd)

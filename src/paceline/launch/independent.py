@@ -7,20 +7,21 @@ of these is lost, all are started again. Servers end once all workers have. Work
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from paceline.engine.status import RankStatus
 from paceline.epoch import Epoch
 from paceline.errors import LaunchError
-from paceline.launch.failure import hang, killed, shortened
+from paceline.launch.failure import killed, shortened
 from paceline.launch.host.remote import RemoteRank
 from paceline.launch.membership import noted
-from paceline.launch.recovery import most_losses
+from paceline.launch.recovery import StoppedRanks, kill_hung, most_losses
 from paceline.launch.scaling import about_to_leave, all_take_part, named
 from paceline.training.recovery.member import announce
 
@@ -30,14 +31,15 @@ if TYPE_CHECKING:
 
 
 LEAVE = signal.SIGUSR1  # has the first rank of a worker end it after its piece
-_ENDED_WITHIN_S = 5.0  # the other ranks of a lost worker, by SIGKILL
+_ENDED_WITHIN_S = 5.0  # the other ranks of a lost worker, by SIGKILL; the other workers, when the first has ended
 
 
 class Independent:
     """Losses of one attempt's ranks.
 
-    A worker but the first that was lost too often is left out, and the others take its pieces. Without the first, or a
-    server, the attempt ends.
+    A worker but the first that was lost too often is left out, and the others take its pieces; so is a server of which
+    another process is there. Without the first worker, or all processes of a server, the attempt ends. When the first
+    worker has ended, the run is done, and when it is to end, no rank is started again.
 
     Args:
         workers: how many end by themselves; the others serve them.
@@ -60,37 +62,39 @@ class Independent:
         self._epoch = Epoch(-1, ())
         self._leaving: set[int] = set()
         self._why: dict[int, str] = {}
+        self._stopped = StoppedRanks(attempt)
+        self._done_at = math.inf  # when the first worker was seen to have ended
         self.hurries = True
         self._begin_without_absent()
 
     @property
     def counted(self) -> Sequence[int]:
-        """Ranks whose failure is the attempt's: all, but for those that are left out."""
+        """Ranks whose failure is the attempt's: all but those left out; the first worker's when it has ended."""
+        if self._first_has_ended:
+            return self._numbers_of(0)
         return [number for number in range(self.attempt.setting.ranks) if self._first_of(number) not in self._out]
 
     def turn(self) -> bool:
-        """Start lost ranks again; True once all workers have ended."""
+        """Start lost ranks again; True once the run is done."""
         attempt = self.attempt
         self._note_hosts()
         self._note_left()
         self._announce()
-        if all(rank.code == 0 for first in set(self._firsts) - self._out for rank in self._ranks_of(first)):
+        if self._is_done():
             attempt.end_others()
             return True
-        if attempt.signals.first is None:
-            for first in {self._first_of(number) for number in self.counted}:
-                if lost := [number for number in self._numbers_of(first) if self._is_lost(number)]:
-                    self._replace(lost[0])
+        self._end_stopped()
+        for first in {self._first_of(number) for number in self.counted}:
+            if lost := [number for number in self._numbers_of(first) if self._is_lost(number)]:
+                self._replace(lost[0])
         self.hurries = any(status.phase == "starting" for status in attempt.board.read())
         return False
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
         """Kill ranks that hang, for others to start in their place."""
-        ends = self.attempt.ends()
         self.attempt.ask_for_stacks({status.rank for status in hung})
         for status in hung:
-            self._why[status.rank] = hang([ends[status.rank]], ends, time.monotonic_ns()).text.partition(";")[0]
-            self.attempt.ranks[status.rank].kill()
+            self._why[status.rank] = kill_hung(self.attempt, status.rank)
         return True
 
     @property
@@ -191,17 +195,41 @@ class Independent:
                 with suppress(LaunchError):  # the next turn starts it again, or leaves it out
                     self._start(first)
 
+    def _is_done(self) -> bool:
+        """True once all workers have ended, or the first has and the others had time for that."""
+        if all(rank.code == 0 for first in set(self._firsts) - self._out for rank in self._ranks_of(first)):
+            return True
+        now = time.monotonic()
+        self._done_at = min(self._done_at, now) if self._first_has_ended else math.inf
+        return now - self._done_at > _ENDED_WITHIN_S
+
+    @property
+    def _first_has_ended(self) -> bool:
+        """True once the first worker has done all its work."""
+        return all(rank.code == 0 for rank in self._ranks_of(0))
+
+    def _end_stopped(self) -> None:
+        """Kill ranks that SIGSTOP holds for too long, unless it holds all, or all processes of a server."""
+        alive = [number for number in self.counted if self.attempt.ranks[number].code is None]
+        late = self._stopped.too_long(alive)
+        held = {number for number in self._stopped.now if not self._works(number)}
+        for number in late if len(self._stopped.now) < len(alive) else ():
+            if self._works(number) or self._serves_without(held):
+                self._why[number] = kill_hung(self.attempt, number)
+
     def _can_go(self, numbers: Sequence[int]) -> bool:
         """True if the run goes on without these ranks.
 
         It needs the first worker, and a process of each server.
         """
-        gone = self._out | {self._first_of(number) for number in numbers}
-        begin = self.workers * self.size
-        servers = [
-            set(range(part, part + self.copies)) for part in range(begin, self.attempt.setting.ranks, self.copies)
-        ]
-        return 0 not in gone and not any(server <= gone for server in servers)
+        firsts = {self._first_of(number) for number in numbers}
+        return 0 not in firsts and self._serves_without(firsts)
+
+    def _serves_without(self, gone: Set[int]) -> bool:
+        """True if each server has a process besides these, and besides those that are not there."""
+        begin, gone = self.workers * self.size, self._out | gone
+        servers = (range(part, part + self.copies) for part in range(begin, self.attempt.setting.ranks, self.copies))
+        return not any(gone.issuperset(server) for server in servers)
 
     def _await(self, host: int, firsts: Sequence[int], *, needed: bool = False) -> bool:
         """Start these workers and servers when their lost host is back.
@@ -265,24 +293,27 @@ class Independent:
             self.attempt.on_event(event, {**details, "epoch": 0})
 
     def _replace(self, number: int) -> None:
-        """Start a lost rank again with its worker's others, unless it was lost too often."""
-        first, end = self._first_of(number), self.attempt.ends()[number]
+        """Start a lost rank again with its worker's others, unless it was lost too often, or the run is to end."""
+        first, end, ending = self._first_of(number), self.attempt.ends()[number], self.attempt.signals.first is not None
+        spared = self._can_go(self._numbers_of(first))
+        if ending and not spared:
+            return  # which ends the attempt
         why = self._why.pop(number, None) or killed(
             end, self.attempt.new_oom_kills(end), serves=not self._works(number)
         )
         self._kill_rest(first)
-        again = noted(self._losses[first], time.monotonic()) <= self._most
+        again = noted(self._losses[first], time.monotonic()) <= self._most and not ending
         if again:
             try:
                 self._start(first)
             except LaunchError as error:
                 again, why = False, f"{why}; {error}"
-        spared = first > 0 and self._works(number)
         if not again and spared:
             self._out.add(first)
         waiting = [rank for rank in self._numbers_of(first) if rank != number]
         told = {"rank": number, "waiting": waiting, "reason": why, "stack": shortened(end.stack), "again": again}
-        self._tell("lost", ends=not again and not spared, waits=False, alone=True, **told)
+        if end.code != -signal.SIGTERM or not ending:  # else it was still starting, and has ended as it was asked to
+            self._tell("lost", ends=not again and not spared, ending=ending, waits=False, alone=True, **told)
 
     def _start(self, first: int) -> None:
         """Start all ranks of a worker, or a server, again.

@@ -46,8 +46,7 @@ class Recovery:
         self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
         self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
         self._why: dict[int, str] = {}  # a rank that was killed here had been hung
-        self.stopped: set[int] = set()  # members that SIGSTOP holds
-        self._ran_at: dict[int, float] = {}  # when each member was last seen not to be
+        self._stopped = StoppedRanks(attempt)
         self._nobody_since = math.inf
         self.scaling = Scaling(self)
         if epoch is None:
@@ -102,7 +101,7 @@ class Recovery:
     @property
     def hurries(self) -> bool:
         """True while others wait for ranks on their way to an epoch, or stopped."""
-        return self.meets or bool(self.stopped)
+        return self.meets or bool(self._stopped.now)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -156,7 +155,7 @@ class Recovery:
             return False
         self.attempt.ask_for_stacks(numbers)
         for number in numbers:
-            self._kill(number)
+            self._why[number] = kill_hung(self.attempt, number)
         return True
 
     def _end_wait(self) -> None:
@@ -195,18 +194,9 @@ class Recovery:
 
     def _end_stopped(self) -> None:
         """Kill members that SIGSTOP holds for too long: the others would wait until their deadline."""
-        now, limit_s = time.monotonic(), min(STOPPED_S, self.attempt.setting.deadline_s / 2)
-        members, self.stopped = self.members, {n for n in self.members if self.attempt.ranks[n].stopped}
-        self._ran_at = {n: self._ran_at.get(n, now) if n in self.stopped else now for n in members}
-        for number in self.stopped:
-            if now - self._ran_at[number] > limit_s and len(self.stopped) < len(members):
-                self._kill(number)
-
-    def _kill(self, number: int) -> None:
-        ends = self.attempt.ends()
-        # its first sentence; the stack, if any, follows advice for those whose run ends
-        self._why[number] = hang([ends[number]], ends, time.monotonic_ns()).text.partition(";")[0]
-        self.attempt.ranks[number].kill()
+        late = self._stopped.too_long(self.members)
+        for number in late if len(self._stopped.now) < len(self.members) else ():
+            self._why[number] = kill_hung(self.attempt, number)
 
     def _may_be_spared(self, number: int) -> bool:
         """True if the run can go on without that rank."""
@@ -342,6 +332,34 @@ class Recovery:
         announce(self.attempt.board, self.attempt.folder, current, newest)
         if self.attempt.remote:
             self.attempt.remote.announce(current, newest)
+
+
+class StoppedRanks:
+    """Ranks that SIGSTOP holds.
+
+    Attributes:
+        now: those that it held at the last look.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.now: set[int] = set()
+        self._ran_at: dict[int, float] = {}  # when each rank was last seen not to be stopped
+
+    def too_long(self, numbers: Sequence[int]) -> list[int]:
+        """Look at these ranks; returns those that were stopped for so long that they count as lost."""
+        now, limit_s = time.monotonic(), min(STOPPED_S, self.attempt.setting.deadline_s / 2)
+        self.now = {number for number in numbers if self.attempt.ranks[number].stopped}
+        self._ran_at = {n: self._ran_at.get(n, now) if n in self.now else now for n in numbers}
+        return sorted(number for number in self.now if now - self._ran_at[number] > limit_s)
+
+
+def kill_hung(attempt: Attempt, number: int) -> str:
+    """Kill a rank that does nothing; returns a sentence that says which, and what it was doing."""
+    ends = attempt.ends()
+    attempt.ranks[number].kill()
+    # the stack, if any, follows advice for those whose run ends
+    return hang([ends[number]], ends, time.monotonic_ns()).text.partition(";")[0]
 
 
 def most_losses() -> int:

@@ -1,15 +1,33 @@
-"""The coordinator prepares hosts that come back: each finds out whether it shares the run's folder."""
+"""The coordinator prepares hosts that come back, and sends what hosts ask for while it watches the run."""
 
 from __future__ import annotations
 
+import os
+import queue
 import select
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.channel.connection import Connection, connect
+from paceline.channel.listener import Listener
 from paceline.engine.status import StatusBoard
-from paceline.launch.host.messages import Begin, Ready
+from paceline.launch.host.folder import receive
+from paceline.launch.host.link import Link
+from paceline.launch.host.messages import (
+    Begin,
+    Fetch,
+    Fetched,
+    FromHost,
+    Interrupted,
+    Put,
+    Ready,
+    ToHost,
+)
 from paceline.launch.host.remote import RemoteRanks, RunFolder
 from paceline.launch.signals import StopSignals
 
@@ -68,3 +86,61 @@ def test_hosts_that_come_back_at_once_all_see_that_they_share_the_folder(
     assert remote.returned() == [back[number] for number in order]
     assert not any((tmp_path / "run").iterdir())
     board.close()
+
+
+class Pairs:
+    """Links to hosts, of which a test has the other ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._held = folder, ExitStack()
+        self._arrived: queue.Queue[Connection] = queue.Queue()
+        listener = Listener(folder / "meeting", None, FromHost, self._arrived.put)
+        self._held.callback(listener.close)
+
+    def __enter__(self) -> Pairs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def make(self, number: int) -> tuple[Link, Connection]:
+        """A link, and its other end."""
+        there = connect(self._folder / "meeting", None, ToHost, deadline_s=30)
+        here = self._arrived.get(timeout=30)
+        self._held.callback(here.close)
+        self._held.callback(there.close)
+        return Link(here, number, f"host-{number}", "", None), there  # type: ignore[arg-type]
+
+
+def test_a_host_that_is_slow_to_take_a_checkpoint_holds_up_no_signal_and_no_loss(tmp_path: Path) -> None:
+    shard = os.urandom(2**25)
+    folder = tmp_path / "run" / "checkpoints" / "step-00000001"
+    folder.mkdir(parents=True)
+    (folder / "shard.safetensors").write_bytes(shard)
+    (tmp_path / "copy").mkdir()
+    board = StatusBoard.create(tmp_path / "status", 3, 0)
+    signals = StopSignals()
+    with Pairs(tmp_path) as pairs:
+        (slow, at_slow), (other, at_other) = pairs.make(1), pairs.make(2)
+        hosts: Any = HostsAround([])
+        remote = RemoteRanks([slow, other], board, tmp_path, RunFolder(tmp_path / "run"), signals, select.poll(), hosts)
+        at_slow.send(Fetch("checkpoints/step-00000001"))
+        wait_for(lambda: remote.turn() or remote.busy)
+        at_other.send(Interrupted("SIGTERM"))
+        wait_for(lambda: remote.turn() or signals.first)
+        assert signals.first == "SIGTERM"
+        assert remote.busy, "nothing of the folder is read there"
+        while not isinstance(message := at_slow.take(), Fetched):
+            remote.turn()
+            if isinstance(message, Put):
+                receive(message, tmp_path / "copy")
+        assert not remote.busy
+    board.close()
+    assert (tmp_path / "copy" / "checkpoints" / "step-00000001" / "shard.safetensors").read_bytes() == shard
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.01)

@@ -70,6 +70,21 @@ class Link:
             except (OSError, PacelineError) as error:
                 self.lose(str(error))
 
+    def offer(self, messages: Iterator[Struct], until: float) -> bool:
+        """Send messages for as long as the network takes them at once; returns whether all are sent.
+
+        Args:
+            until: when to stop, by the monotonic clock.
+        """
+        try:
+            while self.connection.flush() and time.monotonic() < until:
+                if (message := next(messages, None)) is None:
+                    return True
+                self.connection.post(message)
+        except PacelineError as error:
+            self.lose(str(error))
+        return self.lost is not None
+
     def receive(self, deadline_s: float) -> Any:
         """The next message; None from a host that sends none in time, and is lost."""
         if self.lost is None:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 _SILENT_S = 10.0  # of a host, until nobody waits for the end of its ranks
 _READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end what is left and send its files
 _TOKEN = ".paceline-host-"
+_SENDING_S = 0.1  # of files in a turn, for which signals and losses wait
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class RemoteRanks:
         # hosts that the run goes on without: lost, or not there yet
         self.spared: list[Link] = [link for link in links if link.is_known_lost]
         self._silent: list[Link] = []
+        self._folders: list[tuple[Link, Iterator[Struct]]] = []  # that hosts wait for, as messages
         self._released: list[Link] = []
 
     def __enter__(self) -> Self:
@@ -308,6 +310,13 @@ class RemoteRanks:
             for message in link.waiting():
                 self._obey(link, message)
         self._end_lost()
+        until = time.monotonic() + _SENDING_S
+        self._folders = [folder for folder in self._folders if not folder[0].offer(folder[1], until)]
+
+    @property
+    def busy(self) -> bool:
+        """True while parts of folders wait to be sent."""
+        return bool(self._folders)
 
     def give_up_silent(self) -> None:
         """Lose hosts whose network lets nothing through.
@@ -389,7 +398,7 @@ class RemoteRanks:
             case Told():
                 self._tell(link, message)
             case Fetch():
-                self._send_folder(link, message.path)
+                self._folders.append((link, self._folder(message.path)))
             case Over() if link in self._released:
                 self._dismiss(link)
             case Interrupted():
@@ -430,10 +439,11 @@ class RemoteRanks:
                 text = json.dumps({**record, "time": record["time"] - link.clock_ahead_s, "host": link.name})
         write_whole(rank.record.with_suffix(message.suffix), text)
 
-    def _send_folder(self, link: Link, name: str) -> None:
+    def _folder(self, name: str) -> Iterator[Struct]:
+        """The files of a folder as messages."""
         folder = place_in(self.folder.path, name)
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():
             if file.is_file():
-                for part in parts_of(file, self.folder.path):
-                    link.send(part)
-        link.send(Fetched(name))
+                with suppress(FileNotFoundError):  # the run has removed it meanwhile
+                    yield from parts_of(file, self.folder.path)
+        yield Fetched(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import os
 import select
 import signal
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from paceline.launch.host.serve import Coordinator
 
 _ROWS_S = 0.25  # from one status to the next
-_PARTS = 16  # of files, sent in a turn
+_SENDING_S = 0.1  # of files in a turn, for which messages and losses wait
 _IDLE_S = 5.0  # ranks that do nothing for so long wait in vain for those of a lost host
 
 
@@ -156,9 +156,11 @@ class ServedAttempt:
         ended = [rank for rank in self.ranks if rank.code is None and _has_ended(rank)]
         for rank in ended:
             rank.note_end()
-        self._send_parts(None if ended else _PARTS)
-        for rank in ended:
-            self._tell_texts()
+            if rank.code and rank.code < 0:  # at once: others wait for it
+                self._tell_end(rank)
+        untold = [rank for rank in ended if rank.number not in self._ended]
+        self._send_parts(time.monotonic() + (math.inf if untold else _SENDING_S))
+        for rank in untold:
             self._tell_end(rank)
 
     def stop(self, save_s: float) -> None:
@@ -171,7 +173,7 @@ class ServedAttempt:
         for rank in self.ranks:
             if rank.code is None:
                 rank.note_end()
-        self._send_parts(None)
+        self._send_parts(math.inf)
         for rank in self.ranks:
             self._tell_end(rank)
 
@@ -305,16 +307,17 @@ class ServedAttempt:
                 self._asked.add(name)
                 self.coordinator.send(Fetch(name))
 
-    def _send_parts(self, most: int | None) -> None:
-        """Send so many parts of new files; all, with None."""
+    def _send_parts(self, until: float) -> None:
+        """Send parts of new files until a time, by the monotonic clock; all, with infinity."""
         if self.copy is None:
             return
-        parts, sent = self._parts or self.copy.parts(), 0
-        for part in itertools.islice(parts, most):
+        self._parts = self._parts or self.copy.parts()
+        for part in self._parts:
             self.coordinator.send(part)
-            sent += 1
-        self._parts = parts if sent == most else None
-        for part in self.copy.parts() if most is None else ():  # what came after those were looked for
+            if time.monotonic() > until:
+                return
+        self._parts = None
+        for part in self.copy.parts() if until == math.inf else ():  # what came after those were looked for
             self.coordinator.send(part)
 
 

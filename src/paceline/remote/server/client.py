@@ -72,7 +72,8 @@ class ServerClient:
         servers: for each server the addresses of its processes, in any order; more are learnt.
         views: of each server, to find processes that were started later. Without, they are learnt from the servers.
         name: unique among living clients; one that comes again under it takes the place of the former.
-        deadline_s: of each call.
+        deadline_s: of each call, while no server answers.
+        patience_s: of each call that waits for other clients; None: the deadline.
         encode: codes the dense numbers of a push, which have a name, as the settings say; None: they go as they are.
 
     Raises:
@@ -89,6 +90,7 @@ class ServerClient:
         settings: ServerSettings,
         identity: str | None = None,
         deadline_s: float = 60.0,
+        patience_s: float | None = None,
         views: Sequence[Views] = (),
         encode: Encode | None = None,
     ) -> None:
@@ -98,7 +100,7 @@ class ServerClient:
         self._owned = slices_of(settings, len(servers))
         self._specs = {spec.name: spec for spec in settings.tensors()}
         self.lines = [
-            Line(addresses, key, name, identity, settings, deadline_s, views[part] if views else None)
+            Line(addresses, key, name, identity, settings, deadline_s, views[part] if views else None, patience_s)
             for part, addresses in enumerate(servers)
         ]
         self._read = [-1] * len(servers)  # versions that the next push is computed with

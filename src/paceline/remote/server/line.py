@@ -29,6 +29,8 @@ class Line:
 
     Args:
         addresses: of its processes, the likely primary first.
+        deadline_s: the longest that no process of the server may answer a call.
+        patience_s: the longest that a call may wait for other clients, while the server answers; None: the deadline.
         views: asked where none of these is the primary.
     """
 
@@ -41,10 +43,12 @@ class Line:
         settings: ServerSettings,
         deadline_s: float,
         views: Views | None = None,
+        patience_s: float | None = None,
     ) -> None:
         self.addresses = [as_text(address) for address in addresses]
         self._key, self.name, self._identity, self._settings = key, name, identity, settings
         self.deadline_s, self._views = deadline_s, views
+        self.patience_s = deadline_s if patience_s is None else patience_s
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._closed = False
@@ -155,7 +159,8 @@ class Asked:
         self, line: Line, function: str, args: Sequence[Any], waits_s: float | None, more: Sequence[Any]
     ) -> None:
         self.line, self._function, self._args, self._waits_s, self._more = line, function, args, waits_s, more
-        self._until = time.monotonic() + line.deadline_s
+        now = time.monotonic()
+        self._until, self._waits_until = now + line.deadline_s, now + line.patience_s
         self._client: Client | None = None
         self._pending: Pending | None = None
         self._begin()
@@ -177,9 +182,10 @@ class Asked:
                     return value
                 case "refused":
                     raise (NoMember if _NO_MEMBER in value else ServerRefused)(value)
-                case "waits" if time.monotonic() > self._until:
-                    raise DeadlineError(f"{self.line.name} waited {self.line.deadline_s:g} s: {value}")
+                case "waits" if time.monotonic() > self._waits_until:
+                    raise DeadlineError(f"{self.line.name} waited {self.line.patience_s:g} s: {value}")
                 case "waits":
+                    self._until = time.monotonic() + self.line.deadline_s  # the server is there
                     time.sleep(_PAUSE_S)
                 case "elsewhere" | "lost":
                     assert self._client is not None
@@ -189,8 +195,9 @@ class Asked:
     def _begin(self) -> None:
         """Send the call. A failure is looked at when the answer is asked for."""
         self._client = self.line.connected(self._until)
-        left_s = max(0.0, self._until - time.monotonic())
-        wait = [] if self._waits_s is None else [min(self._waits_s, left_s)]
+        now = time.monotonic()
+        left_s = max(0.0, self._until - now)
+        wait = [] if self._waits_s is None else [min(self._waits_s, max(0.0, self._waits_until - now))]
         try:
             self._pending = self._client.begin(
                 self._function, *self._args, *wait, *self._more, deadline_s=min(self._attempt_s(), left_s + MOST_WAIT_S)

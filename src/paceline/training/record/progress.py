@@ -325,6 +325,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             if event.get("ends"):
                 return f"{event['reason']}; the run ends: {_TOO_OFTEN}{stack}"
             others = "the others wait for it" if event.get("waits") else "the others go on"
+            if event.get("ending"):
+                return f"{event['reason']}; {others} to the end of the run{stack}"
             then = "It is started again." if event["again"] else LEFT_OUT
             return f"{event['reason']}; {others}. {then}{stack}"
         case "host_lost":

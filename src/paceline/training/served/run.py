@@ -29,7 +29,7 @@ from paceline.job.partition import Partition
 from paceline.plans.sync_info import ServerProcesses, SyncSpec
 from paceline.rank_environment import RankEnvironment
 from paceline.remote.server.client import ServerClient
-from paceline.remote.server.process import ParameterServer
+from paceline.remote.server.process import GRACE_S, ParameterServer
 from paceline.remote.server.views import StoreViews, as_address, as_text
 from paceline.split.parts import whole_parts
 from paceline.sync.compress.alone import Feedback, decoder
@@ -47,6 +47,8 @@ from paceline.training.stop_signals import stop_signals
 
 SETTINGS, ENDED, ADDRESS = "served/settings", "served/ended", "served/address"  # keys of the run's store
 _LOOK_S = 0.02  # from one look at whether a border is over to the next
+_START_S = 300.0  # for the first worker and the servers to start, each of which the launcher watches
+_DEALT_AGAIN_S = 2 * GRACE_S  # from the end of a worker that hangs until another has its piece
 _ALIVE_S = 0.25  # between two marks of a server that it lives, and looks at who takes part
 
 
@@ -68,7 +70,7 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
     board, servers = StatusBoard.of_this_rank(), ServerProcesses.of(run.plan.sync)
     number = environment.rank - run.plan.ranks
     part = number // servers.each
-    settings = read(store.get(SETTINGS))
+    settings = read(store.get(SETTINGS, _START_S))
     if servers.each == 1 and store.check([f"{ADDRESS}/{number}"]):
         raise LaunchError(
             f"server {part} was lost, and has no backup: --resume goes on from the newest checkpoint; backup=on in the "
@@ -163,7 +165,7 @@ def _own_group(run: Run, environment: RankEnvironment, worker: int) -> Iterator[
 
     They are started together, also where one of them was lost: the launcher then ends the others, which is waited for.
     """
-    size, deadline_s = run.plan.ranks // run.plan.dp, run.job.deadline_s
+    size, deadline_s = run.plan.ranks // run.plan.dp, _patience_s(run)
     if size == 1:
         yield Group(device=use(environment.local_rank), deadline_s=deadline_s)
         return
@@ -184,7 +186,7 @@ def _rounds(run: Run, engine: Engine, store: StoreClient) -> Rounds:
     job, period = run.job, SyncSpec.parse(run.plan.sync).period
     epoch_steps, total_steps = _partition(engine).steps_per_epoch, _total_steps(job, engine)
     # without rounds a ticket has the number of its batch, which the servers' schedule counts
-    begin = 0 if period == 1 else int(store.get(BEGIN))
+    begin = 0 if period == 1 else int(store.get(BEGIN, _START_S))
     return Rounds(period, begin, lambda step: next_border(job, epoch_steps, total_steps, step))
 
 
@@ -199,13 +201,22 @@ def _partition(engine: Engine) -> Partition:
 
 def _client(run: Run, store: StoreClient, name: str) -> ServerClient:
     servers = ServerProcesses.of(run.plan.sync)
-    settings = read(store.get(SETTINGS))
+    settings = read(store.get(SETTINGS, _START_S))
     keys = [f"{ADDRESS}/{number}" for number in range(servers.processes)]
-    places = [as_address(told.decode()) for told in store.get_all(keys)]
+    places = [as_address(told.decode()) for told in store.get_all(keys, _START_S)]
     parts = [places[i : i + servers.each] for i in range(0, len(places), servers.each)]
     key = own_key() if any(isinstance(place, tuple) for place in places) else None
     encode = None if settings.compress == "none" else Feedback(settings.compress, seed=secrets.randbits(32)).encode
-    return ServerClient(parts, key, name=name, settings=settings, deadline_s=run.job.deadline_s, encode=encode)
+    limits = {"deadline_s": run.job.deadline_s, "patience_s": _patience_s(run)}
+    return ServerClient(parts, key, name=name, settings=settings, encode=encode, **limits)
+
+
+def _patience_s(run: Run) -> float:
+    """Longest wait for a piece of another worker.
+
+    The launcher watches that worker, allows each of its steps the deadline, and starts it again if it hangs.
+    """
+    return SyncSpec.parse(run.plan.sync).period * run.job.deadline_s + _DEALT_AGAIN_S
 
 
 def _key_and_place(environment: RankEnvironment) -> tuple[RunKey | None, tuple[str, int] | Path]:
