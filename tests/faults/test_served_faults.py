@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -84,14 +85,14 @@ def job(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(job: Path, folder: Path, plan: str = PLAN) -> Iterator[tuple[psutil.Process, Path]]:
+def served(job: Path, folder: Path, plan: str = PLAN) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A run under way, whose processes are gone at the end, and which leaves nothing in the temporary folder."""
     with training(job, folder, plan) as (process, run):
         yield process, run
     assert not list(folder.glob("paceline-scratch-*"))
 
 
-def wait_for_phase(phase: str, rank: int, run: Path, process: psutil.Process) -> psutil.Process:
+def wait_for_phase(phase: str, rank: int, run: Path, process: subprocess.Popen[str]) -> psutil.Process:
     """Wait for a phase of the run; returns the process of a rank."""
     match phase:
         case "start":

@@ -26,7 +26,7 @@ from paceline.launch.host.messages import Begin
 from paceline.launch.host.remote import RemoteRank, RemoteRanks, RunFolder
 from paceline.launch.independent import Independent
 from paceline.launch.place import RankPlace
-from paceline.launch.recovery import Recovery
+from paceline.launch.recovery import Recovery, StoppedRanks
 from paceline.launch.rendezvous import on_one_host, rendezvous
 from paceline.launch.scaling import answer_requests
 from paceline.launch.signals import StopSignals, stopped_before
@@ -102,6 +102,7 @@ class Attempt:
         self._starts: Counter[int] = Counter()  # of ranks, again
         self._oom_told: dict[str, int] = {}  # by host
         self._killing = False
+        self._stopped = StoppedRanks(self)
         self._made = ExitStack()
 
     def __enter__(self) -> Self:
@@ -154,6 +155,8 @@ class Attempt:
             if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self._counted()):
                 self._note_ends_for(self.setting.collect_s)
                 return self._failed()
+            if self.recovery is None and self.signals.first and (held := self._held()):
+                return self._hang(held)
             if (hung := self._hung()) and not (self.recovery and self.recovery.end(hung)):
                 return self._hang(hung)
         return None
@@ -326,6 +329,11 @@ class Attempt:
         """Processes here that lack of memory has ended since the attempt began."""
         kills = oom_kills()
         return None if kills is None or self._oom_kills is None else kills - self._oom_kills
+
+    def _held(self) -> list[RankStatus]:
+        """Ranks that SIGSTOP holds for too long: they take no other signal."""
+        late = self._stopped.too_long([rank.number for rank in self.ranks if rank.code is None])
+        return [status for status in self.board.read() if status.rank in late]
 
     def _hung(self) -> list[RankStatus]:
         """Ranks that did nothing for too long; all, if they only wait for another."""

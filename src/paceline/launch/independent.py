@@ -209,12 +209,15 @@ class Independent:
         return all(rank.code == 0 for rank in self._ranks_of(0))
 
     def _end_stopped(self) -> None:
-        """Kill ranks that SIGSTOP holds for too long, unless it holds all, or all processes of a server."""
+        """Kill ranks that SIGSTOP holds for too long.
+
+        Before the run is to end, not if all are held, or all processes of a server.
+        """
         alive = [number for number in self.counted if self.attempt.ranks[number].code is None]
-        late = self._stopped.too_long(alive)
+        late, ending = self._stopped.too_long(alive), self.attempt.signals.first is not None
         held = {number for number in self._stopped.now if not self._works(number)}
-        for number in late if len(self._stopped.now) < len(alive) else ():
-            if self._works(number) or self._serves_without(held):
+        for number in late if ending or len(self._stopped.now) < len(alive) else ():
+            if ending or self._works(number) or self._serves_without(held):
                 self._why[number] = kill_hung(self.attempt, number)
 
     def _can_go(self, numbers: Sequence[int]) -> bool:

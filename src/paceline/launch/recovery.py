@@ -194,8 +194,8 @@ class Recovery:
 
     def _end_stopped(self) -> None:
         """Kill members that SIGSTOP holds for too long: the others would wait until their deadline."""
-        late = self._stopped.too_long(self.members)
-        for number in late if len(self._stopped.now) < len(self.members) else ():
+        late, ending = self._stopped.too_long(self.members), self.attempt.signals.first is not None
+        for number in late if ending or len(self._stopped.now) < len(self.members) else ():
             self._why[number] = kill_hung(self.attempt, number)
 
     def _may_be_spared(self, number: int) -> bool:

@@ -41,7 +41,8 @@ def endless(folder: Path) -> Path:
 
 def host_process_of(launcher: subprocess.Popen[str]) -> psutil.Process:
     """That of host 1, by its title."""
-    [found] = [p for p in processes_of(launcher) if p.cmdline()[:1] == ["paceline host process"]]
+    living = [p for p in processes_of(launcher) if p.status() != psutil.STATUS_ZOMBIE]
+    [found] = [p for p in living if p.cmdline()[:1] == ["paceline host process"]]
     return found
 
 

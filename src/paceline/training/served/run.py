@@ -207,8 +207,10 @@ def _client(run: Run, store: StoreClient, name: str) -> ServerClient:
     parts = [places[i : i + servers.each] for i in range(0, len(places), servers.each)]
     key = own_key() if any(isinstance(place, tuple) for place in places) else None
     encode = None if settings.compress == "none" else Feedback(settings.compress, seed=secrets.randbits(32)).encode
-    limits = {"deadline_s": run.job.deadline_s, "patience_s": _patience_s(run)}
-    return ServerClient(parts, key, name=name, settings=settings, encode=encode, **limits)
+    deadline_s, patience_s = run.job.deadline_s, _patience_s(run)
+    return ServerClient(
+        parts, key, name=name, settings=settings, deadline_s=deadline_s, patience_s=patience_s, encode=encode
+    )
 
 
 def _patience_s(run: Run) -> float:
