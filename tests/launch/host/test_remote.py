@@ -125,9 +125,9 @@ def test_a_host_that_is_slow_to_take_a_checkpoint_holds_up_no_signal_and_no_loss
         hosts: Any = HostsAround([])
         remote = RemoteRanks([slow, other], board, tmp_path, RunFolder(tmp_path / "run"), signals, select.poll(), hosts)
         at_slow.send(Fetch("checkpoints/step-00000001"))
-        wait_for(lambda: remote.turn() or remote.busy)
+        wait_for(lambda: remote.busy, remote)
         at_other.send(Interrupted("SIGTERM"))
-        wait_for(lambda: remote.turn() or signals.first)
+        wait_for(lambda: signals.first, remote)
         assert signals.first == "SIGTERM"
         assert remote.busy, "nothing of the folder is read there"
         while not isinstance(message := at_slow.take(), Fetched):
@@ -139,8 +139,10 @@ def test_a_host_that_is_slow_to_take_a_checkpoint_holds_up_no_signal_and_no_loss
     assert (tmp_path / "copy" / "checkpoints" / "step-00000001" / "shard.safetensors").read_bytes() == shard
 
 
-def wait_for(condition: Callable[[], object]) -> None:
+def wait_for(condition: Callable[[], object], remote: RemoteRanks) -> None:
+    """Let the coordinator work until a condition is met."""
     until = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < until, "waited in vain"
+        remote.turn()
         time.sleep(0.01)
