@@ -69,7 +69,10 @@ class Independent:
 
     @property
     def counted(self) -> Sequence[int]:
-        """Ranks whose failure is the attempt's: all but those left out; the first worker's when it has ended."""
+        """Ranks whose failure is the attempt's.
+
+        All but those left out; only the first worker's once that has ended.
+        """
         if self._first_has_ended:
             return self._numbers_of(0)
         return [number for number in range(self.attempt.setting.ranks) if self._first_of(number) not in self._out]
@@ -196,7 +199,10 @@ class Independent:
                     self._start(first)
 
     def _is_done(self) -> bool:
-        """True once all workers have ended, or the first has and the others had time for that."""
+        """True once all workers have ended.
+
+        Or once the first has, and the others had time to.
+        """
         if all(rank.code == 0 for first in set(self._firsts) - self._out for rank in self._ranks_of(first)):
             return True
         now = time.monotonic()
@@ -229,7 +235,7 @@ class Independent:
         return 0 not in firsts and self._serves_without(firsts)
 
     def _serves_without(self, gone: Set[int]) -> bool:
-        """True if each server has a process besides these, and besides those that are not there."""
+        """True if each server has another process that is there."""
         begin, gone = self.workers * self.size, self._out | gone
         servers = (range(part, part + self.copies) for part in range(begin, self.attempt.setting.ranks, self.copies))
         return not any(gone.issuperset(server) for server in servers)
@@ -296,7 +302,10 @@ class Independent:
             self.attempt.on_event(event, {**details, "epoch": 0})
 
     def _replace(self, number: int) -> None:
-        """Start a lost rank again with its worker's others, unless it was lost too often, or the run is to end."""
+        """Start a lost rank again with its worker's others.
+
+        It is left out if it was lost too often, or the run is to end.
+        """
         first, end, ending = self._first_of(number), self.attempt.ends()[number], self.attempt.signals.first is not None
         spared = self._can_go(self._numbers_of(first))
         if ending and not spared:

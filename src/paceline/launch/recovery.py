@@ -347,7 +347,7 @@ class StoppedRanks:
         self._ran_at: dict[int, float] = {}  # when each rank was last seen not to be stopped
 
     def too_long(self, numbers: Sequence[int]) -> list[int]:
-        """Look at these ranks; returns those that were stopped for so long that they count as lost."""
+        """Look at these ranks; returns those stopped for too long, which count as lost."""
         now, limit_s = time.monotonic(), min(STOPPED_S, self.attempt.setting.deadline_s / 2)
         self.now = {number for number in numbers if self.attempt.ranks[number].stopped}
         self._ran_at = {n: self._ran_at.get(n, now) if n in self.now else now for n in numbers}
@@ -355,7 +355,7 @@ class StoppedRanks:
 
 
 def kill_hung(attempt: Attempt, number: int) -> str:
-    """Kill a rank that does nothing; returns a sentence that says which, and what it was doing."""
+    """Kill a rank that does nothing; returns a sentence on it."""
     ends = attempt.ends()
     attempt.ranks[number].kill()
     # the stack, if any, follows advice for those whose run ends

@@ -71,7 +71,10 @@ class Link:
                 self.lose(str(error))
 
     def offer(self, messages: Iterator[Struct], until: float) -> bool:
-        """Send messages for as long as the network takes them at once; returns whether all are sent.
+        """Send messages while the network takes them at once.
+
+        Returns:
+            Whether all are sent, or the host is lost.
 
         Args:
             until: when to stop, by the monotonic clock.
