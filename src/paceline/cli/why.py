@@ -73,5 +73,5 @@ def _try(found: Diagnosis, tries: int) -> None:
     from paceline.printable import printable
     from paceline.report.diagnosis.tried import try_suggestions
 
-    for line in try_suggestions(found, tries, lambda text: typer.echo(printable(text), err=True)):
+    for line in try_suggestions(found, tries, lambda text: typer.echo(printable(text), err=True)).lines:
         typer.echo(printable(line))

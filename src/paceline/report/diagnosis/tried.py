@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paceline import units
 from paceline.cluster.discover import discover
@@ -25,7 +25,20 @@ from paceline.tuning.result import TuningResult
 _ENDLESS = StopSpec(steps=10**9)  # what is measured here is asked for, however short the run was
 
 
-def try_suggestions(diagnosis: Diagnosis, most: int, say: Callable[[str], object]) -> list[str]:
+@dataclass(frozen=True)
+class Tried:
+    """Result of measuring suggestions.
+
+    Attributes:
+        lines: for people.
+        advice: the suggestion with the largest measured gain whose interval excludes zero; None if there is none.
+    """
+
+    lines: list[str]
+    advice: Suggestion | None
+
+
+def try_suggestions(diagnosis: Diagnosis, most: int, say: Callable[[str], object]) -> Tried:
     """Measure the best suggestions that are plans, and one device.
 
     Args:
@@ -59,10 +72,15 @@ def try_suggestions(diagnosis: Diagnosis, most: int, say: Callable[[str], object
         rows = measure(job, run.run.cluster, begin, tell).tried
     except LaunchError as error:
         raise LaunchError(f"plan {run.plan} could not be measured: {reason_of(error)}") from error
-    return list(_results(diagnosis, tried, alone, rows))
+    ratios = _ratios(rows)
+    faster = [one for one in tried if str(one.plan) in ratios and ratios[str(one.plan)].high < 1]
+    advice = min(faster, key=lambda one: ratios[str(one.plan)].middle, default=None)
+    return Tried([*_results(diagnosis, tried, alone, rows, advice)], advice)
 
 
-def _results(diagnosis: Diagnosis, tried: list[Suggestion], alone: Plan, rows: list[Trial]) -> Iterator[str]:
+def _results(
+    diagnosis: Diagnosis, tried: list[Suggestion], alone: Plan, rows: list[Trial], advice: Suggestion | None
+) -> Iterator[str]:
     ratios = _ratios(rows)
     own = rows[0].step_s
     if own is not None:
@@ -71,8 +89,7 @@ def _results(diagnosis: Diagnosis, tried: list[Suggestion], alone: Plan, rows: l
     for one in tried:
         expected = f"predicted {one.gain_words}, " if one.known == "predicted" else ""
         yield f"  {one.what}: {expected}{_measured(str(one.plan), ratios, rows)}"
-    faster = sorted((ratios[str(one.plan)].middle, one.what) for one in tried if _is_faster(str(one.plan), ratios))
-    yield f"advice: {faster[0][1] if faster else 'none; nothing that was measured is faster than the plan of the run'}"
+    yield f"advice: {advice.what if advice else 'none; nothing that was measured is faster than the plan of the run'}"
     if is_one_device(diagnosis.run):
         return
     if str(alone) not in ratios:
@@ -97,10 +114,6 @@ def _ratios(rows: list[Trial]) -> dict[str, Interval]:
             found[row.knob] = Interval(ratio.low * best.low, ratio.middle * best.middle, ratio.high * best.high)
             best = found[row.knob] if row.verdict == "kept" else best
     return found
-
-
-def _is_faster(plan: str, ratios: dict[str, Interval]) -> bool:
-    return plan in ratios and ratios[plan].high < 1
 
 
 def _measured(plan: str, ratios: dict[str, Interval], rows: list[Trial]) -> str:

@@ -1,0 +1,131 @@
+"""How often the advice of `paceline why` helps, on small jobs that begin with plans that leave something to gain.
+
+    python benchmarks/advice.py [--json]
+
+Each job is trained with a plan, and its run is diagnosed. Advice is of two kinds: changes whose predicted gain is
+beyond the error of predictions, and the change that `--try` measures as the fastest. Each advised plan is then compared
+with the plan of the run by whole trainings in turn, which neither kind has seen.
+
+Figures:
+- `advised`: number of changes that were advised; `jobs`: number of runs that were diagnosed.
+- `helped`: share of the advised changes that made the training's steps faster (mark: at least 0.9).
+- `worst_gain`: smallest gain of an advised change in samples a second (mark: no loss above 0.05).
+- `median_gain`: the gain of an advised change, in the median.
+
+Advice on another training (rules that change losses, another batch) is left out: it is not a question of speed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from measure import environment_line
+from paceline.cluster.discover import environment
+from paceline.job.job import Job
+from paceline.plans.plan import Plan
+from paceline.report.diagnosis.diagnosis import diagnosis_of
+from paceline.report.diagnosis.tried import try_suggestions
+from paceline.runner.train import train
+from paceline.stats import Interval, median_interval
+from paceline.training.record.run import Run
+
+ROUNDS, TRIES, STEPS = 5, 4, 120
+GPT = {"zoo": "gpt", "args": {"vocab": 64, "layers": 2, "heads": 2, "hidden": 64, "context": 32}}
+TOKENS = {"kind": "synthetic", "samples": 2000, "vocab": 64, "shape": [32]}
+SMALL, WIDE = ({"zoo": "mlp", "args": {"hidden": hidden}} for hidden in (64, 1024))
+# name, model, data, plan of the run
+CASES: list[tuple[str, Any, Any, str]] = [
+    ("small mlp", SMALL, "digits", "dp=2"),
+    ("small mlp", SMALL, "digits", "fsdp=2"),
+    ("wide mlp", WIDE, "digits", "dp=2"),
+    ("wide mlp", WIDE, "digits", "dp=1"),
+    ("cnn", "cifar_cnn", "digits", "dp=2"),
+    ("cnn", "cifar_cnn", "digits", "fsdp=2"),
+    ("gpt", GPT, TOKENS, "dp=2"),
+    ("gpt", GPT, TOKENS, "dp=2 microbatches=8"),
+]
+
+
+def main() -> None:
+    """Diagnose, try, compare, print the table, and with --json a last line for machines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    arguments = parser.parse_args()
+    print(
+        f"  {'job':<10} {'plan of the run':<22} {'kind':<10} {'advised':<34} measured gain (95 % interval)", flush=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # nothing is known from earlier runs, and nothing is kept
+        found = [row for number, case in enumerate(CASES) for row in advised(*case, Path(folder) / str(number))]
+    gains = [row.gain.middle for row in found]
+    figures: dict[str, float] = {"jobs": len(CASES), "advised": len(found)}
+    if gains:
+        helped = sum(gain > 0 for gain in gains) / len(gains)
+        figures |= {"helped": helped, "worst_gain": min(gains), "median_gain": statistics.median(gains)}
+    print("\n" + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
+    print(environment_line())
+    if arguments.json:
+        rounded = {name: round(value, 4) for name, value in figures.items()}
+        print(json.dumps({"figures": rounded, "environment": environment()}))
+
+
+@dataclass(frozen=True)
+class Advised:
+    """One advised plan and the gain of whole trainings by it."""
+
+    plan: Plan
+    gain: Interval
+
+
+def advised(name: str, model: Any, data: Any, plan: str, folder: Path) -> Iterator[Advised]:
+    """Each advised plan of one run, compared; a line for each, or one that says that there is none."""
+    values = {"name": name.replace(" ", "-"), "model": model, "data": data, "loss": "cross_entropy"}
+    job = Job.model_validate(
+        values | {"optimizer": {"name": "adamw", "lr": 0.001}, "global_batch": 64, "stop": {"steps": STEPS}}
+    )
+    folder.mkdir()
+    diagnosis = diagnosis_of(trained(job, plan, folder / "run"))
+    predicted = [one.plan for one in diagnosis.advice if one.plan is not None and not one.plan.inexact]
+    tried = try_suggestions(diagnosis, TRIES, lambda line: print(f"    {line}", file=sys.stderr, flush=True)).advice
+    kinds: dict[Plan, str] = dict.fromkeys(predicted, "predicted")
+    if tried is not None and tried.plan is not None and not tried.plan.inexact:
+        kinds[tried.plan] = "both" if tried.plan in kinds else "tried"
+    if not kinds:
+        print(f"  {name:<10} {plan:<22} {'':<10} none", flush=True)
+    for number, (other, kind) in enumerate(kinds.items()):
+        gain = compared(job, Plan.parse(plan), other, folder / f"compared-{number}")
+        interval = f"{gain.middle:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})"
+        print(f"  {name:<10} {plan:<22} {kind:<10} {other!s:<34} {interval}", flush=True)
+        yield Advised(other, gain)
+
+
+def compared(job: Job, own: Plan, other: Plan, folder: Path) -> Interval:
+    """Gain of samples a second by another plan, of whole trainings in turn."""
+    ratios = []
+    for number in range(ROUNDS):
+        order = (own, other) if number % 2 else (other, own)
+        times = {plan: trained(job, plan, folder / f"{number}-{i}").throughput for i, plan in enumerate(order)}
+        ratios.append(times[other] / times[own])
+    ratio = median_interval(ratios)
+    return Interval(ratio.low - 1, ratio.middle - 1, ratio.high - 1)
+
+
+def trained(job: Job, plan: Plan | str, folder: Path) -> Run:
+    """A finished run, without a word on the screen."""
+    return train(job, None, plan, run=folder, console=Console(file=io.StringIO()))
+
+
+if __name__ == "__main__":
+    main()
