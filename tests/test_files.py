@@ -140,3 +140,9 @@ def test_a_scratch_folder_has_room_for_sockets_where_the_temporary_folder_has_a_
         assert mode(short) == 0o700
         assert ordinary.parent == nowhere.parent == long
     assert not short.exists()
+
+
+def test_a_file_may_have_the_longest_name_that_its_file_system_takes(tmp_path: Path) -> None:
+    for name in ("x" * 255, "錯" * 85):
+        write_whole(tmp_path / name, "content")
+        assert (tmp_path / name).read_text() == "content"

@@ -44,7 +44,7 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> N
         OSError: the folder cannot be written, or the disk is full.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    temporary = f".{path.name[:200]}.{secrets.token_hex(8)}"
+    temporary = f".{short_name(path, 200)}.{secrets.token_hex(8)}"
     try:
         with os.fdopen(_create(temporary, folder), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -58,6 +58,14 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> N
         raise
     finally:
         os.close(folder)
+
+
+def short_name(path: Path, limit_bytes: int) -> str:
+    """The beginning of a file's name, for use in a temporary one.
+
+    File systems limit the bytes of a name, not its characters.
+    """
+    return os.fsdecode(os.fsencode(path.name)[:limit_bytes])
 
 
 def create_private(path: Path) -> IO[bytes]:

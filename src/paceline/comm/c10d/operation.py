@@ -7,6 +7,7 @@ A transport's driver adds how a thread waits, and which operations can wait no l
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,7 +31,8 @@ Steps = Generator[None, None, Any]
 class Operation:
     """One collective or message in progress.
 
-    `waits_for` returns the peers that it waits for, in the transport's own terms.
+    `waits_for` returns the peers that it waits for, in the transport's own terms. `started` is when it became the first
+    of its queue: the deadline does not count the operations before it.
     """
 
     def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], Sequence[Any]]) -> None:
@@ -39,12 +41,14 @@ class Operation:
         self.error: Exception | None = None
         self.result: Any = None
         self.on_done: list[Callable[[], None]] = []
-        self.started = time.monotonic()
+        self.started = math.inf
         self._steps = steps
 
     def advance(self) -> bool:
         """Continue as far as possible without waiting; returns True when done."""
         if not self.done:
+            if self.started == math.inf:
+                self.started = time.monotonic()
             try:
                 next(self._steps)
             except StopIteration as end:
@@ -89,6 +93,14 @@ class OperationQueue:
             for behind in self.operations if self.broken else ():
                 self.fail_as_broken(behind)
         return done
+
+    def break_off(self, error: Exception) -> list[Operation]:
+        """End all operations with an error; returns them."""
+        ended = [*self.operations]
+        self.operations.clear()
+        for operation in ended:
+            operation.error, operation.done = operation.error or error, True
+        return ended
 
     def fail_as_broken(self, operation: Operation) -> None:
         """End an operation of a queue that is broken."""
@@ -209,7 +221,10 @@ class Driver(ABC):
         """Continue with all operations; returns the calls to be made without the lock."""
         done: list[Operation] = []
         for queue in list(self._busy):
-            done += queue.advance()
+            try:
+                done += queue.advance()
+            except Exception as error:  # noqa: BLE001 - a fault of one queue must not stop the others
+                done += queue.break_off(error)
             if not queue.operations:
                 del self._busy[queue]
         # most looks find nothing done
@@ -222,8 +237,13 @@ class Driver(ABC):
 
     def _fail_hopeless(self) -> None:
         for queue in self._busy:
-            if queue.operations and (error := self._hopeless(queue.operations[0])):
-                queue.operations[0].fail(error)
+            if queue.operations:
+                try:
+                    error = self._hopeless(queue.operations[0])
+                except Exception as fault:  # noqa: BLE001 - as above
+                    error = fault
+                if error is not None:
+                    queue.operations[0].fail(error)
 
     def _oldest_s(self) -> float:
         """Seconds since the start of the oldest operation in progress."""

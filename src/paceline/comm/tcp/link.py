@@ -14,7 +14,9 @@ import socket
 import ssl
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.channel.silence import is_unacknowledged
 from paceline.comm.tcp.handshake import GREETING_BYTES, Greeting, wire_after
@@ -67,7 +69,15 @@ class Membership:
 class PeerLink:
     """This rank's end of the link to `peer`. All of it is called under the loop's lock."""
 
-    def __init__(self, loop: TcpProgress, own: RankAddress, peer: RankAddress, member: Membership, sink: Sink) -> None:
+    def __init__(
+        self,
+        loop: TcpProgress,
+        own: RankAddress,
+        peer: RankAddress,
+        member: Membership,
+        sink: Sink,
+        on_fault: Callable[[PeerLink, Exception], None],
+    ) -> None:
         self.own, self.peer = own, peer
         self.stream = ByteStream(sink)
         self.connections = 0  # made so far
@@ -83,7 +93,9 @@ class PeerLink:
         self._altered: deque[float] = deque(maxlen=_ALTERED[0])
         self._over = ""
         self._events = 0
-        loop.add_clock(self, self._look)
+        self._ending = False  # after a fault
+        self._on_fault = partial(on_fault, self)
+        loop.add_clock(self, self._look, self._on_fault)
         loop.expect(self)
 
     def begin(self) -> None:
@@ -137,7 +149,7 @@ class PeerLink:
         self._epoch, self._attempts, self._since = epoch, 0, time.monotonic()
         self._refused.clear()
         self._loop.expect_no_more(self)
-        self._loop.watch(wire.connection.fileno(), _READ, self._on_event)
+        self._loop.watch(wire.connection.fileno(), _READ, self._on_event, self._on_fault)
         self._events = _READ
         self.flush()
 
@@ -158,7 +170,9 @@ class PeerLink:
                 self.lose(ConnectionError("the other side has lost the connection"))
                 self._next_attempt = 0.0
             return
-        if self._connects or self._over:
+        # a connection that this rank's peer gave up since: it has received more over the one after it
+        is_late = hello.received < self.stream.acknowledged
+        if self._connects or self._over or is_late:
             handshake.connection.close()
             return
         handshake.send(own.to_bytes())
@@ -198,6 +212,14 @@ class PeerLink:
             except OSError as error:
                 self.lose(error)
 
+    def end(self, why: str) -> None:
+        """End the link after a fault: read nothing more, and send what is given."""
+        if self._ending or not self.connected:
+            self.close()
+            return
+        self._ending, self._over = True, self._over or why
+        self.flush()
+
     def close(self) -> None:
         """End the link."""
         self._loop.remove_clock(self)
@@ -211,6 +233,9 @@ class PeerLink:
 
     def _on_event(self, events: int) -> None:
         if not self.connected:  # lost or closed since the event was seen
+            return
+        if self._ending and events & ~select.EPOLLOUT:
+            self.close()
             return
         try:
             if events & ~select.EPOLLOUT:
@@ -226,6 +251,10 @@ class PeerLink:
 
     def _watch(self) -> None:
         events = _WRITE if self.stream.wants_to_write else _READ
+        if self._ending:
+            events &= ~_READ
+            if not events:
+                self.say_goodbye()
         if events != self._events and self.stream.connection is not None:
             self._events = events
             self._loop.change(self.stream.connection.fileno(), events)
@@ -261,7 +290,7 @@ class PeerLink:
         except OSError as error:
             self._failed(error)
             return
-        self._loop.watch(self._attempt.connection.fileno(), select.EPOLLOUT, self._on_attempt)
+        self._loop.watch(self._attempt.connection.fileno(), select.EPOLLOUT, self._on_attempt, self._on_fault)
 
     def _on_attempt(self, _: int) -> None:
         attempt = self._attempt
@@ -293,6 +322,8 @@ class PeerLink:
         except SyncError as error:
             attempt.connection.close()
             self._over = f"{self.own} and {self.peer}: {error}"
+        except Exception as error:  # noqa: BLE001 - tried again; if it stays, the deadline's error names it
+            self._failed(ConnectionError(f"{type(error).__name__}: {error}"))
 
     def _greeting(self, epoch: int) -> Greeting:
         member, knock = self._member, not self._connects

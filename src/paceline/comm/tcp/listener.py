@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.comm.tcp.handshake import GREETING_BYTES, Greeting
 from paceline.comm.tcp.progress import TcpProgress
@@ -55,8 +56,8 @@ class Listener:
         self._socket = _listen(address)
         self.address, self.port = self._socket.getsockname()[:2]
         with loop.lock:
-            loop.watch(self._socket.fileno(), select.EPOLLIN, self._on_arrival)
-            loop.add_clock(self, self._look)
+            loop.watch(self._socket.fileno(), select.EPOLLIN, self._on_arrival, self._on_fault)
+            loop.add_clock(self, self._look, self._on_fault)
 
     def close(self) -> None:
         """Stop listening and drop pending connections."""
@@ -83,11 +84,15 @@ class Listener:
             if len(self._pending) >= _MOST_PENDING:
                 self._turn_away(next(iter(self._pending)))
             fd = connection.fileno()
-            handshake = TlsHandshake(connection, self._context, accepts=True)
+            try:
+                handshake = TlsHandshake(connection, self._context, accepts=True)
+            except Exception:
+                connection.close()
+                raise
             self._pending[fd] = _Pending(handshake, time.monotonic() + _PATIENCE_S)
-            self._loop.watch(fd, select.EPOLLIN, lambda _, fd=fd: self._on_data(fd))  # type: ignore[misc]
+            self._loop.watch(fd, select.EPOLLIN, partial(self._on_data, fd), partial(self._on_bad_data, fd))
 
-    def _on_data(self, fd: int) -> None:
+    def _on_data(self, fd: int, _: int) -> None:
         handshake = self._pending[fd].handshake
         try:
             said = handshake.message(GREETING_BYTES)
@@ -98,6 +103,15 @@ class Listener:
         if hello is not None:
             self._forget(fd)
             self._welcome(handshake, hello)
+
+    def _on_bad_data(self, fd: int, _: Exception) -> None:
+        if fd in self._pending:
+            self._turn_away(fd)
+
+    def _on_fault(self, _: Exception) -> None:
+        """Rest for a while instead of failing again at once."""
+        self._allowance = 0.0
+        self._rest(True)
 
     def _turn_away(self, fd: int) -> None:
         self._forget(fd).connection.close()

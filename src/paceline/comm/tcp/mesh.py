@@ -20,7 +20,16 @@ from paceline.comm.c10d.operation import Operation, OperationQueue
 from paceline.comm.tcp.handshake import GROUP_BYTES, Greeting
 from paceline.comm.tcp.link import Membership, PeerLink, RankAddress
 from paceline.comm.tcp.listener import Listener
-from paceline.comm.tcp.messages import FAILURE, CurrentCall, TcpInbox, TcpMessage, TcpReceive, bytes_of, header
+from paceline.comm.tcp.messages import (
+    FAILURE,
+    LONGEST_FAILURE_BYTES,
+    CurrentCall,
+    TcpInbox,
+    TcpMessage,
+    TcpReceive,
+    bytes_of,
+    header,
+)
 from paceline.comm.tcp.progress import TcpProgress
 from paceline.comm.tcp.stream import OutgoingBytes
 from paceline.comm.tcp.tls import TlsHandshake
@@ -30,7 +39,6 @@ from paceline.errors import LaunchError, SyncError
 _SMALL_BYTES = 2**15  # a message up to here is copied into one piece with its header
 _GOODBYE_S = 2.0  # for another rank to hear it, by which it knows later that this one has not died
 _LINGER_BROKEN_S = 1.0  # for word of a failure to go out
-_LONGEST_FAILURE = 4000  # characters
 
 
 class TcpSend:
@@ -70,7 +78,7 @@ class LinkMesh:
                 for peer in places:
                     if peer.rank != rank:
                         inbox = self._inboxes[peer.rank] = TcpInbox(peer.rank, self._on_mismatch, self._on_failure)
-                        self.links[peer.rank] = PeerLink(loop, own, peer, member, inbox)
+                        self.links[peer.rank] = PeerLink(loop, own, peer, member, inbox, self._on_fault)
                 self._own, early, self._early = own, self._early, None
                 for handshake, hello in early.values():
                     self._welcome(handshake, hello)
@@ -135,7 +143,7 @@ class LinkMesh:
             return
         self.broken = error
         said = str(error) if isinstance(error, SyncError) else f"{self._own}: {type(error).__name__}: {error}"
-        text = said[:_LONGEST_FAILURE].encode()
+        text = said.encode(errors="replace")[:LONGEST_FAILURE_BYTES].decode(errors="ignore").encode()
         for link in self.links.values():
             link.stream.give(memoryview(header(FAILURE, CurrentCall.of("failure"), len(text)) + text), lent=False)
             link.flush()
@@ -176,6 +184,9 @@ class LinkMesh:
         except SyncError as error:
             handshake.connection.close()
             self.fail(error)
+        except Exception as error:  # noqa: BLE001 - as in a handler of the link's own
+            handshake.connection.close()
+            self._on_fault(link, error)
 
     def _on_mismatch(self, source: int, receive: TcpReceive, message: TcpMessage) -> None:
         own, peer = self._own, self.links[source].peer
@@ -189,6 +200,11 @@ class LinkMesh:
                 "same calls in the same order, with tensors of the same type and size."
             )
         )
+
+    def _on_fault(self, link: PeerLink, error: Exception) -> None:
+        """End the group after a handler of a link raised an exception."""
+        self.fail(error)
+        link.end(str(self.broken))
 
     def _on_failure(self, text: str) -> None:
         self.fail(SyncError(text))

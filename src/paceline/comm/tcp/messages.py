@@ -16,10 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.comm.tcp.wire import AlteredError
+
 _HEADER = struct.Struct("<BBBBiQqQQ")  # channel, what, how, dtype, root, number, tag, elements, bytes
 HEADER_BYTES = _HEADER.size
 COLLECTIVE, MESSAGE, FAILURE = range(3)  # channels
-_LONGEST_FAILURE_BYTES = 10_000
+LONGEST_FAILURE_BYTES = 10_000  # of UTF-8
 _WHAT = (
     "message",
     "all_reduce",
@@ -200,7 +202,9 @@ class TcpInbox:
         channel, what, how, dtype, root, number, tag, elements, nbytes = _HEADER.unpack(self._header)
         call = CurrentCall(what, how, dtype, root, number, tag, elements)
         if channel == FAILURE:
-            return TcpMessage(channel, call, memoryview(bytearray(min(nbytes, _LONGEST_FAILURE_BYTES))))
+            if nbytes > LONGEST_FAILURE_BYTES:
+                raise AlteredError(f"a failure's text of {nbytes} bytes is not one of paceline's")
+            return TcpMessage(channel, call, memoryview(bytearray(nbytes)))
         receive = self._who_waits(channel, tag)
         if receive is not None and self._fits(receive, call, nbytes):
             receive.message, receive.source = TcpMessage(channel, call, receive.target), self.source

@@ -92,7 +92,8 @@ class TcpProcessGroup(DrivenProcessGroup):
         )
 
     def _awaited(self, under_way: list[TcpSend | TcpReceive]) -> Callable[[], list[PeerLink]]:
-        return lambda: self._mesh.links_of(under_way)
+        mesh = self._mesh  # a message may be in progress when the group ends
+        return lambda: mesh.links_of(under_way)
 
     # The end
 

@@ -12,7 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias, TypeVar
 
 from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, call_all
 from paceline.epoch import epoch_is_over
@@ -21,6 +21,9 @@ from paceline.errors import SyncError
 _NAP_S = 0.02  # the longest sleep between two looks at whether waits are in vain
 _CLOCK_S = 0.05  # between two looks of the links
 _IDLE_S = 0.05  # how often the thread looks in while nothing is asked of it
+
+
+OnFault: TypeAlias = Callable[[Exception], None]
 
 
 class Awaited(Protocol):
@@ -47,8 +50,8 @@ class TcpProgress(Driver):
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
-        self._handlers: dict[int, Callable[[int], None]] = {self._bell: lambda _: None}
-        self._clocks: dict[object, Callable[[float], None]] = {}
+        self._handlers: dict[int, tuple[Callable[[int], None], OnFault]] = {self._bell: (lambda _: None, _ignore)}
+        self._clocks: dict[object, tuple[Callable[[float], None], OnFault]] = {}
         self._expected: set[object] = set()
         self._driving = False
         self._waiting = 0
@@ -66,9 +69,14 @@ class TcpProgress(Driver):
 
     # Sockets and clocks; the caller holds the lock
 
-    def watch(self, fd: int, events: int, handler: Callable[[int], None]) -> None:
-        """Call `handler` with what epoll says of a descriptor."""
-        self._handlers[fd] = handler
+    def watch(self, fd: int, events: int, handler: Callable[[int], None], on_fault: OnFault) -> None:
+        """Call `handler` with what epoll says of a descriptor.
+
+        Args:
+            on_fault: called with an exception that the handler raises. It ends what the descriptor belongs to: a
+                connection, or a group. Other groups of the process go on.
+        """
+        self._handlers[fd] = handler, on_fault
         self._epoll.register(fd, events)
 
     def change(self, fd: int, events: int) -> None:
@@ -80,9 +88,9 @@ class TcpProgress(Driver):
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
-    def add_clock(self, key: object, look: Callable[[float], None]) -> None:
-        """Call `look` with the time every few hundredths of a second."""
-        self._clocks[key] = look
+    def add_clock(self, key: object, look: Callable[[float], None], on_fault: OnFault) -> None:
+        """Call `look` with the time every few hundredths of a second; `on_fault` as in `watch`."""
+        self._clocks[key] = look, on_fault
 
     def remove_clock(self, key: object) -> None:
         """Call it no more."""
@@ -152,14 +160,13 @@ class TcpProgress(Driver):
             finally:
                 self.lock.acquire()
             for fd, events in ready:
-                handler = self._handlers.get(fd)  # one before it may have ended it
-                if handler is not None:
-                    handler(events)
+                if fd in self._handlers:  # one before it may have ended it
+                    _call(*self._handlers[fd], events)
             now = time.monotonic()
             if now - self._looked_at >= _CLOCK_S:
                 self._looked_at = now
-                for look in list(self._clocks.values()):
-                    look(now)
+                for look, on_fault in list(self._clocks.values()):
+                    _call(look, on_fault, now)
             if now - self._checked_at >= _NAP_S:
                 self._checked_at = now
                 self._fail_hopeless()
@@ -212,3 +219,18 @@ class TcpProgress(Driver):
                 "raise deadline_s."
             )
         return None
+
+
+_Told = TypeVar("_Told")
+
+
+def _call(handler: Callable[[_Told], None], on_fault: OnFault, told: _Told) -> None:
+    """Call a handler. Its exceptions end what it serves, not the thread that drives all groups."""
+    try:
+        handler(told)
+    except Exception as error:  # noqa: BLE001 - whatever it is, other groups go on
+        on_fault(error)
+
+
+def _ignore(_: Exception) -> None:
+    """The doorbell's handler raises nothing."""

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from paceline.errors import JobError, RunError
+from paceline.files import short_name
 from paceline.split.layout import ShardLayout
 from paceline.split.parts import Part, local
 from paceline.training.checkpoint.manifest import MANIFEST, TensorEntry, TensorPiece, sync_folder
@@ -92,7 +93,7 @@ def export_hf(run: Path, out: Path) -> None:
 
 def _new_folder_beside(out: Path) -> Path:
     """A new folder with an unguessable name and mode 0700, on the disk of `out`."""
-    return Path(tempfile.mkdtemp(prefix=f".{out.name[:100]}.", dir=out.parent))
+    return Path(tempfile.mkdtemp(prefix=f".{short_name(out, 100)}.", dir=out.parent))
 
 
 def _entries(loaded: Loaded, *, tied: bool) -> dict[str, TensorEntry]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.device import widened
 from paceline.errors import CheckpointError, RunError
+from paceline.files import short_name
 from paceline.split.parts import local
 from paceline.training.checkpoint.convert import export as export_checkpoint
 from paceline.training.checkpoint.manifest import step_name, sync_folder
@@ -161,7 +162,7 @@ def _export_whole(engine: OwnLoop, path: Path) -> None:
     if not engine.is_main:
         return
     state = {name: tensor.detach() for name, tensor in engine.model.state_dict().items() if isinstance(tensor, Tensor)}
-    with tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=f".{short_name(path, 100)}.", dir=path.parent) as folder:
         file = Path(folder) / "weights"
         write_one_by_one(
             file, {name: describe(name, tensor) for name, tensor in state.items()}, lambda name: state[name].cpu()
@@ -173,7 +174,7 @@ def _export_whole(engine: OwnLoop, path: Path) -> None:
 def _export_divided(engine: OwnLoop, path: Path) -> None:
     """Export by way of a checkpoint, which assembles the ranks' parts."""
     made = (
-        tempfile.TemporaryDirectory(prefix=f".{path.name[:100]}.", dir=path.parent)
+        tempfile.TemporaryDirectory(prefix=f".{short_name(path, 100)}.", dir=path.parent)
         if engine.is_main
         else nullcontext("")
     )
