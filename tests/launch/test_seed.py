@@ -7,12 +7,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from paceline.device import VISIBLE
 from paceline.errors import LaunchError
 from paceline.launch.local import launch
-from paceline.launch.seed import seed_for, shared_pids, warm_up, why_not
+from paceline.launch.seed import Seed, seed_for, shared_pids, warm_up, why_not
+from paceline.rank_environment import RankEnvironment
 
 WHAT = Path(__file__).with_name("what_ranks_do.py")
 
@@ -76,6 +78,22 @@ def test_a_seed_outlives_the_question_after_a_process_that_is_not_its_own() -> N
     with pytest.raises(LaunchError):
         seed.ask({"do": "wait", "pid": os.getpid()})
     assert not seed.lost
+
+
+def test_an_answer_that_comes_after_its_time_out_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.launch.seed._ANSWER_S", 0.5)
+    seed = Seed(os.environ)
+    try:
+        assert seed.wait_until_ready(60) is None
+        os.kill(seed.pid, signal.SIGSTOP)
+        with pytest.raises(LaunchError):
+            seed.fork(["time:sleep", "60"], os.environ, RankEnvironment(0, 1, "127.0.0.1", 0), None)
+        os.kill(seed.pid, signal.SIGCONT)
+        with pytest.raises(LaunchError, match="process 1 is no rank"):
+            seed.ask({"do": "wait", "pid": 1})
+        assert psutil.Process(seed.pid).children() == [], "a rank that nothing knows of has ended"
+    finally:
+        seed.end()
 
 
 def test_a_scheduler_that_signals_every_process_ends_no_seed_and_ranks_alone_are_ended(tmp_path: Path) -> None:

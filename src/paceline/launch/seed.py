@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ class Seed:
         self._socket.settimeout(_ANSWER_S)
         self._lock = threading.Lock()
         self._imported: set[str] = set()
-        self._imports_under_way = 1  # each is answered with why no rank may be forked, if so
+        # Orders without an answer yet, oldest first; they are answered in this order.
+        self._asked: deque[Mapping[str, Any]] = deque([{"do": "import"}])
         self._unfit: str | None = None
         with theirs:
             self._process = start(self._socket, theirs) if start else _interpreter(variables, theirs)
@@ -131,7 +133,7 @@ class Seed:
             LaunchError: the imports took longer than the deadline.
         """
         until = time.monotonic() + deadline_s
-        while self._imports_under_way and not stopped():
+        while self._asked and not stopped():
             if time.monotonic() > until:
                 raise LaunchError(
                     f"torch was not imported after {deadline_s:g} s, by the process that the ranks are to "
@@ -139,7 +141,7 @@ class Seed:
                 )
             if select.select([self._socket], [], [], _TICK_S)[0]:
                 with self._lock:
-                    self._note_imports(1)
+                    self._take_late_answer()
         return self._unfit
 
     def will_import(self, modules: Sequence[str]) -> None:
@@ -147,8 +149,7 @@ class Seed:
         with self._lock, suppress(OSError):  # a lost seed is told by the next fork
             if new := [name for name in modules if name not in self._imported]:
                 self._imported.update(new)
-                send(self._socket, {"do": "import", "modules": new})
-                self._imports_under_way += 1
+                self._order({"do": "import", "modules": new})
 
     def fork(
         self,
@@ -193,8 +194,9 @@ class Seed:
         """
         with self._lock:
             try:
-                self._note_imports(self._imports_under_way)
-                send(self._socket, order, descriptors)
+                while self._asked:
+                    self._take_late_answer()
+                self._order(order, descriptors)
                 answer = self._answer()
             except OSError as error:
                 raise LaunchError(
@@ -211,17 +213,31 @@ class Seed:
             self._process.kill()
             self._process.wait()
 
-    def _note_imports(self, number: int) -> None:
-        for _ in range(min(number, self._imports_under_way)):
-            self._unfit = self._answer()["unfit"] or self._unfit
-            self._imports_under_way -= 1
+    def _order(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        send(self._socket, order, descriptors)
+        self._asked.append(order)
+
+    def _take_late_answer(self) -> None:
+        """Read an answer that nothing waits for.
+
+        It is that of imports, or of an order that was given up.
+        """
+        if not self._asked:  # another thread has read it
+            return
+        answer = self._answer()
+        self._unfit = answer.get("unfit") or self._unfit
+        if "pid" in answer:  # of a rank that nothing knows
+            ForkedRank(answer["pid"], self).kill()
+            self._order({"do": "wait", "pid": answer["pid"]})
 
     def _answer(self) -> dict[str, Any]:
+        """Read the answer to the oldest order; after a time-out the answer is still expected."""
         gone = {"error": f"the process that ranks are forked from (pid {self.pid}) has ended", "unfit": "it has ended"}
         try:
             answer, _ = receive(self._socket)
         except ConnectionError:
-            return gone
+            answer = None
+        self._asked.popleft()
         return gone if answer is None else answer
 
 
