@@ -55,7 +55,7 @@ def test_the_plan_that_auto_chose_is_measured_as_it_is_beside_the_fixed_layout()
     alone = Plan(memory_format="channels_last")
     *_, auto = settings_for(small_job(), CORES, alone, devices=None, steps=None, weak=False)
     assert (auto.plan, auto.devices) == (replace(alone, threads=4), 4)
-    assert auto.label == f"auto: {auto.plan}"
+    assert auto.label == f"auto: dp=1 {auto.plan}"
     layout = [str(replace(alone, dp=n, threads=1)) for n in (1, 4)]
     assert [plan for _, plan, *_ in chosen(base=alone)] == [*layout, str(auto.plan)]
     assert len(chosen(base=Plan(dp=4))) == 2, "the layout on all cores has this plan"

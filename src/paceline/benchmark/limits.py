@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import fmean
 
-from paceline.benchmark.result import MeasuredSetting
+from paceline.benchmark.result import AUTO, MeasuredSetting
 from paceline.benchmark.words import listed
 from paceline.stats import LEAST_REPEATS, Interval, differ, median_interval
 from paceline.units import digits, percent
@@ -75,7 +75,8 @@ def _about_auto(chosen: MeasuredSetting | None, many: MeasuredSetting) -> list[s
         if ratio > 1
         else f"slower than ({digits(ratio)} ×)"
     )
-    return [f"The plan that auto chose, {chosen.plan}, is {verdict} {_name(many)} with {many.plan}."]
+    plan = chosen.plan if chosen.fixed else chosen.label.removeprefix(AUTO)
+    return [f"The plan that auto chose, {plan}, is {verdict} {_name(many)} with {many.plan}."]
 
 
 def _about_larger_batch(many: MeasuredSetting, weak: MeasuredSetting | None) -> list[str]:

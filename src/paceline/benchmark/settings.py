@@ -155,12 +155,20 @@ def spelled_out(plan: Plan, cluster: Cluster) -> Plan:
     return replace(plan, threads=plan.threads_for(cluster.hosts[0], plan.ranks))
 
 
+def named(plan: Plan) -> str:
+    """The text of a plan, with its degree where it has one rank."""
+    text = str(plan)
+    return f"dp=1 {text}" if plan.ranks == 1 and text != "dp=1" else text
+
+
 def _of_plan(plan: Plan | str, label: str, job: Job, cluster: Cluster, steps: int | None) -> Setting:
     """A plan as `paceline train` would run it. Without GPUs it uses as many devices as it has threads in all."""
     parsed = spelled_out(Plan.parse(plan) if isinstance(plan, str) else plan, cluster)
     devices = parsed.ranks * (1 if cluster.has_accelerators else parsed.threads)
     key = re.sub(r"[^a-z0-9]+", "-", str(parsed))
-    return Setting(key, f"{label}{parsed}", parsed, devices, "strong", job.global_batch, steps)
+    return Setting(
+        key, f"{label}{named(parsed)}" if label else str(parsed), parsed, devices, "strong", job.global_batch, steps
+    )
 
 
 def _reasons_against(settings: list[Setting], job: Job, cluster: Cluster) -> Iterator[str]:

@@ -216,7 +216,8 @@ def _circumstances(report: Report) -> Iterator[tuple[str, str]]:
     layout = " · ".join(sorted(plans) or [s.plan for s in report.settings[:1]])
     yield "layout", on_cores(layout) if report.on_cores else layout
     if (chosen := report.of_auto) is not None:
-        yield "auto", f"{chosen.plan}, as `paceline train` chooses" + (f": {chosen.label}" if chosen.fixed else "")
+        where = f'the row "{chosen.label}"' if chosen.fixed else "a row of its own"
+        yield "auto", f"{chosen.plan}, which `paceline train` chooses, is {where}"
     yield "machine", f"{report.cluster}; Python {report.environment['python']}, torch {report.environment['torch']}"
     yield "command", report.command
 

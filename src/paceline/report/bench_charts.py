@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.benchmark.result import Curve, MeasuredSetting
+from paceline.benchmark.result import AUTO, Curve, MeasuredSetting
 from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, SERIES, Line, Panel, lines, panelled
 from paceline.report.figure import Axis, Figure, Points
 from paceline.units import digits
@@ -27,10 +27,12 @@ def scaling(settings: Sequence[MeasuredSetting]) -> Figure:
         traces=[Points("ideal", [0, most], [0, most], GREY, dash="dash", hints=())],
     )
     plain = [s for s in compared if s.devices > 1 and s.fixed]
+    others = [s for s in compared if s not in plain]
+    only_auto = all(s.label.startswith(AUTO) for s in others)
     for name, points, colour, side in (
         ("strong scaling", [s for s in plain if s.scaling == "strong"], BLUE, "below"),
         ("weak scaling", [s for s in plain if s.scaling == "weak"], ORANGE, "above"),
-        ("other plans", [s for s in compared if s not in plain], GREEN, "right"),
+        ("plan of auto" if only_auto else "other plans", others, GREEN, "right"),
     ):
         if points:
             figure.traces.append(_curve(name, points, colour, side, from_one=points[0] in plain))

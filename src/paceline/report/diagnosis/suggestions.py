@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline import units
+from paceline.benchmark.settings import named
 from paceline.errors import PacelineError
 from paceline.planner.check.rules import reasons_against
 from paceline.planner.explain.advice import INEXACT, WORTH
@@ -111,12 +112,6 @@ def _plans(model: Model) -> list[Suggestion]:
         return []
     found = [Suggestion(named(plan), _gain(model, parts), "predicted", plan) for plan, parts in others]
     return [one for one in found if (one.gain or 0.0) >= WORTH or model.why_not][:_MOST_PLANS]
-
-
-def named(plan: Plan) -> str:
-    """The text of a plan, with its degree where it has one rank."""
-    text = str(plan)
-    return f"dp=1 {text}" if plan.ranks == 1 and text != "dp=1" else text
 
 
 def _batch(model: Model) -> list[Suggestion]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from paceline import units
+from paceline.benchmark.settings import named
 from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, RunError
 from paceline.job.stop import StopSpec
@@ -16,7 +17,7 @@ from paceline.plans.plan import Plan
 from paceline.plans.sync_info import SyncSpec
 from paceline.report.diagnosis.diagnosis import Diagnosis
 from paceline.report.diagnosis.predicted import is_one_device, one_device_plan
-from paceline.report.diagnosis.suggestions import Suggestion, named
+from paceline.report.diagnosis.suggestions import Suggestion
 from paceline.stats import Interval
 from paceline.training.record.run import Run
 from paceline.tuning.measure import measure, reason_of
