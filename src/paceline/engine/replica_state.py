@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,7 @@ class ReplicaState:
             for group, named, strict in self._held_alike():
                 if differing := _differing(group, named):
                     self._mend(group, named, differing, strict=strict)
+            self._compare_stages()
             if self.engine.split is not None and greatest(self.engine.group, len(self.corruption.found)):
                 self.corruption.tell_all()
 
@@ -95,6 +96,17 @@ class ReplicaState:
                 yield split.mesh.group(axis), alike, axis in DATA_AXES
         if engine.data_group.size > 1 and (buffers := self._buffers()):
             yield engine.data_group, buffers, True
+
+    def _compare_stages(self) -> None:
+        """Compare the parameters that several stages of a pipeline hold."""
+        split = self.engine.split
+        shared = split.pipeline.shared if split is not None and split.pipeline is not None else {}
+        if split is None or not shared or not same_machines(group := split.mesh.group("pp")):
+            return
+        parameters = self.engine.named_parameters()
+        held = {name: local(parameters[name]).detach() for name in shared if name in parameters}
+        if differing := _differing(group, held, list(shared)):
+            self._refuse(group, {name: int(_digest(held[name])) for name in differing if name in held})
 
     def _buffers(self) -> dict[str, Tensor]:
         """The buffers that should be the same on ranks that read different samples."""
@@ -127,10 +139,12 @@ class ReplicaState:
 
     def _refuse(self, group: Group, digests: Mapping[str, int]) -> None:
         """Raise for tensors that differ between ranks."""
-        found, differing = group.gather_json([self.engine.group.rank, dict(digests)]), list(digests)
+        found = group.gather_json([self.engine.group.rank, dict(digests)])
+        differing = list(dict.fromkeys(name for _, digests in found for name in digests))
         parameters = self.engine.named_parameters()
         name = next((name for name in differing if name in parameters), differing[0])
-        others = ", ".join(str(rank) for rank, digests in found if digests[name] != found[0][1][name])
+        holders = [(rank, digests[name]) for rank, digests in found if name in digests]
+        others = ", ".join(str(rank) for rank, digest in holders if digest != holders[0][1])
         rest = [n for n in differing if n != name]
         more = (
             f" (and so {'is' if len(rest) == 1 else 'are'} {', '.join(rest[:5])}{', …' if len(rest) > 5 else ''})"
@@ -140,7 +154,7 @@ class ReplicaState:
         what, instead = ("parameter", _PARAMETER) if name in parameters else ("buffer", _BUFFER)
         raise SyncError(
             f"step {self.engine.step_count + 1}: {what} {name!r} is different on rank {others} than on rank "
-            f"{found[0][0]}{more}. Nothing was updated. {instead}"
+            f"{holders[0][0]}{more}. Nothing was updated. {instead}"
         )
 
 
@@ -162,20 +176,27 @@ def _keeps_its_own(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and not is_synchronised(module)
 
 
-def _differing(group: Group, named: Mapping[str, Tensor]) -> list[str]:
+def _differing(group: Group, held: Mapping[str, Tensor], names: Sequence[str] = ()) -> list[str]:
     """Names of tensors that differ between the ranks of a group, the same on each.
 
     Takes one small collective.
+
+    Args:
+        held: this rank's tensors by name.
+        names: those of all ranks, if a rank may lack some.
     """
-    if not named:
+    names = names or list(held)
+    if not names:
         return []
-    digests = torch.stack([_digest(tensor) for tensor in named.values()])
+    nothing = torch.zeros((), dtype=torch.int64, device=group.device)
+    digests = torch.stack([_digest(held[name]) if name in held else nothing for name in names])
     quarters = torch.cat([digests >> shift & 0xFFFF for shift in (0, 16, 32, 48)]).float()  # which holds them exactly
-    together = torch.cat([quarters, -quarters])
+    together = torch.cat([quarters, -quarters]).view(2, 4, -1)
+    together[..., [name not in held for name in names]] = -math.inf
     group.all_reduce(together, "max")
-    largest, smallest = together.view(2, 4, -1)
+    largest, smallest = together
     differs = (largest != -smallest).any(dim=0)
-    return [name for name, one in zip(named, differs.tolist(), strict=True) if one]
+    return [name for name, one in zip(names, differs.tolist(), strict=True) if one]
 
 
 def _digest(tensor: Tensor) -> Tensor:

@@ -230,10 +230,11 @@ class Split:
 
     def after_backward(self) -> None:
         """Turn this rank's gradients into those of the replica's whole part of the batch."""
-        if self.pipeline is not None:
-            self.pipeline.after_backward()
+        # first, as it drops the gradients of parameters that this stage did not use, which another stage may have used
         if self.fully is not None:
             self.fully.after_backward()
+        if self.pipeline is not None:
+            self.pipeline.after_backward()
         for name, held in self.parameters.items():
             divided = self.divided[name]
             if divided is not held:

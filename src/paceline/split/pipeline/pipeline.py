@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 
 from paceline.comm import Group
+from paceline.device import uploaded
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.plans.choices import V_SCHEDULES, stages_per_rank
@@ -213,10 +214,18 @@ class Pipeline:
         return output if self._count - 1 in self._own else None
 
     def after_backward(self) -> None:
-        """Sum the gradients of parameters that several ranks hold, with the same bits on each."""
+        """Sum the gradients of parameters that several ranks hold, with the same bits on each.
+
+        A parameter that no stage used keeps no gradient, as in one process.
+        """
+        if not self.shared:
+            return
         own = self.named_parameters()
-        for name, holders in self.shared.items():
-            if self._pp.rank in holders:
+        with_gradient = [float(name in own and own[name].grad is not None) for name in self.shared]
+        used = uploaded(with_gradient, torch.float32, self._device)
+        self._pp.all_reduce(used)
+        for (name, holders), count in zip(self.shared.items(), used.tolist(), strict=True):
+            if count and self._pp.rank in holders:
                 self._sum(own[name], holders)
 
     @property
