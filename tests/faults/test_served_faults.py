@@ -55,6 +55,8 @@ class Net(nn.Module):
         if (HERE / f"hangs-{RANK}").exists():
             (HERE / f"hangs-{RANK}").unlink()
             time.sleep(600)
+        if self.training and (HERE / f"exits-{RANK}").exists():
+            os._exit(0)
         return self.layer(x)
 
 
@@ -192,3 +194,13 @@ def test_a_run_whose_launcher_is_killed_before_it_has_saved_begins_anew(job: Pat
     assert again.says("nothing was saved in this run; it starts again")
     assert not events(run, "resume")
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_worker_whose_code_calls_exit_is_named_and_ends_the_run(rank: int, job: Path, tmp_path: Path) -> None:
+    (tmp_path / f"exits-{rank}").touch()
+    with served(job, tmp_path) as (process, run):
+        outcome = ended(process)
+    assert outcome.code == 1
+    assert f"rank {rank} " in outcome.error.splitlines()[0]
+    assert max(losses(run), default=0) < STEPS

@@ -204,12 +204,15 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchFailure:
     failure = _describe(lost, len(ends), oom_kills)
     left = [e for e in ends if e.code == 0]
     if left:
-        early = (
-            f"{_who(left[0])} ended with exit code 0 in {_where(left[0].status)}, before the others: did the job's "
-            "code call exit()?\n"
-        )
-        return LaunchFailure(early + failure.text, left[0].status.rank)
+        return LaunchFailure(f"{ended_early(left[0])}\n{failure.text}", left[0].status.rank)
     return failure
+
+
+def ended_early(end: RankEnd) -> str:
+    """Sentence on a rank that ended as if its work were done."""
+    return (
+        f"{_who(end)} ended with exit code 0 in {_where(end.status)}, before the others: did the job's code call exit()?"
+    )
 
 
 def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> LaunchFailure:

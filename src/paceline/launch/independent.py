@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.engine.status import RankStatus
 from paceline.epoch import Epoch
 from paceline.errors import LaunchError
-from paceline.launch.failure import killed, shortened
+from paceline.launch.failure import ended_early, killed, shortened
 from paceline.launch.host.remote import RemoteRank
 from paceline.launch.membership import noted
 from paceline.launch.recovery import StoppedRanks, kill_hung, most_losses
@@ -50,8 +50,6 @@ class Independent:
         LaunchError: a host has not come yet, without which the run cannot begin.
     """
 
-    too_few: str | None = None
-
     def __init__(self, attempt: Attempt, workers: int, size: int, copies: int) -> None:
         self.attempt, self.workers, self.size, self.copies = attempt, workers, size, copies
         self._most = most_losses()
@@ -66,6 +64,14 @@ class Independent:
         self._done_at = math.inf  # when the first worker was seen to have ended
         self.hurries = True
         self._begin_without_absent()
+
+    @property
+    def too_few(self) -> str | None:
+        """Sentence that ends the run; None unless a worker has ended before its work was done."""
+        board, ranks = self.attempt.board.read(), self.attempt.ranks
+        workers = [n for n in range(self.workers * self.size) if self._first_of(n) not in self._out]
+        early = [n for n in workers if ranks[n].code == 0 and board[n].phase != "done"]
+        return f"{ended_early(self.attempt.ends()[early[0]])} The ranks were stopped." if early else None
 
     @property
     def counted(self) -> Sequence[int]:

@@ -263,11 +263,11 @@ class ServedAttempt:
         self.coordinator.send(Echo())
         return self.coordinator.lost is not None
 
-    def _tell_rows(self) -> None:
+    def _tell_rows(self, *, at_once: bool = False) -> None:
         board = self.board.read()
         # what epochs are made by is told at once
         shown = [(board[r.number].epoch, board[r.number].phase == "joining") for r in self.ranks]
-        if time.monotonic() - self._rows_at < _ROWS_S and shown == self._shown:
+        if not at_once and time.monotonic() - self._rows_at < _ROWS_S and shown == self._shown:
             return
         self._rows_at, self._shown, now_ns = time.monotonic(), shown, time.monotonic_ns()
         rows = []
@@ -292,6 +292,7 @@ class ServedAttempt:
 
     def _tell_end(self, rank: StartedRank) -> None:
         if rank.number not in self._ended and rank.code is not None:
+            self._tell_rows(at_once=True)  # where it has ended
             self._tell_texts()
             self._ended.add(rank.number)
             kills = oom_kills()
