@@ -210,9 +210,8 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchFailure:
 
 def ended_early(end: RankEnd) -> str:
     """Sentence on a rank that ended as if its work were done."""
-    return (
-        f"{_who(end)} ended with exit code 0 in {_where(end.status)}, before the others: did the job's code call exit()?"
-    )
+    where = f"in {_where(end.status)}, before the others"
+    return f"{_who(end)} ended with exit code 0 {where}: did the job's code call exit()?"
 
 
 def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> LaunchFailure:
