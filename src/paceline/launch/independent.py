@@ -67,7 +67,7 @@ class Independent:
 
     @property
     def too_few(self) -> str | None:
-        """Sentence that ends the run; None unless a worker has ended before its work was done."""
+        """Sentence that ends the run; None unless a worker ended too early."""
         board, ranks = self.attempt.board.read(), self.attempt.ranks
         workers = [n for n in range(self.workers * self.size) if self._first_of(n) not in self._out]
         early = [n for n in workers if ranks[n].code == 0 and board[n].phase != "done"]
