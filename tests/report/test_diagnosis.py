@@ -109,7 +109,7 @@ def test_a_predicted_gain_within_the_error_of_predictions_is_no_advice(tmp_path:
     predicted = [one for one in found.suggestions if one.known == "predicted"]
     assert predicted
     assert found.advice == [one for one in predicted if one.gain is not None and one.gain > found.doubt]
-    slow = run_of(tmp_path / "slow", {rank: {"compute": 10, "comm": 90, "optimizer": 2} for rank in (0, 1)})
+    slow = run_of(tmp_path / "slow", {rank: {"compute": 10, "comm": 390, "optimizer": 2} for rank in (0, 1)})
     assert any(one.plan is not None and one.plan.ranks == 1 for one in diagnosis_of(slow).advice)
 
 

@@ -62,7 +62,8 @@ def _suggest(found: Diagnosis) -> None:
         doubt = f" (± {100 * found.doubt:.0f} %)" if found.doubt else ""
         typer.echo(f"what helps, with its predicted gain in samples a second{doubt}:")
     else:
-        typer.echo("nothing is known that surely helps")
+        rests = f" (predictions may be off by ± {100 * found.doubt:.0f} %)" if found.doubt else ""
+        typer.echo(f"nothing is known that surely helps{rests}")
     for suggestion in advice:
         typer.echo(f"  {printable(suggestion.line())}")
     if others := [one.what for one in found.suggestions if one not in advice]:

@@ -43,6 +43,7 @@ class Model:
         factors: measured over predicted seconds of the run's plan, by measured part.
         beside_s: what is added to a part where no factor can be told.
         calibration: measurements of the machine that it rests on as well; None if there are none.
+        doubt: relative error that a predicted time may have.
         why_not: reason why nothing is predicted from the run; empty if it is.
     """
 
@@ -50,12 +51,8 @@ class Model:
     factors: Mapping[str, float]
     beside_s: Mapping[str, float]
     calibration: Calibration | None
+    doubt: float
     why_not: str = ""
-
-    @property
-    def doubt(self) -> float:
-        """Relative error that a predicted time may have."""
-        return DOUBT if self.calibration is not None else DOUBT_UNCALIBRATED
 
     def parts_of(self, plan: Plan, job: Job | None = None) -> dict[str, float]:
         """Predicted seconds of each measured part under a plan.
@@ -108,8 +105,12 @@ def model_of(run: Measured) -> Model:
     """
     calibration = kept_calibration(run.run.job, run.run.cluster)
     prediction = modelled(run.run.job, run.run.cluster, run.plan, calibration)
+    doubt = max(
+        DOUBT if calibration is not None else DOUBT_UNCALIBRATED,
+        prediction.interval.relative if prediction.interval is not None else 0.0,
+    )
     if run.served:
-        return Model(run, {}, {}, calibration)
+        return Model(run, {}, {}, calibration, doubt)
     predicted = _as_measured(prediction)
     factors, beside_s = {}, {}
     for part, own_s in run.even_parts.items():
@@ -122,10 +123,10 @@ def model_of(run: Measured) -> Model:
                 "device may not be as in the catalogue, or other programs may have kept it busy. `paceline plan` "
                 "measures this machine, and later predictions rest on that"
             )
-            return Model(run, {}, {}, calibration, why_not)
+            return Model(run, {}, {}, calibration, doubt, why_not)
         elif part in predicted:
             beside_s[part] = own_s - expected_s
-    return Model(run, factors, beside_s, calibration)
+    return Model(run, factors, beside_s, calibration, doubt)
 
 
 def one_device_plan(run: Measured) -> Plan:
