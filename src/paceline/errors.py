@@ -127,6 +127,31 @@ class SyncError(PacelineError):
     """Ranks failed to agree in time. The message names the ranks that are missing."""
 
 
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "gloo/",
+    "connectFullMesh",
+    "Timed out waiting",
+    "Socket Timeout",
+    "Application timeout caused pair closure",
+    "NCCL communicator was aborted",
+)
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """True if an error tells of a lost connection or a missing rank.
+
+    Any other error is this rank's own.
+    torch has a class for most of them, `DistError`, which is known by its name here. gloo raises plain RuntimeErrors.
+    """
+    if isinstance(error, SyncError) or any(kind.__name__ == "DistError" for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError | ConnectionError) and any(text in str(error) for text in _LOST_PEER)
+
+
 class ServerRefused(PacelineError):
     """A parameter server refused what it was asked. Nothing was changed; the message says what to do."""
 

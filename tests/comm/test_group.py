@@ -204,6 +204,26 @@ def test_a_lost_rank_in_a_process_group_of_the_users_own_is_named_over_shared_me
     assert re.search(r"all_reduce: rank 1 \(pid \d+\) ended", ranks(2, without_a_store, backend="shm")[0])
 
 
+def own_error_in_a_collective() -> list[str]:
+    """What each rank's collective raises when rank 1 gives a tensor that torch cannot look at."""
+    with joined(deadline_s=20) as group:
+        group.barrier()
+        bad = torch.ones(4).to_mkldnn()
+        try:
+            if group.rank == 1:
+                group.all_reduce(bad)
+            return []
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return [kind.__name__ for kind in type(error).__mro__]
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+def test_an_error_of_a_ranks_own_in_a_collective_is_no_lost_connection(ranks: Ranks, backend: Backend) -> None:
+    _, raised = ranks(2, own_error_in_a_collective, backend=backend)
+    assert "RuntimeError" in raised
+    assert "SyncError" not in raised
+
+
 def messages_and_parts() -> dict[str, Any]:
     """What the calls that are not all-reduces give, on three ranks."""
     with joined(deadline_s=30) as group:

@@ -21,7 +21,7 @@ from paceline.comm.deadline import failed_wait, missing_ranks, register
 from paceline.comm.link_speed import GroupLinks
 from paceline.comm.subgroup import make_process_group
 from paceline.epoch import EpochOver, ends_epoch
-from paceline.errors import LoaderProcessError, PacelineError, SyncError
+from paceline.errors import LoaderProcessError, SyncError, lost_a_peer
 
 Op = Literal["sum", "mean", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -201,7 +201,8 @@ class Group:
         try:
             self._reduce(whole, op, waits=True).wait()
         except RuntimeError as error:
-            raise self._explain("all-reduce", time.monotonic() - started, error) from error
+            self._explain("all-reduce", time.monotonic() - started, error)
+            raise
         if op == "mean":
             whole.div_(self.size)
         if whole is not tensor:
@@ -352,18 +353,25 @@ class Group:
         started = time.monotonic()
         try:
             yield
-        # torch raises DistBackendError and plain RuntimeError for lost peers and time-outs
         except RuntimeError as error:
-            raise self._explain(what, time.monotonic() - started, error) from error
+            self._explain(what, time.monotonic() - started, error)
+            raise
 
-    def _explain(self, what: str, waited_s: float, error: RuntimeError) -> PacelineError:
+    def _explain(self, what: str, waited_s: float, error: RuntimeError) -> None:
+        """Raise what an error in a wait for other ranks means.
+
+        Returns if the error is this rank's own.
+        """
         if "DataLoader worker" in str(error):  # torch raises it from SIGCHLD in whatever the main thread does
-            return LoaderProcessError(f"rank {self.rank}, in a wait for other ranks ({what}): {str(error).strip()}")
+            text = f"rank {self.rank}, in a wait for other ranks ({what}): {str(error).strip()}"
+            raise LoaderProcessError(text) from error
         if ends_epoch(error):
-            return EpochOver(f"rank {self.rank}: {what} was broken off after {waited_s:.1f} s")
+            raise EpochOver(f"rank {self.rank}: {what} was broken off after {waited_s:.1f} s") from error
+        if not lost_a_peer(error):
+            return
         self._failures += 1
         missing = missing_ranks(self.store, self.rank, self.size, self._failures)
-        return failed_wait(what, self.rank, waited_s, self.deadline_s, missing, error)
+        raise failed_wait(what, self.rank, waited_s, self.deadline_s, missing, error) from error
 
 
 @cache

@@ -15,19 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.engine.status import RankStatus
-from paceline.errors import LaunchError, PacelineError, SyncError
+from paceline.errors import LaunchError, PacelineError, lost_a_peer
 from paceline.rank_environment import HostEntry
 
 HOST = socket.gethostname()
-_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "gloo/transport",
-    "Timed out waiting",
-    "Application timeout caused pair closure",
-    "NCCL communicator was aborted",
-)
 # What a file system or a network gets over. A missing file, a directory in its place or a permission does not pass by
 # itself.
 _PASSING = {
@@ -354,10 +345,7 @@ def _may_pass(error: BaseException | None) -> bool:
 def _only_lost_a_peer(error: BaseException | None) -> bool:
     """True if the error is a lost connection: another rank's failure, seen from here."""
     while error is not None:
-        names = {kind.__name__ for kind in type(error).__mro__}  # by name: the launcher does without torch
-        if isinstance(error, SyncError) or "DistError" in names:
-            return True
-        if isinstance(error, RuntimeError | ConnectionError) and any(text in str(error) for text in _LOST_PEER):
+        if lost_a_peer(error):
             return True
         error = error.__cause__
     return False
