@@ -9,10 +9,11 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
-from torch.distributed import ReduceOp
+from torch.distributed import BarrierOptions, ReduceOp
 
 from paceline.comm.c10d.collectives import Collectives, Op, Reduction, all_reduce_sparse
 from paceline.comm.c10d.operation import DONE, DrivenWork, Driver, Operation, OperationQueue, Steps
@@ -273,6 +274,34 @@ class DrivenProcessGroup(dist.ProcessGroup):
             raise SyncError("this process group was destroyed")
 
     # What torch asks of a group
+
+    # torch asks a group for the backend of a device, and that for its features. A group in Python is its own backend.
+    supports_coalescing = supports_reconfigure = supports_shrinking = supports_splitting = False
+    supports_time_estimate = supports_window = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
+        return self
+
+    _get_backend = get_backend
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """False: torch allocates what it sends itself."""
+        return False
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; like every collective here, an error names the ranks that did not come."""
+        options = BarrierOptions()
+        options.timeout, options.asyncOp = timeout, False
+        self.barrier(options)
+
+    def name(self) -> str:
+        return self.getBackendName()
 
     def getBackendName(self) -> str:
         raise NotImplementedError("each transport has a name")
