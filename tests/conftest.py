@@ -73,6 +73,7 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     ),
     "needs_slurm": ("root and Slurm (packages slurm-wlm, munge)", slurm_is_installed),
 }
+NEEDED_BY = {"simulated": "needs_compiler", "chromium": "needs_chromium"}  # by fixture: no test can forget it
 SLOW_S = 900  # for a slow test that names no longer time-out: ten times what such a test takes on a quiet machine
 MUST_RUN_ALL = os.environ.get("CI") == "true"
 
@@ -171,8 +172,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         used = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
         if any(found and found[-1].scope == "module" for found in used):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-        if "simulated" in getattr(item, "fixturenames", ()):
-            item.add_marker("needs_compiler")
+        for fixture in NEEDED_BY.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(NEEDED_BY[fixture])
         own = item.get_closest_marker("timeout")
         if item.get_closest_marker("slow") and (own is None or own.args[0] < SLOW_S):
             item.add_marker(pytest.mark.timeout(SLOW_S), append=False)

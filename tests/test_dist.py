@@ -23,6 +23,7 @@ SOURCES = (
     "examples",
     "docs",
     "pyproject.toml",
+    "build_backend.py",
     "mkdocs.yml",
     "MANIFEST.in",
     "README.md",
@@ -62,6 +63,16 @@ def copy(tmp_path: Path) -> Path:
     for name in ("ARCHITECTURE.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, place / name)
     return place
+
+
+@pytest.mark.timeout(600)
+def test_an_installation_leaves_nothing_in_the_checkout(copy: Path, tmp_path: Path) -> None:
+    before = sorted(copy.rglob("*"))
+    pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation")
+    run(*pip, "--target", tmp_path / "installed", copy, folder=tmp_path)
+    assert (tmp_path / "installed" / "paceline" / "py.typed").exists()
+    assert (tmp_path / "installed" / "paceline" / "report" / "templates" / "style.css").exists()
+    assert sorted(file for file in copy.rglob("*") if "__pycache__" not in file.parts) == before
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -33,6 +34,7 @@ from paceline.cli.plan_offers import PlanCommand
 from paceline.cli.where import over_hosts
 from paceline.errors import PacelineError
 from paceline.printable import printable
+from paceline.torch_versions import untested
 
 app = typer.Typer(name="paceline", no_args_is_help=True, pretty_exceptions_enable=False)
 _modules = (
@@ -72,12 +74,17 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback(epilog="Example: paceline train examples/digits.yaml")
 def _about(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of paceline and exit."),
     ] = False,
 ) -> None:
     """Train any PyTorch model on your machines, and know how fast it went and why."""
+    if context.invoked_subcommand == "doctor" or os.environ.get("RANK", "0") != "0":
+        return  # doctor has a line of its own; other ranks under torchrun would repeat it
+    if newer := untested():
+        typer.echo(f"paceline: note: {newer}", err=True)
 
 
 def main() -> None:

@@ -204,6 +204,28 @@ def test_a_call_that_cannot_be_is_a_clear_error_and_no_wrong_result(ranks: Ranks
         assert "sparse tensors can only be summed" in sparse
 
 
+def asked_as_torch_asks_a_backend() -> None:
+    """A group answers for its device, offers no optional feature, and batches messages."""
+    group = dist.group.WORLD
+    assert group is not None
+    backend: object = group._get_backend(torch.device("cpu"))
+    assert backend is group
+    with pytest.raises(RuntimeError, match="No backend type"):
+        group._get_backend(torch.device("meta"))
+    assert group._device_types == [torch.device("cpu")]
+    assert not any(getattr(group, f"supports_{what}") for what in ("coalescing", "splitting", "window", "reconfigure"))
+    peer, received = 1 - dist.get_rank(), torch.zeros(4)
+    messages = [dist.P2POp(dist.isend, torch.full((4,), float(dist.get_rank())), peer)]
+    for work in dist.batch_isend_irecv([*messages, dist.P2POp(dist.irecv, received, peer)]):
+        work.wait()
+    assert received.tolist() == [peer] * 4
+
+
+@ours
+def test_torch_finds_the_backend_of_a_group(ranks: Ranks, backend: Backend) -> None:
+    ranks(2, asked_as_torch_asks_a_backend, backend=backend)
+
+
 def on_another_device() -> None:
     dist.all_reduce(torch.ones(2, device="meta"))
 

@@ -14,8 +14,8 @@ from typing import Any
 from paceline.cluster.cluster import Host
 from paceline.cluster.doctor.checks import Finding
 from paceline.device import CPU, DEVICE_VARIABLE, VISIBLE
+from paceline.torch_versions import OLDEST, newer_than_tested, release
 
-_OLDEST_TORCH = (2, 10)
 _EXTRAS = {
     "data": (("sklearn", "PIL", "pyarrow"), "digits, image folders, Parquet"),
     "hf": (("transformers",), "Hugging Face models"),
@@ -60,12 +60,15 @@ def check_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def _torch(torch: Mapping[str, Any]) -> Iterator[Finding]:
     text = f"{torch['version']}, {torch['built_for']}, code for {torch['capability']}"
-    if tuple(int(part) for part in torch["version"].split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
-        text += f": paceline needs {'.'.join(map(str, _OLDEST_TORCH))} or newer"
+    if release(torch["version"]) < OLDEST:
+        text += f": paceline needs {'.'.join(map(str, OLDEST))} or newer"
         yield Finding("problem", "torch", text, "pip install -U torch")
     elif not torch["gloo"]:
         text += ": built without gloo, over which ranks talk"
         yield Finding("problem", "torch", text, "install a build of torch that has it")
+    elif newer := newer_than_tested(torch["version"]):
+        text, _, advice = newer.partition(". If something fails: ")
+        yield Finding("note", "torch", text, advice)
     else:
         yield Finding("ok", "torch", text)
 

@@ -295,7 +295,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
         return False
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; like every collective here, an error names the ranks that did not come."""
+        """Wait for all ranks; an error names the ranks that did not come."""
         options = BarrierOptions()
         options.timeout, options.asyncOp = timeout, False
         self.barrier(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -25,6 +26,7 @@ from paceline.plans.axes import DATA_AXES
 from paceline.plans.plan import Plan
 from paceline.plans.sync_info import sync_info
 from paceline.split.mesh import Mesh
+from paceline.torch_versions import untested
 from paceline.training.own_loop.loop import OnStep, OwnLoop
 
 if TYPE_CHECKING:
@@ -121,6 +123,8 @@ def _join(plan: Plan | str, deadline_s: float) -> tuple[Plan, Group]:
     atexit.register(leave, group)
     chosen = Plan(dp=group.size) if asked is None else asked
     _check_ranks(chosen, group)
+    if group.rank == 0 and (newer := untested()):
+        warnings.warn(newer, stacklevel=3)
     return chosen, group
 
 
