@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -22,9 +22,11 @@ from commands import (
     rank_of,
     training,
     wait_for,
+    wait_for_events,
     wait_for_step,
     write_job,
 )
+from paceline.engine.status import StatusBoard
 
 STEPS, DEADLINE_S = 24, 8
 PLAN = "dp=2 sync=server:staleness=2"  # ranks 0 and 1 work, 2 serves, and 3 is its backup
@@ -204,3 +206,19 @@ def test_a_worker_whose_code_calls_exit_is_named_and_ends_the_run(rank: int, job
     assert outcome.code == 1
     assert f"rank {rank} " in outcome.error.splitlines()[0]
     assert max(losses(run), default=0) < STEPS
+
+
+@pytest.mark.slow
+def test_a_server_that_is_lost_before_its_backup_is_there_costs_nothing(job: Path, tmp_path: Path) -> None:
+    with served(job, tmp_path) as (process, run):
+        backup, server = (wait_for_phase("start", rank, run, process) for rank in (3, 2))
+        backup.suspend()
+        wait_for(lambda: list(tmp_path.glob(f"paceline-scratch-*/server-{server.pid}")), process)
+        [socket] = tmp_path.glob(f"paceline-scratch-*/server-{server.pid}")
+        with closing(StatusBoard.at(socket.with_name("status"))) as board:
+            wait_for(lambda: board.read()[2].phase == "done", process)  # it leads
+        server.kill()
+        wait_for_events(run, "lost", 1, process)
+        backup.resume()
+        outcome = ended(process)
+    must_be_whole(outcome, run)

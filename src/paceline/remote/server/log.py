@@ -265,7 +265,7 @@ class Log:
 
     def _take_a_role(self) -> None:
         view = self._views.read()
-        if view is None or (view.primary == self._own and self._journal):
+        if view is None or not view.primary or (view.primary == self._own and self._journal):
             with self.turn:
                 self._lead(view, View(1 if view is None else view.epoch + 1, self._own))
         else:

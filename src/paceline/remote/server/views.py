@@ -27,7 +27,7 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def addresses(self) -> list[str]:
         """The addresses of this epoch, the primary's first."""
-        return [self.primary, *([self.backup] if self.backup else [])]
+        return [address for address in (self.primary, self.backup) if address]
 
 
 class Views(Protocol):

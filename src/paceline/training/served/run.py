@@ -30,7 +30,7 @@ from paceline.plans.sync_info import ServerProcesses, SyncSpec
 from paceline.rank_environment import RankEnvironment
 from paceline.remote.server.client import ServerClient
 from paceline.remote.server.process import GRACE_S, ParameterServer
-from paceline.remote.server.views import StoreViews, as_address, as_text
+from paceline.remote.server.views import StoreViews, View, as_address, as_text
 from paceline.split.parts import whole_parts
 from paceline.sync.compress.alone import Feedback, decoder
 from paceline.training.build import build_engine, built, check_device, seed_all
@@ -80,6 +80,8 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
         key, where = _key_and_place(environment)
         decode = None if settings.compress == "none" else decoder(settings.compress)
         views = StoreViews(store, f"served/view/{part}") if servers.each > 1 else None
+        if views is not None:
+            _vacate(store, views, number)
         server = held.enter_context(
             ParameterServer(where, key, settings, part=part, servers=servers.parts, views=views, decode=decode)
         )
@@ -92,6 +94,19 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
             if board.current_epoch != epoch.number and (found := announced(folder, board.current_epoch)):
                 epoch = found
                 _expel(server, run, epoch)
+
+
+def _vacate(store: StoreClient, views: StoreViews, number: int) -> None:
+    """Let any process of a server lead in the place of this one's lost predecessor.
+
+    Only before the run has begun, when no parameters are lost with it: the two would wait for it for ever.
+    """
+    key = f"{ADDRESS}/{number}"
+    if not store.check([key]) or store.check([BEGIN]):
+        return
+    view = views.read()
+    if view is not None and view.addresses() == [store.get(key).decode()]:
+        views.replace(view, View(view.epoch + 1, ""))
 
 
 def _expel(server: ParameterServer, run: Run, epoch: Epoch) -> None:

@@ -137,9 +137,9 @@ class Worker:
     def _computed(self, ticket: Ticket, *, pulls: bool) -> Piece:
         self._ticket, self._pushed, self._has_pushed = ticket, None, False
         batches = self.rounds.batches(ticket.batch)
-        self.engine.on_phase("data", batches.start + 1)
         if pulls:
-            self.pull(ticket.needs)
+            self.pull(ticket.needs)  # still in the phase "sync": it may wait for other workers
+        self.engine.on_phase("data", batches.start + 1)
         before = self._copied() if self._alone else {}
         parts = [self._step(batch, ticket.piece) for batch in batches]
         if self._alone and any(part.result is not None for part in parts):
