@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+import select
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -222,6 +225,32 @@ def test_an_error_of_a_ranks_own_in_a_collective_is_no_lost_connection(ranks: Ra
     _, raised = ranks(2, own_error_in_a_collective, backend=backend)
     assert "RuntimeError" in raised
     assert "SyncError" not in raised
+
+
+def forked_by_the_user() -> float:
+    """The sum of the ranks' ones after a process that each rank has forked ends within the group."""
+    try:
+        with joined(deadline_s=20) as group:
+            group.barrier()
+            if (child := os.fork()) == 0:
+                raise SystemExit(0)
+            life = os.pidfd_open(child)
+            ended = select.select([life], [], [], 10)[0]
+            os.close(life)
+            if not ended:
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            assert ended, "the fork hangs"
+            tensor = torch.ones(4)
+            group.all_reduce(tensor)
+            return tensor.sum().item()
+    except SystemExit:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+def test_a_process_that_a_rank_forks_leaves_the_ranks_connections_alone(ranks: Ranks, backend: Backend) -> None:
+    assert ranks(2, forked_by_the_user, backend=backend) == [8.0, 8.0]
 
 
 def messages_and_parts() -> dict[str, Any]:

@@ -36,15 +36,21 @@ from paceline.plans.transport_info import BETWEEN_HOSTS
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment
 
 _joins = count()  # of this process so far
+_joined_by = [0]  # the process that joined last
 
 
 @contextmanager
 def joined(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | None = None) -> Iterator[Group]:
-    """The group of all ranks of a run or epoch, left again at the end."""
+    """The group of all ranks of a run or epoch, left again at the end.
+
+    A process that the user's code forks from this one leaves no group: the connections are its parent's.
+    """
     group = join(deadline_s=deadline_s, transport=transport, epoch=epoch)
     try:
         yield group
     except BaseException as error:
+        if _is_fork():
+            raise
         over = ends_epoch(error)
         if not over:
             tell_of_failure(error)  # before anything that may take long: the others may be gone
@@ -69,6 +75,7 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | N
         LaunchError: the variables are incomplete, or the rendezvous cannot be reached or served.
         ClusterError: the machine has fewer accelerators than ranks, or the transport asked for cannot be had.
     """
+    _joined_by[0] = os.getpid()
     device, store, note = use(int(os.environ.get(LOCAL_RANK, 0))), None, None
     if not dist.is_initialized():
         if not is_rank():
@@ -133,12 +140,17 @@ def _drop() -> None:
 
 
 def leave(group: Group) -> None:
-    """End the process group that `join` made."""
-    if group.store is not None:
+    """End the process group that `join` made; in a process forked since then, do nothing."""
+    if group.store is not None and not _is_fork():
         # Whoever still holds the process group keeps its threads alive, and one that drops a tensor while Python ends
         # aborts the process.
         group.close()
         close_stores()
+
+
+def _is_fork() -> bool:
+    """True in a process that user code has forked from a rank."""
+    return os.getpid() != _joined_by[0]
 
 
 def _met(

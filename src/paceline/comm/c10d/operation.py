@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -123,6 +124,7 @@ class Driver(ABC):
         self.lock = lock or threading.Lock()
         self._busy: dict[OperationQueue, None] = {}
         self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
         self._ending = False
 
     @classmethod
@@ -257,6 +259,8 @@ class Driver(ABC):
 
     def _end_thread(self) -> None:
         atexit.unregister(self._end_thread)
+        if os.getpid() != self._owner:  # a fork has no such thread, and would wake that of its parent for good
+            return
         with self.lock:
             self._ending = True
             self._wake_thread()
