@@ -271,20 +271,6 @@ def test_loading_a_position_in_the_same_process_goes_back_to_it() -> None:
     assert [rows(batch) for batch in engine.loader] == seen
 
 
-def test_an_iteration_broken_off_goes_on_with_the_next_batch() -> None:
-    for workers in (0, 2):
-        loader = DataLoader(
-            numbered(),
-            batch_size=BATCH,
-            sampler=SubsetRandomSampler(range(30), generator=seeded()),
-            num_workers=workers,
-        )
-        engine = engine_of(loader)
-        seen = [rows(next(iter(engine.loader)))]
-        seen += [rows(batch) for batch in engine.loader]
-        assert seen == [rows(batch) for batch in loader_with("subset")]
-
-
 class Unrepeatable(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter([int.from_bytes(os.urandom(4)) % SAMPLES for _ in range(SAMPLES)])

@@ -67,6 +67,7 @@ def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) ->
         workers=workers,
         samples=_samples(loader, partition, data_group, seed),
         rank=world.rank,
+        begins_anew=True,
     )
 
 
@@ -90,12 +91,13 @@ def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: i
         return Partition(
             PartitionSpec(shuffle=isinstance(loader.sampler, RandomSampler)),
             samples=len(dataset),
-            global_batch=batch_size if loader.drop_last else max(min(batch_size, len(dataset)), data_group.size),
+            global_batch=batch_size if loader.drop_last else min(batch_size, len(dataset) or batch_size),
             seed=seed,
             replica=data_group.rank,
             replicas=data_group.size,
             hosts=data_group.hosts,
             drop_last=loader.drop_last,
+            leaves_empty=True,
         )
     single = loader.batch_sampler is None and not _is_bulk(loader)
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler

@@ -5,6 +5,7 @@ They are read through torchdata's `StatefulDataLoader`.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,9 @@ class Position(NamedTuple):
 class Loader:
     """Loader of one replica's batches; each iteration runs one epoch, or its remainder.
 
-    It yields a batch for each step; the next iteration begins the next epoch.
+    It yields a batch for each step; the next iteration begins the next epoch. An iteration that was left early goes on
+    with the next one, or, with `begins_anew`, every iteration is a new epoch, as of a `DataLoader`: only after
+    `load_state_dict` does one begin within an epoch. Iterations may then overlap.
 
     A batch is what `collate_fn` makes of the samples (torch's `default_collate` where none is given). A dataset whose
     `__getitems__` returns a tuple of tensors has collated already; where no `collate_fn` is given, its batches pass
@@ -73,11 +76,16 @@ class Loader:
         workers: Workers | None = None,
         samples: RequestedSamples | None = None,
         rank: int | None = None,
+        begins_anew: bool = False,
     ) -> None:
         """Make a loader.
 
         `workers` says more than `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors.
         """
+        self.begins_anew = begins_anew
+        self._epochs = 0  # that were begun, with `begins_anew`
+        self._within = False  # whether the next iteration begins at a loaded position
+        self._overlapping: Loader | None = None  # the reader of an overlapping iteration, if it has yielded last
         self.partition, self.workers, self.pin_memory = partition, workers or Workers(num_workers), pin_memory
         self.num_workers = self.workers.count
         self.position: Position | None = None
@@ -104,6 +112,35 @@ class Loader:
         return True  # also without a length
 
     def __iter__(self) -> Iterator[Any]:
+        return self._new_epoch() if self.begins_anew else self._remainder()
+
+    def _new_epoch(self) -> Iterator[Any]:
+        """Batches of a new epoch, whether or not earlier iterations have ended."""
+        epoch, step = self._next if self._within else (self._epochs, 0)
+        self._within, self._epochs = False, max(self._epochs, epoch + 1)
+        reader = self if self._batches is None else self._beside()
+        if isinstance(self.partition, SamplerStream) and epoch > self._next[0]:
+            self.partition.leave(self._next[1] + self.workers.ahead)
+        reader._next = epoch, step
+        reader._turn = reader._turn if step else 0
+        for batch in reader._remainder():
+            self._overlapping = None if reader is self else reader
+            self.position, self.indices = reader.position, reader.indices
+            yield batch
+
+    def _beside(self) -> Loader:
+        """A reader of the same data for an iteration that begins before another one has ended."""
+        if not isinstance(self.partition, Partition):
+            raise DataError(
+                f"an iteration of {self.partition.name} began while another one was running, and both would read one "
+                "stream. Let the first one end, or give the second one a DataLoader of its own: engine.deal(loader)"
+            )
+        reader = copy.copy(self)
+        reader._samples, reader.begins_anew = copy.copy(self._samples), False
+        reader._open(self._next, None)
+        return reader
+
+    def _remainder(self) -> Iterator[Any]:
         if self._batches is not None:  # an iteration that was left, but is still referred to
             self.close()
         epoch, start = self._begin(*self._next)
@@ -141,7 +178,7 @@ class Loader:
     @property
     def running(self) -> bool:
         """True while an iteration is in progress."""
-        return self._batches is not None
+        return (self._overlapping or self)._batches is not None
 
     def example(self, count: int) -> Any:
         """A batch of the first `count` samples, repeated if there are fewer, for inspecting data.
@@ -206,8 +243,12 @@ class Loader:
         A dataset with `state_dict` and `load_state_dict` has its own state kept in it, which is then to be JSON-able as
         well.
         """
-        epoch, step = self._next
-        state = {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": self._reader_state()}
+        reader = self._overlapping or self
+        epoch, step = reader._next
+        if self.begins_anew and not self._within and not step:
+            epoch = self._epochs
+        state = {"epoch": epoch, "step": step, "read_by": self._read_by, "reader": reader._reader_state()}
+        state |= {"epochs": self._epochs} if self.begins_anew else {}
         if isinstance(self.partition, Partition):
             state["order"] = _order_of(self.partition)
             state |= {"shares": changes} if (changes := self.partition.changes.state()) else {}
@@ -257,6 +298,8 @@ class Loader:
             self._turn = state["flow"]["turn"]
             self.partition.load_state_dict(state["flow"])
         self.position, self.indices = None, []
+        self._overlapping, self._within = None, True
+        self._epochs = state.get("epochs", state["epoch"])
 
     def close(self) -> None:
         """End the loader processes. The next iteration starts new ones and continues with the batch to come."""

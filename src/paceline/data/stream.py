@@ -154,6 +154,17 @@ class SamplerStream:
             self.prepare(epoch, until)
         return epoch, step
 
+    def leave(self, step: int) -> None:
+        """Have the sampler as after `step` batches of an epoch that goes on no further.
+
+        Batches drawn ahead would leave a generator in another state than a `DataLoader` does.
+        """
+        epoch = self._epoch
+        if epoch is not None and self._pure and self._resume is None and self.world.rank == 0:
+            sampler_state.load(self.sampler, self.dataset, epoch.state)
+            self._random, self._iterator = OwnRandom(self.seed, epoch.number), None
+            self._take(step)
+
     def prepare(self, epoch: int, until: int, known: int = 0) -> None:
         """Draw the batches before step `until` of the epoch, as far as they exist.
 

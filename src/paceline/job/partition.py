@@ -62,6 +62,7 @@ class Partition:
         hosts: the host (0, 1, …) of each replica; all on one host where not given.
         host_samples: `host_files` only: the samples that each host holds. Indices then count within the replica's own
             host.
+        leaves_empty: the global batch may be smaller than the number of replicas, some of which then have no sample.
         labels: `stratified` only: the class of each sample, shape (samples,), integers.
 
     Attributes:
@@ -70,7 +71,8 @@ class Partition:
     Raises:
         DataError: an empty set, one shorter than a global batch, labels that are missing or do not fit, a host without
             samples.
-        PlanError: a global batch smaller than the number of replicas, or not one weight per replica.
+        PlanError: a global batch smaller than the number of replicas (unless `leaves_empty`), or not one weight per
+            replica.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class Partition:
         host_samples: Sequence[int] | None = None,
         labels: NDArray[Any] | None = None,
         drop_last: bool = False,
+        leaves_empty: bool = False,
     ) -> None:
-        _check_sizes(samples, global_batch, replicas)
+        _check_sizes(samples, global_batch, 1 if leaves_empty else replicas)
         weights = _weights(spec, replicas)
         self.samples, self.global_batch, self.seed, self.shuffle = samples, global_batch, seed, spec.shuffle
         self.replica, self.replicas = replica, replicas
