@@ -129,7 +129,7 @@ class Loader:
             yield batch
 
     def _beside(self) -> Loader:
-        """A reader of the same data for an iteration that begins before another one has ended."""
+        """Reader of the same data for an iteration that overlaps with another one."""
         if not isinstance(self.partition, Partition):
             raise DataError(
                 f"an iteration of {self.partition.name} began while another one was running, and both would read one "
