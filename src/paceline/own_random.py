@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from types import TracebackType
 from typing import Any
@@ -36,6 +37,67 @@ class OwnRandom:
         self._own = _states()
         _set(self._outside)
         self._outside = None
+
+
+class SampleRandom:
+    """Context that keeps the process's random states; within, each sample may start from its own.
+
+    To seed takes 12 microseconds, so code that draws nothing need not be seeded: see `drew`.
+    """
+
+    def __enter__(self) -> SampleRandom:
+        self._outside, self._untouched = _marks(), False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._untouched:
+            return
+        now, before = _marks(), self._outside
+        if now[0] != before[0]:
+            random.setstate(before[0])
+        if now[1] != before[1]:
+            _set_numpy(before[1])
+        if not torch.equal(now[2], before[2]):
+            torch.set_rng_state(before[2])
+
+    def drew(self) -> bool:
+        """True if the random states are no longer those outside."""
+        now, before = _marks(), self._outside
+        self._untouched = now[0] == before[0] and now[1] == before[1] and torch.equal(now[2], before[2])
+        return not self._untouched
+
+    @staticmethod
+    def start(*key: int) -> None:
+        """Start the random states from a key."""
+        mixed = 0
+        for number in key:  # splitmix64 (Steele et al., 2014)
+            mixed = (mixed + number + 0x9E3779B97F4A7C15) & _MASK
+            mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+            mixed ^= mixed >> 31
+        torch.default_generator.manual_seed(mixed)
+        random.seed(mixed)
+        np.random.seed(mixed >> 32)
+
+
+_MASK = 2**64 - 1
+_NUMPY_BYTES = 624 * 4 + 4  # of a Mersenne Twister: its key and its position
+
+
+def _marks() -> tuple[Any, Any, torch.Tensor]:
+    """The states of Python, NumPy and torch, NumPy's as bytes: `np.random.get_state` takes 50 microseconds."""
+    bits: Any = np.random.get_bit_generator()
+    plain = type(bits) is np.random.MT19937
+    state = ctypes.string_at(bits.ctypes.state_address, _NUMPY_BYTES) if plain else bits.state
+    return random.getstate(), state, torch.get_rng_state()
+
+
+def _set_numpy(state: Any) -> None:
+    bits: Any = np.random.get_bit_generator()
+    if isinstance(state, bytes):
+        ctypes.memmove(bits.ctypes.state_address, state, _NUMPY_BYTES)
+    else:
+        bits.state = state
 
 
 def seed_from(*key: int) -> None:

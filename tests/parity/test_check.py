@@ -106,3 +106,60 @@ def test_what_is_added_up_to_compare_is_not_compiled() -> None:
         torch.compile(model, backend="eager")(torch.ones(4, 2))
     assert outputs.found["0"][0] == 12
     outputs.close()
+
+
+DRAWS = '''
+import os, random
+import torch
+from torch.utils.data import Dataset
+
+
+class Augmented(Dataset):
+    def __len__(self):
+        return 32
+
+    def noise(self, index):
+        return random.random() * torch.rand(6)
+
+    def __getitem__(self, index):
+        return torch.full((6,), float(index)) / 32 + self.noise(index), index % 3
+
+
+class Unseeded(Augmented):
+    def noise(self, index):
+        return torch.full((6,), os.urandom(1)[0] / 256) * torch.rand(6)
+
+
+class Still(Augmented):
+    def noise(self, index):
+        return 0.0
+
+
+def mixup(samples):
+    x, y = torch.utils.data.default_collate(samples)
+    return x + 0.1 * torch.rand(()) * x.flip(0), y
+'''
+
+
+def drawing_job(folder: Path, name: str, **data: str) -> Job:
+    (folder / "draws.py").write_text(DRAWS)
+    source = {"kind": "dataset", "factory": f"{folder}/draws.py:{name}", "held_out": 0.25}
+    data = {key: f"{folder}/draws.py:{value}" for key, value in data.items()}
+    return small_job(model={"zoo": "mlp", "dims": [6, 8, 3]}, data=source | data)
+
+
+def test_random_augmentation_is_the_same_under_every_plan(tmp_path: Path) -> None:
+    found = paceline.check(drawing_job(tmp_path, "Augmented"), "dp=2 precision=fp64", steps=3)
+    assert found.holds
+
+
+def test_a_data_set_whose_samples_differ_between_processes_is_named(tmp_path: Path) -> None:
+    found = paceline.check(drawing_job(tmp_path, "Unseeded"), "dp=2 precision=fp64", steps=1)
+    assert found.verdict == "cannot tell"
+    assert "Unseeded" in str(found.undecided)
+
+
+def test_a_collate_function_that_draws_is_named_where_ranks_read_other_parts(tmp_path: Path) -> None:
+    found = paceline.check(drawing_job(tmp_path, "Still", collate="mixup"), "dp=2 precision=fp64", steps=1)
+    assert found.verdict == "cannot tell"
+    assert "collate" in str(found.undecided)

@@ -21,11 +21,12 @@ from paceline.data.flow import Flow
 from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, failed, make_room_for_sockets
 from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest
 from paceline.data.stream import SamplerStream
-from paceline.data.whole import BatchPart
+from paceline.data.whole import BatchPart, digest_of
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import on_device
 from paceline.job.partition import Partition
 from paceline.job.share_changes import Place
+from paceline.job.zoo.data.samples import in_users_data
 
 
 class Position(NamedTuple):
@@ -52,8 +53,7 @@ class Loader:
     unchanged. A step without a sample on this replica yields None.
 
     With `num_workers` > 0, so many loader processes read ahead. They end when an iteration is broken off, by `close`,
-    or with the loader. Each batch there starts from random states of its own (torch, NumPy, Python), so that random
-    augmentation repeats after a resume. Without loader processes it draws from the states of the rank.
+    or with the loader. With or without them, what a sample draws follows from the seed, the epoch and its index.
 
     Attributes:
         position: of the batch yielded last; None before the first.
@@ -200,6 +200,19 @@ class Loader:
         batch = self._samples.read(indices) if indices else None
         self.position, self.indices = position, indices
         return on_device(batch, self.device)
+
+    def digests(self) -> dict[int, int]:
+        """A digest of each sample in the last batch, read again, by its index in the user's dataset."""
+        assert self.position is not None
+        epoch, indices = self.position.epoch, self.indices
+        self._samples.begin_epoch(epoch)
+        digests = [digest_of(self._samples.sample(index, epoch)) for index in indices]
+        return dict(zip(in_users_data(self._samples.dataset, indices)[1], digests, strict=True))
+
+    def random_inputs(self) -> tuple[str, bool]:
+        """Name of the user's dataset, and whether `collate_fn` draws random numbers for a batch of two samples."""
+        self._samples.read(list(range(min(2, len(self._samples.dataset)))), (0, 0))  # type: ignore[arg-type]
+        return self._samples.name, self._samples.collate_draws
 
     def smallest_share(self) -> int:
         """Fewest samples of a replica in the first batch; 1 if not yet known."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from paceline.errors import DataError
-from paceline.job.zoo.data.samples import Collated
-from paceline.own_random import seed_from
+from paceline.job.zoo.data.samples import Collated, TensorSamples, in_users_data
+from paceline.own_random import SampleRandom, seed_from
 
 Collate = Callable[[list[Any]], Any]
 
@@ -32,6 +35,14 @@ class RequestedSamples(Dataset[Any]):
     """The user's dataset as `StatefulDataLoader` sees it: an item is a `SampleRequest`'s whole batch.
 
     This holds in loader processes as well.
+
+    What a sample draws (torch, NumPy, Python) follows from the seed, the epoch and its index, so every plan trains on
+    the same samples. What `collate_fn` draws follows from the seed, the epoch, the step and the replica. The random
+    states of the process are as before after each batch.
+
+    Attributes:
+        draws: whether the dataset or `collate_fn` drew random numbers in this process so far.
+        collate_draws: whether `collate_fn` did.
     """
 
     def __init__(
@@ -49,6 +60,9 @@ class RequestedSamples(Dataset[Any]):
         self.has_own_collate = collate_fn not in (None, default_collate)
         self.read_many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
         self.epoch: int | None = None
+        self.draws = self.collate_draws = False
+        kept = type(in_users_data(dataset, [])[0]) in (TensorDataset, TensorSamples)
+        self._cannot_draw = kept and not self.has_own_collate
         self.stateful = isinstance(dataset, Stateful)
         if isinstance(dataset, Stateful):  # torchdata asks for a state wherever it finds these two
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
@@ -67,7 +81,7 @@ class RequestedSamples(Dataset[Any]):
         length = len(self.dataset)  # type: ignore[arg-type]
         if length != expected:
             raise DataError(
-                f"replica {self.replica}: {self._name} has {length} samples at the start of epoch {self.epoch}, and "
+                f"replica {self.replica}: {self.name} has {length} samples at the start of epoch {self.epoch}, and "
                 f"the run was set up for {expected}: a training set keeps its length while it is used"
             )
 
@@ -82,32 +96,80 @@ class RequestedSamples(Dataset[Any]):
             return LoaderFailure(str(error), _portable(error.__cause__ or error))
 
     def _read(self, request: SampleRequest) -> Any:
-        return self.read(request.indices)
+        return self.read(request.indices, (request.epoch, request.step))
 
-    def read(self, indices: list[int]) -> Any:
-        """The collated batch of these samples, None where there are none."""
+    def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
+        """The collated batch of these samples, None where there are none.
+
+        `at` is its epoch and step, from which random numbers follow. None: they come from the process's own states.
+        """
         if not indices:
             return None
+        if at is None or self._cannot_draw:
+            return self._collate(self._samples(indices), indices)
+        with SampleRandom() as states:
+            if not self.draws:
+                batch = self._collate(self._samples(indices), indices)
+                if not states.drew():
+                    return batch
+                self.draws = True  # so this batch is read again, and from now on each sample has its own states
+            samples = self._each_on_its_own(indices, at[0])
+            states.start(self.seed, *at, self.replica)
+            if not self.has_own_collate:
+                return self._collate(samples, indices)
+            with SampleRandom() as collating:
+                batch = self._collate(samples, indices)
+                self.collate_draws |= collating.drew()
+                return batch
+
+    def sample(self, index: Any, epoch: int) -> Any:
+        """One sample as it is in an epoch, not collated."""
+        with SampleRandom() as states:
+            states.start(self.seed, epoch, _number(index))
+            return self._samples([index])
+
+    def _each_on_its_own(self, indices: list[Any], epoch: int) -> Any:
+        """The samples, each from random states that follow from the epoch and its index."""
+        if self.bulk or self.read_many is not None:
+            parts = []
+            for index in indices:
+                SampleRandom.start(self.seed, epoch, _number(index))
+                parts.append(self._samples([index]))
+            return _joined(parts)
+        samples: list[Any] = []
+        try:
+            for index in indices:
+                SampleRandom.start(self.seed, epoch, _number(index))
+                samples.append(self.dataset[index])
+        except Exception as error:
+            raise self._error([indices[len(samples)]], error) from error
+        return samples
+
+    def _samples(self, indices: list[Any]) -> Any:
         if self.bulk:
-            samples = self._read_one(indices)
-        elif self.read_many is None:
-            samples = self._read_each(indices)
-        else:
-            try:
-                samples = self.read_many(indices)
-            except Exception as error:
-                raise self._error(self._culprit(indices), error) from error
-            if (
-                not self.has_own_collate
-                and isinstance(samples, tuple)
-                and all(isinstance(part, Tensor) for part in samples)
-            ):
-                return samples
+            return self._read_one(indices)
+        if self.read_many is None:
+            return self._read_each(indices)
+        try:
+            return self.read_many(indices)
+        except Exception as error:
+            raise self._error(self._culprit(indices), error) from error
+
+    def _collate(self, samples: Any, indices: list[Any]) -> Any:
+        if (
+            self.read_many is not None
+            and not self.bulk
+            and not self.has_own_collate
+            and isinstance(samples, tuple)
+            and all(isinstance(part, Tensor) for part in samples)
+        ):
+            return samples
         try:
             return self.collate(samples)
         except Exception as error:
+            listed = _listed(in_users_data(self.dataset, indices)[1])
             raise DataError(
-                f"replica {self.replica}: samples {_listed(indices)} of {self._name} do not make one batch: "
+                f"replica {self.replica}: samples {listed} of {self.name} do not make one batch: "
                 f"{type(error).__name__}: {error}. Samples of a batch need the same structure, shapes and "
                 "types, or a collate_fn"
             ) from error
@@ -142,19 +204,20 @@ class RequestedSamples(Dataset[Any]):
                 return [index]
         return indices
 
-    def _error(self, indices: list[int], error: Exception) -> DataError:
+    def _error(self, indices: list[Any], error: Exception) -> DataError:
+        indices = in_users_data(self.dataset, indices)[1]
         which = f"sample {indices[0]}" if len(indices) == 1 else f"the batch of samples {_listed(indices)}"
         explained = DataError(
-            f"replica {self.replica}: {which} of {self._name} raised {type(error).__name__}: {error}. "
+            f"replica {self.replica}: {which} of {self.name} raised {type(error).__name__}: {error}. "
             f"Read it alone to see why (dataset[{indices[0]}]), then repair it or leave it out"
         )
         explained.from_users_code = True
         return explained
 
     @property
-    def _name(self) -> str:
-        """The dataset's type, or "Subset of its.Type" for a part of one."""
-        dataset, name = self.dataset, ""
+    def name(self) -> str:
+        """The type of the user's dataset, or "Subset of its.Type" for a part of one."""
+        dataset, name = in_users_data(self.dataset, [])[0], ""
         while hasattr(dataset, "dataset"):
             name += f"{type(dataset).__qualname__} of "
             dataset = dataset.dataset
@@ -181,6 +244,31 @@ def _portable(error: BaseException) -> BaseException:
         portable = error
     portable.add_note(f"In a loader process:\n{told}")
     return portable
+
+
+def _number(index: Any) -> int:
+    """An integer for an index of any kind, the same in every process."""
+    return index if isinstance(index, int) else zlib.crc32(repr(index).encode())
+
+
+def _joined(parts: list[Any]) -> Any:
+    """One batch of batches that hold one sample each."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts)
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple):
+        columns = [_joined(list(column)) for column in zip(*parts, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+    if isinstance(first, list):
+        return [sample for part in parts for sample in part]
+    raise DataError(
+        f"the data set draws random numbers while it reads a batch, and batches of type {type(first).__name__} "
+        "cannot be put together from samples. Return a list of samples, or tensors in a tuple or dict"
+    )
 
 
 def _listed(indices: Sequence[int]) -> str:

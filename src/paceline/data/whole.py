@@ -58,7 +58,7 @@ class Items(RequestedSamples):
     def _read(self, request: SampleRequest) -> Any:
         with OwnRandom(self.seed, request.epoch, request.step):  # alike on all ranks, which read the same
             item = self._read_one(request.indices[0])
-        return self._piece(item, f"item {request.indices[0]} of {self._name}")
+            return self._piece(item, f"item {request.indices[0]} of {self.name}")
 
     def example(self, count: int, indices: list[Any]) -> Any:
         """The first row of the first item, so many times."""
@@ -68,10 +68,10 @@ class Items(RequestedSamples):
         samples = rows_of(item)
         if samples is None:
             raise DataError(
-                f"an item of {self._name} has no rows that could be counted, and a plan that divides the "
+                f"an item of {self.name} has no rows that could be counted, and a plan that divides the "
                 "model needs them"
             )
-        return self._collated(cut(item, [0] * count), f"an item of {self._name}")
+        return self._collated(cut(item, [0] * count), f"an item of {self.name}")
 
     def _piece(self, item: Any, where: str) -> BatchPart:
         samples = rows_of(item)
@@ -152,7 +152,7 @@ class Iterated(Items):
         if taken is None:
             return BatchPart(None, 0, 0, False, worker)
         if self.batch_size is None:
-            return self._piece(taken[0], f"an item of {self._name}")
+            return self._piece(taken[0], f"an item of {self.name}")
         return self._share(taken, worker)
 
     def example(self, count: int, indices: list[Any]) -> Any:
@@ -161,22 +161,22 @@ class Iterated(Items):
             stream = self._iterate()
             if id(stream) == id(self.dataset):
                 raise DataError(
-                    f"{self._name} is its own iterator: a look at its first sample would lose it. Have "
+                    f"{self.name} is its own iterator: a look at its first sample would lose it. Have "
                     "__iter__ make a new one"
                 )
             first = next(stream, None)
         if first is None:
-            raise DataError(f"{self._name} is empty: its stream ends before the first sample")
+            raise DataError(f"{self.name} is empty: its stream ends before the first sample")
         if self.batch_size is None:
             return self._repeated(first, count)
-        return self._collated([first] * count, f"a batch of {self._name}")
+        return self._collated([first] * count, f"a batch of {self.name}")
 
     def _share(self, samples: list[Any], worker: int) -> BatchPart:
         ends = (0, *accumulate(even_shares(len(samples), self.replicas)))
         part = samples[ends[self.replica] : ends[self.replica + 1]]
         digests = [digest_of(sample) for sample in samples]
         whole = zlib.crc32(repr(digests).encode())
-        batch = self._collated(part or samples[:1], f"a batch of {self._name}")
+        batch = self._collated(part or samples[:1], f"a batch of {self.name}")
         varied = len(set(digests)) > 1
         kept, filler = (batch, None) if part else (None, batch)
         return BatchPart(kept, len(samples), whole, varied, worker, filler)
@@ -197,7 +197,7 @@ class Iterated(Items):
             raise self._stream_error(error) from error
 
     def _stream_error(self, error: Exception) -> DataError:
-        explained = DataError(f"replica {self.replica}: iterating {self._name} raised {type(error).__name__}: {error}")
+        explained = DataError(f"replica {self.replica}: iterating {self.name} raised {type(error).__name__}: {error}")
         explained.from_users_code = True
         return explained
 

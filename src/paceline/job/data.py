@@ -69,9 +69,17 @@ class _Data(Spec):
     # use only the first samples (also of a validation set with files of its own)
     limit: int | None = Field(default=None, ge=1)
     collate: str | None = None  # import path of a function that makes a batch of a list of samples
+    collate_held_out: str | None = None  # the same for the validation set; None is `collate`
 
     @field_validator(
-        "path", "held_out_path", "factory", "held_out_factory", "collate", mode="after", check_fields=False
+        "path",
+        "held_out_path",
+        "factory",
+        "held_out_factory",
+        "collate",
+        "collate_held_out",
+        mode="after",
+        check_fields=False,
     )
     @classmethod
     def _resolve(cls, value: Any, info: ValidationInfo) -> Any:

@@ -116,6 +116,7 @@ class Parity:
         parity.report = found[0].report
         if reference.random is not None:
             parity.undecided = _drawn(reference.random)
+        parity.undecided = _other_inputs(found, reference, plan) or parity.undecided
         if not parity.holds:
             parity.first_module = _first_difference(reference.outputs, found, tolerance[1])
         return parity
@@ -298,6 +299,26 @@ def check_all(
             hold = hold and (isinstance(found, PlanError) or (isinstance(found, Parity) and found.holds))
             say(plan, found)
     return hold
+
+
+def _other_inputs(found: Sequence[Compared], reference: Reference, plan: Plan) -> str | None:
+    """Why the ranks did not train on the reference's inputs; None if they did."""
+    for compared in found:
+        for step, (own, expected) in enumerate(zip(compared.inputs, reference.inputs, strict=True), 1):
+            for index, digest in own.items():
+                if expected.get(index) != digest:
+                    return (
+                        f"the inputs differ, so the numbers say nothing about the plan: sample {index} of "
+                        f"{reference.dataset} in step {step} is not the same in two processes. Have the data set draw "
+                        "from torch, numpy.random or random, whose states follow from the seed, the epoch and the "
+                        "index, and not from os.urandom, the time or a generator of its own"
+                    )
+    if reference.collate_draws and plan.data_ranks > 1:
+        return (
+            f"the collate function draws random numbers, and each of {plan.data_ranks} data-parallel ranks draws for "
+            "its own part of a batch, so the inputs differ from those of one process. Check the job without them"
+        )
+    return None
 
 
 def _drawn(module: str) -> str:

@@ -48,10 +48,11 @@ def take_reference(steps: Steps) -> Reference:
     with _comparable(steps.job, steps.plan):
         engine = _engine(steps, Group())
         drawn = random_module(engine.compute, engine.loader.example(_LOOKED_AT))
-        initial, losses = _tensors(engine), []
+        initial, losses, inputs = _tensors(engine), [], []
         outputs = _Outputs(engine.model)
         for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
             losses.append(engine.step(batch).loss)
+            inputs.append(engine.loader.digests())
             outputs.close()
             file = _file(steps, step)
             file.parent.mkdir(mode=0o700)
@@ -59,8 +60,9 @@ def take_reference(steps: Steps) -> Reference:
         now = _tensors(engine)
         buffers = [name for name in now if name.startswith("buffer/")]
         written = sorted({name.split("/", 2)[2] for name in buffers if not torch.equal(now[name], initial[name])})
+        dataset, collate_draws = engine.loader.random_inputs()
         engine.close()
-        return Reference(losses, outputs.found, written, drawn)
+        return Reference(losses, outputs.found, written, drawn, inputs, dataset, collate_draws)
 
 
 def compare(comparison: Comparison) -> Compared:
@@ -74,6 +76,7 @@ def compare(comparison: Comparison) -> Compared:
         outputs = _Outputs(engine.model) if engine.split is None or engine.split.pipeline is None else None
         for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
             found.losses.append(engine.step(batch).loss)
+            found.inputs.append(engine.loader.digests())
             if outputs is not None:
                 outputs.close()
             tensors = _reference(steps, step)

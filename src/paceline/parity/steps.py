@@ -46,12 +46,18 @@ class Reference:
         outputs: as in `Compared`.
         written: the buffers that the forward pass writes.
         random: the module that draws random numbers when it is called; None if there is none.
+        inputs: for every step, digests of its samples by index.
+        dataset: the name of the data set.
+        collate_draws: whether the collate function draws random numbers.
     """
 
     losses: list[float]
     outputs: dict[str, list[float]]
     written: list[str]
     random: str | None
+    inputs: list[dict[int, int]]
+    dataset: str
+    collate_draws: bool
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,11 @@ class Compared:
         outputs: for every module that the rank runs, what it added up of its outputs in the first step: number, sum,
             sum of squares.
         report: what the plan divided, in words.
+        inputs: as in `Reference`, of the rank's own samples.
     """
 
     losses: list[float] = field(default_factory=list)
     steps: list[dict[str, dict[str, float]]] = field(default_factory=list)
     outputs: dict[str, list[float]] = field(default_factory=dict)
     report: list[str] = field(default_factory=list)
+    inputs: list[dict[int, int]] = field(default_factory=list)

@@ -105,6 +105,9 @@ def must_fit_flower(job: Job) -> int:
 
 
 def _named(job: Job) -> list[str]:
-    data = (getattr(job.data, key, None) for key in ("path", "held_out_path", "factory", "held_out_factory", "collate"))
+    data = (
+        getattr(job.data, key, None)
+        for key in ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out")
+    )
     model = (job.model.factory, job.model.hf, job.model.weights)
     return [str(named) for named in (*data, *model) if named is not None]

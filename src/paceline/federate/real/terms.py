@@ -84,7 +84,11 @@ def _must_run_our_code_alone(job: Job) -> None:
     own_rule = federated(job).rule.partition(":")[0].partition(",")[0] in FEDERATED_RULES.built_in
     named = [
         *(str(path) for path in (job.model.factory, job.model.hf, job.model.weights) if path is not None),
-        *(str(path) for key in ("factory", "held_out_factory", "collate") if (path := getattr(job.data, key, None))),
+        *(
+            str(path)
+            for key in ("factory", "held_out_factory", "collate", "collate_held_out")
+            if (path := getattr(job.data, key, None))
+        ),
         *(name for name in (job.loss.name, *job.metrics) if ":" in name),
         *(() if own_rule else (federated(job).rule,)),
     ]

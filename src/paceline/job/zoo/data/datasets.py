@@ -26,19 +26,26 @@ def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int
 
     Raises:
         DataError: see `DataSpec.build`.
-        JobError: `collate` cannot be imported.
+        JobError: `collate` or `collate_held_out` cannot be imported.
     """
     built = _build(spec, input_shape, seed)
-    if spec.collate is None:
-        return built
-    collate = load_object(spec.collate)
-    if not callable(collate):
+    train, held_out = built.train, built.held_out
+    if spec.collate is not None:
+        train = Collated(train, _collate("collate", spec.collate))
+    if held_out is not None and spec.collate_held_out is not None:
+        held_out = Collated(held_out, _collate("collate_held_out", spec.collate_held_out))
+    elif held_out is not None and spec.collate is not None:
+        held_out = Collated(held_out, _collate("collate", spec.collate))
+    return built._replace(train=train, held_out=held_out)
+
+
+def _collate(key: str, path: str) -> Any:
+    found = load_object(path)
+    if not callable(found):
         raise JobError(
-            f"data.collate: {spec.collate} is a {type(collate).__name__}; name a function that makes a batch "
-            "of a list of samples"
+            f"data.{key}: {path} is a {type(found).__name__}; name a function that makes a batch of a list of samples"
         )
-    held_out = Collated(built.held_out, collate) if built.held_out is not None else None
-    return built._replace(train=Collated(built.train, collate), held_out=held_out)
+    return found
 
 
 def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:

@@ -142,6 +142,16 @@ class Collated(Dataset[Any]):
         return list(samples)
 
 
+def in_users_data(dataset: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The user's data set below `Selection` and `Collated`, and the indices that it has for these samples."""
+    found = list(indices)
+    while isinstance(dataset, (Selection, Collated)):
+        if isinstance(dataset, Selection):
+            found = [int(dataset.rows[index]) for index in found]
+        dataset = dataset.dataset
+    return dataset, found
+
+
 def split(dataset: Dataset[Any], spec: SplitSpec, seed: int) -> DataSets:
     """Split the first `spec.limit` samples into a training and a validation set.
 
