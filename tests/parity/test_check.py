@@ -108,7 +108,7 @@ def test_what_is_added_up_to_compare_is_not_compiled() -> None:
     outputs.close()
 
 
-DRAWS = '''
+DRAWS = """
 import os, random
 import torch
 from torch.utils.data import Dataset
@@ -135,17 +135,21 @@ class Still(Augmented):
         return 0.0
 
 
+def net():
+    return torch.nn.Linear(6, 3)
+
+
 def mixup(samples):
     x, y = torch.utils.data.default_collate(samples)
     return x + 0.1 * torch.rand(()) * x.flip(0), y
-'''
+"""
 
 
 def drawing_job(folder: Path, name: str, **data: str) -> Job:
     (folder / "draws.py").write_text(DRAWS)
     source = {"kind": "dataset", "factory": f"{folder}/draws.py:{name}", "held_out": 0.25}
     data = {key: f"{folder}/draws.py:{value}" for key, value in data.items()}
-    return small_job(model={"zoo": "mlp", "dims": [6, 8, 3]}, data=source | data)
+    return small_job(model={"factory": f"{folder}/draws.py:net"}, data=source | data)
 
 
 def test_random_augmentation_is_the_same_under_every_plan(tmp_path: Path) -> None:

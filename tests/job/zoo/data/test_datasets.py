@@ -126,6 +126,15 @@ def test_a_jobs_own_collate_makes_the_batches_of_both_sets_from_samples_of_any_k
     assert bytes(batch["input_ids"][0].tolist()).decode().strip() == train[0]
 
 
+def test_a_collate_of_the_validation_set_replaces_that_of_training(build: Any, tmp_path: Path) -> None:
+    here = f"own_data_{tmp_path.name}.py"
+    data = build("points", collate=f"{here}:doubled", collate_held_out="torch.utils.data:default_collate", held_out=0.5)
+    (measured,) = held_out_batches(data.held_out, batch=5, replica=0, replicas=1)
+    assert torch.equal(measured[0], torch.stack([data.held_out[i][0] for i in range(5)]))
+    (trained,) = held_out_batches(data.train, batch=5, replica=0, replicas=1)
+    assert torch.equal(trained[0], 2 * torch.stack([data.train[i][0] for i in range(5)]))
+
+
 def test_a_jobs_own_collate_gets_samples_also_of_a_built_in_data_set(tmp_path: Path) -> None:
     file = tmp_path / f"own_data_{tmp_path.name}.py"
     file.write_text(CODE)
