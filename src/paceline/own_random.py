@@ -86,14 +86,14 @@ _NUMPY_BYTES = 624 * 4 + 4  # of a Mersenne Twister: its key and its position
 
 def _marks() -> tuple[Any, Any, torch.Tensor]:
     """The states of Python, NumPy and torch, NumPy's as bytes: `np.random.get_state` takes 50 microseconds."""
-    bits: Any = np.random.get_bit_generator()
+    bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, but not in its stubs' list
     plain = type(bits) is np.random.MT19937
     state = ctypes.string_at(bits.ctypes.state_address, _NUMPY_BYTES) if plain else bits.state
     return random.getstate(), state, torch.get_rng_state()
 
 
 def _set_numpy(state: Any) -> None:
-    bits: Any = np.random.get_bit_generator()
+    bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, but not in its stubs' list
     if isinstance(state, bytes):
         ctypes.memmove(bits.ctypes.state_address, state, _NUMPY_BYTES)
     else:

@@ -75,12 +75,13 @@ def test_every_number_of_replicas_and_loader_processes_sees_the_same_samples(dat
 
 
 def test_samples_of_a_batch_differ_and_the_random_states_of_the_rank_are_kept() -> None:
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    numpy_state: Any = np.random.get_state
+    states = torch.get_rng_state(), numpy_state()[1].tolist(), random.getstate()
     (epoch,) = epochs(Noisy(), 1, count=1)
     assert len({tuple(noise) for noise in epoch.values()}) == SAMPLES
     torch.rand(1)
     torch.set_rng_state(states[0])
-    assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
+    assert (numpy_state()[1].tolist(), random.getstate()) == states[1:]
 
 
 def test_a_collate_function_that_draws_repeats_and_leaves_the_samples_alone() -> None:
