@@ -80,7 +80,7 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         if self.sleep_s:
             time.sleep(self.sleep_s)
         bad = index in self.nan_at and self.epoch < self.nan_epochs
-        noise = self.noise * (np.random.rand() + random.random())
+        noise = self.noise * (np.random.rand() + random.random()) if self.noise else 0.0
         if index in self.spike_at and self.epoch == 1:
             return self.inputs[index] * -1000, self.labels[index]
         return self.inputs[index] * (float("nan") if bad else 1.0 + noise), self.labels[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import NonFiniteError
+from paceline.errors import DataError, NonFiniteError
+from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.training.checkpoint.manifest import checkpoints
 from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 from paceline.training.record.run import Run
 from ranks import RankError, Ranks
-from small_jobs import new_run, points, small_job, train_as_rank, train_here
+from small_jobs import FEATURES, new_run, points, small_job, train_as_rank, train_here
 
 EXACT = {
     "model": {"factory": "small_jobs:with_dropout"},
@@ -64,10 +66,10 @@ def test_a_job_with_random_data_gives_the_same_losses_every_time_and_after_a_res
 
 
 def test_loader_processes_of_a_plan_are_those_of_a_job_and_change_no_loss(tmp_path: Path) -> None:
-    noisy = points(noise=0.5)  # a loader process draws other numbers than a rank
+    noisy = points(noise=0.5)  # drawn anew for each sample and epoch
     in_job = facts(train_here(tmp_path / "job", small_job(data=noisy | {"num_workers": 1})))
     assert facts(train_here(tmp_path / "plan", small_job(data=noisy), "num_workers=1")) == in_job
-    assert facts(train_here(tmp_path / "none", small_job(data=noisy))) != in_job
+    assert facts(train_here(tmp_path / "none", small_job(data=noisy))) == in_job
     alone = facts(train_here(tmp_path / "alone", small_job()))
     assert facts(train_here(tmp_path / "ahead", small_job(), "num_workers=1")) == alone
 
@@ -121,6 +123,27 @@ def test_all_ranks_run_out_of_time_at_the_same_step(tmp_path: Path, ranks: Ranks
     assert run.reason == "seconds: 0.3 s are over"
     assert run.steps(0)[-1]["step"] == run.steps(1)[-1]["step"]
     assert run.training_time_s >= 0.3
+
+
+@pytest.mark.parametrize("changed", [{"samples": 50}, {"seed": 12}], ids=["length", "samples"])
+def test_a_run_is_not_resumed_with_a_data_set_that_has_changed(tmp_path: Path, changed: dict[str, int]) -> None:
+    file = tmp_path / "own_data.py"
+
+    def job(steps: int, samples: int = 70, seed: int = 11) -> Job:
+        file.write_text(
+            "import torch\nfrom torch.utils.data import TensorDataset\n\n\ndef data():\n"
+            f"    draw = torch.Generator().manual_seed({seed})\n"
+            f"    inputs = torch.randn({samples}, {FEATURES}, generator=draw)\n"
+            f"    return TensorDataset(inputs, torch.arange({samples}) % 3)\n"
+        )
+        sys.modules.pop("own_data", None)
+        data = {"kind": "dataset", "factory": f"{file}:data", "held_out": 0.2}
+        return small_job(data=data, stop={"steps": steps})
+
+    train_here(tmp_path / "run", job(7))  # a whole epoch
+    with pytest.raises(DataError, match="has changed"):
+        train_here(tmp_path / "run", job(14, **changed))
+    train_here(tmp_path / "run", job(14))
 
 
 def test_a_signal_to_one_rank_ends_all_at_the_same_step_and_saves(

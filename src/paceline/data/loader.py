@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
@@ -202,15 +203,32 @@ class Loader:
         return on_device(batch, self.device)
 
     def digests(self) -> dict[int, int]:
-        """A digest of each sample in the last batch, read again, by its index in the user's dataset."""
+        """Digests of the last batch's samples by the user's indices; they are read again."""
         assert self.position is not None
         epoch, indices = self.position.epoch, self.indices
         self._samples.begin_epoch(epoch)
         digests = [digest_of(self._samples.sample(index, epoch)) for index in indices]
         return dict(zip(in_users_data(self._samples.dataset, indices)[1], digests, strict=True))
 
+    def fingerprint(self) -> list[int] | None:
+        """Number of samples, and digests of three of them; zero for one that changes.
+
+        None if each host has files of its own. A dataset with a state or with epochs has its number of samples alone.
+        """
+        if not isinstance(self.partition, Partition) or self.partition.held_samples != self.partition.samples:
+            return None
+        samples, dataset = self.partition.samples, in_users_data(self._samples.dataset, [])[0]
+        if self._samples.stateful or hasattr(dataset, "set_epoch"):
+            return [samples]
+        found = [samples]
+        for index in (0, samples // 2, samples - 1):
+            with suppress(DataError):  # a sample that cannot be read is told when a step needs it
+                digest, again = (digest_of(self._samples.sample(index, 0)) for _ in range(2))
+                found.append(digest if digest == again else 0)
+        return found
+
     def random_inputs(self) -> tuple[str, bool]:
-        """Name of the user's dataset, and whether `collate_fn` draws random numbers for a batch of two samples."""
+        """Name of the user's dataset, and whether `collate_fn` draws random numbers."""
         self._samples.read(list(range(min(2, len(self._samples.dataset)))), (0, 0))  # type: ignore[arg-type]
         return self._samples.name, self._samples.collate_draws
 

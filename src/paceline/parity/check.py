@@ -302,7 +302,7 @@ def check_all(
 
 
 def _other_inputs(found: Sequence[Compared], reference: Reference, plan: Plan) -> str | None:
-    """Why the ranks did not train on the reference's inputs; None if they did."""
+    """Explanation if ranks had other inputs than the reference; else None."""
     for compared in found:
         for step, (own, expected) in enumerate(zip(compared.inputs, reference.inputs, strict=True), 1):
             for index, digest in own.items():

@@ -12,7 +12,7 @@ from paceline.comm import Group
 from paceline.engine.agreement import StepSignals
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.meter import CHECKPOINT
-from paceline.errors import CheckpointError, NonFiniteError
+from paceline.errors import CheckpointError, DataError, NonFiniteError
 from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec
 from paceline.job.stop import StopRule
@@ -198,6 +198,7 @@ class Checkpoints(Callback):
         rewinds = "rewind" in (job.nonfinite, job.spike.policy)
         self.memory = LastGood(engine, group, job.checkpoint.memory_every_steps) if rewinds else None
         self.rejected: list[int] = []
+        self._fingerprint = engine.loader.fingerprint()
         self._rewinds = 0
 
     def after_step(self, info: StepInfo) -> str | None:
@@ -236,6 +237,7 @@ class Checkpoints(Callback):
         if loaded is None:
             return False
         try:
+            self._refuse_other_data(loaded.values["loop"].get("data"))
             values = restore(self.engine, loaded, self.events)
             self.stop.load_state_dict(values["stop"])
             self.rejected = values["rejected"]
@@ -247,6 +249,21 @@ class Checkpoints(Callback):
             raise CheckpointError(f"{text}. Remove that folder to go on from the checkpoint before.") from error
         self.saving.resumed(loaded.step, self.stop.elapsed_s)
         return True
+
+    def _refuse_other_data(self, saved: list[int] | None) -> None:
+        """Refuse other samples: the split differs, so validation samples would be trained on."""
+        now = self._fingerprint
+        if saved is None or now is None or saved == now:
+            return
+        what = (
+            f"it had {saved[0]} training samples and has {now[0]} now"
+            if saved[0] != now[0]
+            else f"it still has {now[0]} training samples, but the first, middle or last one is not the same"
+        )
+        raise DataError(
+            f"the data set of {self.run.path} has changed: {what}. The samples kept for validation would be others, "
+            "and the order of training too. Restore the data set, or start a new run without --resume"
+        )
 
     def rewind(self, result: StepResult) -> None:
         """Go back to the last good state, and skip this step's batch from then on.
@@ -288,7 +305,9 @@ class Checkpoints(Callback):
 
     def _values(self) -> dict[str, Any]:
         """The loop's own state."""
-        return {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic}
+        return {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic} | {
+            "data": self._fingerprint
+        }
 
     def continued(self) -> None:
         """Count from the newest whole checkpoint, after going on from memory."""

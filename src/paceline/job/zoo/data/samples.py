@@ -143,7 +143,7 @@ class Collated(Dataset[Any]):
 
 
 def in_users_data(dataset: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The user's data set below `Selection` and `Collated`, and the indices that it has for these samples."""
+    """The user's own data set below its wrappers, and its indices of these samples."""
     found = list(indices)
     while isinstance(dataset, (Selection, Collated)):
         if isinstance(dataset, Selection):
