@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -30,7 +31,12 @@ def test_the_package_asks_for_the_tested_versions_alone() -> None:
     assert str(asked.specifier) == f"<{NEWEST[0]}.{NEWEST[1] + 1},>={OLDEST[0]}.{OLDEST[1]}"
 
 
-@pytest.mark.parametrize(("version", "newer"), [("2.10.0", False), ("2.14.1+cu130", False), ("2.15.0a0+git1", True)])
+def test_the_pinned_version_is_the_oldest_and_ci_tests_the_newest() -> None:
+    found = [re.findall(r"torch==(\d+)\.(\d+)", (ROOT / file).read_text()) for file in ("Makefile", ".ci/run")]
+    assert [[tuple(map(int, one)) for one in versions] for versions in found] == [[OLDEST], [NEWEST]]
+
+
+@pytest.mark.parametrize(("version", "newer"), [("2.13.0", False), ("2.14.1+cu130", False), ("2.15.0a0+git1", True)])
 def test_only_a_newer_minor_version_is_untested(version: str, newer: bool) -> None:
     assert (newer_than_tested(version) is not None) == newer
 
@@ -46,7 +52,7 @@ V = ("2.9.1", "2.14.0", "2.15.0")
 
 def test_a_command_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = command("runs", folder=tmp_path).err
-    monkeypatch.setattr(torch_versions, "NEWEST", OLDEST)
+    monkeypatch.setattr(torch_versions, "NEWEST", (2, 9))
     monkeypatch.setattr(torch_versions, "version", lambda name: "2.99.0")
     assert quiet.count("2.99.0") == 0
     assert command("runs", folder=tmp_path).err.count("2.99.0") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-OLDEST = (2, 10)
+OLDEST = (2, 13)
 NEWEST = (2, 14)
 
 
