@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 from collections.abc import Iterable
+
+# names of the field that are near others, and mean something else
+_MEAN_OTHER_THINGS = {"radam", "nadam", "qadam", "adamp", "adan", "adamax", "asgd", "rmse", "mape"}
+_PRECISIONS = {"fp64", "fp32", "fp16", "bf16", "fp8"}
+_OPPOSITES = {
+    ("above", "below"),
+    ("before", "after"),
+    ("first", "last"),
+    ("max", "min"),
+    ("less", "more"),
+    ("train", "held"),
+}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -15,7 +29,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most similar to `name`, if any is similar; case is ignored."""
+    """The known name that `name` misspells, if there is one; case is ignored.
+
+    A name that means something else is no misspelling: `fp16` is not `fp64`, `metric_below` not `metric_above`, `radam`
+    not `adam`.
+    """
     by_lower_case = {n.lower(): n for n in known}
-    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
-    return by_lower_case[close[0]] if close else None
+    given = name.lower()
+    close = difflib.get_close_matches(given, by_lower_case, n=3)
+    return next((by_lower_case[one] for one in close if _is_misspelled(given, one)), None)
+
+
+def _is_misspelled(given: str, meant: str) -> bool:
+    """True if a few letters differ, and none of them changes the meaning."""
+    numbers = re.findall(r"[0-9]+", given)
+    if given in _MEAN_OTHER_THINGS or (numbers and meant in _PRECISIONS):
+        return False
+    for word, other in itertools.product(re.split("[_-]", given), re.split("[_-]", meant)):
+        if (word, other) in _OPPOSITES or (other, word) in _OPPOSITES:
+            return False
+    return True

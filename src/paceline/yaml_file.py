@@ -96,6 +96,11 @@ def _read_text(file: Path, kind: FileKind) -> str:
 
 def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlPositions]:
     try:
+        if file.suffix == ".py":
+            raise kind.error(
+                f"{file} is a Python file, and this command reads a {kind.name} as YAML, such as {kind.example}. Run a "
+                f"script by `python {file}`; a {kind.name} names functions of it as {file.name}:NAME"
+            )
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.errors import JobError
+from paceline.errors import DataError, JobError
 from paceline.job.loss import LossSpec, Metric, build_metrics
 
 
@@ -113,3 +113,51 @@ def test_a_metric_of_ones_own_is_found_and_checked(tmp_path: Path) -> None:
         build_metrics((f"{file}:nothing",))
     with pytest.raises(JobError, match=r'there is no metric "acuracy"\. Did you mean "accuracy"\?'):
         build_metrics(("acuracy",))
+
+
+def test_accuracy_of_one_hot_and_soft_targets_is_that_of_their_classes() -> None:
+    expected = value(metric("accuracy"), (CLASSES, LABELS))
+    one_hot = F.one_hot(LABELS, 7)
+    for targets in (one_hot.float(), one_hot, one_hot * 0.9 + 0.1 / 7):
+        assert value(metric("accuracy"), (CLASSES, targets)) == pytest.approx(expected)
+    tokens, labels = torch.randn(2, 5, 3), torch.randint(0, 3, (2, 5))
+    soft = F.one_hot(labels, 3) * 0.8 + 0.2 / 3
+    assert value(metric("accuracy"), (tokens, soft)) == value(metric("accuracy"), (tokens, labels))
+
+
+def test_accuracy_of_one_logit_per_sample_is_the_share_on_the_right_side() -> None:
+    logits = torch.tensor([1.0, -1.0, 2.0, -2.0])
+    labels = torch.tensor([1, 0, 0, 0])
+    for output in (logits, logits[:, None]):
+        for target in (labels, labels.float(), labels[:, None]):
+            assert value(metric("accuracy"), (output, target)) == pytest.approx(0.75)
+
+
+def test_samples_with_several_labels_have_a_metric_of_their_own() -> None:
+    targets = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    output = torch.tensor([[1.0, 2.0, -1.0], [1.0, 1.0, -1.0]])
+    assert value(metric("multilabel_accuracy"), (output, targets)) == pytest.approx(5 / 6)
+    with pytest.raises(DataError, match="multilabel_accuracy"):
+        metric("accuracy")(output, targets)
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "target"),
+    [
+        ("accuracy", torch.randn(4), torch.randn(4) + 5),
+        ("accuracy", torch.randn(4, 3), torch.full((4, 3), 2.0)),
+        ("accuracy", torch.randn(4, 3), torch.zeros(4, 1, dtype=torch.long)),
+        ("top5", torch.randn(4, 6), torch.zeros(4, 4, dtype=torch.long)),
+        ("perplexity", torch.randn(4, 6), torch.zeros(4, 6, dtype=torch.long)),
+        ("multilabel_accuracy", torch.randn(4, 3), torch.full((4, 3), -1.0)),
+    ],
+)
+def test_targets_that_a_metric_would_misread_are_refused(name: str, output: Tensor, target: Tensor) -> None:
+    with pytest.raises(DataError):
+        metric(name)(output, target)
+
+
+@pytest.mark.parametrize("targets", [torch.tensor([1.0, 2.0]), torch.tensor([-1.0, 1.0])])
+def test_bce_refuses_targets_outside_0_to_1(targets: Tensor) -> None:
+    with pytest.raises(DataError):
+        LossSpec(name="bce").build()(torch.zeros(2), targets)

@@ -80,7 +80,7 @@ def _about(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of paceline and exit."),
     ] = False,
 ) -> None:
-    """Train any PyTorch model on your machines, and know how fast it went and why."""
+    """Train PyTorch models on your machines, and know how fast it went and why."""
     if context.invoked_subcommand == "doctor" or os.environ.get("RANK", "0") != "0":
         return  # doctor has a line of its own; other ranks under torchrun would repeat it
     if newer := untested():

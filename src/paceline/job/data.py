@@ -90,6 +90,12 @@ class _Data(Spec):
             return tuple(p if is_url(p) else _expand(p, base) for p in value)
         return value if is_url(value) or not value else _expand(value, base)
 
+    @property
+    def keeps_no_validation_set(self) -> bool:
+        """True if no share is held out and no validation set is named."""
+        named = getattr(self, "held_out_path", None) or getattr(self, "held_out_factory", None)
+        return not self.held_out and not named
+
     def fetch(self) -> dict[str, str]:
         """Fetch files that are named by a URL and not here in the store's version.
 

@@ -120,8 +120,24 @@ class Job(Spec):
             return {key: import_path_of(entry) if callable(entry) else entry for key, entry in value.items()}
         return import_path_of(value) if callable(value) else value
 
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _list_one_metric(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _stop_metrics_are_measured(self) -> Job:
+        nothing_held_out = self.data.keeps_no_validation_set and self.federate is None  # clients may hold out their own
+        if nothing_held_out and self.stop.metric_above:
+            raise ValueError(
+                "stop.metric_above waits for a validation metric, but data.held_out is 0, so nothing is ever "
+                "measured: hold out a share, e.g. held_out: 0.1, or stop by epochs, steps or loss_below"
+            )
+        if nothing_held_out and self.metrics:
+            raise ValueError(
+                f"metrics names {', '.join(self.metrics)}, but data.held_out is 0, so there is nothing to measure them "
+                "on: hold out a share, e.g. held_out: 0.1, or leave metrics out"
+            )
         unmeasured = set(self.stop.metric_above) - set(self.metrics) - {"loss"}
         # a user's metric says its name only when it is built
         if unmeasured and not any(":" in name for name in self.metrics):

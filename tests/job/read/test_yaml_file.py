@@ -121,7 +121,7 @@ def test_a_good_file_becomes_the_job_it_describes(job_file: Path) -> None:
         ("{zoo: mlp}", "{hf: config.json, task: causal_lm}", "job.yaml, line 1: model.hf: no such file: "),
         ("{zoo: mlp}", "./net.py:make", "job.yaml, line 1: model.factory: no such file: "),
         ("{zoo: mlp}", "{zoo: mlp, factory: 'a:b'}", "job.yaml, line 1: model: name exactly one of zoo, factory, hf"),
-        ("metrics: [accuracy]", "metrics: accuracy", "job.yaml, line 4: metrics should be a list, got 'accuracy'"),
+        ("metrics: [accuracy]", "metrics: 3", "job.yaml, line 4: metrics should be a list, got 3"),
     ],
 )
 def test_each_mistake_is_named_with_its_line_and_its_remedy(job_file: Path, old: str, new: str, complaint: str) -> None:

@@ -25,6 +25,11 @@ def load_object(path: str) -> Any:
         JobError: no such module, file or name, or the module raised while it was imported.
     """
     module_name, _, name = path.rpartition(":")
+    if module_name == "__main__":
+        raise JobError(
+            f"{path}: ranks cannot import what a notebook, a prompt or the running script defines. Put {name} into a "
+            f"file and name it as file.py:{name}"
+        )
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except (Exception, SystemExit) as error:  # a script may call sys.exit, which would end the run as if all were well

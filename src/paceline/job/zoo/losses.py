@@ -131,6 +131,33 @@ class Elementwise:
         return self.mean(*same_shape(self.name, output, target))
 
 
+class BinaryCrossEntropy(Elementwise):
+    """The loss `bce`: logits, and a target of numbers from 0 to 1."""
+
+    def __init__(self) -> None:
+        super().__init__("bce", F.binary_cross_entropy_with_logits)
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """The loss as a 0-dimensional tensor. Raises DataError for other shapes, or targets outside 0 to 1."""
+        if target.device.type == "cpu":  # an accelerator would have to be waited for; `check` looks on the host
+            self.check(output, target, "in a batch")
+        return super().__call__(output, target)
+
+    def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
+        """Raise DataError for a target outside 0 to 1.
+
+        torch computes a loss without a minimum from such a target.
+        """
+        outside = (target < 0) | (target > 1)
+        if outside.any():
+            place = outside.nonzero()[0].tolist()
+            at = f"sample {samples[place[0]]}" if samples is not None and place else f"at {place}"
+            raise DataError(
+                f"loss bce needs targets from 0 to 1, found {target[tuple(place)].item():g} {where} ({at}); for "
+                "numbers to be fitted take the loss mse or mae"
+            )
+
+
 class Contrastive:
     """NT-Xent loss (Chen et al., 2020, arXiv:2002.05709) over two views of each sample (n, 2, d) of length 1.
 
@@ -216,7 +243,7 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
     "cross_entropy": CrossEntropy,
     "mse": lambda: Elementwise("mse", F.mse_loss),
     "mae": lambda: Elementwise("mae", F.l1_loss),
-    "bce": lambda: Elementwise("bce", F.binary_cross_entropy_with_logits),
+    "bce": BinaryCrossEntropy,
     "contrastive": Contrastive,
     "model": ModelsOwn,
 }

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.errors import JobError
+from paceline.errors import DataError, JobError
 from paceline.job.loss import Loss, Metric
 from paceline.job.read.imports import load_object
 from paceline.job.zoo.arguments import check_call
@@ -89,26 +89,70 @@ class LossMetric:
 
 
 def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Share of labels (not -100) that have the largest logit.
+    """Share of samples (or tokens, pixels) whose largest logit is that of their class.
 
-    For fractional targets (bce): share of logits on the right side of 0.
+    Targets are labels (-100 is left out), one-hot rows or class probabilities. With one logit per sample, the target is
+    0 or 1 (or a probability), and the logit should be above 0 where the target is above 0.5.
     """
     logits = logits_of(output)
-    if target.is_floating_point():
-        logits, target = same_shape("accuracy", logits, target)
-        return ((logits > 0) == (target > 0.5)).sum(), torch.tensor(target.numel())
-    logits, labels = classes_on_dim_1(logits, target)
+    one_logit = logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1)
+    if one_logit and target.numel() == logits.numel():
+        return _right_side_of_0(logits, target, "accuracy")
+    if target.shape == logits.shape:
+        classes = 2 if logits.dim() == 3 else 1
+        _must_be_probabilities(target, "accuracy")
+        sums = target.double().sum(classes)
+        if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
+            raise DataError(
+                "accuracy compares classes, and a row of the targets adds up to "
+                f"{sums.flatten()[(sums - 1).abs().argmax()].item():g} instead of 1. If a sample may have several "
+                "labels, use the metric multilabel_accuracy; for classes, give labels, one-hot rows or probabilities"
+            )
+        right = logits.argmax(classes) == target.argmax(classes)
+        return right.sum(), torch.tensor(right.numel())
+    logits, labels = _logits_and_labels("accuracy", logits, target)
     return (logits.argmax(dim=1) == labels).sum(), (labels != IGNORED).sum()
 
 
+def _multilabel_accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Share of logits that are above 0 exactly if their target is above 0.5."""
+    return _right_side_of_0(output, target, "multilabel_accuracy")
+
+
+def _right_side_of_0(output: Any, target: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    logits, target = same_shape(name, output, target)
+    _must_be_probabilities(target, name)
+    return ((logits > 0) == (target > 0.5)).sum(), torch.tensor(target.numel())
+
+
+def _must_be_probabilities(target: Tensor, name: str) -> None:
+    outside = ~((target >= 0) & (target <= 1))
+    if outside.any():
+        raise DataError(
+            f"{name} needs targets from 0 to 1 here, found {target[outside][0].item():g}; for numbers to be fitted use "
+            "the metric mse or mae"
+        )
+
+
+def _logits_and_labels(name: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (m, classes, …) and labels (m, …); other shapes would be broadcast into a wrong result."""
+    logits, labels = classes_on_dim_1(logits, target)
+    if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
+        raise DataError(
+            f"{name} needs one label for each sample; the model returned logits {list(logits.shape)}, and the labels "
+            f"are {list(labels.shape)}"
+        )
+    return logits, labels
+
+
 def _top5(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    logits, labels = classes_on_dim_1(logits_of(output), target)
+    logits, labels = _logits_and_labels("top5", logits_of(output), target)
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     return (best == labels.unsqueeze(1)).sum(), (labels != IGNORED).sum()
 
 
 def _cross_entropy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    logits, labels = classes_on_dim_1(logits_of(output), target)
+    logits, labels = _logits_and_labels("the metric", logits_of(output), target)
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
 
 
@@ -136,6 +180,7 @@ def _bits(mean: float) -> float:
 
 _METRICS: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], Callable[[float], float]]] = {
     "accuracy": (_accuracy, float),
+    "multilabel_accuracy": (_multilabel_accuracy, float),
     "top5": (_top5, float),
     "perplexity": (_cross_entropy, _exponential),
     "bits_per_byte": (_cross_entropy, _bits),

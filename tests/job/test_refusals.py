@@ -1,0 +1,49 @@
+"""Jobs that could never do what they say are refused when they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import JobError
+from paceline.job.job import Job
+from paceline.job.read.imports import load_object
+
+
+def job(**changes: Any) -> Job:
+    values: dict[str, Any] = {
+        "model": "mlp",
+        "data": {"kind": "digits", "held_out": 0},
+        "loss": "cross_entropy",
+        "optimizer": "sgd",
+        "global_batch": 8,
+        "stop": {"epochs": 1},
+    }
+    return Job(**{**values, **changes})
+
+
+def test_metrics_without_a_validation_set_are_refused() -> None:
+    job()
+    with pytest.raises(JobError, match="held_out"):
+        job(metrics=["accuracy"])
+    with pytest.raises(JobError, match="held_out"):
+        job(stop={"epochs": 1, "metric_above": {"loss": 0.1}})
+    job(metrics=["accuracy"], data={"kind": "dataset", "factory": "a:b", "held_out": 0, "held_out_factory": "a:c"})
+
+
+def test_one_metric_needs_no_list() -> None:
+    assert job(data="digits", metrics="accuracy").metrics == ("accuracy",)
+
+
+def test_a_python_file_is_not_read_as_a_job(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nprint('x')\n")
+    with pytest.raises(JobError, match="Python file"):
+        Job.load(script)
+
+
+def test_what_a_notebook_defines_is_refused_with_the_remedy() -> None:
+    with pytest.raises(JobError, match="file.py:Net"):
+        load_object("__main__:Net")
