@@ -45,5 +45,5 @@ def test_a_python_file_is_not_read_as_a_job(tmp_path: Path) -> None:
 
 
 def test_what_a_notebook_defines_is_refused_with_the_remedy() -> None:
-    with pytest.raises(JobError, match="file.py:Net"):
+    with pytest.raises(JobError, match=r"file\.py:Net"):
         load_object("__main__:Net")

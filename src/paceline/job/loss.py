@@ -83,7 +83,8 @@ class LossSpec(Spec):
 def build_metrics(names: tuple[str, ...], loss: Loss | None = None) -> list[Metric]:
     """The metrics by name.
 
-    `accuracy`, `multilabel_accuracy`, `top5`, `perplexity`, `bits_per_byte`, `mse`, `mae`, `contrastive_accuracy`, or `pkg.mod:factory`.
+    `accuracy`, `multilabel_accuracy`, `top5`, `perplexity`, `bits_per_byte`, `mse`, `mae`, `contrastive_accuracy`, or
+    `pkg.mod:factory`.
 
     Given the job's loss, the first metric is that loss, by the name `loss`.
 
