@@ -37,6 +37,27 @@ class Odd(nn.Module):
 '''  # noqa: E501
 
 
+IMAGINARY = '''
+import torch
+from torch import nn
+
+
+class Imaginary(nn.Module):
+    """The gradient of the imaginary part depends on how many samples a rank has, if `uneven`."""
+
+    def __init__(self, uneven):
+        super().__init__()
+        self.weight, self.last, self.uneven = nn.Parameter(torch.ones(6, dtype=torch.cfloat)), nn.Linear(6, 3), uneven
+
+    def forward(self, x):
+        pair = torch.view_as_real(self.weight)
+        imaginary = pair[:, 1]
+        if self.uneven:
+            imaginary = imaginary.detach() + (imaginary - imaginary.detach()) * len(x)
+        return self.last(x * pair[:, 0] + imaginary)
+'''
+
+
 def own_job(folder: Path, code: str, name: str) -> Job:
     (folder / "own.py").write_text(code)
     data = {"kind": "synthetic", "samples": 64, "shape": [6], "classes": 3, "held_out": 0}
@@ -167,3 +188,13 @@ def test_a_collate_function_that_draws_is_named_where_ranks_read_other_parts(tmp
     found = paceline.check(drawing_job(tmp_path, "Still", collate="mixup"), "dp=2 precision=fp64", steps=1)
     assert found.verdict == "cannot tell"
     assert "collate" in str(found.undecided)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_the_imaginary_part_of_a_complex_parameter_is_compared(tmp_path: Path, uneven: bool) -> None:
+    job = own_job(tmp_path, IMAGINARY, "Imaginary")
+    job = job.model_copy(update={"model": job.model.model_copy(update={"args": {"uneven": uneven}})})
+    found = paceline.check(job, "dp=2", steps=1)
+    assert found.holds == (not uneven)
+    if uneven:
+        assert found.parameters["weight"] > 0.1

@@ -164,6 +164,26 @@ def addition_in_place_between_blocks() -> nn.Module:
     return Chain(forward)
 
 
+class View(Block):
+    """Returns a view of what it computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)[:, :WIDTH]
+
+
+@model
+def addition_in_place_to_a_view() -> nn.Module:
+    return Chain(addition_in_place, View)
+
+
+def addition_in_place(model: Any, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        made = block(x)
+        made += x
+        x = made
+    return x
+
+
 @model
 def an_earlier_output_changed_in_place() -> nn.Module:
     def forward(model: Any, x: Tensor) -> Tensor:
@@ -641,6 +661,10 @@ def test_fsdp_gathers_what_is_used_outside_of_its_block_with_the_rest(ranks: Ran
     ]
     names.append("blocks_in_an_autograd_function")
     assert_same(ranks(2, divided, names, FSDP, 1, backend="shm"))
+
+
+def test_fsdp_gathers_a_block_whose_view_is_changed_in_place_with_the_rest(ranks: Ranks) -> None:
+    assert_same(ranks(2, divided, ["addition_in_place_to_a_view"], FSDP, 1, backend="shm"))
 
 
 def test_what_slices_cannot_do_is_refused_before_the_first_step(ranks: Ranks) -> None:

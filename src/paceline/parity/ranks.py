@@ -56,7 +56,7 @@ def take_reference(steps: Steps) -> Reference:
             outputs.close()
             file = _file(steps, step)
             file.parent.mkdir(mode=0o700)
-            save_file(_tensors(engine), file)
+            save_file(_as_real(_tensors(engine)), file)
         now = _tensors(engine)
         buffers = [name for name in now if name.startswith("buffer/")]
         written = sorted({name.split("/", 2)[2] for name in buffers if not torch.equal(now[name], initial[name])})
@@ -187,7 +187,23 @@ def _reference(steps: Steps, step: int) -> dict[str, Tensor]:
     file = _file(steps, step)
     if not file.exists():  # host 0 has it
         fetch(file.parent, steps.folder, steps.job.deadline_s)
-    return load_file(file)
+    return _as_complex(load_file(file))
+
+
+def _as_real(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Complex tensors as pairs of real numbers, under `complex/NAME`; safetensors has no complex128."""
+    return {
+        f"complex/{n}" if t.is_complex() else n: torch.view_as_real(t) if t.is_complex() else t
+        for n, t in tensors.items()
+    }
+
+
+def _as_complex(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `_as_real`."""
+    return {
+        n.removeprefix("complex/"): torch.view_as_complex(t) if n.startswith("complex/") else t
+        for n, t in tensors.items()
+    }
 
 
 def _file(steps: Steps, step: int) -> Path:
@@ -276,9 +292,10 @@ class _Outputs:
         @_not_compiled
         def add(module: nn.Module, inputs: Any, output: Any) -> None:
             first = output[0] if isinstance(output, (tuple, list)) and output else output
-            if not isinstance(first, Tensor) or not first.is_floating_point():
+            if not isinstance(first, Tensor) or not (first.is_floating_point() or first.is_complex()):
                 return
-            wide = widened(first.detach())
+            numbers = torch.view_as_real(first.detach().resolve_conj()) if first.is_complex() else first.detach()
+            wide = widened(numbers)
             sums = self.found.setdefault(name, [0.0, 0.0, 0.0])
             for i, value in enumerate((wide.numel(), wide.sum().item(), wide.square().sum().item())):
                 sums[i] += value
@@ -302,4 +319,7 @@ def _steps(loader: Loader, steps: int) -> Iterator[Batch | None]:
 
 def _copy(tensor: Tensor) -> Tensor:
     dense = tensor.to_dense() if tensor.is_sparse else tensor
-    return dense.detach().cpu().double().clone(memory_format=torch.contiguous_format)
+    dense = dense.detach()
+    if dense.is_complex():
+        return dense.cpu().resolve_conj().to(torch.complex128, memory_format=torch.contiguous_format, copy=True)
+    return dense.cpu().double().clone(memory_format=torch.contiguous_format)

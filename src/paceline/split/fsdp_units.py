@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import ForwardTrace, ModuleCall, is_in
+from paceline.split.pipeline.forward_trace import ForwardTrace, ModuleCall, Node, is_in
 from paceline.split.pipeline.observed import Observed
 from paceline.split.pipeline.record_forward import Call, trace_forward
 
@@ -61,7 +61,7 @@ def inseparable(blocks: Sequence[str], trace: ForwardTrace | None, observed: Obs
                 found.setdefault(
                     module_call.name, "it is called within a torch.autograd.Function, whose backward pass is its own"
                 )
-        for block, reason in _in_operations(blocks, trace):
+        for block, reason in (*_in_operations(blocks, trace), *_changed_views(blocks, trace)):
             found.setdefault(block, reason)
     return found
 
@@ -81,6 +81,22 @@ def _in_operations(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple
             for block in blocks:
                 if block in around and storage in made and made[storage] < around[block].enter:
                     yield block, "it changes its input in place"
+
+
+def _changed_views(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple[str, str]]:
+    """Blocks that return a view which later code changes in place.
+
+    Autograd then computes the backward pass of the view's base, past the hook that FSDP2 puts on the view.
+    """
+    first: dict[int, Node] = {}
+    for step in trace.steps:
+        for node in step.makes:
+            first.setdefault(node[0], node)
+    for module_call in trace.module_calls:
+        if module_call.name in blocks:
+            views = {node[0] for node in module_call.nodes if node is not None and first.get(node[0]) != node}
+            if any(step.time > module_call.leave and views.intersection(step.changes) for step in trace.steps):
+                yield module_call.name, "it returns a view that is changed in place outside of it"
 
 
 def _around(trace: ForwardTrace, module_call: int) -> Iterator[ModuleCall]:
