@@ -168,7 +168,8 @@ class View(Block):
     """Returns a view of what it computed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.up(x)[:, :WIDTH]
+        y: Tensor = self.up(x)[:, :WIDTH]
+        return y
 
 
 @model

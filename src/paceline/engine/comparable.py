@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.device import widened
 from paceline.job.batch import Batch
+from paceline.trace.recording.model_state import restored
 
 if TYPE_CHECKING:
     from paceline.engine.compute import Compute
@@ -59,15 +60,11 @@ def random_module(compute: Compute, batch: Batch) -> str | None:
     `the loss`, where only that differs.
     """
     model, found = compute.model, list[dict[str, float]]()
-    buffers = [(b, b.clone()) for b in model.buffers()]
     with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):
         for seed in (1, 2):
-            torch.manual_seed(seed)
-            found.append(_sums(compute, batch))
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
-    for buffer, saved in buffers:
-        buffer.copy_(saved)
+            with restored(model):
+                torch.manual_seed(seed)
+                found.append(_sums(compute, batch))
     if len(found) < 2:
         return None  # it does not run so; the steps tell why
     return next((name for name, value in found[0].items() if value == value and found[1].get(name) != value), None)

@@ -29,14 +29,16 @@ _OF_MODULES = set(nn.Module().__dict__)
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore the modules' attributes, containers among these, and random states; clear caches of results.
+    """Restore buffers, attributes, containers among these, and random states; clear caches of results.
 
-    The caches may hold tensors without data. A tensor that is changed in place stays changed.
+    Every forward pass that is no training step runs within this context. The caches may hold tensors without data.
+    Parameters are not copied: one that is changed in place stays changed.
     """
     held: list[tuple[Any, Any]] = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     for _, attributes in list(held):
         held += [(value, copy(value)) for value in attributes.values() if type(value) in _CONTAINERS]
-    states = random.getstate(), np.random.get_state()
+    tensors = [(tensor, tensor.detach().clone()) for tensor in _written(model)]
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
@@ -45,8 +47,22 @@ def restored(model: nn.Module) -> Iterator[None]:
             container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
         random.setstate(states[0])
         np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        with torch.no_grad():
+            for tensor, value in tensors:
+                tensor.copy_(value)
         for clear in _caches(model):
             clear()
+
+
+def _written(model: nn.Module) -> list[Tensor]:
+    """Tensors with values that a forward pass may change in place: buffers, and attributes that are no parameters."""
+    kept = {id(t): t for module in model.modules() for t in (*module._buffers.values(), *module.__dict__.values())}
+    return [
+        t
+        for t in kept.values()
+        if type(t) is Tensor and t.device.type != "meta" and t.layout == torch.strided and 0 not in t.stride()
+    ]
 
 
 def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
