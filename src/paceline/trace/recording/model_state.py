@@ -56,7 +56,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def _written(model: nn.Module) -> list[Tensor]:
-    """Tensors with values that a forward pass may change in place: buffers, and attributes that are no parameters."""
+    """Buffers and tensor attributes with values, which a forward pass may change in place."""
     kept = {id(t): t for module in model.modules() for t in (*module._buffers.values(), *module.__dict__.values())}
     return [
         t
