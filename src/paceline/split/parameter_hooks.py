@@ -14,8 +14,8 @@ from paceline.errors import PlanError
 from paceline.plans.plan import Plan
 from paceline.split.parts import Parts
 
-# torch.nn.RNNBase updates these when a parameter changes
-_KEPT_UP_TO_DATE = ("_flat_weights",)
+# torch.nn.RNNBase makes these anew in a forward pass that finds other parameters
+KEPT_UP_TO_DATE = ("_flat_weights",)
 
 
 def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
@@ -71,7 +71,7 @@ def refuse_kept_parameters(model: nn.Module) -> None:
     names = {id(p): name for name, p in model.named_parameters()}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if key in ("_parameters", *_KEPT_UP_TO_DATE):
+            if key in ("_parameters", *KEPT_UP_TO_DATE):
                 continue
             for held in _parameters_in(value):
                 if id(held) in names:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from paceline.device import forked_random
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.split.parameter_hooks import KEPT_UP_TO_DATE
 from paceline.split.pipeline.forward_trace import (
     Attribute,
     ForwardTrace,
@@ -69,6 +70,9 @@ def trace_forward(
     )
     recorder.run(batch, call)
     return recorder.trace
+
+
+_NOT_KEPT = ("_parameters", "_buffers", "_modules", *KEPT_UP_TO_DATE)
 
 
 class _Recorder:
@@ -150,7 +154,7 @@ class _Recorder:
                 old = before[name].get(key)
                 if isinstance(value, Tensor) and value is not old and self._storage(value) in self._depends:
                     self.trace.attributes.append(Attribute(name, key, self._node(value), value.requires_grad))
-                elif isinstance(value, (list, dict)) and key not in ("_parameters", "_buffers", "_modules"):
+                elif isinstance(value, (list, dict)) and key not in _NOT_KEPT:
                     if any(isinstance(t, Tensor) and self._storage(t) in self._depends for t in tree_leaves(value)):
                         self.observed.keeps.append((name, key))
                 elif isinstance(value, (int, float, str)) and value != old:

@@ -1,0 +1,47 @@
+"""Blocks with torch's recurrent layers can be divided into pipeline stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from ranks import Ranks
+
+WIDTH, ROWS, STEPS = 6, 8, 3
+
+
+class Block(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.norm, self.recurrent = nn.LayerNorm(WIDTH), kind(WIDTH, WIDTH, num_layers=2, batch_first=True)  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.recurrent(self.norm(x))[0]
+        return y
+
+
+def losses(kind: type[nn.RNNBase], plan: str) -> list[float]:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Block(kind) for _ in range(4)), nn.Linear(WIDTH, WIDTH)).double()
+    drawn = torch.Generator().manual_seed(2)
+    inputs = torch.randn(ROWS * STEPS, 5, WIDTH, generator=drawn, dtype=torch.float64)
+    loader = DataLoader(TensorDataset(inputs, inputs.tanh()), batch_size=ROWS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    engine = paceline.setup(model, optimizer, F.mse_loss, loader, plan=plan)
+    found = [engine.step(batch).loss for batch in engine.loader]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=2 schedule=zero-bubble microbatches=4"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_blocks_in_stages_have_the_losses_of_one_process(
+    ranks: Ranks, kind: type[nn.RNNBase], plan: str
+) -> None:
+    alone = losses(kind, "dp=1")
+    for found in ranks(2, losses, kind, plan):
+        assert found == pytest.approx(alone, rel=1e-9)
