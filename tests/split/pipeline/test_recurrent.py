@@ -17,7 +17,7 @@ WIDTH, ROWS, STEPS = 6, 8, 3
 class Block(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.norm, self.recurrent = nn.LayerNorm(WIDTH), kind(WIDTH, WIDTH, num_layers=2, batch_first=True)  # type: ignore[arg-type]
+        self.norm, self.recurrent = nn.LayerNorm(WIDTH), kind(WIDTH, WIDTH, num_layers=2, batch_first=True)  # type: ignore[arg-type, call-arg]
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.recurrent(self.norm(x))[0]
