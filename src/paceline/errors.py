@@ -142,10 +142,10 @@ _LOST_PEER = (
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """True if an error tells of a lost connection or a missing rank.
+    """True if the cause of an error is a lost connection or a missing rank.
 
-    Any other error is this rank's own.
-    torch has a class for most of them, `DistError`, which is known by its name here. gloo raises plain RuntimeErrors.
+    Any other error is this rank's own. torch raises a `DistError` for most lost connections, recognized here by its
+    name. gloo raises plain RuntimeErrors.
     """
     if isinstance(error, SyncError) or any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True

@@ -10,13 +10,16 @@ NEWEST = (2, 14)
 
 
 def release(torch: str) -> tuple[int, int]:
-    """Return major and minor version: (2, 14) for `2.14.1+cu130`."""
+    """Return the major and minor version: (2, 14) for `2.14.1+cu130`."""
     major, minor = re.findall(r"\d+", torch)[:2]
     return int(major), int(minor)
 
 
 def untested() -> str | None:
-    """One line if the installed torch is newer than every tested one, else None. Does not import torch."""
+    """Return a note if the installed torch is newer than the tested versions, else None.
+
+    Does not import torch.
+    """
     try:
         installed = version("torch")
     except PackageNotFoundError:
@@ -25,11 +28,11 @@ def untested() -> str | None:
 
 
 def newer_than_tested(torch: str) -> str | None:
-    """One line if this version of torch is newer than every tested one, else None."""
+    """Return a note if this torch is newer than the tested versions, else None."""
     if release(torch) <= NEWEST:
         return None
     newest = ".".join(map(str, NEWEST))
     return (
-        f"torch {torch} is newer than {newest}, the newest version that this paceline was tested on. "
+        f"torch {torch} is newer than {newest}, the newest version tested with this paceline. "
         f"If something fails: pip install 'torch<{NEWEST[0]}.{NEWEST[1] + 1}'"
     )

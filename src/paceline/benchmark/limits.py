@@ -1,6 +1,6 @@
-"""Limits of scaling in a few sentences from the numbers, or none.
+"""Sentences on what limits the scaling, from measured numbers.
 
-Advice is what was measured: a plan or a batch whose interval includes no gain is not recommended.
+A plan or a batch is recommended only if the interval of its measured gain excludes zero.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _WORTH_NAMING = 0.05  # of what is lost
 
 
 def limits_of(settings: list[MeasuredSetting], auto: str = "") -> list[str]:
-    """Sentences about the fixed layout, the plan of `auto`, and a larger batch.
+    """Describe the fixed layout, the plan of `auto`, and a larger batch.
 
     Args:
-        auto: the plan that `auto` chose, as its setting has it.
+        auto: the plan that `auto` chose, as written in its setting.
     """
     one = next((s for s in settings if s.devices == 1), None)
     strong = [s for s in settings if s.scaling == "strong" and s.devices > 1]
@@ -53,14 +53,14 @@ def _limits(one: MeasuredSetting, many: MeasuredSetting) -> list[str]:
     headline = _headline(many)
     if many.efficiency.high >= 1:
         enough = "Within the interval that is the ideal: nothing that could be measured is lost."
-        unclear = "The intervals are too wide to say what limits it: more repeats would tell, or less other load."
+        unclear = "The intervals are too wide to say what limits it. Use more repeats, or reduce other load."
         return [headline, enough if many.is_speedup else unclear]
     lost = where_it_goes(_parts(one), _parts(many), many.devices) if one.ranks and many.ranks else None
     return [headline, lost] if lost else [headline]
 
 
 def _about_auto(chosen: MeasuredSetting | None, many: MeasuredSetting) -> list[str]:
-    """The plan that `auto` chose beside the fixed layout."""
+    """Compare the plan that `auto` chose with the fixed layout."""
     if chosen is None:
         return []
     if chosen is many:
@@ -80,7 +80,7 @@ def _about_auto(chosen: MeasuredSetting | None, many: MeasuredSetting) -> list[s
 
 
 def _about_larger_batch(many: MeasuredSetting, weak: MeasuredSetting | None) -> list[str]:
-    """The measured gain of a larger batch, unless its interval includes none."""
+    """Recommend a larger batch if the interval of its gain excludes zero."""
     gain = None if weak is None else _gain(many, weak)
     if weak is None or gain is None or gain.low <= 1 or many.throughput.overlaps(weak.throughput):
         return []
@@ -92,7 +92,7 @@ def _about_larger_batch(many: MeasuredSetting, weak: MeasuredSetting | None) -> 
 
 
 def _gain(many: MeasuredSetting, weak: MeasuredSetting) -> Interval | None:
-    """Times the throughput, in the same rounds; None with too few of them."""
+    """Compute the ratio of throughputs in the same rounds; None if there are too few."""
     samples = [s.throughput.middle * s.step_time_s.middle for s in (many, weak)]
     pairs = [
         (strong_s / samples[0]) / (weak_s / samples[1])
@@ -126,7 +126,7 @@ def _name(setting: MeasuredSetting) -> str:
 
 
 def where_it_goes(one: Mapping[str, float], many: Mapping[str, float], devices: int) -> str | None:
-    """Sentence on the step's time beyond the ideal, by part; None if nothing is lost.
+    """Describe the step time beyond the ideal, by part; None if nothing is lost.
 
     Args:
         one, many: seconds of each part of a step, on one device and on several.

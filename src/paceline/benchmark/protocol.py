@@ -204,7 +204,7 @@ class Benchmark:
     def _auto(self) -> tuple[Plan, list[str]]:
         """The plan that `train` would choose, and the plans tried.
 
-        A continued benchmark keeps the one that it was begun with.
+        A continued benchmark keeps the plan that it began with.
         """
         if before := self.directory.begun_with():
             return before

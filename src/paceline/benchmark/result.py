@@ -15,7 +15,7 @@ from paceline.stats import Interval
 from paceline.units import count
 
 Scaling = Literal["strong", "weak"]
-AUTO = "auto: "  # begins the label of the setting that has the plan chosen by `auto`
+AUTO = "auto: "  # prefix of the label of the setting with the plan that `auto` chose
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class MeasuredSetting:
         runs: the run directories, relative to the benchmark's.
         pairs: speedup of each repeat, against the one-device run of the same round.
         final_loss: mean training loss of the last steps, in the median over the repeats; None where it was not finite.
-        rounds_s: step time in each round; None for a round that has no run of this setting.
+        rounds_s: step time in each round; None if a round has no run of this setting.
     """
 
     label: str
@@ -111,7 +111,7 @@ class Report:
         warnings: what makes the figures less sure (load on the machine, few repeats, an interrupted benchmark).
         knobs: what the automatic plan tried, one line each; empty where the plans were given.
         complete: whether every repeat of every setting was measured.
-        auto: the plan that `auto` chose, as a setting has it; empty in files that do not say it.
+        auto: the plan that `auto` chose, as written in a setting; empty in files without this field.
         kind: torch's type of the devices (`cpu` for cores); None in files that do not say it.
     """
 
@@ -134,7 +134,7 @@ class Report:
 
     @property
     def of_auto(self) -> MeasuredSetting | None:
-        """The setting that has the plan chosen by `auto`; None if not measured."""
+        """The setting with the plan that `auto` chose; None if not measured."""
         return next((s for s in self.settings if s.plan == self.auto and s.scaling == "strong"), None)
 
     @property

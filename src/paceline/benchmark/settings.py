@@ -70,12 +70,12 @@ def settings_for(
     steps: int | None,
     weak: bool,
 ) -> list[Setting]:
-    """Settings of the fixed layout, strong and weak, and of plans.
+    """List the settings of the fixed layout, strong and weak, and of other plans.
 
     Args:
-        auto: the plan that `auto` chose. It is a setting of its own unless the layout has it, or it takes a number of
-            devices that is not among those asked for. The fixed layout is this plan with `dp=N` and, without GPUs, one
-            thread per device.
+        auto: the plan that `auto` chose. It gets its own setting, unless the layout already has this plan or the plan
+            uses a number of devices that was not requested. The fixed layout is this plan with `dp=N` and, without
+            GPUs, one thread per device.
         plans: settings of their own, run as `paceline train --plan` would.
         devices: the values of N; None is 1 and all. One device is always measured, for every speedup is against it.
         steps: of every run; None trains to the job's target, or 60 steps where it names none.
@@ -149,20 +149,20 @@ def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int
 
 
 def spelled_out(plan: Plan, cluster: Cluster) -> Plan:
-    """The plan as `paceline train` would run it, on CPUs with its threads spelled out."""
+    """Return the plan as `paceline train` runs it, with explicit threads on CPUs."""
     if cluster.has_accelerators:
         return plan
     return replace(plan, threads=plan.threads_for(cluster.hosts[0], plan.ranks))
 
 
 def named(plan: Plan) -> str:
-    """The text of a plan, with its degree where it has one rank."""
+    """Format a plan; a plan with one rank begins with `dp=1`."""
     text = str(plan)
     return f"dp=1 {text}" if plan.ranks == 1 and text != "dp=1" else text
 
 
 def _of_plan(plan: Plan | str, label: str, job: Job, cluster: Cluster, steps: int | None) -> Setting:
-    """A plan as `paceline train` would run it. Without GPUs it uses as many devices as it has threads in all."""
+    """A plan as `paceline train` runs it. Without GPUs, its number of devices is its total number of threads."""
     parsed = spelled_out(Plan.parse(plan) if isinstance(plan, str) else plan, cluster)
     devices = parsed.ranks * (1 if cluster.has_accelerators else parsed.threads)
     key = re.sub(r"[^a-z0-9]+", "-", str(parsed))

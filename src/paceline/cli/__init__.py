@@ -82,7 +82,7 @@ def _about(
 ) -> None:
     """Train PyTorch models on your machines, and know how fast it went and why."""
     if context.invoked_subcommand == "doctor" or os.environ.get("RANK", "0") != "0":
-        return  # doctor has a line of its own; other ranks under torchrun would repeat it
+        return  # doctor prints its own line, and under torchrun every rank would repeat this one
     if newer := untested():
         typer.echo(f"paceline: note: {newer}", err=True)
 

@@ -195,8 +195,8 @@ def _candidates(explanation: Explanation, console: Console, top: int) -> None:
     if len(alike := equals(shown)) > 1:
         numbers = ", ".join(str(number) for number, candidate in enumerate(shown, 1) if candidate in alike)
         why = "it has the fewest moving parts, then the fewest ranks, then the most free memory"
-        equal = f"Plans {numbers} are equally fast as far as the model can tell."
-        print_inset(console, Text(f"{equal} Plan 1 is recommended of these: {why}."))
+        equal = f"The model cannot tell plans {numbers} apart in speed."
+        print_inset(console, Text(f"{equal} Plan 1 of these is recommended: {why}."))
 
 
 def _row(explanation: Explanation, number: int, candidate: Candidate) -> list[RenderableType]:

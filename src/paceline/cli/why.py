@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Say why a run is no faster than it is, and what to try.
 
-    It is compared with one device. A change is advised only if its predicted gain is larger than the error of
-    predictions. `--try` measures changes here, in turn with the run's own plan, and advises what was measured faster.
+    The run is compared with one device. A change is advised only if its predicted gain is larger than the error of
+    predictions. `--try` measures changes on this machine, in turn with the run's own plan, and advises the fastest.
     """
     if tries and not predict:
         raise typer.BadParameter("it measures what was predicted: leave --no-predict out", param_hint="--try")

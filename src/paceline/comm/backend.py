@@ -41,9 +41,9 @@ _joined_by = [0]  # the process that joined last
 
 @contextmanager
 def joined(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | None = None) -> Iterator[Group]:
-    """The group of all ranks of a run or epoch, left again at the end.
+    """Join all ranks of a run or epoch in a group, and leave it at the end.
 
-    A process that the user's code forks from this one leaves no group: the connections are its parent's.
+    A process that user code forks from this one leaves no group: the connections belong to its parent.
     """
     group = join(deadline_s=deadline_s, transport=transport, epoch=epoch)
     try:

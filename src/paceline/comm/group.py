@@ -358,9 +358,9 @@ class Group:
             raise
 
     def _explain(self, what: str, waited_s: float, error: RuntimeError) -> None:
-        """Raise what an error in a wait for other ranks means.
+        """Raise the cause of an error in a wait for other ranks.
 
-        Returns if the error is this rank's own.
+        Returns if the cause is this rank itself.
         """
         if "DataLoader worker" in str(error):  # torch raises it from SIGCHLD in whatever the main thread does
             text = f"rank {self.rank}, in a wait for other ranks ({what}): {str(error).strip()}"

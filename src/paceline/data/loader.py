@@ -45,9 +45,9 @@ class Position(NamedTuple):
 class Loader:
     """Loader of one replica's batches; each iteration runs one epoch, or its remainder.
 
-    It yields a batch for each step; the next iteration begins the next epoch. An iteration that was left early goes on
-    with the next one, or, with `begins_anew`, every iteration is a new epoch, as of a `DataLoader`: only after
-    `load_state_dict` does one begin within an epoch. Iterations may then overlap.
+    An iteration yields a batch for each step; the next iteration begins the next epoch. If an iteration is left early,
+    the next one continues it. With `begins_anew`, every iteration is a new epoch, as with a `DataLoader`, except that
+    the first one after `load_state_dict` begins within an epoch. Iterations may then overlap.
 
     A batch is what `collate_fn` makes of the samples (torch's `default_collate` where none is given). A dataset whose
     `__getitems__` returns a tuple of tensors has collated already; where no `collate_fn` is given, its batches pass
@@ -84,9 +84,9 @@ class Loader:
         `workers` says more than `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors.
         """
         self.begins_anew = begins_anew
-        self._epochs = 0  # that were begun, with `begins_anew`
+        self._epochs = 0  # number of epochs begun, with `begins_anew`
         self._within = False  # whether the next iteration begins at a loaded position
-        self._overlapping: Loader | None = None  # the reader of an overlapping iteration, if it has yielded last
+        self._overlapping: Loader | None = None  # reader of an overlapping iteration, if it yielded the last batch
         self.partition, self.workers, self.pin_memory = partition, workers or Workers(num_workers), pin_memory
         self.num_workers = self.workers.count
         self.position: Position | None = None
@@ -116,7 +116,7 @@ class Loader:
         return self._new_epoch() if self.begins_anew else self._remainder()
 
     def _new_epoch(self) -> Iterator[Any]:
-        """Batches of a new epoch, whether or not earlier iterations have ended."""
+        """Yield the batches of a new epoch; earlier iterations may still be running."""
         epoch, step = self._next if self._within else (self._epochs, 0)
         self._within, self._epochs = False, max(self._epochs, epoch + 1)
         reader = self if self._batches is None else self._beside()
@@ -130,11 +130,11 @@ class Loader:
             yield batch
 
     def _beside(self) -> Loader:
-        """Reader of the same data for an iteration that overlaps with another one."""
+        """Make a reader of the same data for an overlapping iteration."""
         if not isinstance(self.partition, Partition):
             raise DataError(
-                f"an iteration of {self.partition.name} began while another one was running, and both would read one "
-                "stream. Let the first one end, or give the second one a DataLoader of its own: engine.deal(loader)"
+                f"an iteration of {self.partition.name} began while another one was running, and both would read the "
+                "same stream. Let the first one end, or give the second one its own DataLoader: engine.deal(loader)"
             )
         reader = copy.copy(self)
         reader._samples, reader.begins_anew = copy.copy(self._samples), False

@@ -155,9 +155,9 @@ class SamplerStream:
         return epoch, step
 
     def leave(self, step: int) -> None:
-        """Have the sampler as after `step` batches of an epoch that goes on no further.
+        """Set the sampler to its state after `step` batches of an epoch that was left.
 
-        Batches drawn ahead would leave a generator in another state than a `DataLoader` does.
+        Batches drawn ahead would otherwise leave a generator in another state than a `DataLoader` does.
         """
         epoch = self._epoch
         if epoch is not None and self._pure and self._resume is None and self.world.rank == 0:

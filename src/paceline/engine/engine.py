@@ -430,14 +430,14 @@ class Engine:
         return tuple([id(p) if p.requires_grad else 0 for g in self.optimizer.param_groups for p in g["params"]])
 
     def _follow_changes(self, *, forward_is_done: bool = False) -> None:
-        """Follow a change of the set of parameters that are trained.
+        """Follow a change of the set of trained parameters.
 
-        Replicas that take local steps get the mean of their parameters first; if the forward pass is done, after the
-        update that follows it.
+        Replicas that take local steps are set to the mean of their parameters first. If the forward pass is done, this
+        waits until after the update.
 
         Raises:
             PlanError: the plan divides the model, so its parts were settled at the start.
-            JobError: the forward pass was computed with parameters that the ranks have not agreed on.
+            JobError: the forward pass used parameters that may differ between the ranks.
         """
         if self._signature() == self._trained:
             return
@@ -474,7 +474,7 @@ class Engine:
         """Set the parameters that were or are trained to their mean over the replicas."""
         with self.rule.in_agreement():
             together = [p.detach().clone() for p in self._parameters]
-        # the rule does not know those that are new, and they may have been stepped on already
+        # the rule does not know new parameters, and the optimizer may have stepped on them already
         for parameter, mean in zip(self._parameters, together, strict=True):
             if parameter.requires_grad and id(parameter) not in self._trained:
                 self.group.all_reduce(mean)
@@ -530,7 +530,7 @@ class Engine:
         update = self.updates + 1
         if update >= self.replica_state.due:
             self.replica_state.before_update(update)
-        self.updates = update  # not before the comparison: a step that is broken off in it has made no update
+        self.updates = update  # only after the comparison: a step interrupted there has made no update
         if self.before_update is not None:
             self.meter.mark(OPTIMIZER)
             self.before_update(step)

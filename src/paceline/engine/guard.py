@@ -139,8 +139,8 @@ class LossScale:
     All ranks see the same gradients, so it is the same on all.
 
     Attributes:
-        overflows: gradients in a row that were not finite. If lowering the scale `PATIENCE` times has not helped, the
-            scale is not the cause.
+        overflows: number of consecutive gradients that were not finite. After `PATIENCE` of them, lowering the scale
+            has not helped, so the scale is not the cause.
 
     It acts on agreed gradients, wherever they lie; `torch.amp.GradScaler` knows only those of one optimizer.
     """

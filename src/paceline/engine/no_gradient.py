@@ -23,7 +23,7 @@ class NoGradient:
 
     def __init__(self, loss: Tensor) -> None:
         self.loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
-        # AccumulateGrad nodes (those with a `variable`) belong to parameters and serve other losses as well
+        # AccumulateGrad nodes (those with a `variable`) belong to parameters, which other losses use too
         self._hooks = [n.register_prehook(_zeros) for n in _nodes(loss) if not hasattr(n, "variable")]
 
     def release(self) -> None:

@@ -177,13 +177,13 @@ def _keeps_its_own(module: nn.Module) -> bool:
 
 
 def _differing(group: Group, held: Mapping[str, Tensor], names: Sequence[str] = ()) -> list[str]:
-    """Names of tensors that differ between the ranks of a group, the same on each.
+    """Find the names of tensors that differ between ranks, alike on each rank.
 
     Takes one small collective.
 
     Args:
         held: this rank's tensors by name.
-        names: those of all ranks, if a rank may lack some.
+        names: names of the tensors of all ranks, if a rank may lack some.
     """
     names = names or list(held)
     if not names:

@@ -57,7 +57,7 @@ class Weighing:
         self._told = 0  # of what was said
         self.by_model = isinstance(self.loss, ModelsOwn) or reads_models_loss(self.loss)
         self.adds_up = adds_up(self.loss)
-        # a sum is weighted by its samples; its items only say which parts have none
+        # a sum is weighted by its samples; its items only show which parts are empty
         self._counted = items_of(self.loss)
         self._count = None if self.adds_up else self._counted
         self._trial: Callable[..., Any] | None = None  # a copy of the loss, which may keep a state
@@ -112,7 +112,7 @@ class Weighing:
 
     @staticmethod
     def _number(items: float | Tensor) -> float | Tensor:
-        """A number on the host; a tensor where only an accelerator knows it yet."""
+        """Return a number; a tensor if the number is still on an accelerator."""
         if isinstance(items, Tensor) and on_accelerator(items):
             return items.to(widest_float(items.device))
         return float(items)
@@ -142,7 +142,7 @@ class Weighing:
         by_model = isinstance(self.loss, ModelsOwn)
         if type(self.loss) in _OWN or (self._counted is None and not by_model):
             return loss
-        # to look is nearly free on a CPU; an accelerator would have to be waited for
+        # reading the value is nearly free on a CPU; on an accelerator it would be a wait
         if loss.device.type == "cpu" and not math.isnan(loss.item()):
             return loss
         items = (

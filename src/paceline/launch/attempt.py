@@ -331,7 +331,7 @@ class Attempt:
         return None if kills is None or self._oom_kills is None else kills - self._oom_kills
 
     def _held(self) -> list[RankStatus]:
-        """Ranks that SIGSTOP holds for too long: they take no other signal."""
+        """Ranks that SIGSTOP holds for too long: they handle no other signal."""
         late = self._stopped.too_long([rank.number for rank in self.ranks if rank.code is None])
         return [status for status in self.board.read() if status.rank in late]
 
@@ -397,5 +397,5 @@ class Attempt:
     def _close_ranks(self) -> None:
         self._kill_all()
         for rank in self.ranks:
-            if isinstance(rank, StartedRank) and rank.code is None:  # a failing disk or driver holds it
+            if isinstance(rank, StartedRank) and rank.code is None:  # stuck on a failing disk or driver
                 os.close(rank.pidfd)

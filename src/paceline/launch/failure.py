@@ -200,7 +200,7 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchFailure:
 
 
 def ended_early(end: RankEnd) -> str:
-    """Sentence on a rank that ended as if its work were done."""
+    """Describe a rank that ended as if its work were done."""
     where = f"in {_where(end.status)}, before the others"
     return f"{_who(end)} ended with exit code 0 {where}: did the job's code call exit()?"
 

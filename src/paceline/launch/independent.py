@@ -31,15 +31,17 @@ if TYPE_CHECKING:
 
 
 LEAVE = signal.SIGUSR1  # has the first rank of a worker end it after its piece
-_ENDED_WITHIN_S = 5.0  # the other ranks of a lost worker, by SIGKILL; the other workers, when the first has ended
+# time for the other ranks of a lost worker to end by SIGKILL, and for other workers to end after the first has ended
+_ENDED_WITHIN_S = 5.0
 
 
 class Independent:
     """Losses of one attempt's ranks.
 
-    A worker but the first that was lost too often is left out, and the others take its pieces; so is a server of which
-    another process is there. Without the first worker, or all processes of a server, the attempt ends. When the first
-    worker has ended, the run is done, and when it is to end, no rank is started again.
+    A worker other than the first is left out if it was lost too often, and the others take its pieces. A process of a
+    server is left out likewise if the server has another process. The attempt ends without the first worker, or without
+    all processes of a server. The run is done when the first worker has ended. After a signal to end the run, no rank
+    is started again.
 
     Args:
         workers: how many end by themselves; the others serve them.
@@ -61,13 +63,13 @@ class Independent:
         self._leaving: set[int] = set()
         self._why: dict[int, str] = {}
         self._stopped = StoppedRanks(attempt)
-        self._done_at = math.inf  # when the first worker was seen to have ended
+        self._done_at = math.inf  # when the end of the first worker was noticed
         self.hurries = True
         self._begin_without_absent()
 
     @property
     def too_few(self) -> str | None:
-        """Sentence that ends the run; None unless a worker ended too early."""
+        """Error text that ends the run; None unless a worker ended too early."""
         board, ranks = self.attempt.board.read(), self.attempt.ranks
         workers = [n for n in range(self.workers * self.size) if self._first_of(n) not in self._out]
         early = [n for n in workers if ranks[n].code == 0 and board[n].phase != "done"]
@@ -75,9 +77,9 @@ class Independent:
 
     @property
     def counted(self) -> Sequence[int]:
-        """Ranks whose failure is the attempt's.
+        """Ranks whose failure counts as the attempt's failure.
 
-        All but those left out; only the first worker's once that has ended.
+        These are all ranks that are not left out. Once the first worker has ended, only its ranks count.
         """
         if self._first_has_ended:
             return self._numbers_of(0)
@@ -207,7 +209,7 @@ class Independent:
     def _is_done(self) -> bool:
         """True once all workers have ended.
 
-        Or once the first has, and the others had time to.
+        Also true if the first worker has ended, and the others had enough time to end.
         """
         if all(rank.code == 0 for first in set(self._firsts) - self._out for rank in self._ranks_of(first)):
             return True
@@ -223,7 +225,7 @@ class Independent:
     def _end_stopped(self) -> None:
         """Kill ranks that SIGSTOP holds for too long.
 
-        Before the run is to end, not if all are held, or all processes of a server.
+        Unless the run is ending, do not kill if all ranks are held, or all processes of a server.
         """
         alive = [number for number in self.counted if self.attempt.ranks[number].code is None]
         late, ending = self._stopped.too_long(alive), self.attempt.signals.first is not None
@@ -241,7 +243,7 @@ class Independent:
         return 0 not in firsts and self._serves_without(firsts)
 
     def _serves_without(self, gone: Set[int]) -> bool:
-        """True if each server has another process that is there."""
+        """True if each server has a process that is not in `gone`."""
         begin, gone = self.workers * self.size, self._out | gone
         servers = (range(part, part + self.copies) for part in range(begin, self.attempt.setting.ranks, self.copies))
         return not any(gone.issuperset(server) for server in servers)
@@ -308,14 +310,14 @@ class Independent:
             self.attempt.on_event(event, {**details, "epoch": 0})
 
     def _replace(self, number: int) -> None:
-        """Start a lost rank again with its worker's others.
+        """Start a lost rank again, with the other ranks of its worker.
 
-        It is left out if it was lost too often, or the run is to end.
+        The rank is left out if it was lost too often, or if the run is ending.
         """
         first, end, ending = self._first_of(number), self.attempt.ends()[number], self.attempt.signals.first is not None
         spared = self._can_go(self._numbers_of(first))
         if ending and not spared:
-            return  # which ends the attempt
+            return  # the attempt ends, as the rank stays lost
         why = self._why.pop(number, None) or killed(
             end, self.attempt.new_oom_kills(end), serves=not self._works(number)
         )
@@ -330,14 +332,14 @@ class Independent:
             self._out.add(first)
         waiting = [rank for rank in self._numbers_of(first) if rank != number]
         told = {"rank": number, "waiting": waiting, "reason": why, "stack": shortened(end.stack), "again": again}
-        if end.code != -signal.SIGTERM or not ending:  # else it was still starting, and has ended as it was asked to
+        if end.code != -signal.SIGTERM or not ending:  # else it was starting, and SIGTERM ended it as intended
             self._tell("lost", ends=not again and not spared, ending=ending, waits=False, alone=True, **told)
 
     def _start(self, first: int) -> None:
         """Start all ranks of a worker, or a server, again.
 
         Raises:
-            LaunchError: a rank could not be started; none of the worker's ranks is left.
+            LaunchError: a rank could not be started. All ranks of the worker have been ended.
         """
         try:
             for number in self._numbers_of(first):

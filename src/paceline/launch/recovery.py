@@ -338,16 +338,16 @@ class StoppedRanks:
     """Ranks that SIGSTOP holds.
 
     Attributes:
-        now: those that it held at the last look.
+        now: ranks that were stopped at the last look.
     """
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         self.now: set[int] = set()
-        self._ran_at: dict[int, float] = {}  # when each rank was last seen not to be stopped
+        self._ran_at: dict[int, float] = {}  # when each rank was last seen running
 
     def too_long(self, numbers: Sequence[int]) -> list[int]:
-        """Look at these ranks; returns those stopped for too long, which count as lost."""
+        """Return the ranks that have been stopped for too long; they count as lost."""
         now, limit_s = time.monotonic(), min(STOPPED_S, self.attempt.setting.deadline_s / 2)
         self.now = {number for number in numbers if self.attempt.ranks[number].stopped}
         self._ran_at = {n: self._ran_at.get(n, now) if n in self.now else now for n in numbers}
@@ -355,10 +355,10 @@ class StoppedRanks:
 
 
 def kill_hung(attempt: Attempt, number: int) -> str:
-    """Kill a rank that does nothing; returns a sentence on it."""
+    """Kill a rank that makes no progress, and return a sentence about it."""
     ends = attempt.ends()
     attempt.ranks[number].kill()
-    # the stack, if any, follows advice for those whose run ends
+    # after the semicolon come the advice, which is for runs that end, and the stack
     return hang([ends[number]], ends, time.monotonic_ns()).text.partition(";")[0]
 
 

@@ -218,20 +218,20 @@ class Seed:
         self._asked.append(order)
 
     def _take_late_answer(self) -> None:
-        """Read an answer that nothing waits for.
+        """Read an answer that no caller waits for.
 
-        It is that of imports, or of an order that was given up.
+        It answers an import, or an order that has timed out.
         """
         if not self._asked:  # another thread has read it
             return
         answer = self._answer()
         self._unfit = answer.get("unfit") or self._unfit
-        if "pid" in answer:  # of a rank that nothing knows
+        if "pid" in answer:  # a rank that was forked too late
             ForkedRank(answer["pid"], self).kill()
             self._order({"do": "wait", "pid": answer["pid"]})
 
     def _answer(self) -> dict[str, Any]:
-        """Read the answer to the oldest order; after a time-out the answer is still expected."""
+        """Read the answer to the oldest order; after a time-out the order stays pending."""
         gone = {"error": f"the process that ranks are forked from (pid {self.pid}) has ended", "unfit": "it has ended"}
         try:
             answer, _ = receive(self._socket)

@@ -209,7 +209,7 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
             continue
         try:
             pid = os.fork()
-        except OSError as error:  # the system has no process, or no memory, for another rank
+        except OSError as error:  # the limit of processes is reached, or memory is short
             answer: dict[str, Any] = {"error": str(error)}
         else:
             answer = {"pid": pid}
@@ -222,11 +222,11 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
 
 
 def _end_of(pid: int) -> dict[str, Any]:
-    """Wait for the end of a rank; returns the answer to the launcher."""
+    """Wait for the end of a rank, and return the answer to the launcher."""
     try:
         return {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
     except ChildProcessError:
-        return {"error": f"process {pid} is no rank that was forked here, or its end was asked for before"}
+        return {"error": f"process {pid} is no rank that was forked here, or its exit code was read before"}
 
 
 def _become(order: _Order, watch: int) -> None:

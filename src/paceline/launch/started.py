@@ -44,7 +44,7 @@ class StartedRank:
     @property
     def stopped(self) -> bool:
         """True if SIGSTOP or a debugger holds the process."""
-        return self.code is None and is_stopped(self.pid)  # its number may be another's after that
+        return self.code is None and is_stopped(self.pid)  # after its end, the pid may belong to another process
 
     @property
     def paging(self) -> bool:
@@ -54,7 +54,7 @@ class StartedRank:
     def signal(self, number: int) -> None:
         """To the rank alone, not to what it started."""
         if self.code is None:
-            with suppress(ProcessLookupError):  # its seed was lost, and the system has taken its end
+            with suppress(ProcessLookupError):  # its seed was lost, and the system has reaped it
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
@@ -69,7 +69,7 @@ class StartedRank:
     def note_end(self) -> None:
         """Kill the rank's process group, wait for the exit code, and close the pidfd.
 
-        The numbers of the group and of the descriptor are the rank's own only until then.
+        Afterwards the system may reuse the numbers of the group and of the descriptor.
         """
         if self.code is None:
             self.kill()

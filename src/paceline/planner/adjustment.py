@@ -29,8 +29,8 @@ FACTOR_SPREADS, RUN_SPREAD, DEGREES = (0.12, 0.08, 0.05, 0.05), 0.14, 4.0
 # Standard deviations of log(measured / predicted) that are assumed before any is seen, and for how many runs they
 # count: with a factor, and without one (`benchmarks/published.py`, rows that no constant was fitted on)
 SPREAD, COLD_SPREAD, SPREAD_RUNS = 0.075, 0.145, 3.0
-# The same on CPU cores that were not measured. The catalogue does not know their overhead of a step, and steps of small
-# models took up to 5.3 times as long as predicted; an interval of 80 % reaches to 5 times.
+# The same on CPU cores that were not measured. The catalogue does not know their overhead per step, and steps of small
+# models took up to 5.3 times as long as predicted. The 80 % interval reaches to 5 times the prediction.
 CORES_SPREAD = 1.0
 # The same where parts of the job were measured on the machine: nine in ten of 53 plans on two cores were less than
 # 16.2 % off (`benchmarks/planner_local.py`, docs/results.md), which is 1.645 such deviations

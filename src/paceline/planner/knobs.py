@@ -41,7 +41,7 @@ _SHARE_FOR_ALL = 0.05
 _LONG_STEPS = 60
 # the ranks of a trial take seconds to start
 LEAST_RUN_S = 30.0
-# begins the verdict of a knob that was left out; the reason follows
+# prefix of the verdict of a knob that was left out; the reason follows
 NOT_TRIED = "not tried: "
 # torch.compile's time before the first step, on CPUs and GPUs alike
 _COMPILE_S = 45.0
@@ -112,7 +112,7 @@ class Trial:
 
     @property
     def tried(self) -> bool:
-        """False if it was left out, for lack of time or because it cannot help."""
+        """False if the knob was left out, for lack of time or expected gain."""
         return not self.verdict.startswith(NOT_TRIED)
 
     def line(self) -> str:

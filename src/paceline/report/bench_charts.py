@@ -18,8 +18,8 @@ def scaling(settings: Sequence[MeasuredSetting]) -> Figure:
     compared = sorted((s for s in settings if s.speedup is not None), key=lambda s: s.devices)
     most = max(s.devices for s in compared)
     tops = [s.speedup.high for s in compared if s.speedup is not None]
-    room = 1.22 if all(s.is_speedup for s in compared) else 1.45  # for the words beside the last point
-    top = min(1.12 * max(most, *tops), 1.6 * most)  # a very wide interval leaves the chart
+    room = 1.22 if all(s.is_speedup for s in compared) else 1.45  # space for the text beside the last point
+    top = min(1.12 * max(most, *tops), 1.6 * most)  # a very wide interval is cut off
     ticks = [(n, str(n)) for n in sorted({1, *(s.devices for s in compared)})]
     figure = Figure(
         Axis("devices", span=(0, most * room), ticks=ticks, grid=False),
@@ -40,13 +40,13 @@ def scaling(settings: Sequence[MeasuredSetting]) -> Figure:
 
 
 def _curve(name: str, points: Sequence[MeasuredSetting], colour: str, side: str, *, from_one: bool) -> Points:
-    """Points, each with its interval; a curve begins at one device."""
+    """Draw points with their intervals; a curve begins at one device."""
     gains = [p.speedup for p in points if p.speedup is not None]
     at = [gain.middle if p.is_speedup else 1.0 for p, gain in zip(points, gains, strict=True)]
     words = [
         f"{digits(gain.middle)} ×" if p.is_speedup else "no difference" for p, gain in zip(points, gains, strict=True)
     ]
-    one = [1.0] if from_one else []  # the first point of a curve, which is exact
+    one = [1.0] if from_one else []  # the first point of a curve, which has no interval
     return Points(
         name,
         [*one, *(p.devices for p in points)],

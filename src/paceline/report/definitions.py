@@ -43,8 +43,8 @@ _PARTS = {  # those of `paceline.engine.meter.PARTS`, in its order
 _FIGURES = {
     "throughput": (
         "throughput",
-        "Samples per second = global batch / median step time, warm-up excluded. The overall speed, shown if "
-        "it differs, has evaluations, checkpoints and pauses in it.",
+        "Samples per second = global batch / median step time, warm-up excluded. The overall speed is shown if "
+        "it differs; it includes evaluations, checkpoints and pauses.",
     ),
     "tokens": ("token throughput", "Tokens per second = throughput × tokens per sample."),
     "round_time": ("round time", "Median wall-clock time of one round of clients, warm-up excluded."),

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 Dash = Literal["solid", "dash", "dot", "dashdot"]
-INK = "currentColor"  # that of the page's text, in the light and in the dark theme
+INK = "currentColor"  # the colour of the page's text, in the light and the dark theme
 
 
 @dataclass
@@ -16,9 +16,9 @@ class Axis:
     """One axis of a figure.
 
     Attributes:
-        span: values at its beginning and end, in either order; None: all that is drawn.
+        span: first and last value of the axis, in either order; None: the range of the drawn values.
         ticks: values with their labels; None: round numbers.
-        from_zero: begins at 0, if `span` does not say otherwise.
+        from_zero: whether the axis begins at 0; `span` overrides it.
     """
 
     title: str = ""
@@ -31,20 +31,20 @@ class Axis:
 
 @dataclass
 class Points:
-    """Points that a line joins, that are marked, or both.
+    """Points with a line through them, marks at them, or both.
 
     Attributes:
         x, y: values; a y of None is a gap.
-        width: of the line, in pixels; 0: none.
-        steps: the line goes along x first, then along y.
-        marks: sizes of the marks in pixels, one for all or one each; 0: none.
-        mark_colours: colours of the marks, if they are not that of the line.
-        symbol: of the marks, one for all or one each: `circle`, `ring`, `square`, `diamond`, `triangle`,
+        width: width of the line in pixels; 0: no line.
+        steps: whether the line is a staircase: along x first, then along y.
+        marks: sizes of the marks in pixels, one for all or one each; 0: no mark.
+        mark_colours: colours of the marks, if different from the colour of the line.
+        symbol: shapes of the marks, one for all or one each: `circle`, `ring`, `square`, `diamond`, `triangle`,
             `cross`, `star` or `tick`.
         words: a text beside each point, on the side that `side` names.
         low, high: ends of each point's interval.
-        fill: `area` fills the closed line, `stack` the room above the traces before.
-        hints: a text about each point; None: names and values, (): none.
+        fill: `area` fills the closed line, `stack` fills the space above the previous traces.
+        hints: a pointer text for each point; None: names and values, (): no text.
         in_legend: whether the legend has the name.
     """
 
@@ -72,15 +72,15 @@ class Bars:
     """Horizontal bars at places of the y axis.
 
     Attributes:
-        x: lengths; None draws no bar.
-        y: places.
+        x: lengths of the bars; None draws no bar.
+        y: places of the bars.
         colour, opacity: one for all or one each.
-        starts: where each bar begins; None: at 0, or at the end of the bars before in a figure that stacks them.
-        thick: part of the distance between two places.
-        edge: of each bar, in pixels.
+        starts: begin of each bar; None: 0, or the end of the previous bar if the figure stacks bars.
+        thick: thickness of the bars, as a fraction of the distance between two places.
+        edge: width of each bar's edge, in pixels.
         words: a text at the end of each bar.
         low, high: ends of each bar's interval.
-        hints: a text about each bar; None: its name and its length.
+        hints: a pointer text for each bar; None: its name and its length.
     """
 
     name: str
@@ -99,9 +99,9 @@ class Bars:
 
 @dataclass
 class Note:
-    """Words at a place of the y axis.
+    """A text at a place of the y axis.
 
-    They begin at the left edge of the chart or, if `inside`, of its axes.
+    The text begins at the left edge of the chart or, if `inside`, at the left edge of its axes.
     """
 
     text: str
@@ -112,7 +112,7 @@ class Note:
 
 @dataclass
 class Rule:
-    """A vertical line at a value of the x axis, with words along it."""
+    """A vertical line at a value of the x axis, with a text along it."""
 
     x: float
     text: str
@@ -125,9 +125,9 @@ class Figure:
     """A chart, or several below each other (`panels`).
 
     Attributes:
-        height: pixels, with its legend.
-        unified: the hint tells of all traces at one x.
-        stacked: bars at one place follow each other.
+        height: height in pixels, including the legend.
+        unified: whether the hint shows all traces at one x.
+        stacked: whether bars at one place follow each other.
     """
 
     x: Axis = field(default_factory=Axis)
@@ -143,7 +143,7 @@ class Figure:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The figure as JSON values, without defaults; numbers that are not finite are None."""
+        """The figure as JSON values, without defaults; non-finite numbers become None."""
         found: dict[str, Any] = _plain(self)
         return found
 

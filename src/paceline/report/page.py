@@ -143,7 +143,7 @@ def write_page(
     """
     script = Markup(_source("charts.js") + _source("page.js"))
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src 'unsafe-inline'; img-src data:"
-    place = Markup(f"[[{secrets.token_hex(8)}]]")  # a reader's text cannot name it
+    place = Markup(f"[[{secrets.token_hex(8)}]]")  # random, so that no text on the page contains it
     fixed = {"define": _UsedDefinitions(), "colours": PART_COLOURS, "policy": policy, "script": place}
     listed = described(facts, environment)
     text = _templates().get_template(look).render(fixed, facts=listed, **values)

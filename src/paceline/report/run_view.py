@@ -149,7 +149,7 @@ class RunView:
 
     @cached_property
     def parts_s(self) -> dict[int, dict[str, float]]:
-        """Seconds of each part in the median step of every rank that has such steps."""
+        """Seconds of each part in the median step, by rank; without ranks that have no such step."""
         found = {rank: typical_parts(steps) for rank, steps in self.record.ranks.items()}
         return {rank: parts for rank, parts in found.items() if parts is not None}
 
@@ -196,7 +196,7 @@ class RunView:
 
     @property
     def breakdown(self) -> Chart | None:
-        """The median step of each rank; none without steps after the warm-up."""
+        """The median step of each rank; None without steps after the warm-up."""
         bars = [charts.Bar("", f"rank {rank}", parts) for rank, parts in self.parts_s.items()]
         label = " ".join([f"Median {self.noun} of each rank, part by part.", *self.sentences])
         return Chart("breakdown", charts.breakdown(bars, self.noun), label) if bars else None

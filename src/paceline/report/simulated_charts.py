@@ -62,7 +62,7 @@ def efficiency(curve: SimulatedCurve, published: Sequence[Likeness]) -> Figure:
                 dash="dashdot",
                 marks=8,
                 symbol="diamond",
-                in_legend=False,  # the table below has its colour
+                in_legend=False,  # the table below explains its colour
                 hints=[
                     f"measured by others\n{held.curve.title}\n{n:,} devices: {digits(share)} %"
                     for n, share in zip(held.curve.devices, shares_of, strict=True)

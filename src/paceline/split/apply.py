@@ -230,7 +230,7 @@ class Split:
 
     def after_backward(self) -> None:
         """Turn this rank's gradients into those of the replica's whole part of the batch."""
-        # first, as it drops the gradients of parameters that this stage did not use, which another stage may have used
+        # first, because it drops the gradients of parameters that only another stage used
         if self.fully is not None:
             self.fully.after_backward()
         if self.pipeline is not None:

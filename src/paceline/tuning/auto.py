@@ -116,7 +116,7 @@ class _Lines:
             self._say(line)
 
     def rows(self, tried: list[Trial]) -> None:
-        """Report the new rows of the table, without those that were not tried."""
+        """Report the new rows of the table, except untried settings."""
         if tried and not self._rows:
             self.add(HEADING)
         for row in tried[self._rows :]:
@@ -125,7 +125,7 @@ class _Lines:
         self._rows = len(tried)
 
     def left_out(self, tried: list[Trial]) -> None:
-        """Report what was not tried, in one line for each reason."""
+        """Report the untried settings, one line for each reason."""
         left: dict[str, list[str]] = {}
         for row in tried:
             if not row.tried:
@@ -260,7 +260,7 @@ def _of_few_steps(
 
 
 def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str:
-    """The plan taken unmeasured, the predicted steps, and the reason for the choice."""
+    """Describe the plan that is used unmeasured, the predicted steps, and the reason."""
     others = ", ".join(f"{f.plan} {shown(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best)
     than = f" ({others})" if others else ""
     faster = any(f.step_s < best.step_s for f in listed)

@@ -90,7 +90,7 @@ def _profiled(request: _Request) -> RankOperations:
             job, plan, data, part_of(group, plan), threads=plan.threads_for(host, here), cores=cores
         )
         candidate.is_warm(greatest(group, candidate.warm_up()))
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it logs that there is no GPU, as an error
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it logs a missing GPU as an error
         assert candidate.engine is not None
         with profile(activities=supported_activities() or [ProfilerActivity.CPU]) as profiler:
             greatest(group, 0.0)  # the first of the profiler's own work is over on all ranks

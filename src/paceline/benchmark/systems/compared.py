@@ -111,7 +111,7 @@ class Comparison:
 
     @property
     def places(self) -> str:
-        """Ranks and hosts in words; paceline's plan may have other ranks."""
+        """Numbers of ranks and hosts in words; paceline's own plan may use other ranks."""
         own = Plan.parse(self.plan).ranks
         text = f"{count(self.ranks, 'rank')} on {count(self.hosts, 'host')}"
         return text if own == self.ranks else f"{text} (paceline: {count(own, 'rank')}, as its plan says)"

@@ -32,8 +32,8 @@ Steps = Generator[None, None, Any]
 class Operation:
     """One collective or message in progress.
 
-    `waits_for` returns the peers that it waits for, in the transport's own terms. `started` is when it became the first
-    of its queue: the deadline does not count the operations before it.
+    `waits_for` returns the peers that the operation waits for, in the transport's own terms. `started` is the time when
+    the operation became the first of its queue: the deadline does not count the operations before it.
     """
 
     def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], Sequence[Any]]) -> None:
@@ -259,7 +259,7 @@ class Driver(ABC):
 
     def _end_thread(self) -> None:
         atexit.unregister(self._end_thread)
-        if os.getpid() != self._owner:  # a fork has no such thread, and would wake that of its parent for good
+        if os.getpid() != self._owner:  # a fork has no such thread, and would keep its parent's awake
             return
         with self.lock:
             self._ending = True

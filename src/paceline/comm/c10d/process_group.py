@@ -275,7 +275,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
     # What torch asks of a group
 
-    # torch asks a group for the backend of a device, and that for its features. A group in Python is its own backend.
+    # torch asks a group for a device's backend, and the backend for its features. This group is its own backend.
     supports_coalescing = supports_reconfigure = supports_shrinking = supports_splitting = False
     supports_time_estimate = supports_window = False
 
@@ -291,7 +291,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
     _get_backend = get_backend
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """False: torch allocates what it sends itself."""
+        """False: torch allocates the tensors that it sends."""
         return False
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:

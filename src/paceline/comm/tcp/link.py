@@ -170,7 +170,7 @@ class PeerLink:
                 self.lose(ConnectionError("the other side has lost the connection"))
                 self._next_attempt = 0.0
             return
-        # a connection that this rank's peer gave up since: it has received more over the one after it
+        # the peer has given up this connection: it has received more over a later one
         is_late = hello.received < self.stream.acknowledged
         if self._connects or self._over or is_late:
             handshake.connection.close()
@@ -213,7 +213,7 @@ class PeerLink:
                 self.lose(error)
 
     def end(self, why: str) -> None:
-        """End the link after a fault: read nothing more, and send what is given."""
+        """End the link after a fault: stop reading, and send what is pending."""
         if self._ending or not self.connected:
             self.close()
             return
@@ -322,7 +322,7 @@ class PeerLink:
         except SyncError as error:
             attempt.connection.close()
             self._over = f"{self.own} and {self.peer}: {error}"
-        except Exception as error:  # noqa: BLE001 - tried again; if it stays, the deadline's error names it
+        except Exception as error:  # noqa: BLE001 - retried; the deadline's error names it
             self._failed(ConnectionError(f"{type(error).__name__}: {error}"))
 
     def _greeting(self, epoch: int) -> Greeting:

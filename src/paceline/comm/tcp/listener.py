@@ -109,7 +109,7 @@ class Listener:
             self._turn_away(fd)
 
     def _on_fault(self, _: Exception) -> None:
-        """Rest for a while instead of failing again at once."""
+        """Pause the listener instead of failing again at once."""
         self._allowance = 0.0
         self._rest(True)
 

@@ -202,7 +202,7 @@ class LinkMesh:
         )
 
     def _on_fault(self, link: PeerLink, error: Exception) -> None:
-        """End the group after a handler of a link raised an exception."""
+        """End the group after a link's handler raised an exception."""
         self.fail(error)
         link.end(str(self.broken))
 

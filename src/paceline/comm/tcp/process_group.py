@@ -92,7 +92,7 @@ class TcpProcessGroup(DrivenProcessGroup):
         )
 
     def _awaited(self, under_way: list[TcpSend | TcpReceive]) -> Callable[[], list[PeerLink]]:
-        mesh = self._mesh  # a message may be in progress when the group ends
+        mesh = self._mesh  # kept, because a message may be in progress when the group ends
         return lambda: mesh.links_of(under_way)
 
     # The end

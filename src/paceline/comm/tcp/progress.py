@@ -70,11 +70,11 @@ class TcpProgress(Driver):
     # Sockets and clocks; the caller holds the lock
 
     def watch(self, fd: int, events: int, handler: Callable[[int], None], on_fault: OnFault) -> None:
-        """Call `handler` with what epoll says of a descriptor.
+        """Call `handler` with the epoll events of a descriptor.
 
         Args:
-            on_fault: called with an exception that the handler raises. It ends what the descriptor belongs to: a
-                connection, or a group. Other groups of the process go on.
+            on_fault: called with an exception that the handler raises. It ends the connection or the group that the
+                descriptor belongs to. Other groups of the process go on.
         """
         self._handlers[fd] = handler, on_fault
         self._epoll.register(fd, events)
@@ -160,7 +160,7 @@ class TcpProgress(Driver):
             finally:
                 self.lock.acquire()
             for fd, events in ready:
-                if fd in self._handlers:  # one before it may have ended it
+                if fd in self._handlers:  # an earlier handler may have removed it
                     _call(*self._handlers[fd], events)
             now = time.monotonic()
             if now - self._looked_at >= _CLOCK_S:
@@ -225,7 +225,7 @@ _Told = TypeVar("_Told")
 
 
 def _call(handler: Callable[[_Told], None], on_fault: OnFault, told: _Told) -> None:
-    """Call a handler. Its exceptions end what it serves, not the thread that drives all groups."""
+    """Call a handler. An exception ends its connection or group, not the thread that drives all groups."""
     try:
         handler(told)
     except Exception as error:  # noqa: BLE001 - whatever it is, other groups go on

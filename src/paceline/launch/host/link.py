@@ -71,13 +71,13 @@ class Link:
                 self.lose(str(error))
 
     def offer(self, messages: Iterator[Struct], until: float) -> bool:
-        """Send messages while the network takes them at once.
-
-        Returns:
-            Whether all are sent, or the host is lost.
+        """Send messages as long as the network accepts them without a wait.
 
         Args:
             until: when to stop, by the monotonic clock.
+
+        Returns:
+            True if all messages are sent, or the host is lost.
         """
         try:
             while self.connection.flush() and time.monotonic() < until:

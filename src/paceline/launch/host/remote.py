@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _SILENT_S = 10.0  # of a host, until nobody waits for the end of its ranks
 _READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end what is left and send its files
 _TOKEN = ".paceline-host-"
-_SENDING_S = 0.1  # of files in a turn, for which signals and losses wait
+_SENDING_S = 0.1  # longest time that a turn sends files; signals and losses wait for it
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class RemoteRanks:
         # hosts that the run goes on without: lost, or not there yet
         self.spared: list[Link] = [link for link in links if link.is_known_lost]
         self._silent: list[Link] = []
-        self._folders: list[tuple[Link, Iterator[Struct]]] = []  # that hosts wait for, as messages
+        self._folders: list[tuple[Link, Iterator[Struct]]] = []  # folders that hosts wait for, as messages
         self._released: list[Link] = []
 
     def __enter__(self) -> Self:
@@ -440,10 +440,10 @@ class RemoteRanks:
         write_whole(rank.record.with_suffix(message.suffix), text)
 
     def _folder(self, name: str) -> Iterator[Struct]:
-        """The files of a folder as messages."""
+        """Yield the files of a folder as messages."""
         folder = place_in(self.folder.path, name)
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():
             if file.is_file():
-                with suppress(FileNotFoundError):  # the run has removed it meanwhile
+                with suppress(FileNotFoundError):  # the run has removed it since
                     yield from parts_of(file, self.folder.path)
         yield Fetched(name)

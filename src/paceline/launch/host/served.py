@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from paceline.launch.host.serve import Coordinator
 
 _ROWS_S = 0.25  # from one status to the next
-_SENDING_S = 0.1  # of files in a turn, for which messages and losses wait
+_SENDING_S = 0.1  # longest time that a turn sends files; messages and losses wait for it
 _IDLE_S = 5.0  # ranks that do nothing for so long wait in vain for those of a lost host
 
 
@@ -156,7 +156,7 @@ class ServedAttempt:
         ended = [rank for rank in self.ranks if rank.code is None and _has_ended(rank)]
         for rank in ended:
             rank.note_end()
-            if rank.code and rank.code < 0:  # at once: others wait for it
+            if rank.code and rank.code < 0:  # report at once: other hosts wait for it
                 self._tell_end(rank)
         untold = [rank for rank in ended if rank.number not in self._ended]
         self._send_parts(time.monotonic() + (math.inf if untold else _SENDING_S))
@@ -292,7 +292,7 @@ class ServedAttempt:
 
     def _tell_end(self, rank: StartedRank) -> None:
         if rank.number not in self._ended and rank.code is not None:
-            self._tell_rows(at_once=True)  # where it has ended
+            self._tell_rows(at_once=True)  # its last status
             self._tell_texts()
             self._ended.add(rank.number)
             kills = oom_kills()
@@ -309,7 +309,7 @@ class ServedAttempt:
                 self.coordinator.send(Fetch(name))
 
     def _send_parts(self, until: float) -> None:
-        """Send parts of new files until a time, by the monotonic clock; all, with infinity."""
+        """Send parts of new files until a time, by the monotonic clock; infinity sends all."""
         if self.copy is None:
             return
         self._parts = self._parts or self.copy.parts()
@@ -318,7 +318,7 @@ class ServedAttempt:
             if time.monotonic() > until:
                 return
         self._parts = None
-        for part in self.copy.parts() if until == math.inf else ():  # what came after those were looked for
+        for part in self.copy.parts() if until == math.inf else ():  # files written since the listing
             self.coordinator.send(part)
 
 

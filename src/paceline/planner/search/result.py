@@ -67,8 +67,8 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        best: the recommended plan (`preferred`), then the others, the fastest first; of each set of degrees only its
-            best variant.
+        best: the recommended plan (`preferred`), then the others, the fastest first. Each set of degrees appears with
+            its best variant only.
         excluded: the reasons, the most plans first.
         considered: number of plans in the space: all combinations of degrees, microbatches and variants, legal or not.
         gap: relative time by which the best may miss the optimum, as predicted before measured runs correct it: 0 when
@@ -88,7 +88,7 @@ class SearchResult:
 
     @property
     def fastest(self) -> Candidate:
-        """The plan with the shortest predicted step, which what-if predictions are compared with."""
+        """The plan with the shortest predicted step; the baseline of what-if predictions."""
         return min(self.best, key=lambda candidate: candidate.prediction.step_time_s)
 
 
@@ -103,7 +103,7 @@ def equals(best: Sequence[Candidate]) -> list[Candidate]:
 
 
 def preferred(best: Sequence[Candidate]) -> Candidate:
-    """The simplest of the plans that predictions cannot tell from the fastest one.
+    """Choose the simplest of the plans that predictions cannot tell from the fastest one.
 
     The fewest moving parts count first, then the fewest ranks, then the most free memory.
     """

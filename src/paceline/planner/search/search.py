@@ -67,7 +67,7 @@ def search(
     told = [(c, priced(c.prediction, job, cluster, c.plan, c.layout)) for c in solver.found.values()]
     told = sorted(told, key=lambda one: (one[1].step_time_s, str(one[0].plan)))[:top]
     chosen = preferred([replace(c, prediction=prediction) for c, prediction in told])
-    told = sorted(told, key=lambda one: one[0].plan != chosen.plan)  # stable: the others stay in order of their time
+    told = sorted(told, key=lambda one: one[0].plan != chosen.plan)  # stable sort: the others stay in order of time
     winner, usual = told[0][0], factor_of(told[0][0].layout)
     whys = [why_it_wins(winner), *(why_it_loses(c, winner, factor_of(c.layout) / usual) for c, _ in told[1:])]
     best = [replace(c, prediction=prediction, why=why) for (c, prediction), why in zip(told, whys, strict=True)]
@@ -85,8 +85,8 @@ def search(
 def plan(job: Job | str | Path, cluster: Cluster | str | Path | None = None, calibration: Basis | None = None) -> Plan:
     """The plan for a job on a cluster, found without running anything.
 
-    Of plans that predictions cannot tell apart it is the one with the fewest moving parts, then the fewest ranks, then
-    the most free memory.
+    If predictions cannot tell plans apart, the one with the fewest moving parts is returned, then the fewest ranks,
+    then the most free memory.
 
     Args:
         job: the job, or the YAML file that holds it.

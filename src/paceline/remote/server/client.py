@@ -72,8 +72,8 @@ class ServerClient:
         servers: for each server the addresses of its processes, in any order; more are learnt.
         views: of each server, to find processes that were started later. Without, they are learnt from the servers.
         name: unique among living clients; one that comes again under it takes the place of the former.
-        deadline_s: of each call, while no server answers.
-        patience_s: of each call that waits for other clients; None: the deadline.
+        deadline_s: longest time of each call without an answer from the server.
+        patience_s: longest time of each call that waits for other clients; None: the deadline.
         encode: codes the dense numbers of a push, which have a name, as the settings say; None: they go as they are.
 
     Raises:

@@ -29,8 +29,8 @@ class Line:
 
     Args:
         addresses: of its processes, the likely primary first.
-        deadline_s: the longest that no process of the server may answer a call.
-        patience_s: the longest that a call may wait for other clients, while the server answers; None: the deadline.
+        deadline_s: longest time of a call without an answer from any process of the server.
+        patience_s: longest time that a call waits for other clients while the server answers; None: the deadline.
         views: asked where none of these is the primary.
     """
 
@@ -185,7 +185,7 @@ class Asked:
                 case "waits" if time.monotonic() > self._waits_until:
                     raise DeadlineError(f"{self.line.name} waited {self.line.patience_s:g} s: {value}")
                 case "waits":
-                    self._until = time.monotonic() + self.line.deadline_s  # the server is there
+                    self._until = time.monotonic() + self.line.deadline_s  # the server has answered
                     time.sleep(_PAUSE_S)
                 case "elsewhere" | "lost":
                     assert self._client is not None

@@ -47,9 +47,9 @@ class Diagnosis:
 
     Attributes:
         one: a step on one device; None if that is not known.
-        suggestions: changes that `--try` can measure, the most promising first; `advice` are those that surely help.
+        suggestions: all changes that may help, the most promising first; `advice` has those that surely help.
         unknown: sentences on what could not be told, and why.
-        doubt: relative error that predictions may have; 0 without any.
+        doubt: relative error that predictions may have; 0 without predictions.
     """
 
     run: Measured

@@ -26,7 +26,7 @@ class Measured:
         ranks: seconds of each part of the median step, by rank.
         samples: of a step, over all ranks.
         local_samples: of each rank in a step.
-        speed: of the run, as its other pages tell it.
+        speed: speed of the run, as on its other pages.
     """
 
     run: Run

@@ -135,7 +135,7 @@ def one_device_plan(run: Measured) -> Plan:
 
 
 def is_one_device(run: Measured) -> bool:
-    """True if the run itself had the plan of one device."""
+    """True if the run itself used the plan of one device."""
     return spelled_out(run.plan, run.run.cluster) == one_device_plan(run)
 
 

@@ -90,7 +90,7 @@ def _results(
     for one in tried:
         expected = f"predicted {one.gain_words}, " if one.known == "predicted" else ""
         yield f"  {one.what}: {expected}{_measured(str(one.plan), ratios, rows)}"
-    yield f"advice: {advice.what if advice else 'none; nothing that was measured is faster than the plan of the run'}"
+    yield f"advice: {advice.what if advice else 'none; no measured change is faster than the plan of the run'}"
     if is_one_device(diagnosis.run):
         return
     if str(alone) not in ratios:

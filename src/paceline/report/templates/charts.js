@@ -20,7 +20,7 @@ const drawChart = (() => {
   const pen = document.createElement("canvas").getContext("2d");
   const wide = (text) => Math.max(...text.split("\n").map((line) => pen.measureText(line).width));
 
-  // Values that a trace takes along an axis.
+  // Values of a trace along an axis.
   const along = (trace, axis) => {
     if (trace.kind === "bars" && axis === "y") return trace.y.flatMap((y) => [y - 0.5, y + 0.5]);
     if (trace.kind === "bars") return [...trace.ends.flat(), ...(trace.high || [])];
@@ -54,7 +54,7 @@ const drawChart = (() => {
     return turn;
   };
 
-  // Values with labels: those of the axis, or round numbers.
+  // Ticks with their labels: those of the axis, or round numbers.
   const ticks = (axis, [first, last], count) => {
     const [low, high] = [Math.min(first, last), Math.max(first, last)];
     const inside = (v) => v >= low - 1e-9 * Math.abs(low) && v <= high + 1e-9 * Math.abs(high);
@@ -88,7 +88,7 @@ const drawChart = (() => {
     }
   };
 
-  // Bars have ends and stacked areas have tops, which depend on the traces before them.
+  // Ends of bars and tops of stacked areas, which depend on the previous traces.
   const placed = (figure, traces) => {
     const sums = new Map(), tops = [];
     return traces.map((trace) => {
@@ -118,7 +118,7 @@ const drawChart = (() => {
     return path;
   };
 
-  // One set of axes with its traces; returns what the pointer needs.
+  // Draw one set of axes with its traces; returns the data for the pointer.
   const draw = (root, figure, traces, width, height, zoom) => {
     const X = figure.x || {}, Y = figure.y || {}, panel = Array.isArray(X.ticks) && !X.ticks.length && X.title && !figure.stacked;
     const size = width < 480 ? 11 : 13;
@@ -213,7 +213,7 @@ const drawChart = (() => {
     return { points, bars, x, left, right, top, bottom, unified: figure.unified, title: X.title };
   };
 
-  // Text for the pointer at a place of a chart, or nothing.
+  // Hint text for the pointer at a place of a chart, or nothing.
   const hintAt = ({ points, bars, unified, left, right, title }, px, py) => {
     if (px < left - 8 || px > right + 8) return "";
     const bar = bars.find((one) => px >= one.x0 - 1 && px <= one.x1 + 1 && py >= one.y0 && py <= one.y1);

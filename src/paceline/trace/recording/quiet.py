@@ -13,7 +13,7 @@ _LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes
 def without_logs() -> Iterator[None]:
     """Silence torch's logs of operations that fail on tensors without values.
 
-    The failure itself is raised, and reported by our own errors or tried in another way.
+    The failure itself is still raised; the caller reports it or tries another way.
     """
     logs = [logging.getLogger(name) for name in _LOGS]
     levels = [log.level for log in logs]

@@ -116,7 +116,7 @@ class OwnLoop(Engine):
                 discriminator another); the loss leaves no gradient elsewhere. None: all that it reaches.
             items: what the mean was taken over, where that is not the samples of the loader's last batch:
                 tokens, valid labels, samples of another batch. The loss then counts by its share of all
-                ranks' items; with 0 items it adds nothing, whatever its value.
+                ranks' items; a loss with 0 items adds nothing, whatever its value.
             sync: False leaves the gradients this rank's own, and saves the communication, until a later call
                 with True, or `update` (gradient accumulation).
             retain_graph: as in `Tensor.backward`.

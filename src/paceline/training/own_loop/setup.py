@@ -197,8 +197,8 @@ def _listed(given: Any, kind: type[Any], noun: str) -> list[Any]:
 def _check_loss(loss: Any) -> None:
     if isinstance(loss, DataLoader):
         raise JobError(
-            "setup got a DataLoader as its third argument, which is the loss. Write paceline.setup(model, optimizer, "
-            "loss, loader); or paceline.setup(model, optimizer, loader=loader) if your loop computes the loss itself"
+            "setup got a DataLoader as loss, its third argument. Write paceline.setup(model, optimizer, loss, loader); "
+            "or paceline.setup(model, optimizer, loader=loader) if your loop computes the loss itself"
         )
     if loss is not None and not callable(loss):
         raise JobError(

@@ -34,7 +34,7 @@ FOLDERS = ("steps", "checkpoints")
 # What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and
 # only under a schedule that decays over the whole run.
 FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s", "trackers"}
-_ALIKE = 0.1  # relative difference of two speeds that is not worth a word
+_ALIKE = 0.1  # relative difference of two speeds that is too small to mention
 WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fill caches
 
 
@@ -222,12 +222,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed of a run, by which every command and page tells it.
+    """Speed of a run, the same on every command and page.
 
     Attributes:
-        step_s: seconds of the median step of rank 0, warm-up excluded.
-        samples: samples of such a step, in the median.
-        overall: samples per second of the whole training, with evaluations, checkpoints and pauses; None while it runs.
+        step_s: median step time of rank 0 in seconds, warm-up excluded.
+        samples: median number of samples of these steps.
+        overall: samples per second of the whole training, with evaluations, checkpoints and pauses; None while the
+            run goes on.
     """
 
     step_s: float
@@ -236,7 +237,7 @@ class Speed:
 
     @classmethod
     def of(cls, steps: Sequence[dict[str, Any]], training_time_s: float = 0.0) -> Speed | None:
-        """Speed by the lines of rank 0; None if no step counts."""
+        """Compute the speed from the step lines of rank 0; None if no step counts."""
         counted = timed(steps)
         if not counted:
             return None
@@ -257,9 +258,9 @@ class Speed:
 
 
 def timed(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps that speeds are made of: after the warm-up, and with times.
+    """Select the steps that count for speeds: after the warm-up, and with a time.
 
-    On accelerators an attempt's last step has none.
+    On accelerators the last step of an attempt has no time.
     """
     return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
 

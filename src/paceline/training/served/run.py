@@ -47,8 +47,8 @@ from paceline.training.stop_signals import stop_signals
 
 SETTINGS, ENDED, ADDRESS = "served/settings", "served/ended", "served/address"  # keys of the run's store
 _LOOK_S = 0.02  # from one look at whether a border is over to the next
-_START_S = 300.0  # for the first worker and the servers to start, each of which the launcher watches
-_DEALT_AGAIN_S = 2 * GRACE_S  # from the end of a worker that hangs until another has its piece
+_START_S = 300.0  # time for the first worker and the servers to start; the launcher watches each of them
+_DEALT_AGAIN_S = 2 * GRACE_S  # from the end of a worker that hangs until another worker has its piece
 _ALIVE_S = 0.25  # between two marks of a server that it lives, and looks at who takes part
 
 
@@ -97,9 +97,10 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
 
 
 def _vacate(store: StoreClient, views: StoreViews, number: int) -> None:
-    """Let any process of a server lead in the place of this one's lost predecessor.
+    """Free the lead of a server that a lost predecessor of this process held alone.
 
-    Only before the run has begun, when no parameters are lost with it: the two would wait for it for ever.
+    Otherwise both processes of the server would wait for the predecessor for ever. This is done only before the run
+    begins, when no parameters are lost with the predecessor.
     """
     key = f"{ADDRESS}/{number}"
     if not store.check([key]) or store.check([BEGIN]):
@@ -229,9 +230,9 @@ def _client(run: Run, store: StoreClient, name: str) -> ServerClient:
 
 
 def _patience_s(run: Run) -> float:
-    """Longest wait for a piece of another worker.
+    """Return the longest wait for a piece of another worker.
 
-    The launcher watches that worker, allows each of its steps the deadline, and starts it again if it hangs.
+    The launcher watches that worker, allows the deadline for each of its steps, and starts it again if it hangs.
     """
     return SyncSpec.parse(run.plan.sync).period * run.job.deadline_s + _DEALT_AGAIN_S
 

@@ -138,7 +138,7 @@ class Worker:
         self._ticket, self._pushed, self._has_pushed = ticket, None, False
         batches = self.rounds.batches(ticket.batch)
         if pulls:
-            self.pull(ticket.needs)  # still in the phase "sync": it may wait for other workers
+            self.pull(ticket.needs)  # still in the phase "sync", because it may wait for other workers
         self.engine.on_phase("data", batches.start + 1)
         before = self._copied() if self._alone else {}
         parts = [self._step(batch, ticket.piece) for batch in batches]
