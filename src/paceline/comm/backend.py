@@ -41,7 +41,7 @@ _joined_by = [0]  # the process that joined last
 
 @contextmanager
 def joined(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | None = None) -> Iterator[Group]:
-    """Join all ranks of a run or epoch in a group, and leave it at the end.
+    """Join the group of a run's or an epoch's ranks; leave it at the end.
 
     A process that user code forks from this one leaves no group: the connections belong to its parent.
     """

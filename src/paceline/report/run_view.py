@@ -149,7 +149,7 @@ class RunView:
 
     @cached_property
     def parts_s(self) -> dict[int, dict[str, float]]:
-        """Seconds of each part in the median step, by rank; without ranks that have no such step."""
+        """Seconds of each part in the median step, by rank; without ranks that lack one."""
         found = {rank: typical_parts(steps) for rank, steps in self.record.ranks.items()}
         return {rank: parts for rank, parts in found.items() if parts is not None}
 
