@@ -1,18 +1,18 @@
-"""How often the advice of `paceline why` helps, on small jobs that begin with plans that leave something to gain.
+"""How often the advice of `paceline why` helps, on small jobs whose plans are not the best.
 
     python benchmarks/advice.py [--json]
 
-Each job is trained with a plan, and its run is diagnosed. Advice is of two kinds: changes whose predicted gain is
-beyond the error of predictions, and the change that `--try` measures as the fastest. Each advised plan is then compared
-with the plan of the run by whole trainings in turn, which neither kind has seen.
+Each job is trained with a plan, and its run is diagnosed. There are two kinds of advice: changes whose predicted gain
+is larger than the error of predictions, and the change that `--try` measures as the fastest. Each advised plan is then
+compared with the plan of the run by whole trainings in turn. Neither kind of advice uses these trainings.
 
 Figures:
-- `advised`: number of changes that were advised; `jobs`: number of runs that were diagnosed.
+- `advised`: number of advised changes; `jobs`: number of diagnosed runs.
 - `helped`: share of the advised changes that made the training's steps faster (mark: at least 0.9).
 - `worst_gain`: smallest gain of an advised change in samples a second (mark: no loss above 0.05).
-- `median_gain`: the gain of an advised change, in the median.
+- `median_gain`: median gain of an advised change.
 
-Advice on another training (rules that change losses, another batch) is left out: it is not a question of speed alone.
+Advice that changes the training (rules that change losses, another batch) is left out, as it concerns more than speed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
         f"  {'job':<10} {'plan of the run':<22} {'kind':<10} {'advised':<34} measured gain (95 % interval)", flush=True
     )
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # nothing is known from earlier runs, and nothing is kept
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # no results of earlier runs, and none kept
         found = [row for number, case in enumerate(CASES) for row in advised(*case, Path(folder) / str(number))]
     gains = [row.gain.middle for row in found]
     figures: dict[str, float] = {"jobs": len(CASES), "advised": len(found)}
@@ -83,14 +83,14 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Advised:
-    """One advised plan and the gain of whole trainings by it."""
+    """One advised plan, and its gain in whole trainings."""
 
     plan: Plan
     gain: Interval
 
 
 def advised(name: str, model: Any, data: Any, plan: str, folder: Path) -> Iterator[Advised]:
-    """Each advised plan of one run, compared; a line for each, or one that says that there is none."""
+    """Compare each advised plan of one run; print a line for each, or one line if there is none."""
     values = {"name": name.replace(" ", "-"), "model": model, "data": data, "loss": "cross_entropy"}
     job = Job.model_validate(
         values | {"optimizer": {"name": "adamw", "lr": 0.001}, "global_batch": 64, "stop": {"steps": STEPS}}
@@ -112,7 +112,7 @@ def advised(name: str, model: Any, data: Any, plan: str, folder: Path) -> Iterat
 
 
 def compared(job: Job, own: Plan, other: Plan, folder: Path) -> Interval:
-    """Gain of samples a second by another plan, of whole trainings in turn."""
+    """Measure the gain of another plan in samples per second, by whole trainings in turn."""
     ratios = []
     for number in range(ROUNDS):
         order = (own, other) if number % 2 else (other, own)
@@ -123,7 +123,7 @@ def compared(job: Job, own: Plan, other: Plan, folder: Path) -> Interval:
 
 
 def trained(job: Job, plan: Plan | str, folder: Path) -> Run:
-    """A finished run, without a word on the screen."""
+    """Train a job without output on the screen."""
     return train(job, None, plan, run=folder, console=Console(file=io.StringIO()))
 
 

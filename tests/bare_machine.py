@@ -1,8 +1,8 @@
-"""Run tests as on a bare machine: no optional program, not root, 64 MiB of /dev/shm.
+"""Run tests as on a bare machine: without optional programs, without root, with 64 MiB of /dev/shm.
 
     python tests/bare_machine.py [PYTEST-ARGUMENT …]
 
-Needs root. The tests run on a copy of the checkout, as the user nobody, in a mount namespace of their own.
+Needs root. The tests run on a copy of the checkout, as the user `nobody`, in their own mount namespace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NOBODY = "65534"
-# what every container has: a shell, the programs of coreutils and procps that people use
+# programs that every container has: a shell, and the common programs of coreutils and procps
 PROGRAMS = (
     *(
         "awk",

@@ -217,7 +217,7 @@ def kill_rank(rank: int, launcher: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def no_new_processes(process: psutil.Process) -> Iterator[None]:
-    """Within, the system refuses the process any fork: by a control group for root, else by its limit."""
+    """Make the system refuse any fork of the process: by a control group for root, else by its limit."""
     if os.geteuid() != 0:
         before = process.rlimit(psutil.RLIMIT_NPROC)
         process.rlimit(psutil.RLIMIT_NPROC, (0, before[1]))

@@ -73,7 +73,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     ),
     "needs_slurm": ("root and Slurm (packages slurm-wlm, munge)", slurm_is_installed),
 }
-NEEDED_BY = {"simulated": "needs_compiler", "chromium": "needs_chromium"}  # by fixture: no test can forget it
+NEEDED_BY = {
+    "simulated": "needs_compiler",
+    "chromium": "needs_chromium",
+}  # by fixture, so that no test can forget it
 SLOW_S = 900  # for a slow test that names no longer time-out: ten times what such a test takes on a quiet machine
 MUST_RUN_ALL = os.environ.get("CI") == "true"
 

@@ -1,4 +1,4 @@
-"""The suite ends green on a machine that has nothing but Python."""
+"""The suite passes on a machine that has only Python."""
 
 from __future__ import annotations
 

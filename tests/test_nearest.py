@@ -1,4 +1,4 @@
-"""Suggestions: a misspelling is mended, and a name that means something else is not."""
+"""Suggestions correct a misspelling, but not a name that means something else."""
 
 from __future__ import annotations
 

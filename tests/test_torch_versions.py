@@ -1,4 +1,4 @@
-"""A torch that is newer than every tested one is announced once, by every way to begin."""
+"""Every entry point reports once that torch is newer than the tested versions."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
-# names of the field that are near others, and mean something else
+# known names of the field that look like other names but mean something else
 _MEAN_OTHER_THINGS = {"radam", "nadam", "qadam", "adamp", "adan", "adamax", "asgd", "rmse", "mape"}
 _PRECISIONS = {"fp64", "fp32", "fp16", "bf16", "fp8"}
 _OPPOSITES = {
@@ -29,10 +29,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` misspells, if there is one; case is ignored.
+    """Find the known name that `name` misspells, if there is one; case is ignored.
 
-    A name that means something else is no misspelling: `fp16` is not `fp64`, `metric_below` not `metric_above`, `radam`
-    not `adam`.
+    A name with another meaning is not a misspelling: `fp16` is not `fp64`, `metric_below` is not `metric_above`, and
+    `radam` is not `adam`.
     """
     by_lower_case = {n.lower(): n for n in known}
     given = name.lower()

@@ -40,9 +40,9 @@ class OwnRandom:
 
 
 class SampleRandom:
-    """Context that keeps the process's random states; within, each sample may start from its own.
+    """Context that restores the process's random states; within it, each sample may have its own.
 
-    To seed takes 12 microseconds, so code that draws nothing need not be seeded: see `drew`.
+    Seeding takes 12 microseconds, so code that draws no random numbers need not be seeded: see `drew`.
     """
 
     def __enter__(self) -> SampleRandom:
@@ -61,14 +61,14 @@ class SampleRandom:
             torch.set_rng_state(before[2])
 
     def drew(self) -> bool:
-        """True if the random states are no longer those outside."""
+        """True if the random states have changed since the context began."""
         now, before = _marks(), self._outside
         self._untouched = now[0] == before[0] and now[1] == before[1] and torch.equal(now[2], before[2])
         return not self._untouched
 
     @staticmethod
     def start(*key: int) -> None:
-        """Start the random states from a key."""
+        """Seed the random states from a key."""
         mixed = 0
         for number in key:  # splitmix64 (Steele et al., 2014)
             mixed = (mixed + number + 0x9E3779B97F4A7C15) & _MASK
@@ -81,11 +81,14 @@ class SampleRandom:
 
 
 _MASK = 2**64 - 1
-_NUMPY_BYTES = 624 * 4 + 4  # of a Mersenne Twister: its key and its position
+_NUMPY_BYTES = 624 * 4 + 4  # size of a Mersenne Twister's state: its key and its position
 
 
 def _marks() -> tuple[Any, Any, torch.Tensor]:
-    """The states of Python, NumPy and torch, NumPy's as bytes: `np.random.get_state` takes 50 microseconds."""
+    """Return the states of Python, NumPy and torch.
+
+    NumPy's state is read as bytes, because `np.random.get_state` takes 50 microseconds.
+    """
     bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, but not in its stubs' list
     plain = type(bits) is np.random.MT19937
     state = ctypes.string_at(bits.ctypes.state_address, _NUMPY_BYTES) if plain else bits.state

@@ -98,8 +98,8 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
     try:
         if file.suffix == ".py":
             raise kind.error(
-                f"{file} is a Python file, and this command reads a {kind.name} as YAML, such as {kind.example}. Run a "
-                f"script by `python {file}`; a {kind.name} names functions of it as {file.name}:NAME"
+                f"{file} is a Python file, but this command reads a {kind.name} in YAML, such as {kind.example}. Run a "
+                f"script by `python {file}`; a {kind.name} names its functions as {file.name}:NAME"
             )
         loader = _Loader(text)
         root = loader.get_single_node()

@@ -221,7 +221,7 @@ def test_every_command_of_the_documentation_is_one() -> None:
 
 
 def test_one_plan_is_recommended_for_a_small_model_that_many_devices_train_no_faster(tmp_path: Path) -> None:
-    """Headline, first row, JSON and the command to go on with name the same plan."""
+    """Headline, first row, JSON and the suggested command name the same plan."""
     (tmp_path / "rows.py").write_text(
         "from torch import nn\n"
         "def network():\n"
@@ -256,7 +256,7 @@ def test_a_machine_that_could_not_be_measured_has_a_wide_interval(tmp_path: Path
 
 
 def test_torch_does_not_log_a_trace_that_fails_beside_our_error(tmp_path: Path) -> None:
-    """In bf16 the pass is traced on tensors without values, whose failures torch logs with a traceback."""
+    """In bf16 the pass is traced on tensors without values. If that fails, torch logs a traceback."""
     job = write_job(tmp_path, model={"zoo": "mlp", "args": {"hidden": 8}}, data={"kind": "synthetic", "shape": [7]})
     shown = in_a_process("plan", job, "--cluster", NAME, folder=tmp_path)
     assert shown.code == 1

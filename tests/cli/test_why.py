@@ -80,7 +80,7 @@ WIDE = {"model": {"zoo": "mlp", "args": {"hidden": 1024}}, "data": "digits"}
 @pytest.mark.slow
 @pytest.mark.parametrize(("job", "plan"), [(MLP, "fsdp=2"), (CNN, "fsdp=2"), (GPT, "dp=2"), (WIDE, "dp=1")])
 def test_no_advice_slows_a_small_job(job: dict[str, Any], plan: str, tmp_path: Path) -> None:
-    """Advice without `--try` is predicted; each of it is then tried, and none of it is slower."""
+    """Advice without `--try` is predicted; each advised change is then tried, and none is slower."""
     file = write_job(tmp_path / "job.yaml", metrics=[], global_batch=64, stop={"steps": 60}, **job)
     assert paceline("train", file, "--plan", plan, "--run", "run", folder=tmp_path).code == 0
     found = diagnosis_of(Run(tmp_path / "run"))

@@ -208,7 +208,7 @@ def test_a_lost_rank_in_a_process_group_of_the_users_own_is_named_over_shared_me
 
 
 def own_error_in_a_collective() -> list[str]:
-    """What each rank's collective raises when rank 1 gives a tensor that torch cannot look at."""
+    """Exceptions of each rank's collective if rank 1 passes a tensor whose values torch cannot read."""
     with joined(deadline_s=20) as group:
         group.barrier()
         bad = torch.ones(4).to_mkldnn()
@@ -228,7 +228,7 @@ def test_an_error_of_a_ranks_own_in_a_collective_is_no_lost_connection(ranks: Ra
 
 
 def forked_by_the_user() -> float:
-    """The sum of the ranks' ones after a process that each rank has forked ends within the group."""
+    """Sum over the ranks after each rank has forked a process that ended within the group."""
     try:
         with joined(deadline_s=20) as group:
             group.barrier()

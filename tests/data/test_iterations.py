@@ -1,4 +1,4 @@
-"""Loops over dealt loaders see the batches that they see over plain ones."""
+"""Loops over dealt loaders see the same batches as loops over plain loaders."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def engine_on(loader: DataLoader[Any]) -> Any:
 
 
 def dealt(kind: str, names: list[str]) -> dict[str, Batches]:
-    """What this rank sees of each loop's batches."""
+    """This rank's samples in the batches of each loop."""
     found = {}
     for loop in LOOPS:
         if loop.__name__ in names:
@@ -168,7 +168,7 @@ def test_two_iterations_of_one_stream_at_a_time_are_refused(loop: Loop) -> None:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_position_is_resumed_after_a_load_alone(tmp_path: Path, leaves: bool) -> None:
-    """Also that of an epoch that was left, as by a loop that runs out of time."""
+    """This includes the position in an epoch that a loop has left early, for example for lack of time."""
     engine = engine_on(loaders("in order")[0])
     looked = iter(engine.loader)
     next(looked)

@@ -1,4 +1,4 @@
-"""Random augmentation: what is lost here is that all plans train on the same samples."""
+"""Random augmentation: all plans train on the same samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Noisy(Dataset[Any]):
 
 
 class Sometimes(Noisy):
-    """Only sample 5 draws."""
+    """Only sample 5 draws random numbers."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return super().__getitem__(index) if index == 5 else (torch.zeros(3), index)
@@ -49,7 +49,7 @@ def mixed(samples: list[Any]) -> Any:
 
 
 def epochs(dataset: Dataset[Any], replicas: int, *, workers: int = 0, count: int = 2) -> list[dict[int, list[float]]]:
-    """What each sample looked like in each epoch, under this number of replicas."""
+    """Values of each sample in each epoch, for this number of replicas."""
     found: list[dict[int, list[float]]] = [{} for _ in range(count)]
     for replica in range(replicas):
         partition = Partition(

@@ -1,4 +1,4 @@
-"""Parts of a batch without any item add exactly nothing, in loss and gradient."""
+"""Parts of a batch without items add exactly nothing to the loss and the gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EMPTY = ("first half", "second half of each sample")
 
 
 class Padded(Dataset[tuple[Tensor, Tensor]]):
-    """Sequences whose labels are 0, which does not count, where a plan has a part of its own."""
+    """Sequences without counted labels in a whole part of some plans; labels of 0 do not count."""
 
     def __init__(self, empty: str = EMPTY[0], ignored: int = 0) -> None:
         drawn = torch.Generator().manual_seed(1)
@@ -48,7 +48,7 @@ def gpt() -> nn.Module:
 
 
 class Transposed(nn.Module):
-    """Logits as torch's losses want them: classes on dim 1."""
+    """Model with logits in the layout of torch's losses: classes on dim 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ padded.items = lambda target: (target != 0).sum()  # type: ignore[attr-defined]
 
 
 def added(output: Tensor, target: Tensor) -> Tensor:
-    """A sum that divides by a number that can be 0, and takes it back."""
+    """A sum that divides by a number that can be 0, and multiplies by it again."""
     valid = (target != 0).sum()
     return padded(output, target) * valid
 
@@ -170,7 +170,7 @@ def test_a_models_own_loss_without_items_adds_nothing(shows_logits: bool) -> Non
 
 
 def own_loop(plan: str) -> list[float]:
-    """Losses of a loop that computes its own, with numbers and tensors of items in turn."""
+    """Losses of a loop that computes its own loss; `items` is a number and a tensor in turn."""
     torch.manual_seed(4)
     model = gpt().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -1,4 +1,4 @@
-"""fp16 training: an overflow lowers the loss scale, and what is no overflow falls to the policy."""
+"""fp16 training: an overflow lowers the loss scale; the policy handles other non-finite gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 60
 
 
 class Root(nn.Module):
-    """A finite output whose gradient is infinite at zero, as of a norm or a standard deviation."""
+    """A finite output with an infinite gradient at zero, like a norm or a standard deviation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A rank that raises is what a run reports, wherever it raises, and no failed connection."""
+"""A run reports the exception of the rank that raised it, not a failed connection."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Faulty(nn.Module):
         if y.requires_grad:
             y.register_hook(lambda _: fault("backward"))
         if WHERE == "collective" and forwards > 1:
-            mine = torch.ones(4)  # rank 1 gives what torch cannot look at, within the collective
+            mine = torch.ones(4)  # within the collective, torch cannot read rank 1's tensor
             dist.all_reduce(mine.to_mkldnn() if dist.get_rank() == 1 else mine)
         return self.outer(y)
 

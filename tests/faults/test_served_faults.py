@@ -1,4 +1,4 @@
-"""Workers and servers of `sync=server` are stopped, killed and slow in every phase of a run, which always ends."""
+"""A run with `sync=server` always ends, even if workers and servers are stopped, killed or slow in any phase."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def job(tmp_path: Path) -> Path:
 
 @contextmanager
 def served(job: Path, folder: Path, plan: str = PLAN) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A run under way, whose processes are gone at the end, and which leaves nothing in the temporary folder."""
+    """A run in progress. At the end its processes are gone, and the temporary folder is empty."""
     with training(job, folder, plan) as (process, run):
         yield process, run
     assert not list(folder.glob("paceline-scratch-*"))
 
 
 def wait_for_phase(phase: str, rank: int, run: Path, process: subprocess.Popen[str]) -> psutil.Process:
-    """Wait for a phase of the run; returns the process of a rank."""
+    """Wait for a phase of the run, and return the process of a rank."""
     match phase:
         case "start":
             wait_for(lambda: any(rank_of(p) == rank for p in processes_of(process)), process)
@@ -119,7 +119,7 @@ def must_be_whole(outcome: Outcome, run: Path) -> None:
 
 
 def cases(*quick: tuple[str, int, str]) -> list[object]:
-    """Every fault of every rank in every phase; those that are not quick are slow."""
+    """Every fault of every rank in every phase; the cases that take long are marked slow."""
     every = [(fault, rank, phase) for fault in ("stop", "kill") for rank in range(4) for phase in PHASES]
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in every]
 

@@ -1,4 +1,4 @@
-"""Jobs that could never do what they say are refused when they are read."""
+"""Jobs that cannot do what they describe are refused when they are read."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_an_answer_that_comes_after_its_time_out_is_not_taken_for_the_next_one(m
         os.kill(seed.pid, signal.SIGCONT)
         with pytest.raises(LaunchError, match="process 1 is no rank"):
             seed.ask({"do": "wait", "pid": 1})
-        assert psutil.Process(seed.pid).children() == [], "a rank that nothing knows of has ended"
+        assert psutil.Process(seed.pid).children() == [], "a rank that was forked too late has ended"
     finally:
         seed.end()
 

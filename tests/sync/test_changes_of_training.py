@@ -1,4 +1,4 @@
-"""Replicas that take local steps meet again after layers are frozen, unfrozen or added."""
+"""Replicas that take local steps become equal again after layers are frozen, unfrozen or added."""
 
 from __future__ import annotations
 

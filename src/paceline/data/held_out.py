@@ -21,7 +21,7 @@ def held_out_batches(
 
     The part is contiguous; or, `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do not
     depend on the number of replicas. All parts together have every sample once. Replicas may have different numbers of
-    batches, also none. What a sample draws follows from its index, so every evaluation measures the same samples.
+    batches, even none. A sample's random numbers follow from its index, so every evaluation measures the same samples.
 
     Raises:
         DataError: a sample raised, or samples do not fit into one batch.

@@ -54,7 +54,7 @@ class Loader:
     unchanged. A step without a sample on this replica yields None.
 
     With `num_workers` > 0, so many loader processes read ahead. They end when an iteration is broken off, by `close`,
-    or with the loader. With or without them, what a sample draws follows from the seed, the epoch and its index.
+    or with the loader. With or without them, a sample's random numbers follow from the seed, the epoch and its index.
 
     Attributes:
         position: of the batch yielded last; None before the first.
@@ -203,7 +203,7 @@ class Loader:
         return on_device(batch, self.device)
 
     def digests(self) -> dict[int, int]:
-        """Digests of the last batch's samples by the user's indices; they are read again."""
+        """Read the last batch's samples again, and return their digests by the user's indices."""
         assert self.position is not None
         epoch, indices = self.position.epoch, self.indices
         self._samples.begin_epoch(epoch)
@@ -211,9 +211,10 @@ class Loader:
         return dict(zip(in_users_data(self._samples.dataset, indices)[1], digests, strict=True))
 
     def fingerprint(self) -> list[int] | None:
-        """Number of samples, and digests of three of them; zero for one that changes.
+        """Return the number of samples, and digests of three samples.
 
-        None if each host has files of its own. A dataset with a state or with epochs has its number of samples alone.
+        The digest is 0 for a sample that changes between two reads. A dataset with a state or with epochs has only its
+        number of samples. None if each host has its own files.
         """
         if not isinstance(self.partition, Partition) or self.partition.held_samples != self.partition.samples:
             return None
@@ -222,13 +223,13 @@ class Loader:
             return [samples]
         found = [samples]
         for index in (0, samples // 2, samples - 1):
-            with suppress(DataError):  # a sample that cannot be read is told when a step needs it
+            with suppress(DataError):  # an unreadable sample is reported when a step needs it
                 digest, again = (digest_of(self._samples.sample(index, 0)) for _ in range(2))
                 found.append(digest if digest == again else 0)
         return found
 
     def random_inputs(self) -> tuple[str, bool]:
-        """Name of the user's dataset, and whether `collate_fn` draws random numbers."""
+        """Return the name of the user's dataset, and whether `collate_fn` draws random numbers."""
         self._samples.read(list(range(min(2, len(self._samples.dataset)))), (0, 0))  # type: ignore[arg-type]
         return self._samples.name, self._samples.collate_draws
 

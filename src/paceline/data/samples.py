@@ -36,13 +36,13 @@ class RequestedSamples(Dataset[Any]):
 
     This holds in loader processes as well.
 
-    What a sample draws (torch, NumPy, Python) follows from the seed, the epoch and its index, so every plan trains on
-    the same samples. What `collate_fn` draws follows from the seed, the epoch, the step and the replica. The random
-    states of the process are as before after each batch.
+    The random numbers of a sample (torch, NumPy, Python) follow from the seed, the epoch and its index, so every plan
+    trains on the same samples. Those of `collate_fn` follow from the seed, the epoch, the step and the replica. Each
+    batch leaves the random states of the process unchanged.
 
     Attributes:
         draws: whether the dataset or `collate_fn` drew random numbers in this process so far.
-        collate_draws: whether `collate_fn` did.
+        collate_draws: whether `collate_fn` drew random numbers in this process so far.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class RequestedSamples(Dataset[Any]):
         return self.read(request.indices, (request.epoch, request.step))
 
     def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
-        """The collated batch of these samples, None where there are none.
+        """Read these samples as one collated batch; None without samples.
 
-        `at` is its epoch and step, from which random numbers follow. None: they come from the process's own states.
+        The random numbers follow from `at`, the epoch and step of the batch. None: the process's own random states.
         """
         if not indices:
             return None
@@ -112,7 +112,7 @@ class RequestedSamples(Dataset[Any]):
                 batch = self._collate(self._samples(indices), indices)
                 if not states.drew():
                     return batch
-                self.draws = True  # so this batch is read again, and from now on each sample has its own states
+                self.draws = True  # read this batch again; from now on each sample has its own random states
             samples = self._each_on_its_own(indices, at[0])
             states.start(self.seed, *at, self.replica)
             if not self.has_own_collate:
@@ -123,13 +123,13 @@ class RequestedSamples(Dataset[Any]):
                 return batch
 
     def sample(self, index: Any, epoch: int) -> Any:
-        """One sample as it is in an epoch, not collated."""
+        """Read one sample as in the given epoch, not collated."""
         with SampleRandom() as states:
             states.start(self.seed, epoch, _number(index))
             return self._samples([index])
 
     def _each_on_its_own(self, indices: list[Any], epoch: int) -> Any:
-        """The samples, each from random states that follow from the epoch and its index."""
+        """Read the samples, each with random states that follow from the epoch and its index."""
         if self.bulk or self.read_many is not None:
             parts = []
             for index in indices:
@@ -216,7 +216,7 @@ class RequestedSamples(Dataset[Any]):
 
     @property
     def name(self) -> str:
-        """The type of the user's dataset, or "Subset of its.Type" for a part of one."""
+        """Type of the user's dataset, or "Subset of its.Type" for a subset."""
         dataset, name = in_users_data(self.dataset, [])[0], ""
         while hasattr(dataset, "dataset"):
             name += f"{type(dataset).__qualname__} of "
@@ -247,12 +247,12 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def _number(index: Any) -> int:
-    """An integer for an index of any kind, the same in every process."""
+    """Turn an index of any kind into an integer that is the same in every process."""
     return index if isinstance(index, int) else zlib.crc32(repr(index).encode())
 
 
 def _joined(parts: list[Any]) -> Any:
-    """One batch of batches that hold one sample each."""
+    """Join batches of one sample each into one batch."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts)

@@ -69,7 +69,7 @@ class _Data(Spec):
     # use only the first samples (also of a validation set with files of its own)
     limit: int | None = Field(default=None, ge=1)
     collate: str | None = None  # import path of a function that makes a batch of a list of samples
-    collate_held_out: str | None = None  # the same for the validation set; None is `collate`
+    collate_held_out: str | None = None  # the same for the validation set; None: `collate`
 
     @field_validator(
         "path",

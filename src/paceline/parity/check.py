@@ -302,21 +302,22 @@ def check_all(
 
 
 def _other_inputs(found: Sequence[Compared], reference: Reference, plan: Plan) -> str | None:
-    """Explanation if ranks had other inputs than the reference; else None."""
+    """Explain why the inputs of ranks differ from the reference; None if they do not."""
     for compared in found:
         for step, (own, expected) in enumerate(zip(compared.inputs, reference.inputs, strict=True), 1):
             for index, digest in own.items():
                 if expected.get(index) != digest:
                     return (
                         f"the inputs differ, so the numbers say nothing about the plan: sample {index} of "
-                        f"{reference.dataset} in step {step} is not the same in two processes. Have the data set draw "
-                        "from torch, numpy.random or random, whose states follow from the seed, the epoch and the "
-                        "index, and not from os.urandom, the time or a generator of its own"
+                        f"{reference.dataset} in step {step} is not the same in two processes. Draw random numbers in "
+                        "the data set from torch, numpy.random or random, not from os.urandom, the time or its own "
+                        "generator: paceline seeds those three by the job's seed, the epoch and the index"
                     )
     if reference.collate_draws and plan.data_ranks > 1:
         return (
             f"the collate function draws random numbers, and each of {plan.data_ranks} data-parallel ranks draws for "
-            "its own part of a batch, so the inputs differ from those of one process. Check the job without them"
+            "its own part of a batch, so the inputs differ from one process. Check the job with a collate function "
+            "without random numbers"
         )
     return None
 

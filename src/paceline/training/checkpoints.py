@@ -251,7 +251,7 @@ class Checkpoints(Callback):
         return True
 
     def _refuse_other_data(self, saved: list[int] | None) -> None:
-        """Refuse other samples: the split differs, so validation samples would be trained on."""
+        """Refuse a changed data set: its split differs, so the run would train on validation samples."""
         now = self._fingerprint
         if saved is None or now is None or saved == now:
             return
@@ -261,8 +261,8 @@ class Checkpoints(Callback):
             else f"it still has {now[0]} training samples, but the first, middle or last one is not the same"
         )
         raise DataError(
-            f"the data set of {self.run.path} has changed: {what}. The samples kept for validation would be others, "
-            "and the order of training too. Restore the data set, or start a new run without --resume"
+            f"the data set of {self.run.path} has changed: {what}. The validation samples and the order of training "
+            "would change too. Restore the data set, or start a new run without --resume"
         )
 
     def rewind(self, result: StepResult) -> None:

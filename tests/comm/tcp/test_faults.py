@@ -1,4 +1,4 @@
-"""What one group over TCP runs into does not reach the other groups of the process."""
+"""A fault in one group over TCP does not affect the other groups of the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _names = itertools.count()
 
 
 def on_both(call: Callable[[int], Any]) -> list[Any]:
-    """What the two ranks, each a thread, return or raise."""
+    """Results or exceptions of two ranks, each a thread."""
     found: list[Any] = [None, None]
 
     def run(rank: int) -> None:
@@ -167,7 +167,7 @@ class Meshes:
 
 
 class Late:
-    """A handshake that arrives when the rank that began it has long given it up."""
+    """A handshake that arrives after the rank that began it has given it up."""
 
     def __init__(self) -> None:
         self.closed, self.connection = False, self
@@ -176,7 +176,7 @@ class Late:
         self.closed = True
 
     def send(self, _: bytes) -> None:
-        raise AssertionError("answered a connection that was given up")
+        raise AssertionError("answered an abandoned connection")
 
 
 def test_a_greeting_of_a_connection_given_up_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_greeting_of_a_connection_given_up_is_turned_away(monkeypatch: pytest.
     monkeypatch.setattr(PeerLink, "accept", noting)
     group = pair()
     summed(group, 100_000)
-    link, first = greetings[0]  # said before anything was received
+    link, first = greetings[0]  # sent before anything was received
     late, loop = Late(), TcpProgress.acquire()
     loop.drive(lambda: link.stream.acknowledged > 0)
     with loop.lock:

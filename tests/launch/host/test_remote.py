@@ -1,4 +1,4 @@
-"""The coordinator prepares hosts that come back, and sends what hosts ask for while it watches the run."""
+"""The coordinator prepares hosts that come back, and sends requested files while it watches the run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_hosts_that_come_back_at_once_all_see_that_they_share_the_folder(
 
 
 class Pairs:
-    """Links to hosts, of which a test has the other ends."""
+    """Links to hosts; the test holds the other ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._held = folder, ExitStack()
@@ -129,7 +129,7 @@ def test_a_host_that_is_slow_to_take_a_checkpoint_holds_up_no_signal_and_no_loss
         at_other.send(Interrupted("SIGTERM"))
         wait_for(lambda: signals.first, remote)
         assert signals.first == "SIGTERM"
-        assert remote.busy, "nothing of the folder is read there"
+        assert remote.busy, "the host has read no part of the folder"
         while not isinstance(message := at_slow.take(), Fetched):
             remote.turn()
             if isinstance(message, Put):

@@ -1,4 +1,4 @@
-"""A parameter that several stages of a pipeline hold is the same on all of them, under every product of splits."""
+"""A parameter that several pipeline stages hold stays the same on all of them, under every combination of axes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inner() -> nn.Module:
 
 
 class Isomorphism(nn.Module):
-    """A graph isomorphism layer: uses its own parameter before it calls the child where a stage begins."""
+    """A graph isomorphism layer. It uses its own parameter, then calls the child with which a stage begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class TwoLayers(nn.Module):
 
 
 class Codebook(nn.Module):
-    """The first stage chooses an entry without a gradient, the second one looks it up."""
+    """The first stage chooses an entry without a gradient, and the second stage looks it up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def engine_of(name: str, plan: str) -> tuple[nn.Module, Any]:
 
 
 def trained(name: str, plan: str, exported: Path) -> list[float]:
-    """Losses of the steps; exports the model."""
+    """Train, export the model, and return the losses of the steps."""
     _, engine = engine_of(name, plan)
     found = [engine.step(batch).loss for batch in engine.loader]
     engine.export(exported)
@@ -117,7 +117,7 @@ def test_a_stage_without_a_gradient_for_a_shared_parameter_is_updated_too(
 
 
 def written_by_one_stage() -> bool:
-    """Whether a parameter that one stage alone writes into is noticed before an update."""
+    """True if the comparison before an update finds a parameter that only one stage has changed."""
     _, engine = engine_of("isomorphism", "pp=2 cut=c.nn microbatches=2")
     if engine.group.rank == 1:
         with torch.no_grad():

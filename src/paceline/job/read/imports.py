@@ -27,7 +27,7 @@ def load_object(path: str) -> Any:
     module_name, _, name = path.rpartition(":")
     if module_name == "__main__":
         raise JobError(
-            f"{path}: ranks cannot import what a notebook, a prompt or the running script defines. Put {name} into a "
+            f"{path}: ranks cannot import an object of a notebook, a prompt or the running script. Put {name} into a "
             f"file and name it as file.py:{name}"
         )
     try:

@@ -139,22 +139,22 @@ class BinaryCrossEntropy(Elementwise):
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """The loss as a 0-dimensional tensor. Raises DataError for other shapes, or targets outside 0 to 1."""
-        if target.device.type == "cpu":  # an accelerator would have to be waited for; `check` looks on the host
+        if target.device.type == "cpu":  # on an accelerator this would be a wait; there `check` gets host tensors
             self.check(output, target, "in a batch")
         return super().__call__(output, target)
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
         """Raise DataError for a target outside 0 to 1.
 
-        torch computes a loss without a minimum from such a target.
+        torch's loss has no minimum for such a target.
         """
         outside = (target < 0) | (target > 1)
         if outside.any():
             place = outside.nonzero()[0].tolist()
             at = f"sample {samples[place[0]]}" if samples is not None and place else f"at {place}"
             raise DataError(
-                f"loss bce needs targets from 0 to 1, found {target[tuple(place)].item():g} {where} ({at}); for "
-                "numbers to be fitted take the loss mse or mae"
+                f"loss bce needs targets from 0 to 1, found {target[tuple(place)].item():g} {where} ({at}). For "
+                "regression use the loss mse or mae"
             )
 
 

@@ -89,10 +89,10 @@ class LossMetric:
 
 
 def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Share of samples (or tokens, pixels) whose largest logit is that of their class.
+    """Share of samples (or tokens, pixels) whose largest logit belongs to their class.
 
     Targets are labels (-100 is left out), one-hot rows or class probabilities. With one logit per sample, the target is
-    0 or 1 (or a probability), and the logit should be above 0 where the target is above 0.5.
+    0 or 1 (or a probability), and the logit should be above 0 if the target is above 0.5.
     """
     logits = logits_of(output)
     one_logit = logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1)
@@ -104,7 +104,7 @@ def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         sums = target.double().sum(classes)
         if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
             raise DataError(
-                "accuracy compares classes, and a row of the targets adds up to "
+                "accuracy compares classes, but a row of the targets adds up to "
                 f"{sums.flatten()[(sums - 1).abs().argmax()].item():g} instead of 1. If a sample may have several "
                 "labels, use the metric multilabel_accuracy; for classes, give labels, one-hot rows or probabilities"
             )
@@ -129,8 +129,8 @@ def _must_be_probabilities(target: Tensor, name: str) -> None:
     outside = ~((target >= 0) & (target <= 1))
     if outside.any():
         raise DataError(
-            f"{name} needs targets from 0 to 1 here, found {target[outside][0].item():g}; for numbers to be fitted use "
-            "the metric mse or mae"
+            f"{name} needs targets from 0 to 1 here, found {target[outside][0].item():g}. For regression use the "
+            "metric mse or mae"
         )
 
 

@@ -143,7 +143,7 @@ class Collated(Dataset[Any]):
 
 
 def in_users_data(dataset: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The user's own data set below its wrappers, and its indices of these samples."""
+    """Return the user's own data set without its wrappers, and its indices of these samples."""
     found = list(indices)
     while isinstance(dataset, (Selection, Collated)):
         if isinstance(dataset, Selection):
