@@ -165,7 +165,7 @@ def addition_in_place_between_blocks() -> nn.Module:
 
 
 class View(Block):
-    """Returns a view of what it computed."""
+    """A block that returns a view of its result."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.up(x)[:, :WIDTH]

@@ -1,4 +1,4 @@
-"""A forward pass that is no training step leaves no mark on the model."""
+"""A forward pass that is not a training step leaves the model unchanged."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def _number(index: Any) -> int:
-    """Turn an index of any kind into an integer that is the same in every process."""
+    """Turn any index into an integer that is the same in every process."""
     return index if isinstance(index, int) else zlib.crc32(repr(index).encode())
 
 

@@ -191,7 +191,10 @@ def _reference(steps: Steps, step: int) -> dict[str, Tensor]:
 
 
 def _as_real(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Complex tensors as pairs of real numbers, under `complex/NAME`; safetensors has no complex128."""
+    """Turn complex tensors into pairs of real numbers, named `complex/NAME`.
+
+    safetensors has no complex128.
+    """
     return {
         f"complex/{n}" if t.is_complex() else n: torch.view_as_real(t) if t.is_complex() else t
         for n, t in tensors.items()

@@ -84,9 +84,9 @@ def _in_operations(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple
 
 
 def _changed_views(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple[str, str]]:
-    """Blocks that return a view which later code changes in place.
+    """Find blocks that return a view which later code changes in place.
 
-    Autograd then computes the backward pass of the view's base, past the hook that FSDP2 puts on the view.
+    Autograd then runs the backward pass of the view's base, and skips the hook that FSDP2 puts on the view.
     """
     first: dict[int, Node] = {}
     for step in trace.steps:
@@ -96,7 +96,7 @@ def _changed_views(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple
         if module_call.name in blocks:
             views = {node[0] for node in module_call.nodes if node is not None and first.get(node[0]) != node}
             if any(step.time > module_call.leave and views.intersection(step.changes) for step in trace.steps):
-                yield module_call.name, "it returns a view that is changed in place outside of it"
+                yield module_call.name, "it returns a view that is changed in place outside of the block"
 
 
 def _around(trace: ForwardTrace, module_call: int) -> Iterator[ModuleCall]:

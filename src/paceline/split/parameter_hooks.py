@@ -14,7 +14,7 @@ from paceline.errors import PlanError
 from paceline.plans.plan import Plan
 from paceline.split.parts import Parts
 
-# torch.nn.RNNBase makes these anew in a forward pass that finds other parameters
+# torch.nn.RNNBase rebuilds these in a forward pass if the parameters were replaced
 KEPT_UP_TO_DATE = ("_flat_weights",)
 
 

@@ -251,7 +251,10 @@ class Checkpoints(Callback):
         return True
 
     def _refuse_other_data(self, saved: list[int] | None) -> None:
-        """Refuse a changed data set: its split differs, so the run would train on validation samples."""
+        """Refuse a changed data set.
+
+        Its split into training and validation samples differs, so the run would train on validation samples.
+        """
         now = self._fingerprint
         if saved is None or now is None or saved == now:
             return

@@ -29,10 +29,10 @@ _OF_MODULES = set(nn.Module().__dict__)
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, attributes, containers among these, and random states; clear caches of results.
+    """Restore buffers, attributes (containers too) and random states; clear caches of results.
 
-    Every forward pass that is no training step runs within this context. The caches may hold tensors without data.
-    Parameters are not copied: one that is changed in place stays changed.
+    Every forward pass that is not a training step runs within this context. The caches may hold tensors without data.
+    Parameters are not copied: a parameter that is changed in place stays changed.
     """
     held: list[tuple[Any, Any]] = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     for _, attributes in list(held):
@@ -56,7 +56,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def _written(model: nn.Module) -> list[Tensor]:
-    """Buffers and tensor attributes with values, which a forward pass may change in place."""
+    """List the buffers and tensor attributes that a forward pass may change in place."""
     kept = {id(t): t for module in model.modules() for t in (*module._buffers.values(), *module.__dict__.values())}
     return [
         t
