@@ -34,7 +34,7 @@ def test_metrics_without_a_validation_set_are_refused() -> None:
 
 
 def test_one_metric_needs_no_list() -> None:
-    assert job(data="digits", metrics="accuracy").metrics == ("accuracy",)
+    assert [one.name for one in job(data="digits", metrics="accuracy").metrics] == ["accuracy"]
 
 
 def test_a_python_file_is_not_read_as_a_job(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.device import forked_random, widened, widest_float
+from paceline.device import forked_random, widened
 from paceline.engine.compute import Compute
+from paceline.engine.measured import Measured
 from paceline.engine.status import Phase
 from paceline.job.batch import Batch
 from paceline.job.loss import Metric
@@ -35,14 +36,12 @@ class Evaluation:
 
     def means(self, batches: Iterable[Batch | None], metrics: list[Metric], rule: SyncRule) -> dict[str, float]:
         """The metrics over the batches of all ranks. Every rank calls this."""
-        sums = torch.zeros(len(metrics), 2, dtype=torch.float64)
+        measured = Measured(metrics)
         with self.measuring(rule):
             for i, batch in enumerate(batches):
                 self.begin(i)
-                sums += self._measured(batch, metrics)
-        sums = sums.to(self.compute.device, widest_float(self.compute.device))
-        self.compute.group.all_reduce(sums)
-        return {m.name: m.result(total, count) for m, (total, count) in zip(metrics, sums.tolist(), strict=True)}
+                measured.add(self._measured(batch, metrics))
+        return measured.results(self.compute.group)
 
     @contextmanager
     def measuring(self, rule: SyncRule) -> Iterator[None]:
@@ -81,23 +80,19 @@ class Evaluation:
             return nullcontext()
         return _AveragedBuffers(floating, self.compute.data_group)
 
-    def _measured(self, batch: Batch | None, metrics: list[Metric]) -> Tensor:
-        """Totals and counts of every metric in a batch, shape (metrics, 2).
-
-        Zeros where another rank counts it.
-        """
+    def _measured(self, batch: Batch | None, metrics: list[Metric]) -> list[tuple[Any, Any]]:
+        """What every metric gives for a batch; nothing if another rank measures the batch."""
         compute = self.compute
         found = compute.output(batch)
         if found is None or batch is None:
-            return torch.zeros(len(metrics), 2, dtype=torch.float64)
+            return []
         output, placed = found
         compute.check_target(output, batch, "in the validation set")
         target: Any = compute.weighing.target(placed)
-        values = [
+        return [
             compute.weighing.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target)
             for m in metrics
         ]
-        return torch.tensor(values, dtype=torch.float64).reshape(-1, 2)
 
 
 @dataclass

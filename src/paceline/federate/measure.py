@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.data.held_out import held_out_batches
+from paceline.engine.measured import Measured
 from paceline.federate.client import ClientState, LocalTraining
 from paceline.job.batch import place, target_of
 from paceline.job.loss import Metric, build_metrics
@@ -30,16 +31,15 @@ class Measure:
         """
         training = self.training
         model = training.show(weights, state).eval()
-        sums = torch.zeros(len(self.metrics), 2, dtype=torch.float64)
+        measured = Measured(self.metrics)
         dtype = None if training.layout.dtype is torch.float32 else training.layout.dtype
         with torch.inference_mode():
             for read in held_out_batches(dataset, batch=training.job.global_batch, replica=0, replicas=1):
                 batch = place(read, torch.device("cpu"), dtype=dtype, channels_last=False)
                 output = call(model, batch, loss=training.loss)
                 target: Any = batch if isinstance(training.loss, ModelsOwn) else target_of(batch)
-                measured = [metric(output, target) for metric in self.metrics]
-                sums += torch.tensor(measured, dtype=torch.float64).reshape(-1, 2)
-        return {m.name: m.result(total, count) for m, (total, count) in zip(self.metrics, sums.tolist(), strict=True)}
+                measured.add([metric(output, target) for metric in self.metrics])
+        return measured.results()
 
     @property
     def of_clients(self) -> str:

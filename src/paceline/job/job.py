@@ -11,7 +11,7 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, Validati
 from paceline.errors import JobError, StorageError
 from paceline.job.data import DataSpec
 from paceline.job.federate import FederateSpec
-from paceline.job.loss import LossSpec
+from paceline.job.loss import LossSpec, MetricSpec
 from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.job.partition import PartitionSpec
@@ -91,7 +91,7 @@ class Job(Spec):
     model: ModelSpec
     data: DataSpec
     loss: LossSpec
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[MetricSpec, ...] = ()
     optimizer: OptimizerSpec
     schedule: ScheduleSpec = ScheduleSpec()
     global_batch: int = Field(ge=1)  # samples per optimizer step, over all replicas
@@ -123,7 +123,7 @@ class Job(Spec):
     @field_validator("metrics", mode="before")
     @classmethod
     def _list_one_metric(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+        return [value] if isinstance(value, (str, dict)) else value
 
     @model_validator(mode="after")
     def _stop_metrics_are_measured(self) -> Job:
@@ -134,13 +134,14 @@ class Job(Spec):
                 "measured: hold out a share, e.g. held_out: 0.1, or stop by epochs, steps or loss_below"
             )
         if nothing_held_out and self.metrics:
+            named = ", ".join(metric.name for metric in self.metrics)
             raise ValueError(
-                f"metrics names {', '.join(self.metrics)}, but data.held_out is 0, so there is nothing to measure them "
+                f"metrics names {named}, but data.held_out is 0, so there is nothing to measure them "
                 "on: hold out a share, e.g. held_out: 0.1, or leave metrics out"
             )
-        unmeasured = set(self.stop.metric_above) - set(self.metrics) - {"loss"}
+        unmeasured = set(self.stop.metric_above) - {metric.name for metric in self.metrics} - {"loss"}
         # a user's metric says its name only when it is built
-        if unmeasured and not any(":" in name for name in self.metrics):
+        if unmeasured and not any(":" in metric.name for metric in self.metrics):
             names = ", ".join(sorted(unmeasured))
             raise ValueError(
                 f"stop.metric_above waits for {names}, which metrics does not list, so it would never be measured"

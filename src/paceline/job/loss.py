@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -34,15 +35,35 @@ class Loss(Protocol):
 
 
 class Metric(Protocol):
-    """A validation measure that adds up over batches and replicas exactly."""
+    """A validation measure of one of two kinds.
+
+    - Most metrics are a ratio of two sums: a call gives `(total, count)` of one batch, and `result` gets both sums over
+      all batches and replicas.
+    - With the attribute `gathers = True` (R², AUC, F1), a call gives two tensors `(predictions, targets)` with one row
+      per sample of the batch. `result` gets the rows of the whole validation set, on the CPU of every rank. Their order
+      is not that of the data set. They may have 1 GiB in all: a call should return only what `result` needs.
+    """
 
     name: str
 
-    def __call__(self, output: Any, target: Any) -> tuple[float, float]:
-        """`(total, count)` of one batch."""
+    def __call__(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """`(total, count)`, or the rows `(predictions, targets)`, of one batch."""
 
-    def result(self, total: float, count: float) -> float:
-        """The value from the sums over all batches and replicas."""
+    def result(self, total: Any, count: Any) -> float:
+        """The value from the sums, or the rows, of all batches and replicas."""
+
+
+class MetricSpec(Spec):
+    """A metric of a job: a name, an import path of a factory, or that with arguments for the factory."""
+
+    short: ClassVar[str | None] = "name"
+    name: str
+    args: Args = Field(default_factory=dict)
+
+    @field_validator("name")
+    @classmethod
+    def _resolve_file(cls, value: str, info: ValidationInfo) -> str:
+        return resolve_import_path(value, info.context) if ":" in value else value
 
 
 class LossSpec(Spec):
@@ -80,7 +101,7 @@ class LossSpec(Spec):
         return build_loss(self)
 
 
-def build_metrics(names: tuple[str, ...], loss: Loss | None = None) -> list[Metric]:
+def build_metrics(specs: Sequence[MetricSpec | str], loss: Loss | None = None) -> list[Metric]:
     """The metrics by name.
 
     `accuracy`, `multilabel_accuracy`, `top5`, `perplexity`, `bits_per_byte`, `mse`, `mae`, `contrastive_accuracy`, or
@@ -94,4 +115,5 @@ def build_metrics(names: tuple[str, ...], loss: Loss | None = None) -> list[Metr
     from paceline.job.zoo.metrics import LossMetric, build_metric
 
     first = [LossMetric(loss)] if loss else []
-    return [*first, *(build_metric(name) for name in names if name != "loss")]
+    named = [MetricSpec(name=spec) if isinstance(spec, str) else spec for spec in specs]
+    return [*first, *(build_metric(spec.name, spec.args) for spec in named if spec.name != "loss")]

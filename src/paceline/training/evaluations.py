@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from paceline.data.held_out import held_out_batches, most_batches, padded
 from paceline.engine.engine import Engine
+from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
@@ -28,6 +29,12 @@ class Evaluations(Callback):
     ) -> None:
         self.job, self.engine, self.data, self.stop, self.events = job, engine, data, stop, events
         self.metrics = build_metrics(job.metrics, engine.loss)
+        gathering = [metric.name for metric in self.metrics if getattr(metric, "gathers", False)]
+        if gathering and engine.plan.cp > 1:
+            raise PlanError(
+                f"plan {engine.plan} divides each sample's tokens over {engine.plan.cp} ranks, and the metric "
+                f"{gathering[0]} gathers whole samples: use cp=1, or a metric of two sums"
+            )
         self.epoch_steps, self.at = epoch_steps, -1
         self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
 

@@ -154,9 +154,7 @@ def test_a_job_that_would_train_something_else_is_refused_with_every_difference(
 def test_a_job_may_stop_measure_and_save_at_other_times_and_on_other_machines(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", small_job())
     assert run.job, run.cluster  # read once, before they change
-    job = small_job(
-        stop={"epochs": 9}, evaluate={"every_steps": 5}, checkpoint={"keep": 1}, metrics=["accuracy"], deadline_s=9
-    )
+    job = small_job(stop={"epochs": 9}, evaluate={"every_steps": 5}, checkpoint={"keep": 1}, deadline_s=9)
     elsewhere = discover().model_copy(update={"name": "elsewhere"})
     run.continue_with(job, elsewhere, Plan(dp=2))
     for read in (run, Run(run.path)):

@@ -89,7 +89,7 @@ def _must_run_our_code_alone(job: Job) -> None:
             for key in ("factory", "held_out_factory", "collate", "collate_held_out")
             if (path := getattr(job.data, key, None))
         ),
-        *(name for name in (job.loss.name, *job.metrics) if ":" in name),
+        *(name for name in (job.loss.name, *(metric.name for metric in job.metrics)) if ":" in name),
         *(() if own_rule else (federated(job).rule,)),
     ]
     if named:

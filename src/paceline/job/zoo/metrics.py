@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,20 +20,22 @@ from paceline.job.zoo.losses import IGNORED, ModelsOwn, classes_on_dim_1, logits
 from paceline.nearest import nearest
 
 
-def build_metric(name: str) -> Metric:
-    """The metric that `name` names: a built-in one, or a factory by import path.
+def build_metric(name: str, args: Mapping[str, Any] = {}) -> Metric:
+    """The metric that `name` names: a built-in one, or a factory by import path, called with `args`.
 
     Raises:
         JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is not a
             metric.
     """
     if ":" in name:
-        return _users_metric(name)
+        return _users_metric(name, args)
     if name not in _METRICS:
         raise JobError(
             f'there is no metric "{name}". {nearest(name, _METRICS)} (A metric of your own: pkg.mod:factory or '
             "file.py:factory)"
         )
+    if args:
+        raise JobError(f"metric {name} takes no arguments, but the job gives {', '.join(args)}")
     measure, result = _METRICS[name]
     return BuiltIn(name, measure, result)
 
@@ -190,12 +192,12 @@ _METRICS: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], Callable[[float
 }
 
 
-def _users_metric(path: str) -> Metric:
+def _users_metric(path: str, args: Mapping[str, Any]) -> Metric:
     factory = load_object(path)
     if not callable(factory):
         raise JobError(f"{path} is a {type(factory).__name__}; name a function or class that makes the metric")
-    check_call(path, factory)
-    metric: Metric = factory()
+    check_call(path, factory, **args)
+    metric: Metric = factory(**args)
     if not (
         callable(metric)
         and isinstance(getattr(metric, "name", None), str)
@@ -203,6 +205,6 @@ def _users_metric(path: str) -> Metric:
     ):
         raise JobError(
             f"{path} returned a {type(metric).__name__}; a metric has a name, a call (output, target), and "
-            "result(total, count)"
+            "result(total, count), or with gathers = True result(predictions, targets)"
         )
     return metric

@@ -35,7 +35,7 @@ def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Me
             "given to setup"
         )
     sums: dict[str, tuple[float, float]] = {}
-    batches = _own_batches(data, engine)  # before the context: ranks cannot sum what inference mode allocates
+    batches = own_batches(data, engine)  # before the context: ranks cannot sum what inference mode allocates
     with engine.evaluation.measuring(engine.rule):
         for i, batch in enumerate(batches):
             engine.evaluation.begin(i)
@@ -92,7 +92,7 @@ def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
     return {name: total / count if count else float("nan") for name, (total, count) in sorted(together.items())}
 
 
-def _own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
+def own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
     """Every n-th batch of `data`, padded with None where a replica's ranks must compute together."""
     group: Group = engine.data_group
     own, count = (

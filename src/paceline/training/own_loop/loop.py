@@ -30,7 +30,7 @@ from paceline.job.loss import Loss, Metric
 from paceline.plans.plan import Plan
 from paceline.sync.rows import numbers_of
 from paceline.training.own_loop import state as own_state
-from paceline.training.own_loop.evaluate import Measure, evaluate
+from paceline.training.own_loop.evaluate import Measure, evaluate, own_batches
 from paceline.training.own_loop.gradients import clip, summed_apart, total_norm
 from paceline.training.own_loop.optimizer_steps import Optimizers, OptimizerSteps
 from paceline.training.own_loop.refusals import NoLoader, Refusals, check_all_step, check_backward, no_loss
@@ -267,7 +267,7 @@ class OwnLoop(Engine):
     def evaluate(self, data: DataLoader[Any] | Iterable[Any], metrics: Measure | None = None) -> dict[str, float]: ...
 
     @overload
-    def evaluate(self, data: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]: ...
+    def evaluate(self, data: DataLoader[Any] | Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]: ...
 
     def evaluate(self, data: Any, metrics: Any = None) -> dict[str, float]:
         """Measure the model on a validation set; every rank calls it.
@@ -280,11 +280,11 @@ class OwnLoop(Engine):
             data: a `DataLoader` as one process would use it; its batches are dealt to the ranks in turn.
             metrics: `measure(batch)`, which computes a batch and returns a dict of numbers: each is the mean
                 over the batch's samples, or a 1-D tensor with one value per sample, or a pair (sum, count).
-                None: the loss given to `setup`. (A list of paceline's own metrics: `data` are this rank's
-                batches.)
+                None: the loss given to `setup`. Or a list of metrics (`paceline.job.loss.Metric`), called with
+                the model's output and the target; if `data` is no `DataLoader`, it has this rank's batches.
         """
         if isinstance(metrics, list):
-            return super().evaluate(data, metrics)
+            return super().evaluate(own_batches(data, self) if isinstance(data, DataLoader) else data, metrics)
         return evaluate(self, data, metrics)
 
     def save(self, folder: str | Path, *, keep: int = 2, **objects: Any) -> Path:
