@@ -17,7 +17,7 @@ LIMIT_BYTES = 2**30  # of the rows of one metric, from all ranks together
 
 
 class Measured:
-    """What metrics gave for this rank's batches: two sums each, or the rows of all samples."""
+    """Values of metrics for this rank's batches: two sums each, or rows of all samples."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self.metrics = metrics
@@ -25,7 +25,7 @@ class Measured:
         self._rows = {i: _Rows(m.name) for i, m in enumerate(metrics) if getattr(m, "gathers", False)}
 
     def add(self, values: list[tuple[Any, Any]]) -> None:
-        """Add what each metric gave for one batch; an empty list if another rank measures the batch."""
+        """Add the values of each metric for one batch; none if another rank measures it."""
         for i, (first, second) in enumerate(values):
             if i in self._rows:
                 self._rows[i].add(first, second)

@@ -155,6 +155,11 @@ def shard_fully(
         fully_shard(stage, reshard_after_forward=None if again else False, mp_policy=outer, **options)
         _sum_only(stage)
     sharded = FullySharded(stages, devices, zero=zero, pipelined=pipelined, casts=casts, offload=offloads)
+    whole = f"; {len(scalars)} without dimensions stay whole" if scalars else ""
+    sharded.notes.append(
+        f"fsdp: {len(set(named.values())) - len(scalars)} parameters in {devices.size()} shards along dimension 0, "
+        f"gathered as {len(pieces) + len(stages)} units{whole}"
+    )
     sharded.notes += _notes(
         zero=zero, offload=offload, offloads=offloads, pipelined=pipelined, autocast=precision == "bf16" and not casts
     )
