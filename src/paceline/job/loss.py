@@ -54,7 +54,7 @@ class Metric(Protocol):
 
 
 class MetricSpec(Spec):
-    """A metric of a job: a name, or an import path of a factory, with its arguments."""
+    """A metric of a job: its name or import path, and its arguments."""
 
     short: ClassVar[str | None] = "name"
     name: str
