@@ -24,7 +24,7 @@ class NoGradient:
     def __init__(self, loss: Tensor) -> None:
         self.loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
         # AccumulateGrad nodes (those with a `variable`) belong to parameters, which other losses use too
-        self._hooks = [n.register_prehook(_zeros) for n in _nodes(loss) if not hasattr(n, "variable")]
+        self._hooks = [n.register_prehook(_zeros) for n in graph_nodes(loss) if not hasattr(n, "variable")]
 
     def release(self) -> None:
         """Let gradients of other losses pass through the graph again (`retain_graph`)."""
@@ -46,7 +46,7 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
-def _nodes(loss: Tensor) -> Iterator[Any]:
+def graph_nodes(loss: Tensor) -> Iterator[Any]:
     """Nodes of the autograd graph below a loss."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paceline.comm import Group
 from paceline.data.loader import Loader, Position
 from paceline.engine.calls import prepared
 from paceline.engine.compute import Compute, LocalLoss
-from paceline.engine.no_gradient import NoGradient
+from paceline.engine.no_gradient import NoGradient, graph_nodes
 from paceline.engine.replica_state import has_max_norm
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, place, split
@@ -117,6 +118,8 @@ class SplitModel(Compute):
             self.experts.weigh(part if batch is not None else None, position)
             with self.autocast():
                 loss = self._addend(local, self.call(part), part, batch, position, step)
+            if not step & (step - 1):
+                refuse_slices(self.split, loss)
             loss.backward()
         return local
 
@@ -158,6 +161,24 @@ class SplitModel(Compute):
         """
         placed = self.place(_repeated(self._sample, count) if batch is None else batch)
         return self.split.context.shard(placed) if self.split.context is not None else placed
+
+
+def refuse_slices(split: Split, loss: Tensor) -> None:
+    """Refuse a loss that reads parameters of which this rank holds a slice, such as a penalty.
+
+    The gradient of such a read goes past the sum over the ranks, so it would count by this rank's share of the batch.
+
+    Raises:
+        PlanError: the loss does; names a parameter.
+    """
+    sliced = {p: name for name, p in split.divided.items() if isinstance(p, DTensor)}
+    read = (node.variable for node in graph_nodes(loss) if hasattr(node, "variable")) if sliced else ()
+    if name := next((sliced[p] for p in read if p in sliced), None):
+        raise PlanError(
+            f"plan {split.plan}: the loss reads the parameter {name} outside of the model's forward pass, where this "
+            "rank holds a slice of it, so the penalty's gradient would be wrong. For an L2 penalty set the optimizer's "
+            f"weight_decay; for any other use dp={split.mesh.world.size}"
+        )
 
 
 def _first(batch: Batch) -> Batch:

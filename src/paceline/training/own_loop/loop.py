@@ -132,6 +132,10 @@ class OwnLoop(Engine):
         if items is None:
             self.shares.check_data()
         self._follow_changes(forward_is_done=True)
+        if self.split is not None and (type(loss) is not Tensor or not self.step_count & (self.step_count + 1)):
+            from paceline.engine.split_model import refuse_slices  # heavy, and loaded if the model is divided
+
+            refuse_slices(self.split, loss)
         targets = self.steps.numbers(optimizers)
         self.steps.refuse_leftovers(targets, named=bool(optimizers))
         parameters = self.steps.parameters_of(targets) if optimizers else None
