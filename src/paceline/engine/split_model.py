@@ -164,7 +164,7 @@ class SplitModel(Compute):
 
 
 def refuse_slices(split: Split, loss: Tensor) -> None:
-    """Refuse a loss that reads parameters of which this rank holds a slice, such as a penalty.
+    """Refuse a loss that reads sharded parameters itself, as a penalty does.
 
     The gradient of such a read goes past the sum over the ranks, so it would count by this rank's share of the batch.
 
