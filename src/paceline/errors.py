@@ -30,8 +30,10 @@ class PacelineError(Exception):
         may_pass: the same may well work when it is tried again, so a restart is worth its time.
         exit_code: of a command that ends with it; 130 and 143 where SIGINT or SIGTERM came before there was anything
             to save.
+        traceback: the part of the message that is the traceback of a rank's error; commands keep it off the screen.
     """
 
+    traceback = ""
     from_users_code = False
     may_pass = False
     exit_code = 1

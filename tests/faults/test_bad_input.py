@@ -30,8 +30,8 @@ def job(folder: Path, *, model: str = "net", nonfinite: str = "stop", deadline_s
     )
 
 
-def error_of(file: Path, plan: str = "dp=1") -> str:
-    outcome = paceline("train", file, "--plan", plan, "--run", "run", folder=file.parent)
+def error_of(file: Path, plan: str = "dp=1", *options: str) -> str:
+    outcome = paceline("train", file, "--plan", plan, "--run", "run", *options, folder=file.parent)
     assert outcome.code == 1
     return outcome.error
 
@@ -65,7 +65,7 @@ def test_a_word_for_recovery_that_is_none_is_refused(tmp_path: Path, monkeypatch
 
 def test_an_error_inside_the_users_module_is_shown_where_it_happened(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import torch\n\nrate = torch.nothing_of_this_name\n")
-    lines = error_of(write_job(tmp_path / "job.yaml", model="mine.py:net")).splitlines()
+    lines = error_of(write_job(tmp_path / "job.yaml", model="mine.py:net"), "dp=1", "--traceback").splitlines()
     assert "cannot import" in lines[0]
     assert lines[2:4] == ["Traceback (most recent call last):", f'  File "{tmp_path}/mine.py", line 3, in <module>']
 
@@ -102,7 +102,7 @@ def test_with_another_policy_the_run_goes_on_without_that_batch(policy: str, tol
 
 
 def test_a_sample_that_cannot_be_read_is_named_with_the_users_own_traceback(tmp_path: Path) -> None:
-    lines = error_of(job(tmp_path, trouble="raise"), "dp=2").splitlines()
+    lines = error_of(job(tmp_path, trouble="raise"), "dp=2", "--traceback").splitlines()
     assert lines[0].startswith("replica 1: the batch of samples ")
     assert "raised ValueError: cannot decode image" in lines[0]
     assert lines[2] == "Traceback (most recent call last):"
@@ -111,7 +111,7 @@ def test_a_sample_that_cannot_be_read_is_named_with_the_users_own_traceback(tmp_
 
 
 def test_a_rank_that_raises_shows_its_traceback_alone(tmp_path: Path) -> None:
-    shown = error_of(job(tmp_path, model="RaisesOnRankOne"), "dp=2")
+    shown = error_of(job(tmp_path, model="RaisesOnRankOne"), "dp=2", "--traceback")
     assert re.match(
         r"rank 1 \(host .*, pid \d+\) raised and the other ranks were stopped: ValueError: the attention mask", shown
     )
@@ -165,3 +165,20 @@ def read(terminal: int) -> bytes:
         return os.read(terminal, 65536)
     except OSError:  # the other side is closed
         return b""
+
+
+def test_the_cause_is_on_the_screen_and_the_traceback_in_a_file(tmp_path: Path) -> None:
+    shown = error_of(job(tmp_path, model="RaisesOnRankOne"), "dp=2")
+    cause, where = shown.splitlines()
+    assert "ValueError: the attention mask" in cause
+    assert str(WHAT) in where
+    file = Path(re.findall(r"\S+newest\.txt", where)[0])
+    assert file.read_text().startswith("Traceback (most recent call last):")
+    assert str(WHAT) in file.read_text()
+
+
+def test_a_traceback_that_cannot_be_written_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "none").write_text("a file, not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    shown = error_of(job(tmp_path, model="RaisesOnRankOne"), "dp=2")
+    assert "Traceback (most recent call last):" in shown

@@ -103,6 +103,8 @@ def test_defaults_are_left_out_of_the_text(plan: Plan, text: str) -> None:
         ("cut=blocks.1,", 'cut is names of modules with commas between, e.g. cut=blocks.2, not "blocks.1,"'),
         ("cut", "cut needs a value, e.g. cut=blocks.2"),
         ("remat=all", 'remat is none or selective or block, not "all"'),
+        ("device=cuda", "paceline doctor"),
+        ("transport=nccl", "paceline doctor"),
         ("microbatch=2", 'unknown key "microbatch". Did you mean "microbatches"?'),
         ("colour=2", 'unknown key "colour"'),
         ("dp=two", 'dp is a whole number, at least 1, not "two"'),

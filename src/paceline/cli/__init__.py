@@ -30,10 +30,10 @@ from paceline.cli import (
     watch,
     why,
 )
+from paceline.cli.failure import show, show_traceback
 from paceline.cli.plan_offers import PlanCommand
 from paceline.cli.where import over_hosts
 from paceline.errors import PacelineError
-from paceline.printable import printable
 from paceline.torch_versions import untested
 
 app = typer.Typer(name="paceline", no_args_is_help=True, pretty_exceptions_enable=False)
@@ -79,6 +79,9 @@ def _about(
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of paceline and exit."),
     ] = False,
+    traceback: Annotated[  # read by `main`
+        bool, typer.Option("--traceback", help="Show the traceback of an error, not only its cause; stands anywhere.")
+    ] = False,
 ) -> None:
     """Train PyTorch models on your machines, and know how fast it went and why."""
     if context.invoked_subcommand == "doctor" or os.environ.get("RANK", "0") != "0":
@@ -88,9 +91,14 @@ def _about(
 
 
 def main() -> None:
-    """Run the command line. A paceline error is shown as text, and ends it with its exit code."""
+    """Run the command line. An error is shown as text with its cause first, and ends it with its exit code."""
+    arguments = [word for word in sys.argv[1:] if word != "--traceback"]  # which may stand anywhere
+    show_traceback(len(arguments) < len(sys.argv) - 1)
     try:
-        app()
+        app(args=arguments)
     except PacelineError as error:
-        print(f"paceline: {printable(str(error))}", file=sys.stderr)
+        show(error)
         sys.exit(error.exit_code)
+    except Exception as error:  # noqa: BLE001 - a fault of paceline, or of code that it called
+        show(error)
+        sys.exit(1)

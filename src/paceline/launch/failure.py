@@ -62,6 +62,8 @@ _OWN_FILES = f"{Path(__file__).parents[1]}{os.sep}"
 class LaunchFailure:
     """Reason why an attempt failed.
 
+    `traceback`: the part of the text that is one.
+
     `final`: it would fail in the same way again, so no restart is worth its time. `error`: the name of the class that
     the rank raised. `explained`: that is a PacelineError. `exit_code`: of the command.
     """
@@ -72,11 +74,13 @@ class LaunchFailure:
     error: str | None = None
     explained: bool = False
     exit_code: int = 1
+    traceback: str = ""
 
     def as_error(self) -> LaunchError:
         """The error to raise for it."""
         error = LaunchError(self.text)
         error.rank_error, error.explained, error.exit_code = self.error, self.explained, self.exit_code
+        error.traceback = self.traceback
         return error
 
 
@@ -108,7 +112,7 @@ class ErrorRecord:
         """
         explained = isinstance(error, PacelineError)
         if isinstance(error, PacelineError):
-            message, lines = str(error), _traceback_of_users_code(error)
+            message, lines = str(error), traceback_of_users_code(error)
         else:
             inner = error.__traceback__.tb_next if error.__traceback__ else None
             message = "".join(traceback.format_exception_only(error)).strip()
@@ -195,7 +199,8 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchFailure:
     failure = _describe(lost, len(ends), oom_kills)
     left = [e for e in ends if e.code == 0]
     if left:
-        return LaunchFailure(f"{ended_early(left[0])}\n{failure.text}", left[0].status.rank)
+        text = f"{ended_early(left[0])}\n{failure.text}"
+        return LaunchFailure(text, left[0].status.rank, traceback=failure.traceback)
     return failure
 
 
@@ -237,7 +242,8 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
     if end.record:
         record = end.record
         final = record.explained and not record.secondary and not record.may_pass
-        return LaunchFailure(record.text(ranks), rank, final, record.type, record.explained)
+        text = record.text(ranks)
+        return LaunchFailure(text, rank, final, record.type, record.explained, traceback=record.traceback.rstrip())
     others = _others(ranks, "it")
     if end.code is not None and end.code < 0:
         why = _reason(-end.code, end.oom_kills if end.remote else oom_kills)
@@ -314,7 +320,7 @@ def shortened(stack: str) -> str:
     return "\n".join(lines[:_STACK_LINES])
 
 
-def _traceback_of_users_code(error: PacelineError) -> str:
+def traceback_of_users_code(error: PacelineError) -> str:
     """Traceback of the user's error behind `error`; "" where the message alone says it.
 
     It begins at the first frame that is neither paceline's nor Python's importer.

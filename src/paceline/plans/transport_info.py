@@ -76,6 +76,11 @@ def problem_with_transport(name: object) -> str | None:
     """The problem with a value of `transport`; None if it is valid."""
     if name == "auto" or name in TRANSPORTS.built_in:
         return None
+    if name in ("nccl", "rccl", "xccl"):
+        return (
+            f"{name} carries messages between GPUs, which use it by themselves: transport=auto. `paceline doctor` lists "
+            "the GPUs"
+        )
     if name not in TRANSPORTS.names:
         return f'transport is {" or ".join(("auto", *TRANSPORTS.names))}, not "{name}"'
     try:
