@@ -114,7 +114,7 @@ def test_defaults_are_left_out_of_the_text(plan: Plan, text: str) -> None:
         ("dp=" + "9" * 5000, "dp is a whole number"),
         ("precision=fp8", 'precision is fp32 or bf16 or fp64, not "fp8"'),
         ("compile=max", 'compile is off or on or reduce-overhead, not "max"'),
-        ("transport=nccl", 'transport is auto or shm or gloo or tcp, not "nccl"'),
+        ("transport=ucx", 'transport is auto or shm or gloo or tcp, not "ucx"'),
         ("compile", "compile needs a value, e.g. compile=on"),
         ("pin=yes", 'pin is on or off, not "yes"'),
         ("sync=locale:8", 'sync=locale:8: unknown rule "locale". Did you mean "local"?'),

@@ -202,7 +202,7 @@ def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> str | None:
         )
     if key in ("device", "backend"):
         return (
-            f'unknown key "{key}": ranks use the GPUs of the machine, over torch's own library, if there are any, and '
+            f'unknown key "{key}": ranks use the GPUs of the machine, if there are any, and '
             "its cores otherwise. `paceline doctor` lists both"
         )
     return f'unknown key "{key}". {nearest(key, available)}'

@@ -78,8 +78,8 @@ def problem_with_transport(name: object) -> str | None:
         return None
     if name in ("nccl", "rccl", "xccl"):
         return (
-            f"{name} carries messages between GPUs, which use it by themselves: transport=auto. `paceline doctor` lists "
-            "the GPUs"
+            f"{name} carries messages between GPUs, which use it by themselves: transport=auto. "
+            "`paceline doctor` lists the GPUs"
         )
     if name not in TRANSPORTS.names:
         return f'transport is {" or ".join(("auto", *TRANSPORTS.names))}, not "{name}"'
