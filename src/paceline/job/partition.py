@@ -62,7 +62,8 @@ class Partition:
         hosts: the host (0, 1, …) of each replica; all on one host where not given.
         host_samples: `host_files` only: the samples that each host holds. Indices then count within the replica's own
             host.
-        leaves_empty: the global batch may be smaller than the number of replicas, some of which then have no sample.
+        leaves_empty: whether the global batch may be smaller than the number of replicas; some replicas then have no
+            sample.
         labels: `stratified` only: the class of each sample, shape (samples,), integers.
 
     Attributes:

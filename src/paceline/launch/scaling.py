@@ -129,7 +129,7 @@ class Scaling:
         """Start a replica that was left out, or allow a host to come again.
 
         Raises:
-            LaunchError: all take part, or are awaited, or a rank could not be started.
+            LaunchError: all replicas take part or are awaited, or a rank could not be started.
         """
         recovery, attempt = self.recovery, self.attempt
         membership, ranks = recovery.membership, attempt.ranks

@@ -96,7 +96,7 @@ class OperationQueue:
         return done
 
     def break_off(self, error: Exception) -> list[Operation]:
-        """End all operations with an error; returns them."""
+        """End all operations with an error, and return them."""
         ended = [*self.operations]
         self.operations.clear()
         for operation in ended:

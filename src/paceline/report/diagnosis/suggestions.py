@@ -88,7 +88,7 @@ def _balance(run: Measured, share: float) -> Suggestion:
     slow = min(waits, key=lambda rank: waits[rank])
     if run.plan.balance == "off" and run.plan.dp > 1:
         return _at_most("balance=auto", share)
-    what = f"less other work where rank {slow} runs, which the others wait for most"
+    what = f"less other load where rank {slow} runs, because the others wait for it most"
     return _at_most(what, share)
 
 
