@@ -1,4 +1,4 @@
-"""Metrics that need every prediction, held to scikit-learn's."""
+"""Metrics that need every prediction, compared with scikit-learn."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class R2:
 
 
 class Uneven(F1):
-    """Returns fewer targets than predictions."""
+    """A metric that returns fewer targets than predictions."""
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         return output, target[:0]

@@ -1,4 +1,4 @@
-"""The commands of the tutorial work as they stand there, beside a copy of the examples."""
+"""The commands of the tutorial work as written, beside a copy of the examples."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_tutorial_can_be_followed_from_its_first_command_to_its_last(tmp_pat
 
 
 def _found(word: str, folder: Path) -> str:
-    """The newest folder that `runs/digits-…` stands for."""
+    """Newest folder that matches a name like `runs/digits-…`."""
     if not word.endswith("…"):
         return word
     return str(max(folder.glob(f"{word.removesuffix('…')}*"), key=lambda path: path.stat().st_mtime))

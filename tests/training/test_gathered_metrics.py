@@ -1,4 +1,4 @@
-"""Metrics that need all predictions of the validation set are scikit-learn's under every plan."""
+"""Metrics that need all predictions of the validation set equal scikit-learn's under every plan."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Evaluation:
         return _AveragedBuffers(floating, self.compute.data_group)
 
     def _measured(self, batch: Batch | None, metrics: list[Metric]) -> list[tuple[Any, Any]]:
-        """Values of every metric for a batch; none if another rank measures it."""
+        """Compute the values of every metric for a batch; none if another rank measures it."""
         compute = self.compute
         found = compute.output(batch)
         if found is None or batch is None:

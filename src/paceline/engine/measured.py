@@ -13,7 +13,7 @@ from paceline.device import widest_float
 from paceline.errors import DataError, JobError
 from paceline.job.loss import Metric
 
-LIMIT_BYTES = 2**30  # of the rows of one metric, from all ranks together
+LIMIT_BYTES = 2**30  # largest size of the rows of one metric, from all ranks together
 
 
 class Measured:
@@ -33,7 +33,7 @@ class Measured:
                 self._sums[i] += torch.tensor([float(first), float(second)], dtype=torch.float64)
 
     def results(self, group: Group | None = None) -> dict[str, float]:
-        """The value of each metric over the batches of all ranks of `group`. Every rank calls this."""
+        """Compute each metric over the batches of all ranks of `group`; every rank calls this."""
         sums = self._sums
         if group is not None:
             sums = sums.to(group.device, widest_float(group.device))
@@ -59,8 +59,8 @@ class _Rows:
         """Keep the rows of a batch on the host.
 
         Raises:
-            JobError: they are not two tensors with as many rows.
-            DataError: there are more than may be gathered.
+            JobError: the values are not two tensors with the same number of rows.
+            DataError: the rows exceed `LIMIT_BYTES`.
         """
         pair = (predictions, targets)
         if not all(isinstance(one, Tensor) and one.dim() for one in pair) or len(predictions) != len(targets):
@@ -70,12 +70,12 @@ class _Rows:
                 f"row per sample; it returned {shown}"
             )
         for kept, one in zip(self._kept, pair, strict=True):
-            kept.append(one.detach().to("cpu", copy=True))  # a view would hold the whole output
+            kept.append(one.detach().to("cpu", copy=True))  # a view would keep the whole output alive
             self._bytes += one.nbytes
         self._check(self._bytes)
 
     def whole(self, group: Group | None) -> tuple[Tensor, Tensor] | None:
-        """The rows of all ranks, in rank order; None if there are none."""
+        """Gather the rows of all ranks, in rank order; None if there are none."""
         own = [torch.cat(kept) if kept else None for kept in self._kept]
         if group is None or group.size == 1:
             return None if own[0] is None or own[1] is None else (own[0], own[1])
@@ -91,13 +91,16 @@ class _Rows:
             return None
         if any((one[0], one[2:]) != (filled[0][0], filled[0][2:]) for one in filled):
             shown = ", ".join(sorted({f"{one[0]} {one[2:]}" for one in filled}))
-            raise DataError(f"the rows of metric {self.name} differ in type or shape between ranks: {shown}")
+            raise DataError(
+                f"the rows of metric {self.name} differ in type or shape between ranks: {shown}. Let its call return "
+                "the same type and shape for every batch"
+            )
         dtype, shape = getattr(torch, filled[0][0]), filled[0][2:]
         row_bytes = torch.empty(0, dtype=dtype).element_size() * math.prod(shape)
         counts = [0 if one is None else int(one[1]) for one in sorts]
         self._check(sum(counts) * row_bytes)
         mine = torch.empty((0, *shape), dtype=dtype) if own is None else own
-        # as bytes, which every transport carries
+        # as bytes, because every transport can send them
         packed = mine.contiguous().reshape(-1).view(torch.uint8).reshape(len(mine), row_bytes).to(group.device)
         together = torch.cat([part.cpu() for part in group.gather_rows(packed, counts)])
         return together.reshape(-1).view(dtype).reshape(sum(counts), *shape)
@@ -105,6 +108,6 @@ class _Rows:
     def _check(self, size: int) -> None:
         if size > LIMIT_BYTES:
             raise DataError(
-                f"the predictions and targets of metric {self.name} have more than {LIMIT_BYTES / 2**30:g} GiB: let "
+                f"the predictions and targets of metric {self.name} have more than {LIMIT_BYTES / 2**30:g} GiB. Let "
                 "its call return less for each sample (such as the predicted class), or hold out fewer samples"
             )

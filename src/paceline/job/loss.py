@@ -37,20 +37,20 @@ class Loss(Protocol):
 class Metric(Protocol):
     """A validation measure of one of two kinds.
 
-    - Most metrics are a ratio of two sums: a call gives `(total, count)` of one batch, and `result` gets both sums over
-      all batches and replicas.
-    - With the attribute `gathers = True` (R², AUC, F1), a call gives two tensors `(predictions, targets)` with one row
-      per sample of the batch. `result` gets the rows of the whole validation set, on the CPU of every rank. Their order
-      is not that of the data set. They may have 1 GiB in all: a call should return only what `result` needs.
+    - Most metrics are a ratio of two sums: a call returns `(total, count)` of one batch, and `result` gets both sums
+      over all batches and replicas.
+    - With the attribute `gathers = True` (R², AUC, F1), a call returns two tensors `(predictions, targets)` with one
+      row per sample of the batch. `result` gets the rows of the whole validation set, on the CPU of every rank, in
+      another order than in the data set. The limit is 1 GiB in total, so return only what `result` needs.
     """
 
     name: str
 
     def __call__(self, output: Any, target: Any) -> tuple[Any, Any]:
-        """`(total, count)`, or the rows `(predictions, targets)`, of one batch."""
+        """Return `(total, count)`, or the rows `(predictions, targets)`, of one batch."""
 
     def result(self, total: Any, count: Any) -> float:
-        """The value from the sums, or the rows, of all batches and replicas."""
+        """Compute the value from the sums, or the rows, of all batches and replicas."""
 
 
 class MetricSpec(Spec):

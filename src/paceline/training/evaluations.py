@@ -32,8 +32,8 @@ class Evaluations(Callback):
         gathering = [metric.name for metric in self.metrics if getattr(metric, "gathers", False)]
         if gathering and engine.plan.cp > 1:
             raise PlanError(
-                f"plan {engine.plan} divides each sample's tokens over {engine.plan.cp} ranks, and the metric "
-                f"{gathering[0]} gathers whole samples: use cp=1, or a metric of two sums"
+                f"plan {engine.plan} divides each sample's tokens over {engine.plan.cp} ranks, but the metric "
+                f"{gathering[0]} gathers whole samples. Use cp=1, or a metric that is a ratio of two sums"
             )
         self.epoch_steps, self.at = epoch_steps, -1
         self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None

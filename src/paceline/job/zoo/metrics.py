@@ -21,9 +21,9 @@ from paceline.nearest import nearest
 
 
 def build_metric(name: str, args: Mapping[str, Any] = {}) -> Metric:
-    """The metric of a name: a built-in one, or a factory by import path.
+    """Make a metric by its name: a built-in one, or a factory by import path.
 
-    A factory is called with `args`.
+    The factory is called with `args`.
 
     Raises:
         JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is not a

@@ -35,7 +35,7 @@ def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Me
             "given to setup"
         )
     sums: dict[str, tuple[float, float]] = {}
-    batches = own_batches(data, engine)  # before the context: ranks cannot sum what inference mode allocates
+    batches = own_batches(data, engine)  # before inference mode: ranks cannot reduce its tensors
     with engine.evaluation.measuring(engine.rule):
         for i, batch in enumerate(batches):
             engine.evaluation.begin(i)

@@ -284,8 +284,8 @@ class OwnLoop(Engine):
             data: a `DataLoader` as one process would use it; its batches are dealt to the ranks in turn.
             metrics: `measure(batch)`, which computes a batch and returns a dict of numbers: each is the mean
                 over the batch's samples, or a 1-D tensor with one value per sample, or a pair (sum, count).
-                None: the loss given to `setup`. Or a list of metrics (`paceline.job.loss.Metric`), called with
-                the model's output and the target; if `data` is no `DataLoader`, it has this rank's batches.
+                None: the loss given to `setup`. A list of metrics (`paceline.job.loss.Metric`) is called with
+                the model's output and the target; if `data` is not a `DataLoader`, it has this rank's batches.
         """
         if isinstance(metrics, list):
             return super().evaluate(own_batches(data, self) if isinstance(data, DataLoader) else data, metrics)
