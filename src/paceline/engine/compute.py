@@ -23,7 +23,7 @@ from paceline.engine.weighing import Weighing
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.loss import Loss
-from paceline.job.zoo.losses import CrossEntropy, call
+from paceline.job.zoo.losses import CrossEntropy, call, refused_batch
 from paceline.job.zoo.models.moe import Router, add_counts, moe_counts, weigh_balance
 from paceline.plans.choices import Compile
 from paceline.plans.limits import no_graphs
@@ -113,7 +113,13 @@ class Compute(ABC):
 
     def call(self, batch: Batch) -> Any:
         """The model's output for a batch that is placed already."""
-        return call(self.forward, batch, loss=self.loss)
+        try:
+            return call(self.forward, batch, loss=self.loss)
+        except (TypeError, RuntimeError) as error:
+            # of a divided model the plan may be the cause
+            if self.split is None and (refused := refused_batch(self.forward, batch, error, loss=self.loss)):
+                raise refused from error
+            raise
 
     def place(self, batch: Batch) -> Batch:
         """The batch on this rank's device, in the precision and memory format of the plan."""
@@ -177,8 +183,8 @@ class Compute(ABC):
             outputs = gather(self.data_group, output if isinstance(output, Tensor) else output.logits, counts)
             targets = gather(self.data_group, target, counts)
             # every rank has the same loss
-            return self.step_loss(outputs, targets), 1.0 / self.data_group.size
-        loss = self.step_loss(output, target)
+            return self.weighing.of_part(self.step_loss, outputs, targets), 1.0 / self.data_group.size
+        loss = self.weighing.of_part(self.step_loss, output, target)
         if self.is_whole_batch:
             return self.weighing.without_empty(loss, output, part), 1.0
         self.weighing.look(output, target, step, position)

@@ -22,11 +22,11 @@ from paceline.comm.gather import gather
 from paceline.device import forked_random, on_accelerator, widest_float
 from paceline.engine.comparable import in_float64
 from paceline.engine.no_gradient import NoGradient, stop_gradient_unless
-from paceline.errors import JobError, PlanError
+from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows, target_of
 from paceline.job.loss import Loss
 from paceline.job.zoo.items import adds_up, is_known, items_of, reads_models_loss
-from paceline.job.zoo.losses import CrossEntropy, Elementwise, ModelsOwn
+from paceline.job.zoo.losses import CrossEntropy, Elementwise, ModelsOwn, described, first_line
 from paceline.job.zoo.metrics import LossMetric
 
 if TYPE_CHECKING:
@@ -117,19 +117,56 @@ class Weighing:
             return items.to(widest_float(items.device))
         return float(items)
 
+    def one_number(self, loss: Any) -> Tensor:
+        """Return the loss as a 0-dimensional tensor.
+
+        Raises:
+            JobError: the loss is not one number with a gradient; with what to return instead.
+        """
+        trains = torch.is_grad_enabled() and active_fake_mode() is None
+        if not isinstance(loss, Tensor):
+            kind = type(loss).__name__
+            how = "return the tensor itself, without .item()" if isinstance(loss, (int, float)) else "return it alone"
+            more = "; put what else you measure into metrics" if isinstance(loss, (tuple, list, Mapping)) else ""
+            raise JobError(f"the loss {self._name} returned a {kind}, and training needs one tensor: {how}{more}")
+        if loss.numel() != 1:
+            raise JobError(
+                f"the loss {self._name} returned {list(loss.shape)} numbers for a batch, and training needs one: "
+                "return their mean (torch's losses: reduction='mean')"
+            )
+        if trains and not loss.requires_grad:
+            raise JobError(
+                f"the loss {self._name} has no gradient: compute it from the model's output without detach() or "
+                "no_grad(), and let at least one parameter of the model require a gradient"
+            )
+        return loss.reshape(())
+
+    def of_part(self, loss: Loss, output: Any, target: Any) -> Tensor:
+        """Compute a loss of a part of a batch.
+
+        Raises:
+            DataError: the loss cannot compare this target with this output.
+            JobError: see `one_number`.
+        """
+        try:
+            made = loss(output, target)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if type(error) not in (RuntimeError, ValueError, IndexError) or not isinstance(target, Tensor):
+                raise
+            shown = f" with an output {described(output)}" if isinstance(output, Tensor) else ""
+            explained = DataError(
+                f"the loss {self._name} cannot compare a target {described(target)}{shown}: {first_line(error)}"
+            )
+            explained.from_users_code = True
+            raise explained from error
+        return self.one_number(made)
+
     def weighed(self, loss: Tensor, output: Any, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
         """Mean loss of a part of a batch, and its weight in the global mean.
 
         A part without items counts for nothing: its loss is 0, and so is its gradient.
 
-        Raises:
-            JobError: the loss is not one number.
         """
-        if loss.dim():
-            raise JobError(
-                f"{self._name} returned {list(loss.shape)} numbers for a batch, and the engine trains on one: return "
-                "their mean (torch's losses: reduction='mean')"
-            )
         assert self.items_per_sample is not None
         items = self.items(batch)
         share = items / (position.total * self.items_per_sample)
@@ -271,7 +308,8 @@ class Weighing:
 
     def _value(self, output: Any, target: Tensor) -> float:
         assert self._trial is not None
-        value = self._trial(output, target)
+        with torch.no_grad():
+            value = self.one_number(self._trial(output, target))
         self._tolerance = _TOLERANCES.get(value.dtype, _LOW_PRECISION)
         return float(value)
 

@@ -38,7 +38,7 @@ LAPTOP = Cluster(name="this machine", hosts=(Host(name="a", cores=2, memory_byte
         ("cp=5 tp=2", {}, "tp=2 cp=4"),
         ("pp=2 schedule=zero-bubble microbatches=2 compile=on", {}, "pp=2 schedule=zero-bubble microbatches=2"),
         ("fsdp=2 compile=reduce-overhead pin=on", {}, "fsdp=2 compile=on pin=on"),
-        ("fsdp=2 fused=on", {"optimizer": "lamb"}, "dp=1"),
+        ("fsdp=2 fused=on", {"optimizer": "lamb"}, "dp=2"),
         ("dp=8 microbatches=4 threads=2", {}, "dp=8 microbatches=2 threads=2"),
         ("dp=3", {"partition": {"weights": [1, 2]}}, "dp=2"),
     ],
@@ -109,7 +109,8 @@ def test_no_plan_that_works_differs_in_fewer_keys(working: list[Plan], values: d
     allowed = [
         other for other in working if all(getattr(plan, key) > 1 or getattr(other, key) == 1 for key in ("tp", "pp"))
     ]
-    assert differing(plan, near) == min(differing(plan, other) for other in allowed)
+    more_replicas = not near.splits  # in the place of a split that is dropped
+    assert differing(plan, near) <= min(differing(plan, other) for other in allowed) + more_replicas
 
 
 def differing(one: Plan, other: Plan) -> int:

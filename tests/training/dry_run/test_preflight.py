@@ -137,7 +137,7 @@ def test_of_several_plans_those_are_named_that_cannot_divide_the_model() -> None
 
 def test_training_is_refused_before_there_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(PlanError, match=r"(?s)no attention.*Nearest plan that works: dp=1\."):
+    with pytest.raises(PlanError, match=r"(?s)no attention.*Nearest plan that works: dp=2\."):
         train(job("Recurrent"), plan="cp=2", run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists(), "a refusal is not kept: code that the job does not name may be mended"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 from pydantic import Field, PositiveFloat
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import DataError, JobError
 from paceline.job.batch import Batch, rows
@@ -297,13 +299,13 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """
     if target.is_floating_point():
         raise DataError(
-            f"labels should be whole numbers, got {_sort(target)}; for numbers to be fitted take the loss "
+            f"labels should be whole numbers, got {described(target)}; for numbers to be fitted take the loss "
             "mse, mae or bce"
         )
     if logits.dim() == 3:
         if target.shape != logits.shape[:2]:
             raise DataError(
-                f"the model returned logits {_sort(logits)} for labels {_sort(target)}; there should be one "
+                f"the model returned logits {described(logits)} for labels {described(target)}; there should be one "
                 "label per token"
             )
         return logits.flatten(0, 1), target.flatten().long()
@@ -322,8 +324,8 @@ def same_shape(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
     if values.shape != target.shape:
         if values.shape != (*target.shape, 1) and target.shape != (*values.shape, 1):
             raise DataError(
-                f"{name} needs an output and a target of the same shape; the model returned {_sort(values)}, "
-                f"the target is {_sort(target)}"
+                f"{name} needs an output and a target of the same shape; the model returned {described(values)}, "
+                f"the target is {described(target)}"
             )
         target = target.reshape(values.shape)
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -339,7 +341,7 @@ def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
     views = logits_of(output)
     if views.dim() != 3 or views.shape[1] != 2:
         raise DataError(
-            f"contrastive needs two views of each sample, (n, 2, d), but the model returned {_sort(views)}; "
+            f"contrastive needs two views of each sample, (n, 2, d), but the model returned {described(views)}; "
             "the zoo's simclr makes them"
         )
     flat = views.flatten(0, 1)
@@ -352,7 +354,14 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
     loss = load_object(path)
     if isinstance(loss, type):
         check_call(path, loss, **args)
-        loss = loss(**args)
+        try:
+            loss = loss(**args)
+        except Exception as error:
+            explained = JobError(
+                f"loss {path} cannot be made of its args: {type(error).__name__}: {error}{_tensors(args)}"
+            )
+            explained.from_users_code = not path.startswith("torch.")
+            raise explained from error
         args = {}
     if not callable(loss):
         raise JobError(
@@ -363,6 +372,16 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
     return functools.update_wrapper(functools.partial(loss, **args), loss) if args else loss
 
 
+def _tensors(args: Mapping[str, Any]) -> str:
+    """Sentence on lists where a class may want tensors; "" if there is no list."""
+    if not (lists := [name for name, value in args.items() if isinstance(value, list)]):
+        return ""
+    return (
+        f". In a job file {lists[0]} is a list, no tensor: the built-in cross_entropy takes `weight` as a list, and a "
+        "function of your own (file.py:name) can make the tensor"
+    )
+
+
 def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> None:
     """Raise an error that says what torch's means, where it is the user's to fix.
 
@@ -370,7 +389,7 @@ def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> N
     """
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
         raise DataError(
-            f"the model returned logits {_sort(logits)} for labels {_sort(labels)}; there should be one "
+            f"the model returned logits {described(logits)} for labels {described(labels)}; there should be one "
             "label per sample"
         )
     if weight is not None and len(weight) != logits.shape[1]:
@@ -380,7 +399,8 @@ def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> N
     check_labels(labels, logits.shape[1], "in a batch")
 
 
-def _sort(tensor: Tensor) -> str:
+def described(tensor: Tensor) -> str:
+    """dtype and shape of a tensor, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -389,8 +409,61 @@ def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
 
     A tuple's inputs are passed in order, a mapping's by name; labels only where the model computes the loss.
     """
+    inputs, named = _arguments(batch, loss)
+    return model(*inputs, **named)
+
+
+def _arguments(batch: Batch, loss: Loss) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, (tuple, list)):
-        return model(*batch[:-1])
+        return tuple(batch[:-1]), {}
     if isinstance(loss, ModelsOwn) or reads_models_loss(loss):
-        return model(**batch)
-    return model(**{k: v for k, v in batch.items() if k != "labels"})
+        return (), dict(batch)
+    return (), {k: v for k, v in batch.items() if k != "labels"}
+
+
+def refused_batch(model: Callable[..., Any], batch: Batch, error: Exception, *, loss: Loss) -> DataError | None:
+    """Error that says why `call` failed on this batch, or None."""
+    inputs, named = _arguments(batch, loss)
+    if why := _misfit(model, inputs, named):
+        return DataError(f"{why} ({first_line(error)})")
+    if type(error) is RuntimeError and re.search("shape|size|channels|[0-9]D", str(error)):
+        parts = [described(t) for t in (*inputs, *named.values()) if isinstance(t, Tensor)]
+        explained = DataError(f"{_kind(model)} cannot compute a batch of {', '.join(parts)}: {first_line(error)}")
+        explained.from_users_code = True
+        return explained
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """Class of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _misfit(model: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any]) -> str | None:
+    """Sentence on why a model cannot take these inputs, or None."""
+    forward = model.forward if isinstance(model, nn.Module) else model
+    name = _kind(model)
+    try:
+        inspect.signature(forward).bind(*inputs, **named)
+    except TypeError as error:
+        if inputs:
+            return (
+                f"a batch has {len(inputs) + 1} parts, of which {name} gets all but the last, the target: {error}. "
+                "Return (input, target) from the data set; a loss that needs more (weights of samples) is computed "
+                "in a loop of your own: `for x, y, w in engine.loader: engine.backward(loss_of(model(x), y, w))`"
+            )
+        return f"a batch has the keys {', '.join(named)}, which {name} gets by name: {error}"
+    except ValueError:  # a callable without a signature
+        return None
+    weights = list(model.parameters()) if isinstance(model, nn.Module) else []
+    wide = [t for t in (*inputs, *named.values()) if isinstance(t, Tensor) and t.dtype == torch.float64]
+    if wide and weights and all(p.dtype != torch.float64 for p in weights):
+        return (
+            "the data is float64 and the model float32: convert it in the data set, x.float(), or train with "
+            "precision=fp64"
+        )
+    return None
+
+
+def _kind(model: Callable[..., Any]) -> str:
+    return type(model).__name__ if isinstance(model, nn.Module) else "the model"

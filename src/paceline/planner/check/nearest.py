@@ -49,7 +49,8 @@ def nearest_plan(
     """The plan that passes every check and differs least from `plan`.
 
     It differs in the fewest keys, and among those in the degrees by least. No degree that is 1 in `plan` is raised, but
-    for `dp` and, if the state exceeds the memory, `fsdp`. It needs no more ranks than `plan` does or there are devices.
+    for `dp` and, if the state exceeds the memory, `fsdp`. It needs no more ranks than `plan` does or there are devices,
+    and where no split is left, `dp` is the number of ranks of `plan` if that passes every check.
     Equal arguments give equal results.
 
     Args:
@@ -66,6 +67,16 @@ def nearest_plan(
     asked = PlanContext(plan, job, cluster, world)
     # a whole model may be too large as well
     asked = replace(asked, weighed=asked.divides)
+    found = _nearest(asked, checks)
+    if found is None or found.splits or world is not None:
+        return found
+    # without any split, the ranks that were asked for hold replicas
+    wider = replace(asked, plan=replace(found, dp=max(found.dp, min(plan.ranks, asked.devices))))
+    return _others_repaired(wider, 0, checks) or found
+
+
+def _nearest(asked: PlanContext, checks: tuple[Check, ...]) -> Plan | None:
+    plan, world = asked.plan, asked.world
     if (found := _others_repaired(asked, 0, checks)) is not None:
         return found
     failed = {check.keys for check in checks if check.reason(asked)}

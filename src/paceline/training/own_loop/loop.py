@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ from paceline.training.own_loop.refusals import NoLoader, Refusals, check_all_st
 from paceline.training.own_loop.shares import LossShares
 
 OnStep = Callable[[StepResult], object]
+
+_OPEN: WeakSet[OwnLoop] = WeakSet()  # the engines of this process that were not closed
 
 
 class OwnLoop(Engine):
@@ -95,6 +98,7 @@ class OwnLoop(Engine):
         if split is not None:
             split.begin_microbatch(last=True)
             self.refusals.refuse_copies(self.model, plan, group.size)
+        _OPEN.add(self)
 
     # A step in two calls
 
@@ -176,6 +180,7 @@ class OwnLoop(Engine):
             JobError: there is no gradient to step by.
         """
         stepped = self.steps.numbers(optimizers)
+        self.steps.check_no_closure(stepped)
         if self.steps.kept & stepped:
             self._agree_late(stepped)
         if not self.steps.agreed & stepped:
@@ -207,6 +212,7 @@ class OwnLoop(Engine):
                 "step needs a loss: paceline.setup(model, optimizer, loss, loader); or call engine.backward "
                 "and engine.update"
             )
+        self.steps.check_no_closure(self.steps.numbers(()))
         with self.steps.by_the_engine():
             result = super().step(batch)
         for callback in self.on_step:
@@ -327,6 +333,7 @@ class OwnLoop(Engine):
 
     def close(self) -> None:
         """Let go of the model and the optimizers: no hooks of paceline remain."""
+        _OPEN.discard(self)
         self.steps.close()
         self.refusals.close()
         super().close()
@@ -414,3 +421,16 @@ class OwnLoop(Engine):
         refuses = self.group.size > 1 and not self.local_steps and not getattr(self.rule, "hooks", None)
         divided = self._parameters if self.split is None else self.split.divided.values()
         self.refusals.refuse_backward(divided if refuses else (), self.replica)
+
+
+def refuse_model_of_another_engine(model: nn.Module, group: Group) -> None:
+    """Raise JobError if an engine that was not closed trains a parameter of `model`.
+
+    On several ranks both engines would handle its gradients; on one rank neither does.
+    """
+    own = {id(p) for p in model.parameters() if p.requires_grad}
+    if any(id(p) in own for engine in _OPEN if group.size > 1 for p in engine.named_parameters().values()):
+        raise JobError(
+            "an engine of an earlier paceline.setup still trains this model: write engine.close() before the second "
+            "setup, or set it up once, outside of the loop"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,13 @@ class OptimizerSteps:
         self._ignored: set[int] = set()
         self._by_engine = False
         self._hooks: list[Any] = []
+        # L-BFGS: its `step` cannot be called without a closure
+        self._with_closure = {
+            number
+            for number, optimizer in enumerate(self.optimizers)
+            if (closure := inspect.signature(optimizer.step).parameters.get("closure")) is not None
+            and closure.default is inspect.Parameter.empty
+        }
 
     def watch(
         self,
@@ -98,6 +106,15 @@ class OptimizerSteps:
         """Trainable parameters that these optimizers hold."""
         held = (self.optimizers[number] for number in sorted(numbers))
         return [p for optimizer in held for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+
+    def check_no_closure(self, numbers: set[int]) -> None:
+        """Raise JobError if an optimizer needs a closure to step."""
+        for number in sorted(numbers & self._with_closure):
+            raise JobError(
+                f"{type(self.optimizers[number]).__name__} needs a closure, so the loop steps it: write "
+                "`def closure(): optimizer.zero_grad(); loss = loss_of(model(x), y); engine.backward(loss); "
+                "return loss`, then `optimizer.step(closure)`"
+            )
 
     # What happens to their gradients
 

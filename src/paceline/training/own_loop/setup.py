@@ -27,7 +27,7 @@ from paceline.plans.plan import Plan
 from paceline.plans.sync_info import sync_info
 from paceline.split.mesh import Mesh
 from paceline.torch_versions import untested
-from paceline.training.own_loop.loop import OnStep, OwnLoop
+from paceline.training.own_loop.loop import OnStep, OwnLoop, refuse_model_of_another_engine
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
@@ -101,6 +101,7 @@ def setup(
     _check_optimizers(module, optimizers)
     chosen, group = _join(plan, deadline_s)
     _check_rule(chosen, optimizers)
+    refuse_model_of_another_engine(module, group)
     for one in optimizers if chosen.fused else ():
         _fuse(one)
     mesh = Mesh.of(chosen, group)

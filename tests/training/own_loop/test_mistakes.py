@@ -1,0 +1,172 @@
+"""Mistakes in losses, batches and setups of a user's own loop end in a paceline error that says what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.errors import DataError, JobError, PacelineError
+from paceline.job.loss import LossSpec
+from ranks import Ranks
+
+FEATURES, CLASSES, SAMPLES = 4, 3, 16
+
+
+def step(
+    loss: Callable[..., Any] = F.cross_entropy,
+    *,
+    inputs: Tensor | None = None,
+    target: Tensor | None = None,
+    more: tuple[Tensor, ...] = (),
+    optimizer: Callable[..., Any] = SGD,
+) -> None:
+    model = nn.Linear(FEATURES, CLASSES)
+    x = torch.randn(SAMPLES, FEATURES) if inputs is None else inputs
+    y = torch.arange(SAMPLES) % CLASSES if target is None else target
+    loader = DataLoader(TensorDataset(x, y, *more), batch_size=8)
+    engine = paceline.setup(model, optimizer(model.parameters(), lr=0.1), loss, loader)
+    engine.step(next(iter(engine.loader)))
+
+
+def a_tuple() -> None:
+    step(lambda output, target: (F.cross_entropy(output, target), output))
+
+
+def a_dict() -> None:
+    step(lambda output, target: {"loss": F.cross_entropy(output, target)})
+
+
+def a_python_number() -> None:
+    step(lambda output, target: F.cross_entropy(output, target).item())
+
+
+def a_loss_without_a_gradient() -> None:
+    step(lambda output, target: F.cross_entropy(output, target).detach())
+
+
+def a_loss_of_every_sample() -> None:
+    step(nn.CrossEntropyLoss(reduction="none"))
+
+
+def a_function_of_every_sample() -> None:
+    step(lambda output, target: F.cross_entropy(output, target, reduction="none"))
+
+
+def a_step_by_lbfgs() -> None:
+    step(optimizer=LBFGS)
+
+
+def an_update_by_lbfgs() -> None:
+    model = nn.Linear(FEATURES, CLASSES)
+    engine = paceline.setup(model, LBFGS(model.parameters()))
+    engine.backward(model(torch.randn(8, FEATURES)).square().mean())
+    engine.update()
+
+
+def weights_of_samples() -> None:
+    step(more=(torch.rand(SAMPLES),))
+
+
+def float64_data() -> None:
+    step(inputs=torch.randn(SAMPLES, FEATURES, dtype=torch.float64))
+
+
+def too_many_features() -> None:
+    step(inputs=torch.randn(SAMPLES, FEATURES + 1))
+
+
+def a_target_of_another_shape() -> None:
+    step(target=torch.zeros(SAMPLES, 2, dtype=torch.int64))
+
+
+def a_label_without_a_class() -> None:
+    step(target=torch.full((SAMPLES,), CLASSES))
+
+
+MISTAKES: list[tuple[Callable[[], None], type[PacelineError], str]] = [
+    (a_tuple, JobError, "metrics"),
+    (a_dict, JobError, "metrics"),
+    (a_python_number, JobError, ".item()"),
+    (a_loss_without_a_gradient, JobError, "detach()"),
+    (a_loss_of_every_sample, JobError, "reduction='mean'"),
+    (a_function_of_every_sample, JobError, "reduction='mean'"),
+    (a_step_by_lbfgs, JobError, "optimizer.step(closure)"),
+    (an_update_by_lbfgs, JobError, "optimizer.step(closure)"),
+    (weights_of_samples, DataError, "for x, y, w in engine.loader"),
+    (float64_data, DataError, "x.float()"),
+    (too_many_features, DataError, str(FEATURES + 1)),
+    (a_target_of_another_shape, DataError, "int64"),
+    (a_label_without_a_class, DataError, str(CLASSES)),
+]
+
+
+def outcomes() -> list[tuple[str, str]]:
+    """Class and text of what each of MISTAKES raises, one after the other."""
+    found = []
+    for make, _, _ in MISTAKES:
+        torch.manual_seed(0)
+        try:
+            make()
+        except Exception as error:  # noqa: BLE001 - that it is paceline's own is what the tests look at
+            found.append((type(error).__name__, str(error)))
+        else:
+            found.append(("", ""))
+    return found
+
+
+def verify(found: list[tuple[str, str]]) -> None:
+    for (kind, text), (make, expected, line) in zip(found, MISTAKES, strict=True):
+        assert kind == expected.__name__, f"{make.__name__}: {kind}: {text}"
+        assert line in text, make.__name__
+
+
+def test_a_mistake_on_one_process_ends_in_one_line_with_what_to_write() -> None:
+    verify(outcomes())
+
+
+def test_a_mistake_on_two_ranks_ends_in_one_line_with_what_to_write(ranks: Ranks) -> None:
+    for found in ranks(2, outcomes):
+        verify(found)
+
+
+def second_setups() -> tuple[str, int]:
+    """What a second setup without `close` says, and the steps of a third one after it."""
+    model = nn.Linear(FEATURES, CLASSES)
+    x, y = torch.randn(SAMPLES, FEATURES), torch.arange(SAMPLES) % CLASSES
+
+    def begin() -> Any:
+        loader = DataLoader(TensorDataset(x, y), batch_size=8)
+        return paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, loader)
+
+    first = begin()
+    try:
+        begin()
+    except JobError as error:
+        said = str(error)
+    else:
+        said = ""
+    first.close()
+    again = begin()
+    again.step(next(iter(again.loader)))
+    return said, again.step_count
+
+
+def test_a_second_setup_of_a_model_asks_for_close_and_works_after_it(ranks: Ranks) -> None:
+    for said, steps in ranks(2, second_setups):
+        assert "engine.close()" in said
+        assert steps == 1
+
+
+def test_a_list_that_should_be_a_tensor_is_named_with_what_takes_lists() -> None:
+    with pytest.raises(JobError) as raised:
+        LossSpec(name="torch.nn:CrossEntropyLoss", args={"weight": [1.0, 2.0, 3.0]}).build()
+    assert "weight" in str(raised.value)
+    assert "cross_entropy" in str(raised.value)
