@@ -260,15 +260,15 @@ def seed(device: torch.device, number: int) -> None:
 
 @contextmanager
 def forked_random(device: torch.device) -> Iterator[None]:
-    """Restore the CPU's and the device's random state at the end."""
-    import torch
+    """Restore the random states of the process (torch, NumPy, Python) and of the device at the end."""
+    from paceline.own_random import kept_random
 
-    states = [(place, random_state(place)) for place in {torch.device(CPU), device}]
-    try:
-        yield
-    finally:
-        for place, state in states:
-            set_random_state(place, state)
+    with kept_random():
+        state = random_state(device)
+        try:
+            yield
+        finally:
+            set_random_state(device, state)
 
 
 # What a device is and can do

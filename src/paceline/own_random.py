@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+
+
+@contextmanager
+def kept_random() -> Iterator[None]:
+    """Restore the process's random states (torch's of the CPU, NumPy's, Python's) at the end."""
+    states = _states()
+    try:
+        yield
+    finally:
+        _set(states)
 
 
 class OwnRandom:

@@ -28,6 +28,7 @@ from paceline.job.batch import on_device
 from paceline.job.partition import Partition
 from paceline.job.share_changes import Place
 from paceline.job.zoo.data.samples import in_users_data
+from paceline.own_random import kept_random
 
 
 class Position(NamedTuple):
@@ -186,11 +187,12 @@ class Loader:
 
         It is what a model will be given.
         """
-        if isinstance(self.partition, Partition):
-            return self._samples.read([i % self.partition.held_samples for i in range(count)])
-        return self._samples.example(
-            count, self.partition.first(count) if isinstance(self.partition, SamplerStream) else []
-        )
+        with kept_random():
+            if isinstance(self.partition, Partition):
+                return self._samples.read([i % self.partition.held_samples for i in range(count)])
+            return self._samples.example(
+                count, self.partition.first(count) if isinstance(self.partition, SamplerStream) else []
+            )
 
     def read(self, indices: list[int], position: Position) -> Any:
         """The batch of these samples, read now by this process; None without any.

@@ -60,7 +60,7 @@ def random_module(compute: Compute, batch: Batch) -> str | None:
     `the loss`, where only that differs.
     """
     model, found = compute.model, list[dict[str, float]]()
-    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with suppress(Exception), torch.no_grad():
         for seed in (1, 2):
             with restored(model):
                 torch.manual_seed(seed)

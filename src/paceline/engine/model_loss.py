@@ -7,8 +7,8 @@ token, or masked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from paceline.device import forked_random, widest_float
+from paceline.device import widest_float
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.job.zoo.losses import IGNORED, ModelsOwn, Term
+from paceline.trace.recording.model_state import restored
 
 if TYPE_CHECKING:
     from paceline.engine.compute import Compute
@@ -42,7 +43,7 @@ def examine(compute: Compute) -> list[str]:
         return []
     example = compute.loader.example(SAMPLES)
     parts = compute.plan.data_ranks * compute.plan.microbatches
-    with _SetAside(compute), _Watch() as watch:
+    with _evaluating(compute), _Watch() as watch:
         whole = _told(compute, _loss_of(compute, example))
         terms = [term for call in watch.calls if (term := _traced(call, example)) is not None]
         terms = _told_terms(compute, list(dict.fromkeys(terms)))
@@ -81,30 +82,12 @@ def examine(compute: Compute) -> list[str]:
     return said
 
 
-class _SetAside(ExitStack):
-    """Context in which the model is in eval mode with random states of its own."""
-
-    def __init__(self, compute: Compute) -> None:
-        super().__init__()
-        self.compute = compute
-
-    def __enter__(self) -> _SetAside:
-        compute, model = self.compute, self.compute.model
-        training = [module for module in model.modules() if module.training]
-        buffers = [(b, b.clone()) for b in model.buffers()]
-        model.eval()
-        self.enter_context(forked_random(compute.device))
-        self.enter_context(torch.no_grad())
-
-        def restore() -> None:
-            for module in training:
-                module.training = True
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
-
-        self.callback(restore)
-        super().__enter__()
-        return self
+@contextmanager
+def _evaluating(compute: Compute) -> Iterator[None]:
+    """Context with the model in eval mode, without gradients; its state is restored."""
+    with restored(compute.model), torch.no_grad():
+        compute.model.eval()
+        yield
 
 
 def _loss_of(compute: Compute, batch: Batch) -> float | None:

@@ -98,14 +98,13 @@ class TracedModel:
     @cached_property
     def _degrees(self) -> TensorDegrees:
         """Tensor-parallel degrees' weights, by the split's own search on a model without memory."""
-        import torch
-
         from paceline.job.zoo.losses import call
+        from paceline.own_random import kept_random
         from paceline.trace.sample import batch_of
         from paceline.trace.tensor.degrees import TensorDegrees
 
         loss = self._job.loss.build()
-        with torch.random.fork_rng(devices=[]):
+        with kept_random():
             model = without_memory(self._job.model)
             return TensorDegrees(
                 model, batch_of(self._job, SAMPLES), lambda model, batch: call(model, batch, loss=loss)
@@ -117,13 +116,12 @@ def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
 
     The estimate is from its parameters, where it cannot be run.
     """
-    import torch
-
+    from paceline.own_random import kept_random
     from paceline.trace.block_graphs import estimated
     from paceline.trace.sample import tokens_of
 
     found = model_info(job.model)
-    with torch.random.fork_rng(devices=[]):
+    with kept_random():
         forward = _forward(job, autocast)
         tokens = tokens_of(forward.batch)
         if forward.error is not None and found.numel <= MOST_REAL / max(1.0, tokens / 200):

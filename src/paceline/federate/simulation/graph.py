@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from paceline.own_random import kept_random
+
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
 _SHAPED = (_aten.expand.default, _aten.view.default, _aten._unsafe_view.default)
@@ -42,7 +44,7 @@ def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[.
 
     A function that `torch.func` has transformed is called several times as fast so.
     """
-    with torch.random.fork_rng(devices=[]):
+    with kept_random():
         graph = make_fx(function)(*inputs)
     for node in list(graph.graph.nodes):
         if (same := _unchanged(node)) is not None:

@@ -27,6 +27,7 @@ from paceline.split.pipeline.observed import IN_TRANSFORM, Observed, can_be_expo
 from paceline.split.pipeline.record_forward import Call, trace_forward
 from paceline.split.pipeline.stages import StageBounds
 from paceline.trace.blocks import find_blocks
+from paceline.trace.recording.model_state import restored
 
 _SHAPES_KEPT = 8
 
@@ -72,8 +73,7 @@ class CutModel:
 
         def traced() -> Sequence[StageBounds | StageGraph]:
             if self.by_export:
-                self.model.train(training)
-                return self._export(batch, self.names)
+                return self._export(batch, self.names, training)
             trace = self._trace(batch)
             ends = [None, *_cuts(trace, self.names), None]
             return [StageBounds(trace, first, last) for first, last in itertools.pairwise(ends)]
@@ -138,7 +138,7 @@ class CutModel:
         if not names or not can_be_exported(self.model, self._observed):
             return ""
         try:
-            self._export(example, names)
+            self._export(example, names, self.model.training)
         except PlanError as error:
             return str(error)
         return None
@@ -175,8 +175,12 @@ class CutModel:
         finally:
             self._observed = observed
 
-    def _export(self, batch: Batch, names: Sequence[str]) -> list[StageGraph]:
-        return exported(self.model, names, batch, self.call, self._device)
+    def _export(self, batch: Batch, names: Sequence[str], training: bool) -> list[StageGraph]:
+        with restored(self.model):
+            # layers that the user keeps in eval mode stay there
+            if self.model.training != training:
+                self.model.train(training)
+            return exported(self.model, names, batch, self.call, self._device)
 
 
 class NewestByShape(Generic[T]):

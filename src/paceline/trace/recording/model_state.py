@@ -5,7 +5,6 @@ Placeholders stand for its tensors.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +12,10 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paceline.device import CPU, forked_random
 from paceline.job.batch import Batch
 from paceline.trace.recording.graph import Shapes
 from paceline.trace.recording.recorder import Recorder
@@ -38,16 +37,14 @@ def restored(model: nn.Module) -> Iterator[None]:
     for _, attributes in list(held):
         held += [(value, copy(value)) for value in attributes.values() if type(value) in _CONTAINERS]
     tensors = [(tensor, tensor.detach().clone()) for tensor in _written(model)]
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device = next((p.device for p in model.parameters()), torch.device(CPU))
     try:
-        yield
+        with forked_random(device):
+            yield
     finally:
         for container, content in reversed(held):
             container.clear()
             container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
         with torch.no_grad():
             for tensor, value in tensors:
                 tensor.copy_(value)

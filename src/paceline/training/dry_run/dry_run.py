@@ -38,6 +38,7 @@ from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.zoo.models.moe import by_expert
+from paceline.own_random import kept_random
 from paceline.planner.check.check_plan import check_plan
 from paceline.plans.axes import AXES
 from paceline.plans.plan import Plan
@@ -128,7 +129,7 @@ def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     dry_plan = for_dry_run(job, plan, found.notes)
     job = with_data_at_hand(job)
-    with torch.random.fork_rng(devices=[]):
+    with kept_random():
         for stage in range(plan.pp):
             say(f"trying a step of stage {stage + 1} of {plan.pp}" if plan.pp > 1 else "trying a step")
             found.stages.append(dry_run_stage(job, dry_plan, data, stage))

@@ -24,6 +24,7 @@ from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import target_of
 from paceline.job.data import DataSets
 from paceline.job.job import Job
+from paceline.own_random import kept_random
 from paceline.planner.check.nearest import nearest_plan
 from paceline.planner.check.plan_context import Check, PlanContext, loss_is_tried
 from paceline.plans.axes import DEGREES
@@ -102,7 +103,7 @@ class Preflight:
 
     def _of_stages(self, job: Job, plan: Plan) -> list[str]:
         until = time.monotonic() + BUDGET_S
-        with torch.random.fork_rng(devices=[]):
+        with kept_random():
             for stage in range(plan.pp):
                 if stage and time.monotonic() > until:
                     break
@@ -148,7 +149,7 @@ def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[str]:
     if not loss_is_tried(job, plan) or sum(shape.numel for shape in model_info(job.model).parameters) > _TRIED_HERE:
         return []
     try:
-        with torch.random.fork_rng(devices=[]):
+        with kept_random():
             _try(job, plan, data)
     except PlanError as error:
         return str(error).splitlines()
