@@ -11,7 +11,7 @@ from paceline.benchmark.settings import DEFAULT_STEPS, on_devices, settings_for,
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.errors import PlanError
 from paceline.plans.plan import Plan
-from small_jobs import small_job
+from small_jobs import points, small_job
 
 CORES = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**33),))
 GPUS = Cluster(
@@ -72,7 +72,8 @@ def test_a_plan_is_run_as_train_would_and_counts_the_cores_that_it_uses() -> Non
 
 
 def test_a_job_with_a_target_is_trained_to_it_but_for_weak_scaling() -> None:
-    job = {"metrics": ["accuracy"], "stop": {"epochs": 3, "metric_above": {"accuracy": 0.9}, "loss_below": 0.1}}
+    stop = {"epochs": 3, "metric_above": {"accuracy": 0.9}, "loss_below": 0.1}
+    job = {"data": points(held_out=0.2), "metrics": ["accuracy"], "stop": stop}
     assert target_of(small_job(**job)) == "loss < 0.1 or accuracy > 0.9"
     assert [steps for *_, steps in chosen(job=job, weak=True)] == [None, None, DEFAULT_STEPS]
     assert [steps for *_, steps in chosen(job=job, weak=True, steps=30)] == [30, 30, 30]

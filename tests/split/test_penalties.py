@@ -1,4 +1,4 @@
-"""A loss that reads sharded parameters itself is refused before the first update, with what to write."""
+"""A loss that reads sharded parameters directly is refused before the first update; the message has the fix."""
 
 from __future__ import annotations
 

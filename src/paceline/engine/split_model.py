@@ -164,20 +164,20 @@ class SplitModel(Compute):
 
 
 def refuse_slices(split: Split, loss: Tensor) -> None:
-    """Refuse a loss that reads sharded parameters itself, as a penalty does.
+    """Refuse a loss that reads sharded parameters directly, as a penalty does.
 
-    The gradient of such a read goes past the sum over the ranks, so it would count by this rank's share of the batch.
+    The gradient of such a read is not reduced over the ranks, so it would count by this rank's share of the batch.
 
     Raises:
-        PlanError: the loss does; names a parameter.
+        PlanError: the loss reads a sharded parameter; the message names it.
     """
     sliced = {p: name for name, p in split.divided.items() if isinstance(p, DTensor)}
     read = (node.variable for node in graph_nodes(loss) if hasattr(node, "variable")) if sliced else ()
     if name := next((sliced[p] for p in read if p in sliced), None):
         raise PlanError(
-            f"plan {split.plan}: the loss reads the parameter {name} outside of the model's forward pass, where this "
-            "rank holds a slice of it, so the penalty's gradient would be wrong. For an L2 penalty set the optimizer's "
-            f"weight_decay; for any other use dp={split.mesh.world.size}"
+            f"plan {split.plan}: the loss reads the parameter {name} outside of the model's forward pass. There this "
+            "rank holds only a shard of it, so the gradient would be wrong. For an L2 penalty set the optimizer's "
+            f"weight_decay; for any other penalty use dp={split.mesh.world.size}"
         )
 
 

@@ -137,7 +137,7 @@ class OwnLoop(Engine):
             self.shares.check_data()
         self._follow_changes(forward_is_done=True)
         if self.split is not None and (type(loss) is not Tensor or not self.step_count & (self.step_count + 1)):
-            from paceline.engine.split_model import refuse_slices  # heavy, and loaded if the model is divided
+            from paceline.engine.split_model import refuse_slices  # heavy import, only for a divided model
 
             refuse_slices(self.split, loss)
         targets = self.steps.numbers(optimizers)
