@@ -38,7 +38,7 @@ from torch import nn
 
 
 class Counting(nn.Module):
-    """Draws random numbers, and counts its calls in new and old buffers, in a tensor and in attributes."""
+    """A model that draws random numbers, and counts its calls in buffers, in a tensor and in attributes."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Counting(nn.Module):
 
 
 class Averaging(nn.Module):
-    """Keeps a running average of its activations' range in a buffer, as quantization-aware training does."""
+    """A model with a running average of its activations' range in a buffer, as in quantization-aware training."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ def averaging():
 
 
 class WithLoss(Counting):
-    """Computes its loss itself."""
+    """A model that computes its own loss."""
 
     def forward(self, x):
         return {"loss": super().forward(x).square().mean()}

@@ -116,7 +116,7 @@ class Compute(ABC):
         try:
             return call(self.forward, batch, loss=self.loss)
         except (TypeError, RuntimeError) as error:
-            # of a divided model the plan may be the cause
+            # if the model is divided, the plan may be the cause
             if self.split is None and (refused := refused_batch(self.forward, batch, error, loss=self.loss)):
                 raise refused from error
             raise

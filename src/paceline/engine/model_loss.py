@@ -84,7 +84,7 @@ def examine(compute: Compute) -> list[str]:
 
 @contextmanager
 def _evaluating(compute: Compute) -> Iterator[None]:
-    """Context with the model in eval mode, without gradients; its state is restored."""
+    """Run the model in eval mode without gradients, and restore its state at the end."""
     with restored(compute.model), torch.no_grad():
         compute.model.eval()
         yield

@@ -121,7 +121,7 @@ class Weighing:
         """Return the loss as a 0-dimensional tensor.
 
         Raises:
-            JobError: the loss is not one number with a gradient; with what to return instead.
+            JobError: the loss is not one number with a gradient; the message says what to return instead.
         """
         trains = torch.is_grad_enabled() and active_fake_mode() is None
         if not isinstance(loss, Tensor):
@@ -142,7 +142,7 @@ class Weighing:
         return loss.reshape(())
 
     def of_part(self, loss: Loss, output: Any, target: Any) -> Tensor:
-        """Compute a loss of a part of a batch.
+        """Compute the loss of one part of a batch.
 
         Raises:
             DataError: the loss cannot compare this target with this output.

@@ -1,4 +1,4 @@
-"""Mistakes in losses, batches and setups of a user's own loop end in a paceline error that says what to write."""
+"""Mistakes in a user's own loop (losses, batches, setups) end in a paceline error that says what to write."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ MISTAKES: list[tuple[Callable[[], None], type[PacelineError], str]] = [
 
 
 def outcomes() -> list[tuple[str, str]]:
-    """Class and text of what each of MISTAKES raises, one after the other."""
+    """Class and text of the errors that MISTAKES raise, one after the other."""
     found = []
     for make, _, _ in MISTAKES:
         torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_a_mistake_on_two_ranks_ends_in_one_line_with_what_to_write(ranks: Ranks
 
 
 def second_setups() -> tuple[str, int]:
-    """What a second setup without `close` says, and the steps of a third one after it."""
+    """Error of a second setup without `close`, and the steps of a third setup after it."""
     model = nn.Linear(FEATURES, CLASSES)
     x, y = torch.randn(SAMPLES, FEATURES), torch.arange(SAMPLES) % CLASSES
 

@@ -373,7 +373,7 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
 
 
 def _tensors(args: Mapping[str, Any]) -> str:
-    """Sentence on lists where a class may want tensors; "" if there is no list."""
+    """Explain that a class may need tensors instead of lists; "" if there is no list."""
     if not (lists := [name for name, value in args.items() if isinstance(value, list)]):
         return ""
     return (
@@ -400,7 +400,7 @@ def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> N
 
 
 def described(tensor: Tensor) -> str:
-    """dtype and shape of a tensor, for messages."""
+    """Describe the dtype and shape of a tensor, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -422,7 +422,7 @@ def _arguments(batch: Batch, loss: Loss) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def refused_batch(model: Callable[..., Any], batch: Batch, error: Exception, *, loss: Loss) -> DataError | None:
-    """Error that says why `call` failed on this batch, or None."""
+    """Explain why `call` failed on this batch, as an error; None if unknown."""
     inputs, named = _arguments(batch, loss)
     if why := _misfit(model, inputs, named):
         return DataError(f"{why} ({first_line(error)})")
@@ -435,12 +435,12 @@ def refused_batch(model: Callable[..., Any], batch: Batch, error: Exception, *, 
 
 
 def first_line(error: BaseException) -> str:
-    """Class of an error, and the first line of its text."""
+    """Return the class of an error, and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _misfit(model: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any]) -> str | None:
-    """Sentence on why a model cannot take these inputs, or None."""
+    """Explain why a model cannot take these inputs; None if unknown."""
     forward = model.forward if isinstance(model, nn.Module) else model
     name = _kind(model)
     try:

@@ -46,11 +46,11 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 def nearest_plan(
     plan: Plan, job: Job, cluster: Cluster, world: int | None = None, *, further: tuple[Check, ...] = ()
 ) -> Plan | None:
-    """The plan that passes every check and differs least from `plan`.
+    """Find the plan that passes every check and differs least from `plan`.
 
-    It differs in the fewest keys, and among those in the degrees by least. No degree that is 1 in `plan` is raised, but
-    for `dp` and, if the state exceeds the memory, `fsdp`. It needs no more ranks than `plan` does or there are devices,
-    and where no split is left, `dp` is the number of ranks of `plan` if that passes every check.
+    It differs in the fewest keys; among such plans, its degrees differ least. A degree of 1 in `plan` stays 1, except
+    `dp` and, if the state exceeds the memory, `fsdp`. The plan needs no more ranks than `plan`, and no more than there
+    are devices. If no split is left, `dp` is the number of ranks of `plan`, if that passes every check.
     Equal arguments give equal results.
 
     Args:
@@ -70,7 +70,7 @@ def nearest_plan(
     found = _nearest(asked, checks)
     if found is None or found.splits or world is not None:
         return found
-    # without any split, the ranks that were asked for hold replicas
+    # without any split, all requested ranks hold replicas
     wider = replace(asked, plan=replace(found, dp=max(found.dp, min(plan.ranks, asked.devices))))
     return _others_repaired(wider, 0, checks) or found
 

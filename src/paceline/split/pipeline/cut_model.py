@@ -177,7 +177,7 @@ class CutModel:
 
     def _export(self, batch: Batch, names: Sequence[str], training: bool) -> list[StageGraph]:
         with restored(self.model):
-            # layers that the user keeps in eval mode stay there
+            # layers that the user keeps in eval mode stay in eval mode
             if self.model.training != training:
                 self.model.train(training)
             return exported(self.model, names, batch, self.call, self._device)

@@ -39,7 +39,7 @@ from paceline.training.own_loop.shares import LossShares
 
 OnStep = Callable[[StepResult], object]
 
-_OPEN: WeakSet[OwnLoop] = WeakSet()  # the engines of this process that were not closed
+_OPEN: WeakSet[OwnLoop] = WeakSet()  # the open engines of this process
 
 
 class OwnLoop(Engine):
@@ -424,9 +424,9 @@ class OwnLoop(Engine):
 
 
 def refuse_model_of_another_engine(model: nn.Module, group: Group) -> None:
-    """Raise JobError if an engine that was not closed trains a parameter of `model`.
+    """Raise JobError if an open engine trains a parameter of `model`.
 
-    On several ranks both engines would handle its gradients; on one rank neither does.
+    On several ranks both engines would handle the gradients of the parameter.
     """
     own = {id(p) for p in model.parameters() if p.requires_grad}
     if any(id(p) in own for engine in _OPEN if group.size > 1 for p in engine.named_parameters().values()):
