@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -174,10 +175,16 @@ def refuse_slices(split: Split, loss: Tensor) -> None:
     sliced = {p: name for name, p in split.divided.items() if isinstance(p, DTensor)}
     read = (node.variable for node in graph_nodes(loss) if hasattr(node, "variable")) if sliced else ()
     if name := next((sliced[p] for p in read if p in sliced), None):
+        plan = split.plan
+        instead = (
+            f"Use {replace(plan, zero=2)}, which keeps parameters whole from the forward to the backward pass"
+            if plan.zero == 3
+            else "Compute the penalty after the forward pass, from where parameters are whole until the backward pass"
+        )
         raise PlanError(
-            f"plan {split.plan}: the loss reads the parameter {name} outside of the model's forward pass. There this "
-            "rank holds only a shard of it, so the gradient would be wrong. For an L2 penalty set the optimizer's "
-            f"weight_decay; for any other penalty use dp={split.mesh.world.size}"
+            f"plan {plan}: the loss reads the parameter {name} outside of the model's forward pass. There this rank "
+            f"holds only a shard of it, so the gradient would be wrong. {instead}. For an L2 penalty you can also set "
+            "the optimizer's weight_decay"
         )
 
 
