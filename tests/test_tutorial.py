@@ -34,8 +34,7 @@ def test_every_plan_of_the_tutorial_can_run_its_job() -> None:
 @pytest.mark.slow
 def test_the_tutorial_can_be_followed_from_its_first_command_to_its_last(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv/bin").symlink_to(Path(sys.executable).parent)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
     for words in COMMANDS:
         found = [_found(word, tmp_path) for word in words]
         program = found[0] if "/" in found[0] else str(Path(sys.executable).parent / found[0])
