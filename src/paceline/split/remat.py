@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -74,7 +73,7 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
 
 def _rematerialised(block: nn.Module, forward: Forward, how: str) -> Forward:
     selects = how == "selective"
-    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    written = _WrittenState(block)
 
     @wraps(forward)
     def rematerialised(*args: Any, **keywords: Any) -> Any:
@@ -87,9 +86,8 @@ def _rematerialised(block: nn.Module, forward: Forward, how: str) -> Forward:
                 {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selects else {}
             )
             return checkpoint(forward, *args, use_reentrant=False, **selection, **keywords)
-        again = _Again(forward, norms) if norms else forward
         selection = {"context_fn": _keep_and_replay} if selects else {}
-        return checkpoint(again, *args, use_reentrant=False, **selection, **keywords)
+        return checkpoint(_Again(forward, written), *args, use_reentrant=False, **selection, **keywords)
 
     return rematerialised
 
@@ -166,31 +164,88 @@ def _without_cache(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tup
 
 
 class _Again:
-    """A block's forward pass, whose second run leaves the statistics of batch norms unchanged."""
+    """A block's forward pass, whose second run sees the state of the first one and leaves no trace."""
 
-    def __init__(self, forward: Forward, norms: Sequence[_BatchNorm]) -> None:
-        self.forward, self.norms = forward, norms
-        self.ran = False
+    def __init__(self, forward: Forward, written: _WrittenState) -> None:
+        self.forward, self.written = forward, written
+        self.before: list[_ModuleState] | None = None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        if self.ran:
-            with _set_aside(self.norms):
+        if self.before is None:
+            with self.written.noted() as self.before:
                 return self.forward(*args, **keywords)
-        self.ran = True
-        return self.forward(*args, **keywords)
+        now = [_ModuleState(state.module) for state in self.before]
+        for state in self.before:
+            state.put(copies=True)
+        try:
+            return self.forward(*args, **keywords)
+        finally:
+            for state in now:
+                state.put()
 
 
-@contextmanager
-def _set_aside(norms: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let the norms update copies of their statistics. Autograd counts writes, so the originals must not be written."""
-    before = [dict(norm._buffers) for norm in norms]
-    for norm in norms:
-        norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
-    try:
-        yield
-    finally:
-        for norm, buffers in zip(norms, before, strict=True):
-            norm._buffers.update(buffers)
+class _WrittenState:
+    """The modules of a block whose buffers or plain attributes its forward pass writes.
+
+    They are found in the first pass of each mode (training or not), which copies the buffers of all modules.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self._found: dict[bool, list[nn.Module]] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[list[_ModuleState]]:
+        """Context of a pass; what it yields holds, afterwards, the earlier state of the modules that were written.
+
+        Raises:
+            PlanError: a module that had written nothing before writes a buffer now.
+        """
+        mode, modules = self.block.training, list(self.block.modules())
+        looks = mode not in self._found
+        before = [_ModuleState(module, copies=True) for module in (modules if looks else self._found[mode])]
+        versions = [_versions(module) for module in modules]
+        yield before
+        if looks:
+            before[:] = [state for state in before if state.differs()]
+            self._found[mode] = [state.module for state in before]
+        known = set(self._found[mode])
+        for module, version in zip(modules, versions, strict=True):
+            if module not in known and _versions(module) != version:
+                raise PlanError(
+                    f"remat: a {type(module).__name__} writes a buffer in some steps only, and the second forward pass "
+                    "of a block would write it again: use remat=none"
+                )
+
+
+class _ModuleState:
+    """Buffers and plain attributes of one module; with `copies`, as they were, whatever is written in place since."""
+
+    def __init__(self, module: nn.Module, *, copies: bool = False) -> None:
+        self.module, self._versions = module, _versions(module)
+        self._buffers = {key: b.clone() if copies and b is not None else b for key, b in module._buffers.items()}
+        self._attributes = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
+
+    def put(self, *, copies: bool = False) -> None:
+        """Set the module to this state. Autograd counts writes, so `copies` may be written and originals not."""
+        self.module._buffers.update(
+            {key: b.clone() if copies and b is not None else b for key, b in self._buffers.items()}
+        )
+        vars(self.module).update(self._attributes)
+
+    def differs(self) -> bool:
+        """True if the module was written since."""
+        now = vars(self.module)
+        return _versions(self.module) != self._versions or any(
+            now.get(key) is not value for key, value in self._attributes.items()
+        )
+
+
+_PLAIN = (bool, int, float, complex, str, tuple, Tensor, type(None))
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    return [(id(b), b._version) for b in module._buffers.values() if b is not None]
 
 
 def _compiled(block: nn.Module, forward: Forward, mode: str) -> Forward:
