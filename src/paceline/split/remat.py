@@ -164,7 +164,10 @@ def _without_cache(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tup
 
 
 class _Again:
-    """A block's forward pass, whose second run sees the state of the first one and leaves no trace."""
+    """Forward pass of a block that can run twice.
+
+    The second run starts from the state that the first one started from, and leaves no trace.
+    """
 
     def __init__(self, forward: Forward, written: _WrittenState) -> None:
         self.forward, self.written = forward, written
@@ -196,7 +199,10 @@ class _WrittenState:
 
     @contextmanager
     def noted(self) -> Iterator[list[_ModuleState]]:
-        """Context of a pass; what it yields holds, afterwards, the earlier state of the modules that were written.
+        """Context of a forward pass.
+
+        It yields a list, which afterwards holds the earlier state of the modules that were written.
+
 
         Raises:
             PlanError: a module that had written nothing before writes a buffer now.
@@ -219,7 +225,10 @@ class _WrittenState:
 
 
 class _ModuleState:
-    """Buffers and plain attributes of one module; with `copies`, as they were, whatever is written in place since."""
+    """Buffers and plain attributes of one module.
+
+    With `copies`, buffers keep their values even if they are written in place later.
+    """
 
     def __init__(self, module: nn.Module, *, copies: bool = False) -> None:
         self.module, self._versions = module, _versions(module)
