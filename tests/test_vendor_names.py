@@ -17,7 +17,8 @@ EXCEPT = {
     "cluster/catalogue/hosts.py": "a catalogue of makers' devices, with sources",
     "cluster/discover.py": "variables that a run records",
     "cluster/doctor/checks.py": "advice about one maker's library",
-    "launch/failure.py": "what one maker's library writes when a rank was aborted",
+    "errors.py": "what one maker's library writes when a rank was aborted",
+    "plans/transport_info.py": "what people write for a transport between GPUs",
 }
 
 

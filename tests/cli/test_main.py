@@ -73,7 +73,7 @@ def test_importing_the_package_needs_nothing_heavy() -> None:
 def test_help_says_what_each_command_and_option_is_for(tmp_path: Path) -> None:
     shown = paceline("--help", folder=tmp_path, columns=200)
     assert shown.says(
-        "Train any PyTorch model", "train", "Train a job on this machine's devices", "export", "newest checkpoint"
+        "Train PyTorch models", "train", "Train a job on this machine's devices", "export", "newest checkpoint"
     )
     assert shown.says(
         "bench", "how a job scales", "report", "report.html", "doctor", "how fast it is", "links", "hardware's limits"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -127,7 +129,7 @@ def test_all_ranks_run_out_of_time_at_the_same_step(tmp_path: Path, ranks: Ranks
 
 @pytest.mark.parametrize("changed", [{"samples": 50}, {"seed": 12}], ids=["length", "samples"])
 def test_a_run_is_not_resumed_with_a_data_set_that_has_changed(tmp_path: Path, changed: dict[str, int]) -> None:
-    file = tmp_path / "own_data.py"
+    file, written = tmp_path / "own_data.py", itertools.count(1)
 
     def job(steps: int, samples: int = 70, seed: int = 11) -> Job:
         file.write_text(
@@ -136,6 +138,9 @@ def test_a_run_is_not_resumed_with_a_data_set_that_has_changed(tmp_path: Path, c
             f"    inputs = torch.randn({samples}, {FEATURES}, generator=draw)\n"
             f"    return TensorDataset(inputs, torch.arange({samples}) % 3)\n"
         )
+        os.utime(
+            file, (written_at := next(written), written_at)
+        )  # else compiled code of the same second is taken for it
         sys.modules.pop("own_data", None)
         data = {"kind": "dataset", "factory": f"{file}:data", "held_out": 0.2}
         return small_job(data=data, stop={"steps": steps})
