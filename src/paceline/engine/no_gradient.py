@@ -7,11 +7,13 @@ the parameters wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from paceline.trace.recording.trees import tensors_in
 
 
 class NoGradient:
@@ -37,7 +39,7 @@ def stop_gradient_unless(counts: Tensor, output: Any) -> None:
 
     The value stays on the device, so the host does not wait for it.
     """
-    for tensor in _tensors(output):
+    for tensor in tensors_in(output):
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: torch.where(counts, gradient, 0.0))
 
@@ -55,15 +57,3 @@ def graph_nodes(loss: Tensor) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [below for below, _ in node.next_functions]
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _tensors(value)
-    elif isinstance(output, Mapping):
-        yield from _tensors(list(output.values()))
-    elif hasattr(output, "__dict__"):
-        yield from _tensors(list(vars(output).values()))

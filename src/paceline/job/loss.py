@@ -53,8 +53,8 @@ class Metric(Protocol):
         """Compute the value from the sums, or the rows, of all batches and replicas."""
 
 
-class MetricSpec(Spec):
-    """A metric of a job: its name or import path, and its arguments."""
+class _NamedSpec(Spec):
+    """A name or an import path, alone or with arguments."""
 
     short: ClassVar[str | None] = "name"
     name: str
@@ -66,7 +66,11 @@ class MetricSpec(Spec):
         return resolve_import_path(value, info.context) if ":" in value else value
 
 
-class LossSpec(Spec):
+class MetricSpec(_NamedSpec):
+    """A metric of a job: its name or import path, and its arguments."""
+
+
+class LossSpec(_NamedSpec):
     """The loss of a job: a name, an import path, or either with arguments.
 
     For example `loss: cross_entropy`, `loss: pkg.mod:function`, or `{name: cross_entropy, args:
@@ -75,15 +79,6 @@ class LossSpec(Spec):
     Built in: `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits), `contrastive`
     (NT-Xent), `model` (the model computes its loss itself, as Hugging Face models do when they are given labels).
     """
-
-    short: ClassVar[str | None] = "name"
-    name: str
-    args: Args = Field(default_factory=dict)
-
-    @field_validator("name")
-    @classmethod
-    def _resolve_file(cls, value: str, info: ValidationInfo) -> str:
-        return resolve_import_path(value, info.context) if ":" in value else value
 
     @property
     def is_over_whole_batch(self) -> bool:

@@ -109,7 +109,7 @@ def test_no_plan_that_works_differs_in_fewer_keys(working: list[Plan], values: d
     allowed = [
         other for other in working if all(getattr(plan, key) > 1 or getattr(other, key) == 1 for key in ("tp", "pp"))
     ]
-    more_replicas = not near.splits  # in the place of a split that is dropped
+    more_replicas = not near.splits  # instead of a split that is dropped
     assert differing(plan, near) <= min(differing(plan, other) for other in allowed) + more_replicas
 
 

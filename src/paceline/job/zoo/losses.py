@@ -299,8 +299,8 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """
     if target.is_floating_point():
         raise DataError(
-            f"labels should be whole numbers, got {described(target)}; for numbers to be fitted take the loss "
-            "mse, mae or bce"
+            f"labels should be whole numbers, got {described(target)}; for targets that are not classes use "
+            "the loss mse, mae or bce"
         )
     if logits.dim() == 3:
         if target.shape != logits.shape[:2]:
