@@ -6,12 +6,14 @@ Where they cannot, training is refused before the first update.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -100,6 +102,36 @@ def assert_as_one(many: list[dict[str, Any]], one: dict[str, Any]) -> None:
 
 def test_rows_that_an_embedding_shortens_are_shortened_on_every_rank(ranks: Ranks) -> None:
     assert_as_one(ranks(2, trained, "dp=2 microbatches=2", short, backend="shm"), trained("dp=1", short))
+
+
+def exported(plan: str, folder: str) -> dict[str, dict[str, Tensor]]:
+    """What `export` wrote after training and after an evaluation, and what the rank holds in the end."""
+    torch.manual_seed(1)
+    model = Words(max_norm=1.0).double()
+    words, classes = torch.randint(0, ROWS, (12, 2)), torch.randint(0, CLASSES, (12,))
+    train, held_out = TensorDataset(words[:8], classes[:8]), TensorDataset(words[8:], classes[8:])
+    optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
+    loader = DataLoader(train, batch_size=4)
+    engine = paceline.setup(model, optimizer, F.cross_entropy, loader, plan=plan, precision="fp64")
+    try:
+        for batch in engine.loader:
+            engine.step(batch)
+        engine.export(f"{folder}/trained-{plan}")
+        engine.evaluate(DataLoader(held_out, batch_size=2))
+        engine.export(f"{folder}/evaluated-{plan}")
+        held = {name: p.detach().clone() for name, p in model.named_parameters()}
+    finally:
+        engine.close()
+    return {kind: load_file(f"{folder}/{kind}-{plan}") for kind in ("trained", "evaluated")} | {"held": held}
+
+
+def test_rows_that_an_evaluation_shortens_are_exported_as_by_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    alone = exported("dp=1", str(tmp_path))
+    assert not torch.equal(alone["trained"]["embedding.weight"], alone["evaluated"]["embedding.weight"])
+    for rank in ranks(2, exported, "dp=2", str(tmp_path), backend="shm"):
+        for kind, tensors in alone.items():
+            for name, expected in tensors.items():
+                torch.testing.assert_close(rank[kind][name], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("plan", "optimizer"), [("dp=1", "SGD"), ("dp=2", "Adagrad"), ("fsdp=2", "SGD")])

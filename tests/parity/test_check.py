@@ -198,3 +198,66 @@ def test_the_imaginary_part_of_a_complex_parameter_is_compared(tmp_path: Path, u
     assert found.holds == (not uneven)
     if uneven:
         assert found.parameters["weight"] > 0.1
+
+
+AMPLIFYING = '''
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Normed(nn.Module):
+    """Many batch norms over few samples, which amplify rounding; `mistake` changes the outputs of rank 1."""
+
+    def __init__(self, mistake):
+        super().__init__()
+        self.mistake = mistake
+        layers = [nn.Sequential(nn.Linear(12 if i else 6, 12), nn.BatchNorm1d(12), nn.Tanh()) for i in range(24)]
+        self.layers, self.last = nn.Sequential(*layers), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.last(self.layers(x) * (1 + self.mistake * int(os.environ.get("RANK", 0))))
+
+
+class Words(nn.Module):
+    def __init__(self, mistake):
+        super().__init__()
+        self.mistake = mistake
+        self.table, self.last = nn.Embedding(200, 8, max_norm=1.0), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.table(x).mean(1) * (1 + self.mistake * int(os.environ.get("RANK", 0))))
+
+
+def words():
+    random = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randint(0, 200, (64, 2), generator=random), torch.randint(0, 3, (64,), generator=random))
+'''
+
+
+def amplifying_job(folder: Path, name: str, mistake: float, **changes: object) -> Job:
+    (folder / "amplifying.py").write_text(AMPLIFYING)
+    model = {"factory": f"{folder}/amplifying.py:{name}", "args": {"mistake": mistake}}
+    return small_job(model=model, **changes)
+
+
+@pytest.mark.parametrize(("mistake", "verdict"), [(0.0, "cannot tell"), (1e-5, "differs")])
+def test_amplified_rounding_is_no_failure_and_hides_no_mistake(tmp_path: Path, mistake: float, verdict: str) -> None:
+    data = {"kind": "synthetic", "samples": 64, "shape": [6], "classes": 3, "held_out": 0}
+    optimizer = {"name": "sgd", "lr": 10.0}
+    job = amplifying_job(tmp_path, "Normed", mistake, data=data, global_batch=4, batch_norm="sync", optimizer=optimizer)
+    found = paceline.check(job, "dp=2 precision=fp64", steps=6)
+    assert found.largest.gradient > found.tolerance.gradient
+    assert found.verdict == verdict
+    assert (found.undecided is None) == (verdict == "differs")
+
+
+@pytest.mark.parametrize(("mistake", "verdict"), [(0.0, "holds"), (1e-3, "differs")])
+def test_rows_that_an_embedding_shortens_are_compared_at_one_moment(
+    tmp_path: Path, mistake: float, verdict: str
+) -> None:
+    data = {"kind": "dataset", "factory": f"{tmp_path}/amplifying.py:words", "held_out": 0}
+    found = paceline.check(amplifying_job(tmp_path, "Words", mistake, data=data), "dp=2 precision=fp64", steps=3)
+    assert found.verdict == verdict

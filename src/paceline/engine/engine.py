@@ -168,6 +168,7 @@ class Engine:
             statistics=settings.batch_norm != "sync",
             seed=settings.seed,
             on_phase=lambda phase: self.on_phase(phase, self.step_count),
+            on_end=lambda: self.replica_state.max_norm.agree(),
         )
         self.signals = StepSignals(group, pipelined=split is not None and split.pipeline is not None)
         self.messages: list[str] = []

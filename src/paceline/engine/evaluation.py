@@ -28,10 +28,19 @@ class Evaluation:
         statistics: whether buffers differ between replicas, so that their mean is measured (local batch norm).
         seed: of random numbers that the model draws meanwhile.
         on_phase: told that this rank lives, as a set may be long.
+        on_end: called by every rank after its last batch, when replicas may write into their parameters again.
     """
 
-    def __init__(self, compute: Compute, *, statistics: bool, seed: int, on_phase: Callable[[Phase], None]) -> None:
-        self.compute, self.seed, self.on_phase = compute, seed, on_phase
+    def __init__(
+        self,
+        compute: Compute,
+        *,
+        statistics: bool,
+        seed: int,
+        on_phase: Callable[[Phase], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.compute, self.seed, self.on_phase, self.on_end = compute, seed, on_phase, on_end
         self._statistics = statistics
 
     def means(self, batches: Iterable[Batch | None], metrics: list[Metric], rule: SyncRule) -> dict[str, float]:
@@ -66,6 +75,7 @@ class Evaluation:
         finally:
             for module in training:
                 module.training = True
+        self.on_end()
 
     def begin(self, number: int) -> None:
         """Seed the random numbers of a validation batch, and show that this rank lives."""

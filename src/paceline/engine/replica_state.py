@@ -21,6 +21,7 @@ from paceline.plans.axes import AXES, DATA_AXES
 from paceline.plans.sync_info import sync_info
 from paceline.split.parts import local
 from paceline.sync.batchnorm import is_synchronised
+from paceline.trace.recording.layers import has_max_norm
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -243,16 +244,12 @@ def _is_rounding(group: Group, tensor: Tensor) -> bool:
     return bool(apart <= _ROUNDING * torch.finfo(tensor.dtype).eps * extremes.abs().max())
 
 
-def has_max_norm(module: nn.Module) -> bool:
-    """True if a module is an embedding that renormalises the rows that it looks up."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-
-
 class MaxNorm:
     """Renormalises embedding rows in agreement, in place of torch's forward pass.
 
     A row is shortened once per step, before it is looked up for the first time, and before the update on the ranks that
-    did not look it up. All ranks do the same to the same bits, so they keep the same parameters.
+    did not look it up. All ranks do the same to the same bits, so they keep the same parameters. An evaluation ends in
+    the same way, so that a checkpoint or an export after it holds the rows that one process would hold.
     """
 
     def __init__(self, engine: Engine) -> None:

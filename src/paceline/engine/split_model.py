@@ -16,7 +16,6 @@ from paceline.data.loader import Loader, Position
 from paceline.engine.calls import prepared
 from paceline.engine.compute import Compute, LocalLoss
 from paceline.engine.no_gradient import NoGradient, graph_nodes
-from paceline.engine.replica_state import has_max_norm
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, place, split
 from paceline.job.loss import Loss
@@ -28,6 +27,7 @@ from paceline.split.deferred_init.initialise import DeferredModel, deferred_from
 from paceline.split.mesh import Mesh
 from paceline.split.tensor.vocabulary import ParallelLoss
 from paceline.sync.batchnorm import is_synchronised
+from paceline.trace.recording.layers import has_max_norm
 
 if TYPE_CHECKING:
     from paceline.engine.settings import Settings

@@ -73,6 +73,13 @@ class StepParity:
         """Relative to the reference."""
         return abs(self.loss - self.reference_loss) / (abs(self.reference_loss) or 1.0)
 
+    @property
+    def differences(self) -> Tolerance:
+        """The largest difference of each quantity."""
+        return Tolerance(
+            self.loss_difference, self.gradient.difference, self.parameter.difference, self.buffer.difference
+        )
+
 
 @dataclass
 class Parity:
@@ -101,12 +108,7 @@ class Parity:
     @property
     def largest(self) -> Tolerance:
         """The largest differences over the steps."""
-        return Tolerance(
-            max(s.loss_difference for s in self.steps),
-            max(s.gradient.difference for s in self.steps),
-            max(s.parameter.difference for s in self.steps),
-            max(s.buffer.difference for s in self.steps),
-        )
+        return Tolerance(*map(max, zip(*(step.differences for step in self.steps), strict=True)))
 
     @classmethod
     def of(cls, plan: Plan, found: Sequence[Compared], reference: Reference, tolerance: Tolerance) -> Parity:
@@ -188,6 +190,7 @@ class Checks:
         self.reference_precision: Precision = "fp64"
         self._references: dict[Parts, tuple[Path, Reference]] = {}
         self._roundings: dict[tuple[Parts, str], Tolerance] = {}
+        self._perturbed: dict[Parts, list[StepParity]] = {}
 
     @contextmanager
     def opened(self) -> Iterator[Checks]:
@@ -216,11 +219,18 @@ class Checks:
         tolerance = Tolerance(*(max(t, factor * r) for t, r in zip(TOLERANCES[precision], rounding, strict=True)))
         parity = self._compared(plan, tolerance, parts)
         parity.reference_precision = self.reference_precision
+        if parity.verdict == "differs" and precision == self.reference_precision:
+            if parts not in self._perturbed:
+                alone = Plan(precision=precision, microbatches=parts.microbatches)
+                self._perturbed[parts] = self._compared(alone, tolerance, parts, perturbed=True).steps
+            parity.undecided = _amplified(parity, self._perturbed[parts], factor)
+            if parity.undecided is not None:
+                parity.first_module = None
         return parity
 
-    def _compared(self, plan: Plan, tolerance: Tolerance, parts: Parts) -> Parity:
+    def _compared(self, plan: Plan, tolerance: Tolerance, parts: Parts, *, perturbed: bool = False) -> Parity:
         folder, reference = self._reference(parts)
-        comparison = Comparison(Steps(self.job, plan, self.steps, folder, parts), reference)
+        comparison = Comparison(Steps(self.job, plan, self.steps, folder, parts, perturbed), reference)
         found = run_on_plan(_compare, comparison, job=self.job, cluster=self.cluster, plan=plan, folder=folder)
         return Parity.of(plan, found, reference, tolerance)
 
@@ -320,6 +330,34 @@ def _other_inputs(found: Sequence[Compared], reference: Reference, plan: Plan) -
             "without random numbers"
         )
     return None
+
+
+def _amplified(parity: Parity, perturbed: Sequence[StepParity], factor: float) -> str | None:
+    """Explain a difference by amplified rounding.
+
+    None if a step differs by more than that.
+
+    Args:
+        parity: of a plan that differs.
+        perturbed: steps of one process that began with weights changed by one unit in the last place.
+        factor: how many times as far as that process a plan may differ by rounding.
+    """
+    moved = Tolerance(0.0, 0.0, 0.0, 0.0)
+    for own, other in zip(parity.steps, perturbed, strict=True):
+        moved = Tolerance(*map(max, moved, other.differences))
+        limits = [max(t, factor * m) for t, m in zip(parity.tolerance, moved, strict=True)]
+        if any(found > limit for found, limit in zip(own.differences, limits, strict=True)):
+            return None
+    amounts = ", ".join(
+        f"{name} {m:.1e} (this plan: {found:.1e})"
+        for name, found, m, tolerance in zip(Tolerance._fields, parity.largest, moved, parity.tolerance, strict=True)
+        if found > tolerance
+    )
+    return (
+        "the job amplifies rounding, which explains the difference. A change of all weights by one unit in the last "
+        f"place moves one process by this much: {amounts}. A mistake as large would pass for rounding. Check the plan "
+        "over fewer steps (--steps 1), with a smaller learning rate, or with more samples for each batch norm"
+    )
 
 
 def _drawn(module: str) -> str:

@@ -104,9 +104,22 @@ def _engine(steps: Steps, group: Group) -> Engine:
     engine = build_engine(alone, plan, model, data, group)
     if engine.precision == "fp64":
         engine.compute.step_loss = in_float64(engine.compute.step_loss)
+    if steps.perturbed:
+        _perturb(engine)
     if group.size == 1 and steps.parts.data_ranks > 1:
         _Dealt(engine, job, data, steps.parts.data_ranks, together=steps.parts.together)
     return engine
+
+
+def _perturb(engine: Engine) -> None:
+    """Change every weight by one unit in the last place, up or down at random."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in engine.named_parameters().values():
+            held = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            if held.is_floating_point():
+                signs = torch.randint(0, 2, held.shape, generator=random).to(held) * 2 - 1
+                held.copy_(held.nextafter(signs * math.inf))
 
 
 class _Dealt:

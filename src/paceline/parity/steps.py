@@ -29,6 +29,7 @@ class Steps:
     Attributes:
         parts: how a process that computes alone divides a batch; a plan of several ranks divides it by itself.
         folder: tensors of the reference, in `reference-STEP/tensors`.
+        perturbed: begin with weights that are all changed by one unit in the last place.
     """
 
     job: Job
@@ -36,6 +37,7 @@ class Steps:
     count: int
     folder: Path
     parts: Parts = Parts(1, 1)
+    perturbed: bool = False
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Protocol, TypeGuard, cast
 
 from torch import Tensor, nn
 
@@ -28,6 +28,11 @@ def is_embedding(module: nn.Module) -> bool:
     if type(module).forward is not nn.Embedding.forward:
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def has_max_norm(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
+    """True if a module is an embedding that renormalises the rows that it looks up."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 class Weighted(Protocol):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from paceline.device import CPU, forked_random
 from paceline.job.batch import Batch
 from paceline.trace.recording.graph import Shapes
+from paceline.trace.recording.layers import has_max_norm
 from paceline.trace.recording.recorder import Recorder
 from paceline.trace.recording.trees import tensors_within
 
@@ -31,7 +32,8 @@ def restored(model: nn.Module) -> Iterator[None]:
     """Restore buffers, attributes (containers too) and random states; clear caches of results.
 
     Every forward pass that is not a training step runs within this context. The caches may hold tensors without data.
-    Parameters are not copied: a parameter that is changed in place stays changed.
+    Parameters are not copied, except for embeddings with `max_norm`, whose forward pass shortens rows: another
+    parameter that is changed in place stays changed.
     """
     held: list[tuple[Any, Any]] = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     for _, attributes in list(held):
@@ -55,10 +57,10 @@ def restored(model: nn.Module) -> Iterator[None]:
 def _written(model: nn.Module) -> list[Tensor]:
     """List the buffers and tensor attributes that a forward pass may change in place."""
     kept = {id(t): t for module in model.modules() for t in (*module._buffers.values(), *module.__dict__.values())}
+    plain = [t for t in kept.values() if type(t) is Tensor]
+    tables = [module.weight for module in model.modules() if has_max_norm(module)]
     return [
-        t
-        for t in kept.values()
-        if type(t) is Tensor and t.device.type != "meta" and t.layout == torch.strided and 0 not in t.stride()
+        t for t in (*plain, *tables) if t.device.type != "meta" and t.layout == torch.strided and 0 not in t.stride()
     ]
 
 

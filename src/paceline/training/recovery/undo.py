@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.engine.replica_state import has_max_norm
 from paceline.errors import JobError
+from paceline.trace.recording.layers import has_max_norm
 
 _NONE = -2  # no step: none comes after it
 
