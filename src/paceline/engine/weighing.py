@@ -8,6 +8,7 @@ and in steps 2, 4, 8, … again, as early batches may have no label that is left
 from __future__ import annotations
 
 import copy
+import dis
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -151,7 +152,8 @@ class Weighing:
         try:
             made = loss(output, target)
         except (RuntimeError, ValueError, IndexError) as error:
-            if type(error) not in (RuntimeError, ValueError, IndexError) or not isinstance(target, Tensor):
+            known = type(error) in (RuntimeError, ValueError, IndexError) and not _raised_by_the_user(error)
+            if not known or not isinstance(target, Tensor):
                 raise
             shown = f" with an output {described(output)}" if isinstance(output, Tensor) else ""
             explained = DataError(
@@ -370,6 +372,16 @@ class Weighing:
             "`loss.items = lambda target: ...`; "
             "if it compares samples with each other: `loss.whole_batch = True`. See docs/job.md#a-loss-of-your-own."
         )
+
+
+def _raised_by_the_user(error: BaseException) -> bool:
+    """True if a `raise` statement outside of torch raised the error."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or str(last.tb_frame.f_globals.get("__name__")).startswith("torch."):
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _copied(loss: Loss) -> Loss:
