@@ -64,7 +64,7 @@ class Observed:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             started = clock()
             try:
-                return function.__func__(cls, *args, **kwargs)
+                return function.__get__(None, cls)(*args, **kwargs)
             finally:
                 self.functions.append((started, clock()))
 
