@@ -34,7 +34,7 @@ from paceline.job.partition import Partition, PartitionSpec
 _READ_BY_TORCH = (DataLoader, StatefulDataLoader)
 
 
-def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) -> Loader:
+def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int, *, tells_epochs: bool = True) -> Loader:
     """This rank's share of every batch of `loader`, whose batches are the global ones. Every rank calls it.
 
     `shuffle=True` without a generator gives an order that depends on `seed` and the epoch alone; any other order is
@@ -46,6 +46,7 @@ def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) ->
         data_group: the data-parallel ranks, which read different samples.
         world: all ranks.
         seed: of the order, where the loader shuffles without a generator of its own.
+        tells_epochs: False leaves the dataset in the epoch that it was told last.
 
     Raises:
         DataError: the loader cannot be dealt, with what to write instead.
@@ -60,12 +61,15 @@ def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) ->
         loader.multiprocessing_context,
     )
     partition = _partition(loader, data_group, world, seed)
+    samples = _samples(loader, partition, data_group, seed)
+    if not tells_epochs:
+        samples.epoch = 0
     return Loader(
         loader.dataset,
         partition,
         pin_memory=loader.pin_memory or has_pinned_memory(world.device),
         workers=workers,
-        samples=_samples(loader, partition, data_group, seed),
+        samples=samples,
         rank=world.rank,
         begins_anew=True,
     )

@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from paceline.data.flow import Flow
 from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, failed, make_room_for_sockets
-from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest
+from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest, Shortened
 from paceline.data.stream import SamplerStream
 from paceline.data.whole import BatchPart, digest_of
 from paceline.errors import DataError, PlanError
@@ -60,6 +60,7 @@ class Loader:
     Attributes:
         position: of the batch yielded last; None before the first.
         indices: the dataset indices in that batch.
+        left_out: indices whose samples are None, and which `collate_fn` left out of that batch.
 
     Raises (while iterating):
         DataError: the dataset no longer has the length that the partition was made for, a sample raised, samples do not
@@ -92,10 +93,13 @@ class Loader:
         self.num_workers = self.workers.count
         self.position: Position | None = None
         self.indices: list[Any] = []
+        self.left_out: list[Any] = []
         self.fills_empty = False  # with a sample that counts for nothing, for loops that compute their own loss
         self.device = torch.device("cpu")  # where batches arrive; other than here only for loops of that kind
         self._rank = partition.replica if rank is None else rank
         self._samples = samples or RequestedSamples(dataset, collate_fn, partition.replica, partition.seed)
+        # This process reads a copy when loader processes read the dataset, so that they share no open file.
+        self._looks = self._samples.apart() if self.num_workers else self._samples
         self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
         self._started: Iterator[Any] | None = None  # the same before it, if loader processes run already
         self._read_by = [partition.replica, partition.replicas, self.num_workers]
@@ -127,7 +131,7 @@ class Loader:
         reader._turn = reader._turn if step else 0
         for batch in reader._remainder():
             self._overlapping = None if reader is self else reader
-            self.position, self.indices = reader.position, reader.indices
+            self.position, self.indices, self.left_out = reader.position, reader.indices, reader.left_out
             yield batch
 
     def _beside(self) -> Loader:
@@ -189,8 +193,8 @@ class Loader:
         """
         with kept_random():
             if isinstance(self.partition, Partition):
-                return self._samples.read([i % self.partition.held_samples for i in range(count)])
-            return self._samples.example(
+                return self._looks.read([i % self.partition.held_samples for i in range(count)])
+            return self._looks.example(
                 count, self.partition.first(count) if isinstance(self.partition, SamplerStream) else []
             )
 
@@ -199,18 +203,18 @@ class Loader:
 
         They may come from anywhere in an epoch. The next iteration begins where it would have.
         """
-        self._samples.begin_epoch(position.epoch)
-        batch = self._samples.read(indices) if indices else None
-        self.position, self.indices = position, indices
+        self._looks.begin_epoch(position.epoch)
+        batch = self._looks.read(indices) if indices else None
+        self.position, self.indices, self.left_out = position, indices, self._looks.left_out
         return on_device(batch, self.device)
 
     def digests(self) -> dict[int, int]:
         """Read the last batch's samples again, and return their digests by the user's indices."""
         assert self.position is not None
         epoch, indices = self.position.epoch, self.indices
-        self._samples.begin_epoch(epoch)
-        digests = [digest_of(self._samples.sample(index, epoch)) for index in indices]
-        return dict(zip(in_users_data(self._samples.dataset, indices)[1], digests, strict=True))
+        self._looks.begin_epoch(epoch)
+        digests = [digest_of(self._looks.sample(index, epoch)) for index in indices]
+        return dict(zip(in_users_data(self._looks.dataset, indices)[1], digests, strict=True))
 
     def fingerprint(self) -> list[int] | None:
         """Return the number of samples, and digests of three samples.
@@ -220,20 +224,36 @@ class Loader:
         """
         if not isinstance(self.partition, Partition) or self.partition.held_samples != self.partition.samples:
             return None
-        samples, dataset = self.partition.samples, in_users_data(self._samples.dataset, [])[0]
-        if self._samples.stateful or hasattr(dataset, "set_epoch"):
+        samples, dataset = self.partition.samples, in_users_data(self._looks.dataset, [])[0]
+        if self._looks.stateful or hasattr(dataset, "set_epoch"):
             return [samples]
         found = [samples]
         for index in (0, samples // 2, samples - 1):
             with suppress(DataError):  # an unreadable sample is reported when a step needs it
-                digest, again = (digest_of(self._samples.sample(index, 0)) for _ in range(2))
+                digest, again = (digest_of(self._looks.sample(index, 0)) for _ in range(2))
                 found.append(digest if digest == again else 0)
         return found
 
     def random_inputs(self) -> tuple[str, bool]:
         """Return the name of the user's dataset, and whether `collate_fn` draws random numbers."""
-        self._samples.read(list(range(min(2, len(self._samples.dataset)))), (0, 0))  # type: ignore[arg-type]
-        return self._samples.name, self._samples.collate_draws
+        self._looks.read(list(range(min(2, len(self._looks.dataset)))), (0, 0))  # type: ignore[arg-type]
+        return self._looks.name, self._looks.collate_draws
+
+    def check_weight(self) -> None:
+        """Refuse to weigh the last batch by its samples if `collate_fn` left some out.
+
+        Raises:
+            DataError: it did, and the other replicas' batches may be of any size.
+        """
+        if not self.left_out or self.partition.replicas == 1:
+            return
+        index = in_users_data(self._samples.dataset, self.left_out)[1][0]
+        raise DataError(
+            f"sample {index} of {self._samples.name} is None, and collate_fn leaves it out. Then the ranks' batches "
+            "are smaller than they were dealt, so their weights are not known. Leave such samples out before, "
+            "with torch.utils.data.Subset(dataset, indices). A loop of your own may instead say what its loss is the "
+            "mean of: engine.backward(loss, items=len(x))"
+        )
 
     def smallest_share(self) -> int:
         """Fewest samples of a replica in the first batch; 1 if not yet known."""
@@ -447,6 +467,9 @@ class Loader:
             explained = DataError(batch.message)
             explained.from_users_code = True
             raise explained from batch.cause
+        self.left_out = []
+        if isinstance(batch, Shortened):
+            batch, self.left_out = batch.batch, batch.left_out
         read_whole = isinstance(batch, BatchPart)
         if isinstance(batch, BatchPart):
             if isinstance(self.partition, Flow):
@@ -463,7 +486,9 @@ class Loader:
         if self._needs_samples:
             self._check_filled(step, epoch)
         local = self.partition.shares(step, epoch)[self.partition.replica] if read_whole else len(self.indices)
-        self.position = Position(epoch, step, local, self.partition.size(step))
+        local, total = local - len(self.left_out), self.partition.size(step)
+        # With several replicas it is not known what the others left out: see `check_weight`.
+        self.position = Position(epoch, step, local, local if self.partition.replicas == 1 else total)
         last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
         self._next = (epoch + 1, 0) if last else (epoch, step + 1)
         return (self.example(1) if batch is None and self.fills_empty else batch,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import traceback
 import zlib
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from paceline.errors import DataError
-from paceline.job.zoo.data.samples import Collated, TensorSamples, in_users_data
+from paceline.job.zoo.data.samples import Collated, TensorSamples, apart, are_columns, in_users_data
 from paceline.own_random import SampleRandom, seed_from
 
 Collate = Callable[[list[Any]], Any]
@@ -43,6 +44,7 @@ class RequestedSamples(Dataset[Any]):
     Attributes:
         draws: whether the dataset or `collate_fn` drew random numbers in this process so far.
         collate_draws: whether `collate_fn` drew random numbers in this process so far.
+        left_out: indices of the last batch whose samples are None, which `collate_fn` leaves out.
     """
 
     def __init__(
@@ -61,11 +63,19 @@ class RequestedSamples(Dataset[Any]):
         self.read_many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
         self.epoch: int | None = None
         self.draws = self.collate_draws = False
+        self.left_out: list[Any] = []
         kept = type(in_users_data(dataset, [])[0]) in (TensorDataset, TensorSamples)
         self._cannot_draw = kept and not self.has_own_collate
         self.stateful = isinstance(dataset, Stateful)
         if isinstance(dataset, Stateful):  # torchdata asks for a state wherever it finds these two
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
+
+    def apart(self) -> RequestedSamples:
+        """Return a reader of a copy of the dataset's objects, with open files of its own."""
+        reader = copy.copy(self)
+        reader.dataset = apart(self.dataset)
+        reader.read_many = getattr(reader.dataset, "__getitems__", None) if self.read_many is not None else None
+        return reader
 
     def begin_epoch(self, epoch: int) -> None:
         """Tell the dataset, if it wants to know."""
@@ -96,7 +106,8 @@ class RequestedSamples(Dataset[Any]):
             return LoaderFailure(str(error), _portable(error.__cause__ or error))
 
     def _read(self, request: SampleRequest) -> Any:
-        return self.read(request.indices, (request.epoch, request.step))
+        batch = self.read(request.indices, (request.epoch, request.step))
+        return Shortened(batch, self.left_out) if self.left_out else batch
 
     def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
         """Read these samples as one collated batch; None without samples.
@@ -160,10 +171,12 @@ class RequestedSamples(Dataset[Any]):
             self.read_many is not None
             and not self.bulk
             and not self.has_own_collate
-            and isinstance(samples, tuple)
-            and all(isinstance(part, Tensor) for part in samples)
+            and are_columns(samples, indices, self.read_many)
         ):
             return samples
+        self.left_out = []
+        if self.has_own_collate and isinstance(samples, list) and not self.bulk:
+            self.left_out = [index for index, sample in zip(indices, samples, strict=False) if sample is None]
         try:
             return self.collate(samples)
         except Exception as error:
@@ -222,6 +235,14 @@ class RequestedSamples(Dataset[Any]):
             name += f"{type(dataset).__qualname__} of "
             dataset = dataset.dataset
         return f"{name}{type(dataset).__module__}.{type(dataset).__qualname__}"
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A batch from which `collate_fn` left samples out, because they are None."""
+
+    batch: Any
+    left_out: list[Any]
 
 
 @dataclass(frozen=True)

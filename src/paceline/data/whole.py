@@ -153,6 +153,8 @@ class Iterated(Items):
             return BatchPart(None, 0, 0, False, worker)
         if self.batch_size is None:
             return self._piece(taken[0], f"an item of {self.name}")
+        if self.has_own_collate:  # which may leave out samples that are None
+            taken = [sample for sample in taken if sample is not None] or taken
         return self._share(taken, worker)
 
     def example(self, count: int, indices: list[Any]) -> Any:

@@ -500,6 +500,7 @@ class Engine:
                 f"on rank {self.group.rank}, the one given has {rows(batch)}. Transform a batch as you like, but keep "
                 "its samples: they are weighed by what every replica was dealt."
             )
+        self.loader.check_weight()
         return position
 
     def _clear_gradients(self) -> None:

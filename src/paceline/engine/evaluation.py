@@ -60,15 +60,12 @@ class Evaluation:
         # A user may keep some layers in eval mode.
         training = [module for module in compute.model.modules() if module.training]
         compute.model.eval()
-        # FSDP2 keeps what it gathers from one pass to the next, and what inference mode makes cannot be trained on.
-        without_gradients = torch.inference_mode() if compute.split is None else torch.no_grad()
         try:
-            # Agreement comes first: what a transport allocates in inference mode could not be used after it.
             with (
                 rule.in_agreement(),
                 self.averaged_buffers(),
                 forked_random(compute.device),
-                without_gradients,
+                torch.no_grad(),  # not inference mode: a model may keep a tensor that it made, and train with it later
                 compute.autocast(),
             ):
                 yield

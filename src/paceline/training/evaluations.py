@@ -12,6 +12,7 @@ from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
 from paceline.job.stop import StopRule
+from paceline.job.zoo.data.samples import apart
 from paceline.training.record.callback import Callback, StepInfo
 from paceline.training.record.events import Events
 
@@ -27,7 +28,7 @@ class Evaluations(Callback):
     def __init__(
         self, job: Job, engine: Engine, data: DataSets, stop: StopRule, events: Events, epoch_steps: int
     ) -> None:
-        self.job, self.engine, self.data, self.stop, self.events = job, engine, data, stop, events
+        self.job, self.engine, self.stop, self.events = job, engine, stop, events
         self.metrics = build_metrics(job.metrics, engine.loss)
         gathering = [metric.name for metric in self.metrics if getattr(metric, "gathers", False)]
         if gathering and engine.plan.cp > 1:
@@ -36,6 +37,8 @@ class Evaluations(Callback):
                 f"{gathering[0]} gathers whole samples. Use cp=1, or a metric that is a ratio of two sums"
             )
         self.epoch_steps, self.at = epoch_steps, -1
+        # Loader processes that are started later must not inherit the files that an evaluation opens.
+        self._held_out = apart(data.held_out) if engine.loader.num_workers else data.held_out
         self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
 
     def after_step(self, info: StepInfo) -> str | None:
@@ -51,7 +54,7 @@ class Evaluations(Callback):
     def measure(self) -> str | None:
         """Measure the validation set, if any; returns a stop reason if a target was reached."""
         engine, step = self.engine, self.engine.step_count
-        if self.data.held_out is None:
+        if self._held_out is None:
             self.at = step
             return None
         engine.on_phase("evaluate", step)
@@ -60,9 +63,9 @@ class Evaluations(Callback):
         rank, size = engine.data_group.rank, engine.data_group.size
         batch = self.job.global_batch if whole else max(1, self.job.global_batch // size)
         batches: Iterable[Batch | None]
-        batches = held_out_batches(self.data.held_out, batch=batch, replica=rank, replicas=size, in_turn=whole)
+        batches = held_out_batches(self._held_out, batch=batch, replica=rank, replicas=size, in_turn=whole)
         if engine.split is not None and engine.split.all_must_compute:
-            batches = padded(batches, most_batches(len(self.data.held_out), batch=batch, replicas=size, in_turn=whole))  # type: ignore[arg-type]
+            batches = padded(batches, most_batches(len(self._held_out), batch=batch, replicas=size, in_turn=whole))  # type: ignore[arg-type]
         metrics = engine.evaluate(batches, self.metrics)
         self.events("evaluation", {"step": step, "epoch": step / self.epoch_steps, "metrics": metrics})
         self.told(step, metrics)

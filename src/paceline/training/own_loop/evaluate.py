@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from paceline.comm import Group
 from paceline.data.deal import check, deal
 from paceline.data.held_out import padded
+from paceline.data.loader import Loader
 from paceline.device import widened
-from paceline.errors import JobError, PlanError
-from paceline.job.batch import Batch, on_device, rows
+from paceline.errors import DataError, JobError, PlanError
+from paceline.job.batch import on_device, rows
+from paceline.job.zoo.data.samples import apart
 from paceline.job.zoo.metrics import LossMetric
+from paceline.own_random import kept_random
 
 if TYPE_CHECKING:
     from paceline.training.own_loop.loop import OwnLoop
@@ -35,16 +37,21 @@ def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Me
             "given to setup"
         )
     sums: dict[str, tuple[float, float]] = {}
-    batches = own_batches(data, engine)  # before inference mode: ranks cannot reduce its tensors
+    batches = 0
+    dealt = _dealt(data, engine)
     with engine.evaluation.measuring(engine.rule):
-        for i, batch in enumerate(batches):
+        for i, batch in enumerate(dealt.batches):
             engine.evaluation.begin(i)
             found = _measured(engine, batch, measure)
+            batches += batch is not None
             for name, value in found.items():
-                total, count = _sum_and_count(name, value, batch)
+                total, count = _sum_and_count(name, value, batch, dealt.loader)
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + total, before[1] + count)
-    return _means(engine.group.gather_json(sums))
+    everyones = engine.group.gather_json([batches, sums])
+    if not any(count for count, _ in everyones):
+        raise DataError(_nothing_to_measure(data))
+    return _means([sums for _, sums in everyones])
 
 
 def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[str, Any]:
@@ -67,7 +74,14 @@ def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[s
     return {"loss": engine.compute.weighing.measured(LossMetric(engine.loss), output, placed)}
 
 
-def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[float, float]:
+def _nothing_to_measure(data: Any) -> str:
+    found = "the validation data have no batch, so there is nothing to measure"
+    if isinstance(data, DataLoader) and getattr(data, "drop_last", False) and data.batch_size:
+        return f"{found}. The loader has drop_last=True and batch_size={data.batch_size}: set drop_last=False"
+    return f"{found}. Give evaluate a loader with at least one sample, or leave the evaluation out"
+
+
+def _sum_and_count(name: str, value: Any, batch: Any, loader: Loader | None) -> tuple[float, float]:
     if isinstance(value, tuple):
         total, count = value
         return float(total), float(count)
@@ -77,7 +91,10 @@ def _sum_and_count(name: str, value: Any, batch: Any) -> tuple[float, float]:
         raise JobError(
             f"measure gives {name} of shape {tuple(value.shape)}: give a number, one value per sample, or (sum, count)"
         )
-    samples = _samples(batch)
+    if loader is not None and loader.position is not None:
+        samples = loader.position.local
+    else:
+        samples = len(batch) if isinstance(batch, Tensor) else rows(batch)
     return float(value) * samples, float(samples)
 
 
@@ -94,36 +111,50 @@ def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
 
 def own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
     """Every n-th batch of `data`, padded with None where a replica's ranks must compute together."""
+    return _dealt(data, engine).batches
+
+
+class _Dealt(NamedTuple):
+    """This rank's batches, and the loader that reads them; None if the caller reads them."""
+
+    batches: Iterator[Any]
+    loader: Loader | None
+
+
+def _dealt(data: Any, engine: OwnLoop) -> _Dealt:
     group: Group = engine.data_group
-    own, count = (
-        _dealt(data, engine) if isinstance(data, DataLoader) else (islice(data, group.rank, None, group.size), None)
-    )
-    if engine.split is None or not engine.split.all_must_compute:
-        return iter(own)
-    if count is None or not isinstance(data, DataLoader):
+    together = engine.split is not None and engine.split.all_must_compute
+    if isinstance(data, DataLoader) and not (together and isinstance(data.dataset, IterableDataset)):
+        loader, count = _loader_of(data, engine)
+        batches = (batch for batch in loader if batch is not None)
+        if not together:
+            return _Dealt(batches, loader)
+        with kept_random():
+            first = apart(data.dataset)[0]
+            engine.example = on_device(first if data.batch_sampler is None else data.collate_fn([first]), engine.device)
+        return _Dealt(padded(batches, count), loader)
+    if together:
         raise PlanError(
             f"plan {engine.plan} needs as many batches on every rank: evaluate a DataLoader whose dataset has a length"
         )
-    first = data.dataset[0]
-    engine.example = on_device(first if data.batch_sampler is None else data.collate_fn([first]), engine.device)
-    return padded(iter(own), count)
+    return _Dealt(islice(data, group.rank, None, group.size), None)
 
 
-def _dealt(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Iterable[Any], int | None]:
-    """This rank's batches, and the most that any rank has."""
-    group: Group = engine.data_group
+def _loader_of(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Loader, int]:
+    """This rank's loader, and the most batches that any rank has (0 for a stream)."""
+    group, seed = engine.data_group, engine.settings.seed
     check(loader, engine.group)
     if isinstance(loader.dataset, IterableDataset):  # read by every rank, which keeps its part of each batch
-        dealt = deal(loader, group, engine.group, engine.settings.seed)
-        return (batch for batch in dealt if batch is not None), None
-    if group.size == 1:
-        return loader, len(loader)
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    if isinstance(loader.sampler, SequentialSampler):
-        drawn = list(sampler)
-    else:  # the ranks' random states differ: the first one draws
-        drawn = group.gather_json(list(sampler) if group.rank == 0 else [])[0]
-    own: Any = drawn[group.rank :: group.size]
+        return deal(loader, group, engine.group, seed, tells_epochs=False), 0
+    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    in_order = type(loader.sampler) is SequentialSampler and type(loader.batch_sampler) in (BatchSampler, type(None))
+    if in_order:
+        own = sampler if group.size == 1 else list(islice(sampler, group.rank, None, group.size))
+        drawn = len(sampler)
+    else:  # the ranks' random states differ: the first one draws, and trains on with the same state
+        with kept_random():
+            everyones = group.gather_json(list(sampler) if group.rank == 0 else [])[0]
+        own, drawn = everyones[group.rank :: group.size], len(everyones)
     arguments: dict[str, Any] = (
         {"batch_sampler": own} if loader.batch_sampler is not None else {"sampler": own, "batch_size": None}
     )
@@ -137,9 +168,7 @@ def _dealt(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Iterable[Any], int
         "prefetch_factor",
     )
     arguments |= {name: getattr(loader, name) for name in kept}
-    # A generator of its own, so that nothing is drawn from the rank's random state.
-    return DataLoader(loader.dataset, generator=torch.Generator(), **arguments), -(-len(drawn) // group.size)
-
-
-def _samples(batch: Batch) -> int:
-    return len(batch) if isinstance(batch, Tensor) else rows(batch)
+    alone = Group()  # each rank reads whole batches
+    return deal(DataLoader(loader.dataset, **arguments), alone, alone, seed, tells_epochs=False), -(
+        -drawn // group.size
+    )

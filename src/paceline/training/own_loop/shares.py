@@ -77,6 +77,8 @@ class LossShares:
             for loader in running
             if loader.position is not None
         }
+        for loader in running:
+            loader.check_weight()
         shares = {position.local / position.total for position, _ in seen.values()}
         if len(shares) > 1:
             raise DataError(

@@ -14,7 +14,7 @@ from paceline.job.data import Arrays, Cifar10, Custom, DataSets, DataSpec, Digit
 from paceline.job.read.imports import load_object
 from paceline.job.zoo.data.arrays import build_arrays
 from paceline.job.zoo.data.images import build_cifar10, build_digits, build_images
-from paceline.job.zoo.data.samples import Batch, Collated, Labels, Selection, held_out_samples, split
+from paceline.job.zoo.data.samples import Batch, Collated, Labels, Selection, apart, held_out_samples, split
 from paceline.job.zoo.data.text import build_text
 from paceline.own_random import OwnRandom
 
@@ -104,7 +104,7 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     if len(dataset) == 0:
         raise DataError(f"data {factory} made an empty {kind}: its length is 0")
     try:
-        sample = dataset[0]
+        sample = apart(dataset)[0]
     except Exception as error:
         raise DataError(
             f"data {factory}: the first sample ({kind}[0]) raised {type(error).__name__}: {error}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import MethodType
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.errors import DataError
@@ -17,6 +20,8 @@ from paceline.units import count
 
 Labels = npt.NDArray[np.int64]
 Batch = tuple[Tensor, ...]
+
+_SMALL = 64  # entries of a container that `apart` copies
 
 
 class SplitSpec(Protocol):
@@ -137,9 +142,60 @@ class Collated(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         samples = [self.dataset[index] for index in indices] if self._batched is None else self._batched(indices)
-        if isinstance(samples, tuple) and all(isinstance(part, Tensor) for part in samples):  # collated already
+        if are_columns(samples, indices, self._batched):
             return list(zip(*samples, strict=True))
         return list(samples)
+
+
+def are_columns(batch: Any, indices: list[Any], read_many: Callable[[list[Any]], Any] | None) -> bool:
+    """Return whether `read_many(indices)` gave collated columns, and not a tuple with one tensor per sample."""
+    if not isinstance(batch, tuple) or not all(isinstance(part, Tensor) for part in batch):
+        return False
+    count = len(indices)
+    if any(part.dim() == 0 or len(part) != count for part in batch):
+        return False
+    return len(batch) != count or count == 1 or read_many is None or len(read_many(indices[:1])) != 1
+
+
+def apart(dataset: Any) -> Any:
+    """Copy the objects of a data set, but not its data.
+
+    What reading opens (a file, a connection) then belongs to the copy. Loader processes are forked with the original,
+    and each opens its own: processes that share an open file move its position for each other.
+    """
+    copies: dict[int, Any] = {}
+    kept: list[Any] = []  # so that no number in `copies` is used twice
+    packages = {_package(dataset)}
+
+    def copied(value: Any, *, always: bool = False) -> Any:
+        if id(value) in copies:
+            return copies[id(value)]
+        if isinstance(value, MethodType):
+            return MethodType(value.__func__, copied(value.__self__))
+        if type(value) in (list, tuple, dict) and len(value) <= _SMALL:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            inner = {key: copied(part) for key, part in pairs}
+            return inner if isinstance(value, dict) else type(value)(inner.values())
+        if isinstance(value, Dataset) or always:
+            packages.add(_package(value))
+        elif isinstance(value, (nn.Module, Tensor, type)) or _package(value) not in packages:
+            return value
+        if not hasattr(value, "__dict__"):
+            return value
+        new = value
+        with suppress(Exception):  # an object that cannot be copied is shared
+            new = copy.copy(value)
+        copies[id(value)] = new
+        kept.append(value)
+        if new is not value:
+            vars(new).update({name: copied(part) for name, part in vars(value).items()})
+        return new
+
+    return copied(dataset, always=True)
+
+
+def _package(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def in_users_data(dataset: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
