@@ -71,7 +71,7 @@ class RequestedSamples(Dataset[Any]):
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def apart(self) -> RequestedSamples:
-        """Return a reader of a copy of the dataset's objects, with open files of its own."""
+        """Return a reader that opens files of its own, from a copied dataset."""
         reader = copy.copy(self)
         reader.dataset = apart(self.dataset)
         reader.read_many = getattr(reader.dataset, "__getitems__", None) if self.read_many is not None else None
