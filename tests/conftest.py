@@ -43,6 +43,7 @@ hypothesis.settings.load_profile("quick")
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "needs_root": ("the tests run as root", lambda: os.geteuid() == 0),
     "needs_iproute2": ("the command `ip` (package iproute2)", lambda: shutil.which("ip") is not None),
+    "needs_git": ("the command `git` (package git)", lambda: shutil.which("git") is not None),
     "needs_chromium": (
         "the commands `chromium` and `chromedriver` (packages chromium, chromium-driver)",
         lambda: bool(shutil.which("chromium") and shutil.which("chromedriver")),

@@ -103,6 +103,7 @@ def test_the_record_holds_what_changes_speed_and_no_secret(monkeypatch: pytest.M
     assert not {"AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN"} & environment()["variables"].keys()
 
 
+@pytest.mark.needs_git
 def test_the_record_names_the_commit_and_whether_files_differ_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
@@ -88,7 +89,7 @@ def test_the_walk_sees_sockets_that_listen_everywhere() -> None:
         "print(flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        ["python3", "-c", everywhere], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", everywhere], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
