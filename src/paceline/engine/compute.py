@@ -32,6 +32,7 @@ from paceline.split.compile_cache import keep_compiled_code_private
 from paceline.sync import Replica
 
 if TYPE_CHECKING:
+    from paceline.engine.shard_reads import ShardReads
     from paceline.split.apply import Split
 
 _AS_IT_IS = nullcontext()
@@ -73,9 +74,11 @@ class Compute(ABC):
         casts: whether something else computes in low precision already (FSDP2).
         divides_logits: whether the logits of a step stay divided over the vocabulary, for a loss that knows how to sum
             them.
+        reads: refuses code outside of the model that reads shards of parameters; None where each rank holds all.
     """
 
     replica: Replica
+    reads: ShardReads | None = None
 
     def __init__(
         self,

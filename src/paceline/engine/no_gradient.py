@@ -7,7 +7,7 @@ the parameters wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,12 +48,16 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
-def graph_nodes(loss: Tensor) -> Iterator[Any]:
-    """Nodes of the autograd graph below a loss."""
+def graph_nodes(loss: Tensor, descends: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    """Nodes of the autograd graph below a loss.
+
+    The walk does not go on below a node for which `descends` is false.
+    """
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
             yield node
-            waiting += [below for below, _ in node.next_functions]
+            if descends(node):
+                waiting += [below for below, _ in node.next_functions]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from paceline.comm import Group
 from paceline.data.loader import Loader, Position
 from paceline.engine.calls import prepared
 from paceline.engine.compute import Compute, LocalLoss
-from paceline.engine.no_gradient import NoGradient, graph_nodes
+from paceline.engine.no_gradient import NoGradient
+from paceline.engine.shard_reads import ShardReads
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, place, split
 from paceline.job.loss import Loss
@@ -84,10 +83,12 @@ class SplitModel(Compute):
     """
 
     split: Split
+    reads: ShardReads
 
     def __init__(self, split: Split, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
         super().__init__(split.model, loss, loader, plan, group, split.mesh.group(*DATA_AXES), precision, split)
         self.casts = split.fully is not None and split.fully.casts
+        self.reads = ShardReads(split)
         # computed where there is no sample left
         self._sample = _first(split.example)
         self._head = split.tensors.vocabulary_head if split.tensors is not None and type(loss) is CrossEntropy else None
@@ -120,7 +121,7 @@ class SplitModel(Compute):
             with self.autocast():
                 loss = self._addend(local, self.call(part), part, batch, position, step)
             if not step & (step - 1):
-                refuse_slices(self.split, loss)
+                self.reads.check(loss, everywhere=True)
             loss.backward()
         return local
 
@@ -141,9 +142,10 @@ class SplitModel(Compute):
         self, local: LocalLoss, output: Any, part: Batch, batch: Batch | None, position: Position, step: int
     ) -> Tensor:
         """This microbatch's weighted loss; added to `local` on the rank that owns the loss."""
-        if batch is None:
-            return NoGradient(self.step_loss(output, self.weighing.target(part))).loss
-        loss, items = self.weighed_loss(output, part, batch, position, step)
+        with self.reads:
+            if batch is None:
+                return NoGradient(self.step_loss(output, self.weighing.target(part))).loss
+            loss, items = self.weighed_loss(output, part, batch, position, step)
         context, share = self.split.context, 1.0
         if context is not None and not context.whole and not self.weighing.counts:
             # A sample counts once, and each rank has some of its tokens.
@@ -162,30 +164,6 @@ class SplitModel(Compute):
         """
         placed = self.place(_repeated(self._sample, count) if batch is None else batch)
         return self.split.context.shard(placed) if self.split.context is not None else placed
-
-
-def refuse_slices(split: Split, loss: Tensor) -> None:
-    """Refuse a loss that reads sharded parameters directly, as a penalty does.
-
-    The gradient of such a read is not reduced over the ranks, so it would count by this rank's share of the batch.
-
-    Raises:
-        PlanError: the loss reads a sharded parameter; the message names it.
-    """
-    sliced = {p: name for name, p in split.divided.items() if isinstance(p, DTensor)}
-    read = (node.variable for node in graph_nodes(loss) if hasattr(node, "variable")) if sliced else ()
-    if name := next((sliced[p] for p in read if p in sliced), None):
-        plan = split.plan
-        instead = (
-            f"Use {replace(plan, zero=2)}, which keeps parameters whole from the forward to the backward pass"
-            if plan.zero == 3
-            else "Compute the penalty after the forward pass, from where parameters are whole until the backward pass"
-        )
-        raise PlanError(
-            f"plan {plan}: the loss reads the parameter {name} outside of the model's forward pass. There this rank "
-            f"holds only a shard of it, so the gradient would be wrong. {instead}. For an L2 penalty you can also set "
-            "the optimizer's weight_decay"
-        )
 
 
 def _first(batch: Batch) -> Batch:

@@ -18,7 +18,7 @@ from paceline.plans.limits import NO_BLOCKS_TO_RECOMPUTE, fitting_microbatches
 from paceline.plans.plan import Plan
 from paceline.split.context.division import Context, divide_context
 from paceline.split.deferred_init.initialise import DeferredModel, allocate
-from paceline.split.expert import divide_experts
+from paceline.split.expert import divide_experts, refuse_other_readers
 from paceline.split.fsdp import FullySharded, shard_fully
 from paceline.split.fsdp_units import inseparable, refuse_writes, watched
 from paceline.split.mesh import Mesh
@@ -93,6 +93,8 @@ class Split:
 
     def _divide(self, model: nn.Module, example: Batch, call: Call) -> None:
         plan, mesh = self.plan, self.mesh
+        if plan.ep > 1:
+            refuse_other_readers(model, plan, example, call)
         if plan.cp > 1:
             self.context = divide_context(model, self.parts, mesh.group("cp"), example, call)
             self._refuse_beside_whole_tokens(self.context)
@@ -259,6 +261,10 @@ class Split:
             holders = uploaded([float(n) for _, n in present], wide, norms.device)
             square[0] = (norms.square() / holders).sum() / self.plan.dp
         return square
+
+    def on_close(self, undo: Callable[[], object]) -> None:
+        """Call `undo` when the split is closed."""
+        self._undo.append(undo)
 
     def close(self) -> None:
         """Release the model's hooks and shared memory; the model stays divided."""

@@ -19,10 +19,13 @@ from torch.autograd.function import Function
 
 from paceline.comm import Group
 from paceline.errors import PlanError
+from paceline.job.batch import Batch
 from paceline.job.zoo.models.moe import by_expert, combined, without_values
 from paceline.plans.limits import undivided_experts
+from paceline.plans.plan import Plan
 from paceline.split.parts import Parts, shard_parameter
 from paceline.trace.blocks import mixtures
+from paceline.trace.recording.record import Call, record_graph
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,33 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
         if part_name not in divided:
             part.summed.add("ep")
     return ExpertReport(experts, own, tuple(divided), tuple(_notes(model)))
+
+
+def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Call) -> None:
+    """Refuse models that read the parameters of experts outside of the experts' module.
+
+    A penalty is such a read: a rank would read its own experts only. A model that cannot be traced is taken as it is.
+
+    Raises:
+        PlanError: the model does; the message names the parameter.
+    """
+    try:
+        graph = record_graph(model, example, call)
+    except Exception:  # noqa: BLE001 - whatever the model's code raises on tensors without data
+        return
+    experts = tuple(name for name, _ in mixtures(model))
+    for value in graph.values:
+        path = value.name.rpartition(".")[0]
+        if value.kind != "parameter" or path not in experts:
+            continue
+        for reader in (graph.nodes[number].path for number, _ in value.uses):
+            if not f"{reader}.".startswith(f"{path}."):
+                raise PlanError(
+                    f"plan {plan}: {reader or 'the model'} reads {value.name}, a parameter of experts, outside of "
+                    f"{path}. There a rank holds only its own experts, so the result would be wrong. Use "
+                    f"dp={plan.ranks}, or fsdp={plan.ranks} zero=2; or leave that out of the model's forward pass: for "
+                    "an L2 penalty set the optimizer's weight_decay"
+                )
 
 
 def undivided(model: nn.Module, ep_size: int) -> str | None:

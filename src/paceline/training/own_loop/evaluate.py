@@ -6,6 +6,7 @@ The batches are those of one process, dealt to the ranks in turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,7 +57,8 @@ def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Me
 
 def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[str, Any]:
     if measure is not None:
-        found = measure(engine.example if batch is None else on_device(batch, engine.device))
+        with engine.compute.reads or nullcontext():
+            found = measure(engine.example if batch is None else on_device(batch, engine.device))
         if not isinstance(found, Mapping):
             raise JobError(
                 f'measure(batch) returns a dict of numbers such as {{"loss": loss}}; this one returned a '

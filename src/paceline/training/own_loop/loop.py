@@ -136,10 +136,10 @@ class OwnLoop(Engine):
         if items is None:
             self.shares.check_data()
         self._follow_changes(forward_is_done=True)
-        if self.split is not None and (type(loss) is not Tensor or not self.step_count & (self.step_count + 1)):
-            from paceline.engine.split_model import refuse_slices  # heavy import, only for a divided model
-
-            refuse_slices(self.split, loss)
+        if self.compute.reads is not None:
+            newest = self.step_count + 1
+            everywhere = type(loss) is not Tensor or not newest & (newest - 1)
+            self.compute.reads.check(loss, everywhere=everywhere)
         targets = self.steps.numbers(optimizers)
         self.steps.refuse_leftovers(targets, named=bool(optimizers))
         parameters = self.steps.parameters_of(targets) if optimizers else None

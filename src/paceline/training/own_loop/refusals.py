@@ -39,11 +39,7 @@ def check_backward(engine: OwnLoop, loss: Any, *, casts: bool, sync: bool) -> No
         raise PlanError(
             f"plan {plan}: with sync={plan.sync}, replicas that are divided are trained by engine.step(batch) alone"
         )
-    if plan.pp > 1 or plan.cp > 1:
-        raise PlanError(
-            f"plan {plan}: a pipeline and a divided sequence run the forward pass themselves. Give setup a loss and "
-            "call engine.step(batch), or use dp, fsdp, ep or tp."
-        )
+    refuse_own_passes(plan)
     if engine.split is not None and not sync:
         raise PlanError(
             f"plan {plan} divides the model: engine.backward(loss, sync=False) is for dp={engine.group.size}; leave "
@@ -51,6 +47,15 @@ def check_backward(engine: OwnLoop, loss: Any, *, casts: bool, sync: bool) -> No
         )
     if engine.compute.divides_logits:
         raise PlanError("tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own")
+
+
+def refuse_own_passes(plan: Plan) -> None:
+    """Refuse plans under which a loop cannot compute the model's output itself."""
+    if plan.pp > 1 or plan.cp > 1:
+        raise PlanError(
+            f"plan {plan}: a pipeline and a divided sequence run the forward pass themselves. Give setup a loss and "
+            "call engine.step(batch), or use dp, fsdp, ep or tp."
+        )
 
 
 def check_all_step(plan: Plan, stepped: int, optimizers: int) -> None:

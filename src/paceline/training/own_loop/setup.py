@@ -28,6 +28,7 @@ from paceline.plans.sync_info import sync_info
 from paceline.split.mesh import Mesh
 from paceline.torch_versions import untested
 from paceline.training.own_loop.loop import OnStep, OwnLoop, refuse_model_of_another_engine
+from paceline.training.own_loop.refusals import refuse_own_passes
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
@@ -141,6 +142,8 @@ def _divided(
     extra: dict[str, Tensor],
 ) -> OwnLoop:
     """The engine of a model that the plan divides."""
+    if loss is None:
+        refuse_own_passes(plan)
     if settings.precision == "fp16":
         raise PlanError(
             f"precision=fp16 needs whole parameters, and plan {plan} divides them; use precision=bf16, or "
