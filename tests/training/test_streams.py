@@ -406,3 +406,34 @@ def test_a_stream_is_evaluated_whole_and_once(ranks: Ranks) -> None:
     assert ranks(2, evaluated, Streamed(), backend="shm") == [pytest.approx({"mean": (SAMPLES - 1) / 2})] * 2
     with pytest.raises(RankError, match="the ranks read different streams from"):
         ranks(2, evaluated, ByRank())
+
+
+class ShuffledByEpoch(IterableDataset[int]):
+    """Another order in each epoch, divided over the loader processes."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, every = (info.id, info.num_workers) if info is not None else (0, 1)
+        yield from torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch))[first::every].tolist()
+
+
+def epochs_of_a_shuffled_stream(workers: int) -> list[list[int]]:
+    model = nn.Linear(1, 1)
+    loader = DataLoader(ShuffledByEpoch(), batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader)
+    return [[number for batch in engine.loader for number in batch.tolist()] for _ in range(3)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_of_a_stream_reaches_loader_processes_that_live_on(ranks: Ranks, workers: int) -> None:
+    alone = epochs_of_a_shuffled_stream(workers)
+    assert len({tuple(epoch) for epoch in alone}) == 3
+    first, second = ranks(2, epochs_of_a_shuffled_stream, workers)
+    for epoch, one, other in zip(alone, first, second, strict=True):
+        assert sorted(epoch) == sorted(one + other) == list(range(12))
