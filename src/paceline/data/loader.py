@@ -106,6 +106,7 @@ class Loader:
         self._needs_samples = ""
         self._next: tuple[int, int]  # epoch and step of the batch to come
         self._turn = 0  # pieces of a `Flow` that were asked for, with those that were its end
+        self._fingerprint: list[int] | None = None  # not read yet; empty: none
         self._open((0, 0), None)
 
     def __len__(self) -> int:
@@ -219,20 +220,34 @@ class Loader:
     def fingerprint(self) -> list[int] | None:
         """Return the number of samples, and digests of three samples.
 
-        The digest is 0 for a sample that changes between two reads. A dataset with a state or with epochs has only its
-        number of samples. None if each host has its own files.
+        The first call reads the samples, and later calls return the same. The digest is 0 for a sample that changes
+        between two reads. A stream and a dataset with a state or with epochs have only their number of samples. None if
+        there is no number, if it changes meanwhile, or if each host has its own files.
         """
-        if not isinstance(self.partition, Partition) or self.partition.held_samples != self.partition.samples:
-            return None
-        samples, dataset = self.partition.samples, in_users_data(self._looks.dataset, [])[0]
-        if self._looks.stateful or hasattr(dataset, "set_epoch"):
-            return [samples]
+        if self._fingerprint is None:
+            self._fingerprint = self._read_fingerprint()
+        found = self._fingerprint
+        return found if found and found[0] == self._samples.length() else None
+
+    def _read_fingerprint(self) -> list[int]:
+        partition, dataset = self.partition, in_users_data(self._looks.dataset, [])[0]
+        samples = self._samples.length()
+        if samples is None or (isinstance(partition, Partition) and partition.held_samples != partition.samples):
+            return []
         found = [samples]
-        for index in (0, samples // 2, samples - 1):
-            with suppress(DataError):  # an unreadable sample is reported when a step needs it
-                digest, again = (digest_of(self._looks.sample(index, 0)) for _ in range(2))
+        if isinstance(partition, Flow) or self._looks.stateful or hasattr(dataset, "set_epoch"):
+            return found
+        for index in dict.fromkeys((0, samples // 2, samples - 1)):
+            # a step reports an unreadable sample; a sample without a digest is not compared
+            with suppress(DataError, TypeError, RuntimeError):
+                digest, again = (digest_of(self._looks.sample(index, 0, seed=0)) for _ in range(2))
                 found.append(digest if digest == again else 0)
         return found
+
+    @property
+    def name(self) -> str:
+        """Type of the user's dataset."""
+        return self._samples.name
 
     def random_inputs(self) -> tuple[str, bool]:
         """Return the name of the user's dataset, and whether `collate_fn` draws random numbers."""
@@ -533,6 +548,18 @@ def _end_processes(loader: StatefulDataLoader[Any]) -> None:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def changed_data(saved: list[int] | None, now: list[int] | None) -> str | None:
+    """Describe how a data set has changed, by its two fingerprints.
+
+    None if it has not changed, or if a fingerprint is unknown.
+    """
+    if saved is None or now is None or saved == now:
+        return None
+    if saved[0] != now[0]:
+        return f"it had {saved[0]} training samples and has {now[0]} now"
+    return f"it still has {now[0]} training samples, but the first, middle or last one is not the same"
 
 
 def _order_of(partition: Partition) -> dict[str, int | bool]:

@@ -133,10 +133,17 @@ class RequestedSamples(Dataset[Any]):
                 self.collate_draws |= collating.drew()
                 return batch
 
-    def sample(self, index: Any, epoch: int) -> Any:
-        """Read one sample as in the given epoch, not collated."""
+    def length(self) -> int | None:
+        """Number of samples now; None for a data set that has none."""
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+
+    def sample(self, index: Any, epoch: int, *, seed: int | None = None) -> Any:
+        """Read one sample as in the given epoch, not collated; `seed` replaces the run's seed."""
         with SampleRandom() as states:
-            states.start(self.seed, epoch, _number(index))
+            states.start(self.seed if seed is None else seed, epoch, _number(index))
             return self._samples([index])
 
     def _each_on_its_own(self, indices: list[Any], epoch: int) -> Any:

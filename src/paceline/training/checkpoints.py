@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from paceline.comm import Group
+from paceline.data.loader import changed_data
 from paceline.engine.agreement import StepSignals
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.meter import CHECKPOINT
@@ -255,14 +256,8 @@ class Checkpoints(Callback):
 
         Its split into training and validation samples differs, so the run would train on validation samples.
         """
-        now = self._fingerprint
-        if saved is None or now is None or saved == now:
+        if (what := changed_data(saved, self._fingerprint)) is None:
             return
-        what = (
-            f"it had {saved[0]} training samples and has {now[0]} now"
-            if saved[0] != now[0]
-            else f"it still has {now[0]} training samples, but the first, middle or last one is not the same"
-        )
         raise DataError(
             f"the data set of {self.run.path} has changed: {what}. The validation samples and the order of training "
             "would change too. Restore the data set, or start a new run without --resume"

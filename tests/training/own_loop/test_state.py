@@ -5,8 +5,10 @@ And fp16, callbacks and averages.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import paceline
 from paceline.engine.engine import StepResult
-from paceline.errors import CheckpointError, RunError
+from paceline.errors import CheckpointError, DataError, RunError
 from paceline.training import trackers
 from paceline.training.checkpoint.writer import Checkpointer
 from paceline.training.own_loop.state import decode, encode
@@ -118,6 +120,90 @@ def test_a_loop_goes_on_exactly_from_the_middle_of_an_epoch_on_other_ranks_too(r
     assert on_two == [pytest.approx(step, rel=1e-4) for step in alone]
     assert ranks(2, resumed, str(tmp_path / "two"))[0] == on_two[3:]
     assert resumed(str(tmp_path / "two")) == [pytest.approx(step, rel=1e-4) for step in alone[3:]]
+
+
+class Stored(Dataset[tuple[Tensor, Tensor]]):
+    """Samples in memory, or drawn anew at every reading."""
+
+    def __init__(self, samples: int = SAMPLES, seed: int = 3, *, augmented: bool = False) -> None:
+        self.inputs = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(seed))
+        self.augmented = augmented
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.rand(FEATURES) if self.augmented else 0.0
+        return self.inputs[index] + noise, torch.tensor(index % CLASSES)
+
+
+class Growing(Stored):
+    """A buffer that the loop fills."""
+
+
+class Streamed(IterableDataset[tuple[Tensor, Tensor]]):
+    """Samples without a length."""
+
+    def __init__(self, seed: int = 3) -> None:
+        self.stored = Stored(seed=seed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.stored[i] for i in range(SAMPLES))
+
+
+def resumable(data: Any, folder: Path, epochs: int, *, sampled: bool = False, seed: int = 0) -> int:
+    """Train `epochs` epochs more, save, and return the steps that the loop began at."""
+    model = network()
+    sampler = SubsetRandomSampler(range(12)) if sampled else None
+    loader = DataLoader(data, batch_size=6, sampler=sampler)
+    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), loader, seed=seed)
+    engine.load(folder)
+    began = engine.step_count
+    for _ in range(epochs):
+        for batch in engine.loader:
+            engine.step(batch)
+    if isinstance(data, Growing):
+        data.inputs = torch.cat([data.inputs, data.inputs])
+    engine.save(folder)
+    engine.close()
+    return began
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["order of the data set", "sampler"])
+@pytest.mark.parametrize("changed", [Stored(SAMPLES + 6), Stored(seed=4)], ids=["length", "samples"])
+def test_a_loop_is_not_resumed_with_a_data_set_that_has_changed(tmp_path: Path, changed: Stored, sampled: bool) -> None:
+    resumable(Stored(), tmp_path, 1, sampled=sampled)  # a whole epoch
+    with pytest.raises(DataError, match="has changed"):
+        resumable(changed, tmp_path, 1, sampled=sampled)
+    assert resumable(Stored(), tmp_path, 1, sampled=sampled) == (2 if sampled else 4)
+
+
+def refused_on_every_rank(folder: str) -> bool:
+    rank = int(os.environ["RANK"])
+    resumable(Stored(), Path(folder), 1)
+    try:
+        resumable(Stored(seed=3 + rank), Path(folder), 1)
+    except DataError:
+        return True
+    return False
+
+
+def test_a_data_set_that_changed_on_one_rank_is_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, refused_on_every_rank, str(tmp_path)) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (Stored(augmented=True), Stored(augmented=True)),
+        (Streamed(), Streamed(seed=4)),
+        (Growing(), Growing(2 * SAMPLES)),
+    ],
+    ids=["augmented", "stream without a length", "filled by the loop"],
+)
+def test_data_that_cannot_be_compared_is_resumed(tmp_path: Path, first: Any, then: Any) -> None:
+    resumable(first, tmp_path, 1)
+    assert resumable(then, tmp_path, 1, seed=0 if isinstance(first, Streamed) else 1) == 4
 
 
 def test_what_the_checkpoint_does_not_hold_is_named(tmp_path: Path) -> None:

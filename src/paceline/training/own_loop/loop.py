@@ -314,7 +314,8 @@ class OwnLoop(Engine):
         """Resume from the newest whole checkpoint in `folder`; None where there is none.
 
         Every rank calls it, before the first step. The next iteration of the loaders continues behind the
-        last batch. `objects` get their state by `load_state_dict`; what else was saved by name is returned.
+        last batch. `objects` get their state by `load_state_dict`; what else was saved by name is returned. A
+        data set is refused if its number of samples, or its first, middle or last sample, has changed.
         """
         return own_state.load(self, Path(folder), objects)
 

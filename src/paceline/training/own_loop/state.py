@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.data.loader import changed_data
 from paceline.device import widened
-from paceline.errors import CheckpointError, RunError
+from paceline.errors import CheckpointError, DataError, RunError
 from paceline.files import short_name
 from paceline.split.parts import local
 from paceline.training.checkpoint.convert import export as export_checkpoint
@@ -46,6 +47,7 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
     values = {
         "objects": encoded,
         "loaders": [loader.state_dict() for loader in engine.loaders[1:]],
+        "data": [loader.fingerprint() for loader in engine.loaders],
         **({} if engine.compute.loss_scale is None else {"loss_scale": engine.compute.loss_scale.state_dict()}),
     }
     taken = snapshot(engine, values)
@@ -94,9 +96,12 @@ def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str,
     Raises:
         CheckpointError: it is of another model, optimizer or set of objects, or there are some and none is
             whole.
+        DataError: a data set of the loop has changed.
     """
     group = engine.group
     _check_folder(engine, folder)
+    for loader in engine.loaders:
+        loader.fingerprint()  # now, since training may change what a data set returns
     if not any(group.gather_json(folder.is_dir())):
         return None
     loaded = load_latest(folder, rank=group.rank, world=group.size, report=lambda *_: None, agree=group.gather_json)
@@ -106,6 +111,7 @@ def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str,
     if saved is None:
         raise CheckpointError(f"{loaded.path} is of a run of paceline.train; engine.load reads what engine.save wrote")
     _check_objects(loaded, saved, objects)
+    _refuse_other_data(engine, loaded)
     engine.clear()
     values = restore(engine, loaded)
     for loader, state in zip(engine.loaders[1:], values["loaders"], strict=False):
@@ -230,6 +236,22 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
             f"engine.load was given {plain[0]!r}, which has no load_state_dict: leave it out, and take it from "
             "what engine.load returns"
         )
+
+
+def _refuse_other_data(engine: OwnLoop, loaded: Loaded) -> None:
+    """Refuse a changed data set on all ranks, also if it has changed on one rank only."""
+    problem = None
+    for loader, saved in zip(engine.loaders, loaded.values["loop"].get("data", ()), strict=False):
+        if what := changed_data(saved, loader.fingerprint()):
+            problem = (
+                f"the data set {loader.name} has changed since {loaded.path} was written: {what}. The saved position "
+                "and order of training belong to the earlier data set. Restore the data set. Or train on the new one "
+                "from these weights: engine.export(file) in the earlier loop, then "
+                "model.load_state_dict(safetensors.torch.load_file(file)) before paceline.setup, and no engine.load"
+            )
+            break
+    if problems := [said for said in engine.group.gather_json(problem) if said is not None]:
+        raise DataError(problems[0])
 
 
 def _read(loaded: Loaded, own: Mapping[str, Tensor], name: str) -> Tensor:
