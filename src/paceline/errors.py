@@ -47,6 +47,10 @@ class DataError(JobError):
     """The data is missing, empty, malformed, out of range, or changed while it was used."""
 
 
+class BatchError(DataError):
+    """The model cannot compute a batch, whatever the plan."""
+
+
 class LoaderProcessError(DataError):
     """A DataLoader worker process was killed, ended or did not answer in time."""
 

@@ -163,6 +163,21 @@ def made_cache_folder(name: str) -> Path:
     return cache_folder() / name
 
 
+def write_traceback(text: str, name: str, folder: Path | None = None) -> Path | None:
+    """Write a traceback into a file, and return the file; None if that failed.
+
+    Args:
+        name: of the file, without `.txt`.
+        folder: of the file; None is the folder of tracebacks in the user's cache.
+    """
+    try:
+        file = (folder or made_cache_folder("traceback")) / f"{name}.txt"
+        write_whole(file, f"{text.rstrip()}\n")
+    except OSError:
+        return None
+    return file
+
+
 def must_not_be_anothers(path: Path) -> None:
     """Raise where a folder is there and belongs to another user, other than root.
 

@@ -91,6 +91,13 @@ def test_defaults_are_left_out_of_the_text(plan: Plan, text: str) -> None:
     assert str(plan) == text
 
 
+@pytest.mark.parametrize("text", ["transport=nccl", "device=cuda"])
+def test_a_plan_for_gpus_on_a_machine_without_them_is_told_so(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_DEVICE", "cpu")
+    with pytest.raises(PlanError, match="no GPU on this machine"):
+        Plan.parse(text)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -103,8 +110,8 @@ def test_defaults_are_left_out_of_the_text(plan: Plan, text: str) -> None:
         ("cut=blocks.1,", 'cut is names of modules with commas between, e.g. cut=blocks.2, not "blocks.1,"'),
         ("cut", "cut needs a value, e.g. cut=blocks.2"),
         ("remat=all", 'remat is none or selective or block, not "all"'),
-        ("device=cuda", "paceline doctor"),
-        ("transport=nccl", "paceline doctor"),
+        ("device=cuda", 'unknown key "device": leave it out'),
+        ("transport=nccl", "leave transport out"),
         ("microbatch=2", 'unknown key "microbatch". Did you mean "microbatches"?'),
         ("colour=2", 'unknown key "colour"'),
         ("dp=two", 'dp is a whole number, at least 1, not "two"'),

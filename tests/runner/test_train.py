@@ -90,8 +90,10 @@ def test_a_rank_of_torchrun_that_raises_is_told_first_and_named_in_torchruns_own
     assert outcome.code == 1
     errors = outcome.err[outcome.err.index("paceline: ") :]
     assert errors.startswith("paceline: rank 1 (host ")
-    assert "raised: ValueError: the mask has the wrong shape\n\nTraceback (most recent call last):" in errors
-    assert "typer" not in errors
+    assert "raised: ValueError: the mask has the wrong shape\n" in errors
+    assert f"{tmp_path / 'mine.py'}, line 8" in errors, "where it was raised"
+    assert "_call_impl" not in errors, "no frames on the screen"
+    assert "in forward" in (tmp_path / "cache" / "paceline" / "traceback" / "rank-1.txt").read_text()
     report = errors[errors.index("Root Cause") :]
     assert "rank      : 1 " in report
     assert "raised: ValueError: the mask has the wrong shape" in report

@@ -29,6 +29,7 @@ from paceline.console import Console as SafeConsole
 from paceline.errors import LaunchError, PacelineError, RunError
 from paceline.files import write_whole
 from paceline.job.job import Job
+from paceline.launch.shown_failure import below, cause_and_traceback
 from paceline.launch.signals import StopSignals
 from paceline.launch_engine import is_rank
 from paceline.planner.auto import auto_plan
@@ -257,8 +258,11 @@ class Benchmark:
             self.stopped_by = "SIGINT"
         except PacelineError as error:
             if not self._was_stopped(path):
-                self.failures[self._title(setting)] = str(error)
-                self._say(f"{self._title(setting)}: failed, and left out from now on:\n{error}", style="red")
+                cause, frames = cause_and_traceback(error)
+                self.failures[self._title(setting)] = cause
+                if frames:
+                    cause += f"\n{below(frames, f'failed-{len(self.failures)}', self.path)}"
+                self._say(f"{self._title(setting)}: failed, and left out from now on:\n{cause}", style="red")
         else:
             # nobody goes on with a run that was made to be timed, and many of them fill a disk
             shutil.rmtree(run.checkpoints)

@@ -30,10 +30,10 @@ from paceline.cli import (
     watch,
     why,
 )
-from paceline.cli.failure import show, show_traceback
 from paceline.cli.plan_offers import PlanCommand
 from paceline.cli.where import over_hosts
 from paceline.errors import PacelineError
+from paceline.launch.shown_failure import show, show_traceback
 from paceline.torch_versions import untested
 
 app = typer.Typer(name="paceline", no_args_is_help=True, pretty_exceptions_enable=False)

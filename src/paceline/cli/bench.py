@@ -162,7 +162,7 @@ def _measure_scaling(
     if benchmark.stopped_by:
         raise typer.Exit(EXIT_CODES.get(benchmark.stopped_by, 1))
     if benchmark.failures:
-        # Their tracebacks were shown when they failed.
+        # The rest was shown when they failed.
         first_lines = {title: error.partition("\n")[0] for title, error in benchmark.failures.items()}
         raise RunError("\n".join(f"{title} could not be measured: {error}" for title, error in first_lines.items()))
 

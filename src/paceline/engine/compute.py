@@ -119,8 +119,11 @@ class Compute(ABC):
         try:
             return call(self.forward, batch, loss=self.loss)
         except (TypeError, RuntimeError) as error:
-            # if the model is divided, the plan may be the cause
-            if self.split is None and (refused := refused_batch(self.forward, batch, error, loss=self.loss)):
+            # the plan may be the cause, if the undivided model can compute the batch
+            refused = (
+                refused_batch(self.forward, batch, error, loss=self.loss) if self.split is None else self.split.refused
+            )
+            if refused is not None:
                 raise refused from error
             raise
 

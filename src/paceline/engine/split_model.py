@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.comm import Group
 from paceline.data.loader import Loader, Position
@@ -15,10 +16,10 @@ from paceline.engine.calls import prepared
 from paceline.engine.compute import Compute, LocalLoss
 from paceline.engine.no_gradient import NoGradient
 from paceline.engine.shard_reads import ShardReads
-from paceline.errors import PlanError
+from paceline.errors import BatchError, PlanError
 from paceline.job.batch import Batch, place, split
 from paceline.job.loss import Loss
-from paceline.job.zoo.losses import CrossEntropy, call
+from paceline.job.zoo.losses import CrossEntropy, call, refused_batch
 from paceline.plans.axes import DATA_AXES
 from paceline.plans.plan import Plan
 from paceline.split.apply import Split
@@ -27,6 +28,7 @@ from paceline.split.mesh import Mesh
 from paceline.split.tensor.vocabulary import ParallelLoss
 from paceline.sync.batchnorm import is_synchronised
 from paceline.trace.recording.layers import has_max_norm
+from paceline.trace.recording.model_state import restored
 
 if TYPE_CHECKING:
     from paceline.engine.settings import Settings
@@ -66,7 +68,14 @@ def without_memory(
             f'plan {plan} divides the model, and "{limited}" has max_norm, which rewrites rows that it looks '
             "up: dp alone."
         )
-    made = Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)
+    refused = _refused_by_undivided(recorded.model, example, loss)
+    try:
+        made = Split(recorded, plan, mesh, example, partial(call, loss=loss), precision=precision)
+    except Exception as error:
+        if refused is not None:
+            raise refused from error
+        raise
+    made.refused = refused
     if made.pipeline is not None and made.pipeline.by_export and is_synchronised(recorded.model):
         raise PlanError(
             f"plan {plan}: the stages of this model are traced by torch.export, which leaves out what replicas tell "
@@ -164,6 +173,36 @@ class SplitModel(Compute):
         """
         placed = self.place(_repeated(self._sample, count) if batch is None else batch)
         return self.split.context.shard(placed) if self.split.context is not None else placed
+
+
+def _refused_by_undivided(model: nn.Module, example: Batch, loss: Loss) -> BatchError | None:
+    """Explain why the undivided model cannot compute this batch.
+
+    None if it can, or if that does not show without weights.
+    """
+    try:
+        with restored(model), torch.no_grad(), _KernelTypes():
+            call(model, place(example, torch.device("meta"), dtype=None, channels_last=False), loss=loss)
+    except (TypeError, RuntimeError) as error:
+        return refused_batch(model, example, error, loss=loss)
+    except Exception:  # noqa: BLE001 - whatever the user's model raises without weights
+        return None
+    return None
+
+
+class _KernelTypes(TorchDispatchMode):
+    """Refuses products of two floating-point types, as kernels do and tensors without data do not."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()}
+        if function.overloadpacket in _PRODUCTS and len(given) > 1:
+            raise RuntimeError(f"a product of {' and '.join(sorted(map(str, given)))}")
+        return function(*args, **kwargs or {})
+
+
+_PRODUCTS = {getattr(torch.ops.aten, name) for name in ("linear", "mm", "addmm", "bmm", "baddbmm", "convolution")}
 
 
 def _first(batch: Batch) -> Batch:

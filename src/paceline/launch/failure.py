@@ -130,15 +130,12 @@ class ErrorRecord:
             _may_pass(error),
         )
 
-    def text(self, ranks: int) -> str:
-        """The error of one of so many ranks, as a user is to read it."""
+    def cause(self, ranks: int) -> str:
+        """The error as a user reads it, without its traceback."""
+        if self.explained:
+            return self.message
         stopped = " and the other ranks were stopped" if ranks > 1 else ""
-        head = (
-            self.message
-            if self.explained
-            else f"rank {self.rank} (host {self.host}, pid {self.pid}) raised{stopped}: {self.message}"
-        )
-        return f"{head}\n\n{self.traceback}".rstrip()
+        return f"rank {self.rank} (host {self.host}, pid {self.pid}) raised{stopped}: {self.message}"
 
     @classmethod
     def read(cls, path: Path) -> ErrorRecord | None:
@@ -242,7 +239,7 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
     if end.record:
         record = end.record
         final = record.explained and not record.secondary and not record.may_pass
-        text = record.text(ranks)
+        text = f"{record.cause(ranks)}\n\n{record.traceback}".rstrip()
         return LaunchFailure(text, rank, final, record.type, record.explained, traceback=record.traceback.rstrip())
     others = _others(ranks, "it")
     if end.code is not None and end.code < 0:

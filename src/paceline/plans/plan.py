@@ -16,7 +16,7 @@ from paceline.nearest import nearest
 from paceline.plans.axes import DEGREES
 from paceline.plans.choices import REMATS, SCHEDULES, Balance, Compile, MemoryFormat, Remat, Schedule, stages_per_rank
 from paceline.plans.sync_info import problem_with, sync_info
-from paceline.plans.transport_info import problem_with_transport
+from paceline.plans.transport_info import devices_of_ranks, problem_with_transport
 
 T = TypeVar("T")
 _LEAST = {**dict.fromkeys((*DEGREES, "microbatches"), 1), "threads": 0, "num_workers": 0, "zero": 1, "virtual": 2}
@@ -201,10 +201,7 @@ def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> str | None:
             else f"{key} needs a value, e.g. {key}={_example(key)}"
         )
     if key in ("device", "backend"):
-        return (
-            f'unknown key "{key}": ranks use the GPUs of the machine, if there are any, and '
-            "its cores otherwise. `paceline doctor` lists both"
-        )
+        return f'unknown key "{key}": leave it out. {devices_of_ranks()}'
     return f'unknown key "{key}". {nearest(key, available)}'
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from paceline.errors import PlanError
+from paceline.errors import ClusterError, PlanError
 from paceline.extensions import ExtensionPoint
 
 # of gradients on slow links: sending begins early, and a message is still long against its latency
@@ -78,8 +78,8 @@ def problem_with_transport(name: object) -> str | None:
         return None
     if name in ("nccl", "rccl", "xccl"):
         return (
-            f"{name} carries messages between GPUs, which use it by themselves: transport=auto. "
-            "`paceline doctor` lists the GPUs"
+            f"{name} carries messages between GPUs, which use it by themselves: leave transport out. "
+            f"{devices_of_ranks()}"
         )
     if name not in TRANSPORTS.names:
         return f'transport is {" or ".join(("auto", *TRANSPORTS.names))}, not "{name}"'
@@ -88,6 +88,19 @@ def problem_with_transport(name: object) -> str | None:
     except PlanError as error:
         return str(error)
     return None
+
+
+def devices_of_ranks() -> str:
+    """Sentences about the devices that ranks use on this machine, for messages."""
+    from paceline.cluster.gpus import find_gpus  # slow, only for a message
+
+    try:
+        found = find_gpus().devices
+    except ClusterError as error:
+        return str(error)
+    if not found:
+        return "paceline finds no GPU on this machine, so ranks use its cores. `paceline doctor` shows what it finds"
+    return f"Ranks use the GPUs of this machine, {len(found)} x {found[0].name}. `paceline doctor` lists them"
 
 
 def bucket_bytes_between_hosts(gradient_bytes: float) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
-from paceline.errors import LaunchError, PlanError
+from paceline.errors import BatchError, LaunchError, PlanError
 from paceline.files import cache_folder, made_cache_folder
 from paceline.job.job import Job
 from paceline.launch.run_on_ranks import run_on_plan
@@ -37,6 +37,7 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
     Raises:
         PlanError: the plan cannot divide the job's model, or would train another loss; every reason, and the nearest
             plan that works.
+        LaunchError: the model cannot compute a batch, whatever the plan.
         SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
     """
     if not plan.splits and not loss_is_tried(job, plan):
@@ -68,7 +69,9 @@ def _asked(question: _Question) -> list[str]:
     here = discover() if cluster.emulate is not None else cluster
     try:
         return run_on_plan(_refusal, question, job=question.job, cluster=here, plan=Plan())[0]
-    except LaunchError:
+    except LaunchError as error:
+        if error.rank_error == BatchError.__name__:
+            raise
         return []
 
 

@@ -1,6 +1,6 @@
 """Failure of a rank that another launch engine has started, such as torchrun.
 
-Its error is on the screen and in the engine's own report, and it waits for nobody.
+The cause of its error is on the screen and in the engine's own report, its traceback in a file. It waits for nobody.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from paceline.launch.failure import ErrorRecord
+from paceline.launch.shown_failure import below
 from paceline.launch_engine import own_engine
 from paceline.printable import printable
 from paceline.rank_environment import own_rank
@@ -19,7 +20,9 @@ from paceline.rank_environment import own_rank
 def fail(error: Exception) -> NoReturn:
     """Tell of `error`, caught now, and end this rank with exit code 1."""
     record = ErrorRecord.of(error, own_rank())
-    text = record.text(ranks=1)  # what became of the others is the engine's to tell
+    text = record.cause(ranks=1)  # what became of the others is the engine's to tell
+    if record.traceback:
+        text += f"\n{below(record.traceback, f'rank-{record.rank}')}"
     with suppress(OSError):  # whoever read it has gone, or the disk is full: what is left is the exit code
         print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)
         own_engine().tell_failure(text, record.time)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.comm.bucket import Bucket
 from paceline.device import uploaded, widest_float
-from paceline.errors import PlanError
+from paceline.errors import BatchError, PlanError
 from paceline.job.batch import Batch
 from paceline.plans.axes import REPLICA
 from paceline.plans.limits import NO_BLOCKS_TO_RECOMPUTE, fitting_microbatches
@@ -40,6 +40,7 @@ class Split:
     Attributes:
         mesh: all ranks as a grid, with this rank's coordinate.
         example: a microbatch as the model takes it.
+        refused: the error to raise if a batch fails, as the undivided model cannot compute the example either.
         parts: the part that this rank holds of each of its parameters.
         aliases: the further names of tied parameters (`tied_names`).
         modules: the modules that this rank computes: the model, or its pipeline stages.
@@ -58,6 +59,7 @@ class Split:
         self.tensors: TensorReport | None = None
         self.pipeline: Pipeline | None = None
         self.fully: FullySharded | None = None
+        self.refused: BatchError | None = None
         self._undo: list[Callable[[], object]] = []
         model = deferred.model
         self.parts: Parts = whole_parts(model)

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.errors import DataError, JobError, PacelineError
+from paceline.errors import BatchError, DataError, JobError, PacelineError
 from paceline.job.loss import LossSpec
 from ranks import Ranks
 
@@ -34,6 +34,46 @@ def step(
     loader = DataLoader(TensorDataset(x, y, *more), batch_size=8)
     engine = paceline.setup(model, optimizer(model.parameters(), lr=0.1), loss, loader)
     engine.step(next(iter(engine.loader)))
+
+
+class Squared(nn.Module):
+    """Blocks that `tp`, `fsdp` and `pp` divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(FEATURES, 8), nn.Linear(8, FEATURES)) for _ in range(2))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+_BATCHES = {
+    "float64": (torch.randn(SAMPLES, FEATURES, dtype=torch.float64), torch.arange(SAMPLES) % CLASSES),
+    "too many features": (torch.randn(SAMPLES, FEATURES + 1), torch.arange(SAMPLES) % CLASSES),
+    "weights of samples": (torch.randn(SAMPLES, FEATURES), torch.arange(SAMPLES) % CLASSES, torch.ones(SAMPLES)),
+}
+
+
+def under_divided_plans() -> list[str]:
+    """Names of the errors that the batches end in, in order."""
+    found = []
+    for plan in ("tp=2", "fsdp=2", "pp=2 microbatches=2"):
+        for tensors in _BATCHES.values():
+            model = Squared()
+            loader = DataLoader(TensorDataset(*tensors), batch_size=8)
+            try:
+                engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, loader, plan=plan)
+                engine.step(next(iter(engine.loader)))
+            except Exception as error:  # noqa: BLE001 - that it is paceline's own is what the test looks at
+                found.append(type(error).__name__)
+    return found
+
+
+def test_a_batch_that_no_plan_can_compute_is_refused_alike_by_plans_that_divide_the_model(ranks: Ranks) -> None:
+    assert ranks(2, under_divided_plans) == [["BatchError"] * 3 * len(_BATCHES)] * 2
 
 
 def a_tuple() -> None:
@@ -100,9 +140,9 @@ MISTAKES: list[tuple[Callable[[], None], type[PacelineError], str]] = [
     (a_function_of_every_sample, JobError, "reduction='mean'"),
     (a_step_by_lbfgs, JobError, "optimizer.step(closure)"),
     (an_update_by_lbfgs, JobError, "optimizer.step(closure)"),
-    (weights_of_samples, DataError, "for x, y, w in engine.loader"),
-    (float64_data, DataError, "x.float()"),
-    (too_many_features, DataError, str(FEATURES + 1)),
+    (weights_of_samples, BatchError, "for x, y, w in engine.loader"),
+    (float64_data, BatchError, "x.float()"),
+    (too_many_features, BatchError, str(FEATURES + 1)),
     (a_target_of_another_shape, DataError, "int64"),
     (a_label_without_a_class, DataError, str(CLASSES)),
 ]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
-from paceline.errors import DataError, JobError
+from paceline.errors import BatchError, DataError, JobError
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, LossSpec
 from paceline.job.read.imports import load_object
@@ -421,14 +421,14 @@ def _arguments(batch: Batch, loss: Loss) -> tuple[tuple[Any, ...], dict[str, Any
     return (), {k: v for k, v in batch.items() if k != "labels"}
 
 
-def refused_batch(model: Callable[..., Any], batch: Batch, error: Exception, *, loss: Loss) -> DataError | None:
+def refused_batch(model: Callable[..., Any], batch: Batch, error: Exception, *, loss: Loss) -> BatchError | None:
     """Explain why `call` failed on this batch, as an error; None if unknown."""
     inputs, named = _arguments(batch, loss)
     if why := _misfit(model, inputs, named):
-        return DataError(f"{why} ({first_line(error)})")
-    if type(error) is RuntimeError and re.search("shape|size|channels|[0-9]D", str(error)):
+        return BatchError(f"{why} ({first_line(error)})")
+    if type(error) is RuntimeError and re.search("shape|size|channels|reduction dim|[0-9]D", str(error)):
         parts = [described(t) for t in (*inputs, *named.values()) if isinstance(t, Tensor)]
-        explained = DataError(f"{_kind(model)} cannot compute a batch of {', '.join(parts)}: {first_line(error)}")
+        explained = BatchError(f"{_kind(model)} cannot compute a batch of {', '.join(parts)}: {first_line(error)}")
         explained.from_users_code = True
         return explained
     return None

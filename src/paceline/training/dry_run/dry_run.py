@@ -33,7 +33,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.meter import Meter
 from paceline.engine.settings import Settings
 from paceline.engine.split_model import without_memory
-from paceline.errors import DataError, PacelineError, PlanError
+from paceline.errors import BatchError, DataError, PacelineError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.job import Job
@@ -222,6 +222,8 @@ def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | No
         split = divide()
         if split.context is not None and batch is not None:
             split.context.shard(batch)
+    except BatchError:
+        raise  # under every plan
     except DataError as error:
         raise PlanError(f"plan {plan}: {error}") from error
     except PacelineError:

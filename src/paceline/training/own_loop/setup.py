@@ -27,6 +27,7 @@ from paceline.plans.plan import Plan
 from paceline.plans.sync_info import sync_info
 from paceline.split.mesh import Mesh
 from paceline.torch_versions import untested
+from paceline.training.own_loop.interrupt import tell_in_one_line
 from paceline.training.own_loop.loop import OnStep, OwnLoop, refuse_model_of_another_engine
 from paceline.training.own_loop.refusals import refuse_own_passes
 
@@ -123,6 +124,8 @@ def _join(plan: Plan | str, deadline_s: float) -> tuple[Plan, Group]:
     asked = None if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
     group = join(deadline_s=deadline_s, transport="auto" if asked is None else asked.transport)
     atexit.register(leave, group)
+    if group.size > 1:
+        tell_in_one_line(group.rank)
     chosen = Plan(dp=group.size) if asked is None else asked
     _check_ranks(chosen, group)
     if group.rank == 0 and (newer := untested()):

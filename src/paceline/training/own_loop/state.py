@@ -239,7 +239,7 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
 
 
 def _refuse_other_data(engine: OwnLoop, loaded: Loaded) -> None:
-    """Refuse a changed data set on all ranks, also if it has changed on one rank only."""
+    """Refuse a changed data set, on all ranks if it changed on one."""
     problem = None
     for loader, saved in zip(engine.loaders, loaded.values["loop"].get("data", ()), strict=False):
         if what := changed_data(saved, loader.fingerprint()):

@@ -8,6 +8,8 @@ import traceback
 from pathlib import Path
 
 from paceline.errors import PacelineError
+from paceline.files import write_traceback
+from paceline.launch.failure import traceback_of_users_code
 from paceline.printable import printable
 
 _shows_traceback = False
@@ -26,26 +28,15 @@ def show(error: Exception) -> None:
 
     Its traceback is shown with `--traceback`, or if it cannot be written to a file.
     """
-    text, frames = _parts(error)
-    print(f"paceline: {printable(text)}", file=sys.stderr)
-    if not frames:
-        return
-    file = None if _shows_traceback else _written(frames)
-    if file is None:
-        print(f"\n{printable(frames)}", file=sys.stderr)
-        return
-    places = [
-        place for place in _FRAME.findall(frames) if "site-packages" not in place[0] and _OWN_FILES not in place[0]
-    ]
-    where = f"raised in {places[-1][0]}, line {places[-1][1]}, in {places[-1][2]}; " if places else ""
-    print(printable(f"{where}traceback in {file}, or on the screen with --traceback"), file=sys.stderr)
+    cause, frames = cause_and_traceback(error)
+    print(f"paceline: {printable(cause)}", file=sys.stderr)
+    if frames:
+        print(printable(below(frames)), file=sys.stderr)
 
 
-def _parts(error: Exception) -> tuple[str, str]:
+def cause_and_traceback(error: Exception) -> tuple[str, str]:
     """The message of an error, and its traceback; empty if the message says all."""
     if isinstance(error, PacelineError):
-        from paceline.launch.failure import traceback_of_users_code
-
         if error.traceback:
             lines = str(error).replace(error.traceback, "").strip().splitlines()
             return "\n".join(line for line in lines if line.strip()), error.traceback
@@ -54,13 +45,20 @@ def _parts(error: Exception) -> tuple[str, str]:
     return cause, "".join(traceback.format_exception(error)).rstrip()
 
 
-def _written(frames: str) -> Path | None:
-    """The file of this user's newest traceback; None if it cannot be written."""
-    from paceline.files import made_cache_folder, write_whole
+def below(frames: str, name: str = "newest", folder: Path | None = None) -> str:
+    """The lines below the cause of an error.
 
-    try:
-        file = made_cache_folder("traceback") / "newest.txt"
-        write_whole(file, f"{frames}\n")
-    except OSError:
-        return None
-    return file
+    They name its place and the file with the traceback, or show the traceback.
+
+    Args:
+        name: of the file, without `.txt`.
+        folder: of the file; None is a folder in the user's cache.
+    """
+    file = None if _shows_traceback else write_traceback(frames, name, folder)
+    if file is None:
+        return f"\n{frames}"
+    places = [
+        place for place in _FRAME.findall(frames) if "site-packages" not in place[0] and _OWN_FILES not in place[0]
+    ]
+    where = f"raised in {places[-1][0]}, line {places[-1][1]}, in {places[-1][2]}; " if places else ""
+    return f"{where}traceback in {file}, or on the screen with --traceback"
