@@ -191,14 +191,14 @@ def _refused_by_undivided(model: nn.Module, example: Batch, loss: Loss) -> Batch
 
 
 class _KernelTypes(TorchDispatchMode):
-    """Refuses products of two floating-point types, as kernels do and tensors without data do not."""
+    """Refuses products of two dtypes, as kernels do and tensors without data do not."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()}
+        given = {x.dtype for x in args if isinstance(x, Tensor)}
         if function.overloadpacket in _PRODUCTS and len(given) > 1:
-            raise RuntimeError(f"a product of {' and '.join(sorted(map(str, given)))}")
+            raise RuntimeError(f"a product needs one dtype, but got {' and '.join(sorted(map(str, given)))}")
         return function(*args, **kwargs or {})
 
 

@@ -223,9 +223,10 @@ class Independent:
         return all(rank.code == 0 for rank in self._ranks_of(0))
 
     def _end_stopped(self) -> None:
-        """Kill ranks that SIGSTOP holds for too long.
+        """Kill the ranks that have been stopped by SIGSTOP for too long.
 
-        Unless the run is ending, do not kill if all ranks are held, or all processes of a server.
+        There are two exceptions, which apply until the run ends. If all ranks are stopped, none is killed: somebody
+        suspended the whole run. A server's process is killed only if another process of that server runs.
         """
         alive = [number for number in self.counted if self.attempt.ranks[number].code is None]
         late, ending = self._stopped.too_long(alive), self.attempt.signals.first is not None

@@ -27,8 +27,9 @@ def step(
     target: Tensor | None = None,
     more: tuple[Tensor, ...] = (),
     optimizer: Callable[..., Any] = SGD,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    model = nn.Linear(FEATURES, CLASSES)
+    model = nn.Linear(FEATURES, CLASSES, dtype=dtype)
     x = torch.randn(SAMPLES, FEATURES) if inputs is None else inputs
     y = torch.arange(SAMPLES) % CLASSES if target is None else target
     loader = DataLoader(TensorDataset(x, y, *more), batch_size=8)
@@ -47,11 +48,12 @@ class Squared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 _BATCHES = {
     "float64": (torch.randn(SAMPLES, FEATURES, dtype=torch.float64), torch.arange(SAMPLES) % CLASSES),
+    "whole numbers": (torch.randint(0, 9, (SAMPLES, FEATURES)), torch.arange(SAMPLES) % CLASSES),
     "too many features": (torch.randn(SAMPLES, FEATURES + 1), torch.arange(SAMPLES) % CLASSES),
     "weights of samples": (torch.randn(SAMPLES, FEATURES), torch.arange(SAMPLES) % CLASSES, torch.ones(SAMPLES)),
 }
@@ -119,6 +121,25 @@ def float64_data() -> None:
     step(inputs=torch.randn(SAMPLES, FEATURES, dtype=torch.float64))
 
 
+def whole_numbers() -> None:
+    step(inputs=torch.randint(0, 9, (SAMPLES, FEATURES)))
+
+
+def a_float64_model() -> None:
+    step(dtype=torch.float64)
+
+
+def a_model_of_half_precision() -> None:
+    step(dtype=torch.float16)
+
+
+def text() -> None:
+    model = nn.Linear(FEATURES, CLASSES)
+    loader: DataLoader[Any] = DataLoader([("a word", i % CLASSES) for i in range(SAMPLES)], batch_size=8)  # type: ignore[arg-type]
+    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, loader)
+    engine.step(next(iter(engine.loader)))
+
+
 def too_many_features() -> None:
     step(inputs=torch.randn(SAMPLES, FEATURES + 1))
 
@@ -142,6 +163,10 @@ MISTAKES: list[tuple[Callable[[], None], type[PacelineError], str]] = [
     (an_update_by_lbfgs, JobError, "optimizer.step(closure)"),
     (weights_of_samples, BatchError, "for x, y, w in engine.loader"),
     (float64_data, BatchError, "x.float()"),
+    (whole_numbers, BatchError, "x.float()"),
+    (a_float64_model, BatchError, "precision=fp64"),
+    (a_model_of_half_precision, BatchError, "precision=bf16"),
+    (text, BatchError, "collate"),
     (too_many_features, BatchError, str(FEATURES + 1)),
     (a_target_of_another_shape, DataError, "int64"),
     (a_label_without_a_class, DataError, str(CLASSES)),

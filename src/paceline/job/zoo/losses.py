@@ -424,7 +424,7 @@ def _arguments(batch: Batch, loss: Loss) -> tuple[tuple[Any, ...], dict[str, Any
 def refused_batch(model: Callable[..., Any], batch: Batch, error: Exception, *, loss: Loss) -> BatchError | None:
     """Explain why `call` failed on this batch, as an error; None if unknown."""
     inputs, named = _arguments(batch, loss)
-    if why := _misfit(model, inputs, named):
+    if why := _misfit(model, inputs, named, error):
         return BatchError(f"{why} ({first_line(error)})")
     if type(error) is RuntimeError and re.search("shape|size|channels|reduction dim|[0-9]D", str(error)):
         parts = [described(t) for t in (*inputs, *named.values()) if isinstance(t, Tensor)]
@@ -439,7 +439,9 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _misfit(model: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any]) -> str | None:
+def _misfit(
+    model: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any], failure: Exception
+) -> str | None:
     """Explain why a model cannot take these inputs; None if unknown."""
     forward = model.forward if isinstance(model, nn.Module) else model
     name = _kind(model)
@@ -455,14 +457,29 @@ def _misfit(model: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[s
         return f"a batch has the keys {', '.join(named)}, which {name} gets by name: {error}"
     except ValueError:  # a callable without a signature
         return None
-    weights = list(model.parameters()) if isinstance(model, nn.Module) else []
-    wide = [t for t in (*inputs, *named.values()) if isinstance(t, Tensor) and t.dtype == torch.float64]
-    if wide and weights and all(p.dtype != torch.float64 for p in weights):
+    given = (*inputs, *named.values())
+    if any(isinstance(x, (list, tuple)) and x and isinstance(x[0], str) for x in given):
+        return f"the batch has text where {name} needs a tensor: turn it into numbers in the data set, or in `collate`"
+    of_model = {p.dtype for p in model.parameters() if p.is_floating_point()} if isinstance(model, nn.Module) else set()
+    of_data = {t.dtype for t in given if isinstance(t, Tensor)}
+    return _other_dtype(of_model.pop(), of_data, failure) if len(of_model) == 1 else None
+
+
+def _other_dtype(of_model: torch.dtype, of_data: set[torch.dtype], failure: Exception) -> str | None:
+    """Explain that a model and its data have two dtypes; None if that is not why it failed."""
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in (of_model, *of_data)}
+    wide = torch.float64 in of_data and of_model != torch.float64
+    other = torch.float64 if wide else next((dtype for dtype in of_data if dtype != of_model), None)
+    if other is None or not (wide or re.search("dtype|scalar type|[Ii]nput type", str(failure))):
+        return None
+    if of_model != torch.float32 and other == torch.float32:
+        precision = "fp64" if of_model == torch.float64 else "bf16"
         return (
-            "the data is float64 and the model float32: convert it in the data set, x.float(), or train with "
-            "precision=fp64"
+            f"the model is {names[of_model]} and the data float32: leave out what converts the model, such as "
+            f".double() or .half(), and train with precision={precision}"
         )
-    return None
+    advice = ", or train with precision=fp64" if wide else ""
+    return f"the data is {names[other]} and the model {names[of_model]}: convert it in the data set, x.float(){advice}"
 
 
 def _kind(model: Callable[..., Any]) -> str:
