@@ -466,7 +466,7 @@ def _misfit(
 
 
 def _other_dtype(of_model: torch.dtype, of_data: set[torch.dtype], failure: Exception) -> str | None:
-    """Explain that a model and its data have two dtypes; None if that is not why it failed."""
+    """Explain two dtypes of model and data; None if they did not fail."""
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in (of_model, *of_data)}
     wide = torch.float64 in of_data and of_model != torch.float64
     other = torch.float64 if wide else next((dtype for dtype in of_data if dtype != of_model), None)
