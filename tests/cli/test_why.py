@@ -20,7 +20,7 @@ def test_a_slow_rank_makes_two_cores_slower_than_one_and_is_told(tmp_path: Path)
     shown = paceline("why", "two", "--one", "one", "--no-predict", folder=tmp_path)
     assert shown.code == 0
     assert shown.says(
-        "Plan dp=2 balance=off takes", "on 2 cores", "That is slower than one core, which takes",
+        "Plan dp=2 balance=off takes", "on 2 cores", "That is slower than one core: ",
         "as one has measured", "waiting for the slowest rank", "nothing is known that surely helps",
         "may help or not: balance=auto",
     )  # fmt: skip

@@ -100,7 +100,8 @@ class Diagnosis:
             return [f"That is as fast as one device{sure}, which takes {took}.{self._lost('It is no faster, as')}"]
         if self.speedup < 1:
             return [
-                f"{that} slower than one device, which takes {took}: its speed times {times}."
+                f"{that} slower than one device: {units.digits(self.speedup)} × its speed{sure}. "
+                f"Alone, one device takes {took}."
                 f"{self._lost('It is slower because')}"
             ]
         ideal = f"the ideal is {run.devices} ×"
