@@ -511,6 +511,41 @@ def a_block_in_a_method_of_its_own() -> nn.Module:
     return Chain(forward, Goes)
 
 
+# Fourier transforms
+
+
+class Filtered(Block):
+    """Multiplies the spectrum of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH))
+
+
+@model
+def filters_of_spectra() -> nn.Module:
+    return Chain(one_after_the_other, Filtered)
+
+
+class OfSpectrum(Block):
+    """Takes and returns a spectrum: complex numbers cross from stage to stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(super().forward(x.real), torch.tanh(x.imag))
+
+
+@model
+def spectra_between_blocks() -> nn.Module:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        y: Tensor = torch.fft.ifft(one_after_the_other(model, torch.fft.fft(x))).real
+        return y
+
+    return Chain(forward, OfSpectrum)
+
+
 def batches() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(ROWS * STEPS, WIDTH, generator=generator, dtype=torch.float64)
@@ -589,6 +624,10 @@ def test_hooks_run_where_their_modules_and_parameters_are(ranks: Ranks) -> None:
         "features_taken_by_hooks",
     ]
     assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
+
+
+def test_fourier_transforms_are_computed_by_stages(ranks: Ranks) -> None:
+    assert_same(ranks(2, divided, ["filters_of_spectra", "spectra_between_blocks"], PP, 2, backend="shm"))
 
 
 def test_what_is_changed_in_place_is_changed_once(ranks: Ranks) -> None:
