@@ -245,7 +245,7 @@ def test_one_rank_that_is_predicted_to_need_one_core_is_measured_on_all_before_o
 ) -> None:
     """A network that is slow wherever a rank has one thread."""
     forecasts(monkeypatch, steps_of_1_ms(str(ONE_CORE)), steps_of_1_ms("dp=2", 2.5))
-    job = network(tmp_path, "time.sleep(0.15 if torch.get_num_threads() == 1 else 0.0)", **WITHOUT_BOUND)
+    job = network(tmp_path, "time.sleep(0.08 if torch.get_num_threads() == 1 else 0.0)", **WITHOUT_BOUND)
     choice = choose(job, TWO_CORES)
     found = verdicts(choice)
     assert list(found)[:3] == ["threads=1", "threads=0", "dp=2"], choice.lines
