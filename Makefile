@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 VENV := .venv
-SYSTEMS := src/paceline/benchmark/systems/requirements
+SYSTEMS := src/paceline_lab/systems/requirements
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0

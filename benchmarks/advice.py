@@ -34,12 +34,12 @@ from rich.console import Console
 from measure import environment_line
 from paceline.cluster.discover import environment
 from paceline.job.job import Job
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
 from paceline.report.diagnosis.diagnosis import diagnosis_of
 from paceline.report.diagnosis.tried import try_suggestions
-from paceline.runner.train import train
+from paceline.run.record.run import Run
+from paceline.run.train import train
 from paceline.stats import Interval, median_interval
-from paceline.training.record.run import Run
 
 ROUNDS, TRIES, STEPS = 5, 4, 120
 GPT = {"zoo": "gpt", "args": {"vocab": 64, "layers": 2, "heads": 2, "hidden": 64, "context": 32}}

@@ -35,13 +35,13 @@ from paceline.comm.backend import joined
 from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
-from paceline.planner.auto import auto_plan
-from paceline.planner.knobs import KNOBS
-from paceline.planner.legal_plans import legal_plans
-from paceline.plans.plan import Plan, cores_of
+from paceline.planning.auto import auto_plan
+from paceline.planning.knobs import KNOBS
+from paceline.planning.legal_plans import legal_plans
+from paceline.planning.plan import Plan, cores_of
+from paceline.run.tuning.auto import AutoChoice, choose
+from paceline.run.tuning.candidate import TrialCandidate, part_of
 from paceline.stats import Interval, median_interval
-from paceline.tuning.auto import AutoChoice, choose
-from paceline.tuning.candidate import TrialCandidate, part_of
 from served import Ranks
 
 RANKS, ROUNDS, BLOCK_S, LONG_STEPS = 2, 3, 1.2, 20_000

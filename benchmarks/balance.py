@@ -46,9 +46,9 @@ from typing import Any
 from measure import environment_line
 from paceline.cluster.discover import environment
 from paceline.cluster.emulate.cgroup import PREFIX, make_group, place_of_group
+from paceline.run.record.goodput import goodput
+from paceline.run.record.run import Run
 from paceline.stats import Interval, median_interval
-from paceline.training.record.goodput import goodput
-from paceline.training.record.run import Run
 
 BIN = Path(sys.executable).parent
 HOSTS, FULL, HALF = 4, 0.45, 0.225  # cores of a host: some are left for the commands themselves

@@ -30,13 +30,13 @@ from dataclasses import dataclass
 
 from experts_rows import Expert, as_numbers, experts
 from paceline.errors import PacelineError
-from paceline.planner.cost.estimate import estimate
-from paceline.planner.machines import machines
-from paceline.planner.predict import Layouts
-from paceline.planner.search.rejected import why_it_loses
-from paceline.planner.search.result import Candidate, SearchResult
-from paceline.planner.search.search import search
-from paceline.planner.tables.rows import Skipped
+from paceline.planning.cost.estimate import estimate
+from paceline.planning.machines import machines
+from paceline.planning.predict import Layouts
+from paceline.planning.search.rejected import why_it_loses
+from paceline.planning.search.result import Candidate, SearchResult
+from paceline.planning.search.search import search
+from paceline.planning.tables.rows import Skipped
 from paceline.units import percent
 
 CLOSE = 0.15

@@ -16,11 +16,11 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.named import named_cluster
 from paceline.errors import PacelineError
 from paceline.job.job import Job, Precision
-from paceline.planner.check.check_plan import check_plan
-from paceline.planner.cost.layout import Layout
-from paceline.planner.tables.rows import Row, Skipped, read
-from paceline.plans.axes import DEGREES
-from paceline.plans.plan import Plan
+from paceline.planning.axes import DEGREES
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.cost.layout import Layout
+from paceline.planning.plan import Plan
+from paceline.planning.tables.rows import Row, Skipped, read
 
 TABLE = Path(__file__).parent / "experts" / "plans.csv"
 SAME_PRECISION = {"fp16": "bf16", "tf32": "fp32"}  # as fast, as wide

@@ -59,8 +59,8 @@ from faults_found import HANG_S, HEAD, REPLICAS, REST_S, SEED, Faults, events, r
 from faults_hosts import HostCommands, host_commands
 from faults_peers import PEERS, measured_on
 from measure import environment_line
-from paceline.chaos.links import Links
 from paceline.cluster.discover import environment
+from paceline_lab.chaos.links import Links
 
 BIN = Path(sys.executable).parent
 TOLERANCE = 1e-6

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from faults_found import HANG_S, REPLICAS, events, wait_for
-from paceline.channel.key import RunKey, write_key
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.emulate.hosts import Emulation
+from paceline.wire.key import RunKey, write_key
 
 PORT = 29650
 _NUMBER = re.compile(r"-(\d+) \(number \d+\)$")  # of the host when the run began, in its name

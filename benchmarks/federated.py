@@ -37,12 +37,12 @@ from torch import Tensor, nn
 
 import federated_secure
 from measure import environment_line
-from paceline.federate.order import order
-from paceline.federate.simulation.run import Simulation, simulate
 from paceline.job.job import Job
+from paceline.run.checkpoint.convert import export
+from paceline.run.record.run import Run
 from paceline.stats import median_interval
-from paceline.training.checkpoint.convert import export
-from paceline.training.record.run import Run
+from paceline_federated.order import order
+from paceline_federated.simulation.run import Simulation, simulate
 
 FLOWER = Path(__file__).with_name("federated_flower.py").resolve()
 NAMES = {"w1": "first.weight", "b1": "first.bias", "w2": "second.weight", "b2": "second.bias"}

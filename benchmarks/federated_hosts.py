@@ -31,18 +31,19 @@ from typing import Any
 import torch
 
 from measure import environment_line
-from paceline.channel.key import RunKey
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation, enter_host
-from paceline.federate.real.join import Joining, Participant, checked, connected, take_part
-from paceline.federate.real.kept import ClientFolder
-from paceline.federate.real.serve import serve
-from paceline.federate.simulation.deal import deal
-from paceline.federate.simulation.run import simulate
 from paceline.job.job import Job
 from paceline.job.zoo.data.samples import Selection
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 from paceline.units import size
+from paceline.wire.key import RunKey
+from paceline_federated.real.join import Joining, Participant, checked, connected, take_part
+from paceline_federated.real.kept import ClientFolder
+from paceline_federated.real.serve import serve
+from paceline_federated.section import federate_spec
+from paceline_federated.simulation.deal import deal
+from paceline_federated.simulation.run import simulate
 
 CLIENTS, PORT, DEADLINE_S = 8, 29530, 300.0
 KILLED = {2: 4, 5: 8}  # client -> round after which it is killed
@@ -145,9 +146,8 @@ def told(line: str) -> None:
 
 def samples_of(what: Job) -> list[Selection]:
     """Each client's own samples, as the simulation divides them."""
-    assert what.federate is not None
     train = what.data.build(input_shape=what.model.input_shape(), seed=what.seed).train
-    parts = deal(train, what.federate.partition, CLIENTS, what.seed)
+    parts = deal(train, federate_spec(what).partition, CLIENTS, what.seed)
     return [Selection(train, parts[number]) for number in range(CLIENTS)]
 
 

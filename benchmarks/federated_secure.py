@@ -28,16 +28,17 @@ import torch
 from torch import Tensor
 
 from measure import environment_line
-from paceline.federate.client import ClientState, LocalTraining, first_model
-from paceline.federate.real.gather import Gathering
-from paceline.federate.real.join import Participant
-from paceline.federate.real.kept import ClientFolder
-from paceline.federate.rule import Task, Update
-from paceline.federate.server import Server
-from paceline.federate.simulation.deal import deal
 from paceline.job.job import Job
 from paceline.job.zoo.data.samples import Selection
 from paceline.stats import median_interval
+from paceline_federated.client import ClientState, LocalTraining, first_model
+from paceline_federated.real.gather import Gathering
+from paceline_federated.real.join import Participant
+from paceline_federated.real.kept import ClientFolder
+from paceline_federated.rule import Task, Update
+from paceline_federated.section import federate_spec
+from paceline_federated.server import Server
+from paceline_federated.simulation.deal import deal
 
 CLIP, LOST, DEADLINE_S = 10.0, 0.1, 3600.0
 
@@ -108,16 +109,15 @@ class InProcess:
     """
 
     def __init__(self, what: Job, folder: Path) -> None:
-        assert what.federate is not None
         self._held = ExitStack()
         training = LocalTraining(what, first_model(what))
-        self.layout, places = training.layout, what.federate.clients
+        self.layout, places = training.layout, federate_spec(what).clients
         self.server = Server(what, self.layout, self.layout.flatten(training.model), places)
         self.gathering = Gathering(
             what, self.layout, self.server.rule, name="benchmark", places=places, deadline_s=DEADLINE_S
         )
         train = what.data.build(input_shape=what.model.input_shape(), seed=0).train
-        parts = deal(train, what.federate.partition, places, what.seed)
+        parts = deal(train, federate_spec(what).partition, places, what.seed)
         self.parts: list[Participant] = []
         for number in range(places):
             kept = self._held.enter_context(ClientFolder(folder / str(number)))

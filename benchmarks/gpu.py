@@ -52,9 +52,9 @@ from gpu_speed import SpeedCase, measured, speeds_on
 from measure import environment_line
 from paceline.cluster.discover import discover, environment
 from paceline.device import ON_CPU
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.run_on_ranks import run_on_ranks
 from paceline.errors import PlanError
-from paceline.launch.place import on_this_machine
-from paceline.launch.run_on_ranks import run_on_ranks
 
 MOST_DEVICES = 8
 # Of the time, until when each stage may go on; what did not fit is tried again at the end.

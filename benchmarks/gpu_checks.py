@@ -1,6 +1,6 @@
 """Checks of `gpu.py`: which paths there are, and how each is held to one process on the CPU.
 
-Splits, rules and knobs go through `paceline.parity`: losses, gradients and parameters of a few steps against one
+Splits, rules and knobs go through `paceline.run.parity`: losses, gradients and parameters of a few steps against one
 process in float64 on the CPU. Rules that are not exact, and whole runs, are held to the same run on CPU ranks, by
 their losses.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 from gpu_results import CheckRow, CheckVerdict, Described
 from paceline.job.job import Job
-from paceline.parity.check import Checks, Tolerance
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
+from paceline.run.parity.check import Checks, Tolerance
 
 STEPS = 2
 _COMMON: dict[str, Any] = {

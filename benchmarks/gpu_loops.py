@@ -23,12 +23,12 @@ from gpu_ranks import Loops, OwnLoop, train_own_loop
 from gpu_results import CheckRow, Described
 from paceline.cluster.discover import discover
 from paceline.device import ON_CPU
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.run_on_ranks import run_on_ranks
 from paceline.job.job import Job
-from paceline.launch.place import on_this_machine
-from paceline.launch.run_on_ranks import run_on_ranks
-from paceline.plans.plan import Plan
-from paceline.runner.train import train
-from paceline.training.record.run import Run
+from paceline.planning.plan import Plan
+from paceline.run.record.run import Run
+from paceline.run.train import train
 
 RUNS, OWN, INEXACT = "Whole runs", "Loops of users' own", "Rules that are not exact, two devices"
 STEPS, STOPPED_AT = 8, 5

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_operations.py --out FILE.csv [--seconds 150]
 
-What products, attention and casts reach (`paceline/planner/cost/constants.py`, `attention.py`) is read off such a table
-(`tables/operations_h100.csv`), so that it does not rest on whole runs alone. Each line is one shape: the median of
-blocks of calls between two events of the device, on normally distributed numbers (power, and with it the clock,
+What products, attention and casts reach (`paceline/planning/cost/constants.py`, `attention.py`) is read off such a
+table (`tables/operations_h100.csv`), so that it does not rest on whole runs alone. Each line is one shape: the median
+of blocks of calls between two events of the device, on normally distributed numbers (power, and with it the clock,
 depends on them). A last line has the clock and power that the driver states under a long product. Lines of an operation
 that the device or this torch does not have are left out, and said.
 """

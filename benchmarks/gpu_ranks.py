@@ -1,6 +1,6 @@
 """What ranks of `gpu.py` do: describe their device, train a user's own loop, train two ways to compare in turn.
 
-Each function is called by `paceline.launch.run_on_ranks`; on the CPU where the environment says so.
+Each function is called by `paceline.elastic.run_on_ranks`; on the CPU where the environment says so.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.training.build import build_engine, built, seed_all
-from paceline.training.loop import Loop
-from paceline.training.record.run import Run
+from paceline.run.build import build_engine, built, seed_all
+from paceline.run.loop import Loop
+from paceline.run.record.run import Run
 
 WARM_UP, PROOF_STEPS, BLOCK_S, MOST_STEPS, LEAST_PAIRS, MOST_PAIRS = 6, 4, 0.4, 200, 4, 30
 Beside = Literal["plain PyTorch", "DDP", "FSDP2"]

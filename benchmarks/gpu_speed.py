@@ -15,15 +15,15 @@ from gpu_loops import largest_difference
 from gpu_ranks import Beside, Compared, Comparison, train_in_turn
 from gpu_results import Described, Side, SpeedRow
 from paceline.cluster.discover import discover
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.run_on_ranks import run_on_ranks, warm_up_for
 from paceline.errors import PacelineError
 from paceline.job.job import Job
-from paceline.launch.place import on_this_machine
-from paceline.launch.run_on_ranks import run_on_ranks, warm_up_for
-from paceline.planner.check.check_plan import check_plan
-from paceline.planner.predict import predict
-from paceline.plans.plan import Plan
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.plan import Plan
+from paceline.planning.predict import predict
+from paceline.run.record.run import Run
 from paceline.stats import median_interval
-from paceline.training.record.run import Run
 
 GIB = 2**30
 # Relative differences of the first losses. In fp32 convolutions and matrix products may be computed in TF32.

@@ -40,7 +40,6 @@ import torch.distributed as dist
 from collectives import KIB, MIB, calls_in, size_text, timed
 from hosts_start import first_step_ratio
 from measure import environment_line
-from paceline.channel.key import RunKey
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import environment
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
@@ -49,6 +48,7 @@ from paceline.comm.backend import joined
 from paceline.comm.tcp import TcpProcessGroup
 from paceline.rank_environment import ENCRYPT
 from paceline.stats import Interval, median_interval
+from paceline.wire.key import RunKey
 from served import Ranks
 
 SCRIPT = str(Path(__file__).with_name("hosts.py"))

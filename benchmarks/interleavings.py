@@ -31,10 +31,10 @@ from random import Random
 from measure import environment_line
 from membership_world import World, played
 from paceline.cluster.discover import environment
+from paceline.elastic.membership import Membership
 from paceline.epoch import Epoch
 from paceline.files import write_whole
-from paceline.launch.membership import Membership
-from paceline.training.recovery.border import newest_of
+from paceline.run.recovery.border import newest_of
 
 KILLS = 0.0, 0.01, 0.03, 0.05, 0.15
 FEWEST = 30  # events; the most are ten times as many

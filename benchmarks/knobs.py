@@ -25,7 +25,7 @@ from typing import Any
 from measure import environment_line
 from paceline.cluster.discover import discover, environment
 from paceline.job.job import Job
-from paceline.tuning.auto import choose
+from paceline.run.tuning.auto import choose
 
 ADAMW: dict[str, Any] = {"optimizer": {"name": "adamw", "lr": 1e-4}, "stop": {"steps": 2000}, "loss": "cross_entropy"}
 IMAGES: dict[str, Any] = {"kind": "synthetic", "samples": 640}

@@ -3,7 +3,7 @@
     python benchmarks/live_cost.py [--seconds 20] [--json]
 
 A process writes what ranks with steps of 10 ms write: a line for each step and rank, as the recorder writes them,
-with a reading of the machine in each second. `paceline watch` (in a pseudo-terminal) and `paceline serve` (with one
+with a reading of the machine in each second. `paceline watch` (in a pseudo-terminal) and `paceline dashboard` (with one
 client that takes its events) follow it, in processes of their own. Counted is the CPU time that each takes, after
 its first look, so that what else the machine does bears little on it.
 
@@ -11,7 +11,7 @@ Figures, of 2 ranks, and with `_64_ranks` behind their names of 64:
 - `watch_share_of_10ms_step`, `serve_share_of_10ms_step`: CPU seconds per second of one core. A rank whose core is
   taken for that time is so much slower, and all others wait for it: the most that looking can cost a step.
 - `both_share_of_10ms_step`: their sum.
-- `idle_share`: that of `paceline serve` while nobody looks.
+- `idle_share`: that of `paceline dashboard` while nobody looks.
 - `updates_per_s`: how often the page hears of changes.
 
 What ranks pay to write their record is in `benchmarks/overhead.py`.
@@ -41,8 +41,8 @@ from measure import environment_line
 from paceline.cluster.discover import discover
 from paceline.engine.meter import PARTS
 from paceline.job.job import Job
-from paceline.plans.plan import Plan
-from paceline.training.record.run import Run
+from paceline.planning.plan import Plan
+from paceline.run.record.run import Run
 
 STEP_S, GREETING_S = 0.01, 8.0  # the other: in which the first look is over
 JOB: dict[str, Any] = {

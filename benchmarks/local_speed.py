@@ -46,16 +46,16 @@ from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.deferred_compiler import defer_compiler
+from paceline.elastic.seed import ALLOCATOR
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.launch.seed import ALLOCATOR
-from paceline.planner.knobs import KNOBS
-from paceline.plans.plan import Plan, cores_of
+from paceline.planning.knobs import KNOBS
+from paceline.planning.plan import Plan, cores_of
+from paceline.run.build import build_engine
+from paceline.run.loop import Loop
+from paceline.run.record.run import Run
+from paceline.run.tuning.auto import choose
 from paceline.stats import Interval, median_interval
-from paceline.training.build import build_engine
-from paceline.training.loop import Loop
-from paceline.training.record.run import Run
-from paceline.tuning.auto import choose
 from served import Ranks
 
 TRANSPORT = "shm"
@@ -338,7 +338,7 @@ def proportional_bytes(pid: int) -> int:
 def serve(runs: Path, transport: str) -> None:
     """Train as `paceline train` does, as far as the questions on stdin ask."""
     torch.set_num_threads(1)
-    defer_compiler()  # this, and the cores, as launch/rank.py does
+    defer_compiler()  # this, and the cores, as elastic/rank.py does
     plan = Run(runs / "0").plan
     if plan.pin:
         os.sched_setaffinity(0, cores_of(int(os.environ["RANK"]), 2, discover().hosts[0]))

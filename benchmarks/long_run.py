@@ -23,14 +23,14 @@ from typing import Any
 
 from long_run_data import CLASSES, READ_S
 from measure import environment_line
-from paceline.chaos.possible import possible_kinds
-from paceline.chaos.reference import as_trained, reference
-from paceline.chaos.schedule import Schedule, draw
-from paceline.chaos.session import Found, Session
-from paceline.cli.chaos import show
 from paceline.cluster.discover import environment
 from paceline.console import Console
 from paceline.job.job import Job
+from paceline_lab.chaos.possible import possible_kinds
+from paceline_lab.chaos.reference import as_trained, reference
+from paceline_lab.chaos.schedule import Schedule, draw
+from paceline_lab.chaos.session import Found, Session
+from paceline_lab.cli.chaos import show
 
 REPLICAS, BATCH, STEP_S, EVERY_S = 4, 48, 0.05, 10.0
 NOT_HERE = ("disk-full", "corrupt", "clock")  # may end the command, or change losses for good

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from importlib.metadata import version
 
 from paceline.cluster.discover import discover
-from paceline.training.loop import Loop
+from paceline.run.loop import Loop
 
 
 def environment_line() -> str:

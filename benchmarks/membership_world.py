@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
+from paceline.elastic.membership import WITHIN_S, Membership
 from paceline.epoch import Epoch, next_number
-from paceline.launch.membership import WITHIN_S, Membership
-from paceline.training.recovery.border import Border, Start, newest_of
+from paceline.run.recovery.border import Border, Start, newest_of
 
 NOWHERE = Epoch(-1, ())
 MOMENTS_S = 0.0, 0.1, WITHIN_S / 3, WITHIN_S  # from one loss to the next

@@ -42,10 +42,10 @@ from pathlib import Path
 from measure import environment_line
 from models_cases import Case, cases
 from paceline.cluster.discover import discover, environment
+from paceline.elastic.seed import warm_up
 from paceline.errors import LaunchError, PacelineError
-from paceline.launch.seed import warm_up
-from paceline.parity.check import Checks
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
+from paceline.run.parity.check import Checks
 
 PLANS = {
     "dp": "dp=2",
@@ -72,7 +72,7 @@ _IMPORTS = (  # what ranks would otherwise each import; our own first, which see
     ),
     *("numpy", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.masking_utils"),
     *("transformers.generation.utils", "transformers.modeling_layers", "transformers.loss.loss_utils"),
-    *("paceline.training.loop", "paceline.parity.ranks", "paceline.engine.split_model"),
+    *("paceline.run.loop", "paceline.run.parity.ranks", "paceline.engine.split_model"),
 )
 _REASON = 160  # characters of a reason that are printed
 

@@ -41,14 +41,14 @@ from torch.utils.data import DataLoader
 from measure import environment_line, our_steps
 from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
+from paceline.elastic.seed import ALLOCATOR
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.launch.seed import ALLOCATOR
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
+from paceline.run.build import build_engine
+from paceline.run.loop import Loop
+from paceline.run.record.run import Run
 from paceline.stats import median_interval
-from paceline.training.build import build_engine
-from paceline.training.loop import Loop
-from paceline.training.record.run import Run
 
 BLOCK_STEPS, BLOCKS, STARTS, PROOF_STEPS, CHECKPOINTS = 20, 20, 5, 40, 8
 PLAIN, PLAIN_ALLOCATOR, OURS = "plain loop", "plain loop, same allocator", "paceline train"

@@ -41,14 +41,14 @@ from typing import Any
 from measure import environment_line
 from paceline.cluster.discover import discover, environment
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
+from paceline.elastic.seed import ALLOCATOR
 from paceline.errors import ClusterError, PacelineError
-from paceline.launch.seed import ALLOCATOR
-from paceline.planner.calibrate import Calibration
-from paceline.planner.cost.prediction import Prediction
-from paceline.planner.predict import modelled
-from paceline.plans.plan import Plan
-from paceline.training.record.run import Run
-from paceline.tuning.calibrate import calibrate
+from paceline.planning.calibrate import Calibration
+from paceline.planning.cost.prediction import Prediction
+from paceline.planning.plan import Plan
+from paceline.planning.predict import modelled
+from paceline.run.record.run import Run
+from paceline.run.tuning.calibrate import calibrate
 from planner_local_cases import GIGABIT, JOBS, Case, cases, cluster_at, job_of, precisions_of
 from served import Ranks
 

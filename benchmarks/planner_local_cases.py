@@ -12,7 +12,7 @@ from typing import Any
 from paceline.cluster.cluster import Cluster, Emulate
 from paceline.cluster.discover import discover
 from paceline.job.job import Job
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
 
 ONE, TWO, GIGABIT, SLOW = "1 worker", "2 workers", "2 hosts, 1 Gbit/s", "2 hosts, 100 Mbit/s"
 RATES = {GIGABIT: "1gbit", SLOW: "100mbit"}

@@ -17,15 +17,15 @@ import torch
 from measure import our_steps
 from paceline.comm.backend import joined
 from paceline.deferred_compiler import defer_compiler
-from paceline.training.build import build_engine, built, seed_all
-from paceline.training.loop import Loop
-from paceline.training.record.recorder import _kernel_counts
-from paceline.training.record.run import Run, read_lines
+from paceline.run.build import build_engine, built, seed_all
+from paceline.run.loop import Loop
+from paceline.run.record.recorder import _kernel_counts
+from paceline.run.record.run import Run, read_lines
 
 
 def serve(folder: Path) -> None:
     """Answer until there are no more questions."""
-    defer_compiler()  # as launch/rank.py does: the compiler takes more than 100 MB
+    defer_compiler()  # as elastic/rank.py does: the compiler takes more than 100 MB
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     run = Run(folder)
     with joined(deadline_s=run.job.deadline_s, transport=run.plan.transport) as group:

@@ -34,10 +34,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from measure import environment_line
-from paceline.planner.adjustment import adjustment
-from paceline.planner.cost.estimate import estimate
-from paceline.planner.cost.layout import Layout
-from paceline.planner.cost.prediction import Prediction
+from paceline.planning.adjustment import adjustment
+from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.layout import Layout
+from paceline.planning.cost.prediction import Prediction
 from published_fit import cold_seconds
 from published_null import null_seconds
 from published_rows import TABLES, Row, Skipped, read, set_aside

@@ -3,12 +3,12 @@
     python benchmarks/published_fit.py [--cold] [--tables DIR]
 
 Links and attention come from timings of NCCL's all-reduce (`tables/calib_collectives.csv`) and of single operations on
-an H100 (`tables/operations_h100.csv`); what they gave stands in `paceline/planner/cost/constants.py`. All others are
+an H100 (`tables/operations_h100.csv`); what they gave stands in `paceline/planning/cost/constants.py`. All others are
 fitted to a tenth of the rows of each table of runs, which are not scored. They start from what data sheets and
 documentation say, and move from there only as far as the rows outweigh that: a fit with a prior, so that none ends at a
 bound. A table weighs as its rows to the power of 0.6.
 
-Writes `paceline/planner/cost/fitted.py`. With `--cold`, fits once more without each table in turn, and writes
+Writes `paceline/planning/cost/fitted.py`. With `--cold`, fits once more without each table in turn, and writes
 `tables/fits.json`, with which `published.py` predicts that table cold.
 """
 
@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from paceline.planner.cost import attention, compute, constants, fitted, products, stages, traffic
-from paceline.planner.cost.estimate import estimate
-from paceline.planner.cost.frameworks import FRAMEWORKS
-from paceline.planner.cost.layout import Layout
-from paceline.planner.tables.rows import Row, read
+from paceline.planning.cost import attention, compute, constants, fitted, products, stages, traffic
+from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.frameworks import FRAMEWORKS
+from paceline.planning.cost.layout import Layout
+from paceline.planning.tables.rows import Row, read
 from published_rows import TABLES, set_aside
 
 FITS = TABLES / "fits.json"

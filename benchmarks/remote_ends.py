@@ -60,9 +60,9 @@ def timed(echo: Echo, bytes: int, calls: int) -> list[float]:
 @contextmanager
 def serve_paceline(settings: Settings) -> Iterator[int]:
     """Over a Unix socket in the folder, or over TLS with the run's key."""
-    from paceline.channel.key import read_key
-    from paceline.remote.marks import quick
-    from paceline.remote.service import Service
+    from paceline.wire.key import read_key
+    from paceline_server.marks import quick
+    from paceline_server.service import Service
 
     def echo(_: Any, value: Tensor) -> Tensor:
         return value
@@ -78,8 +78,8 @@ def serve_paceline(settings: Settings) -> Iterator[int]:
 @contextmanager
 def call_paceline(settings: Settings) -> Iterator[Echo]:
     """The other end."""
-    from paceline.channel.key import read_key
-    from paceline.remote.client import Client
+    from paceline.wire.key import read_key
+    from paceline_server.client import Client
 
     if address := settings.get("address"):
         client = Client((address, settings["port"]), read_key(Path(settings["key"])))

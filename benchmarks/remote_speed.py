@@ -36,11 +36,11 @@ from cryptography.x509.oid import NameOID
 
 import remote_two_hosts
 from measure import environment_line
-from paceline.channel.key import RunKey, write_key
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import environment
 from paceline.cluster.emulate.hosts import Emulation
 from paceline.stats import Interval, median_interval
+from paceline.wire.key import RunKey, write_key
 
 ENDS = str(Path(__file__).with_name("remote_ends.py"))
 OURS = "paceline"

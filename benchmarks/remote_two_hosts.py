@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
+import paceline_server as remote
 from measure import environment_line
-from paceline import remote
-from paceline.channel.key import RunKey, read_key, write_key
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import environment
 from paceline.cluster.emulate.hosts import Emulation
 from paceline.stats import Interval, median_interval
+from paceline.wire.key import RunKey, read_key, write_key
 
 FILE = Path(__file__).resolve()
 INPUTS, WIDTH, LAYERS, CLASSES, BATCH, MICROBATCHES, LR, SEED = 64, 512, 8, 10, 512, 4, 0.05, 3

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from measure import environment_line
-from paceline.benchmark.simulated.chance import HIGH, LOW, ScaleError
-from paceline.benchmark.simulated.published import HeldAgainst, held_against
-from paceline.planner.adjustment import Adjustment
+from paceline.planning.adjustment import Adjustment
+from paceline_lab.simulated.chance import HIGH, LOW, ScaleError
+from paceline_lab.simulated.published import HeldAgainst, held_against
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from paceline.cluster.named import named_cluster
 from paceline.job.job import Job
-from paceline.planner.search.search import search
+from paceline.planning.search.search import search
 
 RUNS = 3
 _GATED = {"gated": True, "tied": False, "positions": False, "dropout": False}

@@ -34,11 +34,11 @@ from pathlib import Path
 import torch
 
 from measure import environment_line
-from paceline.channel.key import RunKey
-from paceline.channel.store import StoreClient, StoreServer
 from paceline.cluster.discover import environment
 from paceline.errors import PacelineError
-from paceline.remote.server import (
+from paceline.wire.key import RunKey
+from paceline.wire.store import StoreClient, StoreServer
+from paceline_server.parameters import (
     GroupSettings,
     ParameterServer,
     ServerClient,
@@ -78,7 +78,7 @@ class Arena:
     def __init__(self, folder: Path, chance: random.Random) -> None:
         self.folder, self.chance = folder, chance
         self.processes = multiprocessing.get_context("forkserver")
-        self.processes.set_forkserver_preload(["torch", "paceline.remote.server"])
+        self.processes.set_forkserver_preload(["torch", "paceline_server.parameters"])
         self.servers: dict[str, BaseProcess] = {}
         self.workers: dict[str, BaseProcess] = {}
         self.count = 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.training.own_loop.loop import OwnLoop
+from paceline.run.own_loop.loop import OwnLoop
 from simulated_cases import STEPS
 from simulated_works import CLASSES, Points
 

@@ -204,21 +204,21 @@ _WAITS = (
 _STREAMS = (
     Mistake(
         "a checkpoint is copied before the weights are computed",
-        "training/checkpoint/shard.py",
+        "run/checkpoint/shard.py",
         "        self._stream.wait_stream(current_stream(device))\n",
         "",
         ("cnn dp=1 + checkpoints", "gpt fsdp=2 + resume + checkpoints"),
     ),
     Mistake(
         "a checkpoint is written before it is copied",
-        "training/checkpoint/shard.py",
+        "run/checkpoint/shard.py",
         "            self._copied.synchronize()\n",
         "",
         ("cnn dp=1 + checkpoints", "gpt fsdp=2 + resume + checkpoints"),
     ),
     Mistake(
         "weights are updated before the checkpoint has copied them",
-        "training/checkpoint/shard.py",
+        "run/checkpoint/shard.py",
         ".wait_event(self._copied)",
         "",
         ("cnn dp=1 + slow disk + evaluate", "gpt fsdp=2 + slow disk + evaluate"),
@@ -256,7 +256,7 @@ _STAGING = (
     ),
     Mistake(
         "a checkpoint holds the agreed parameters of a moment that is over",
-        "training/state.py",
+        "run/state.py",
         "own.clone() if engine.local_steps else own",
         "own",
         (_LOCAL,),
@@ -322,7 +322,7 @@ _DEVICES = (
     ),
     Mistake(
         "a loop's own weights of its losses are on the host",
-        "training/own_loop/shares.py",
+        "run/own_loop/shares.py",
         "mean = (own * share).to(self.device) if share",
         "mean = (own * share).cpu() if share",
         ("own_backward dp=2",),
@@ -336,7 +336,7 @@ _DEVICES = (
     ),
     Mistake(
         "the device's random numbers are not restored",
-        "training/state.py",
+        "run/state.py",
         "set_random_state(",
         "(lambda *_: None)(",
         ("dropout dp=1 + resume + checkpoints", "dropout dp=2 + resume + evaluate"),

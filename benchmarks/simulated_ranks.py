@@ -23,12 +23,12 @@ from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.errors import JobError, PlanError
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
+from paceline.run.checkpoint.convert import export
+from paceline.run.checkpoint.shard import Shard
+from paceline.run.loop import train_in
+from paceline.run.record.run import Run
 from paceline.sync import allreduce
-from paceline.training.checkpoint.convert import export
-from paceline.training.checkpoint.shard import Shard
-from paceline.training.loop import train_in
-from paceline.training.record.run import Run
 from simulated_cases import STEPS, Case, extensions
 
 SMALL_BUCKET_BYTES = 2**11

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from paceline.device import ON_CPU
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.run_on_ranks import run_on_ranks
+from paceline.elastic.seed import warm_up
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
-from paceline.launch.place import on_this_machine
-from paceline.launch.run_on_ranks import run_on_ranks
-from paceline.launch.seed import warm_up
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
 from simulated.environment import simulated_environment
 from simulated_cases import Case, table
 from simulated_ranks import Outcome, Request, run_cases
@@ -32,7 +32,7 @@ _IMPORTS = (
     "torch.distributed.pipelining",
     "paceline.engine.split_model",
     "paceline.sync.compress",
-    "paceline.training.own_loop.setup",
+    "paceline.run.own_loop.setup",
 )
 
 

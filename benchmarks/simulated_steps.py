@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from measure import our_steps
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.run_on_ranks import run_on_ranks
 from paceline.files import scratch_folder
-from paceline.launch.place import on_this_machine
-from paceline.launch.run_on_ranks import run_on_ranks
-from paceline.training.build import build_engine, built, seed_all
-from paceline.training.loop import Loop
-from paceline.training.record.run import Run
+from paceline.run.build import build_engine, built, seed_all
+from paceline.run.loop import Loop
+from paceline.run.record.run import Run
 from simulated_cases import Case
 from simulated_ranks import describe
 from simulated_sets import DEADLINE_S, environment

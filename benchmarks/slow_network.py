@@ -51,10 +51,10 @@ from measure import environment_line
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import discover, environment
 from paceline.cluster.emulate.hosts import Emulation
+from paceline.elastic.seed import ALLOCATOR
 from paceline.job.job import Job
-from paceline.launch.seed import ALLOCATOR
-from paceline.plans.plan import Plan
-from paceline.training.record.run import Run
+from paceline.planning.plan import Plan
+from paceline.run.record.run import Run
 from served import Ranks
 from slow_network_page import Rates, RuleFigures, write_rules_page
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from paceline import units
 from paceline.report import charts
-from paceline.report.bench_charts import compared
 from paceline.report.page import Cell, Chart, template, write_page
+from paceline_lab.report.bench_charts import compared
 
 _TEMPLATE = Path(__file__).with_suffix(".html.j2")
 FIGURES = ("wire", "step_time", "time_to_target", "final_loss")  # the columns of the table, by their definitions' names

@@ -32,11 +32,11 @@ from paceline.comm.backend import joined
 from paceline.data.held_out import held_out_batches
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
+from paceline.run.build import build_engine, built, loader_of, seed_all
+from paceline.run.loop import Loop
+from paceline.run.record.run import Run
 from paceline.split.mesh import Mesh
-from paceline.training.build import build_engine, built, loader_of, seed_all
-from paceline.training.loop import Loop
-from paceline.training.record.run import Run
 
 DEADLINE_S = 300.0
 

@@ -52,10 +52,10 @@ from paceline.cluster.discover import environment
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.job.job import Job
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
+from paceline.run.build import build_engine, built, seed_all
 from paceline.split.memory import held_bytes, predicted_bytes
 from paceline.stats import Interval, median_interval
-from paceline.training.build import build_engine, built, seed_all
 from served import Ranks
 
 LLAMA = {

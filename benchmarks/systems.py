@@ -31,15 +31,15 @@ from pathlib import Path
 from typing import Any
 
 from measure import environment_line
-from paceline.benchmark.systems.compare import Compare
-from paceline.benchmark.systems.compared import Comparison
-from paceline.benchmark.systems.screen import show
-from paceline.benchmark.systems.system import SYSTEMS
 from paceline.cluster.cluster import Cluster, Emulate
 from paceline.cluster.discover import environment
 from paceline.console import Console
 from paceline.job.job import Job
-from paceline.report.systems_view import write_systems_page
+from paceline_lab.report.systems_view import write_systems_page
+from paceline_lab.systems.compare import Compare
+from paceline_lab.systems.compared import Comparison
+from paceline_lab.systems.screen import show
+from paceline_lab.systems.system import SYSTEMS
 from systems_works import works
 
 OVER_HOSTS = ["ddp", "fsdp", "deepspeed", "accelerate", "lightning", "tf-multiworker"]

@@ -11,13 +11,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import paceline
-from paceline.cli import app
+import paceline_lab
+import paceline_server
+from paceline.cli import commands
 
 ROOT = Path(__file__).parent.parent
 ROOT_PAGES = {
@@ -37,8 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Write the reference of the public names and of the commands where their pages say so."""
     if "<!-- every public name -->" in markdown:
-        names = [f"::: paceline.{name}" for name in paceline.__all__ if name != "remote"]
-        names += [f"::: paceline.remote.{name}" for name in paceline.remote.__all__]
+        packages = (paceline, paceline_lab, paceline_server)
+        names = [f"::: {package.__name__}.{name}" for package in packages for name in package.__all__]
         markdown = markdown.replace("<!-- every public name -->", "\n\n".join(names))
     return markdown.replace("<!-- every command -->", "\n".join(map(described, commands().values())))
 
@@ -52,12 +53,6 @@ def relinked(text: str) -> str:
     for name, place in ROOT_PAGES.items():
         text = text.replace(f"]({name}", f"]({place}")
     return re.sub(r"\[([^\]]+)\]\(LICENSE\)", r"\1", text)
-
-
-def commands() -> dict[str, Any]:
-    """The commands of `paceline` by name, as click has them."""
-    found: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
-    return found
 
 
 def described(command: Any) -> str:

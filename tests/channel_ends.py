@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from paceline.channel.connection import Connection, connect
-from paceline.channel.key import RunKey
-from paceline.channel.listener import Listener, Where
+from paceline.wire.connection import Connection, connect
+from paceline.wire.key import RunKey
+from paceline.wire.listener import Listener, Where
 
 
 class Note(msgspec.Struct, tag="note"):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from paceline.federate.aggregate import Cohort
-from paceline.federate.rule import Task
-from paceline.federate.simulation.kept import Kept
-from paceline.federate.simulation.run import Simulation
-from paceline.federate.simulation.trainer import Trainer
 from paceline.job.job import Job
+from paceline_federated.aggregate import Cohort
+from paceline_federated.rule import Task
+from paceline_federated.simulation.kept import Kept
+from paceline_federated.simulation.run import Simulation
+from paceline_federated.simulation.trainer import Trainer
 from small_jobs import FEATURES, small_job
 
 

@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.cluster.emulate.namespace import call_libc, enter
-from paceline.launch import seed as seeds
-from paceline.launch.seed import receive, send
+from paceline.elastic import seed as seeds
+from paceline.elastic.seed import receive, send
 from paceline.rank_environment import RankEnvironment
 
 SEED = "seed"
 _IMPORTS = (
     "ranks",
     "paceline.cli",
-    "paceline.launch.host.emulated",
-    "paceline.launch.host.over_hosts",
-    "paceline.runner.train",
+    "paceline.elastic.hosts.emulated",
+    "paceline.elastic.hosts.over_hosts",
+    "paceline.run.train",
     "paceline.report.run_view",
 )
 # What a command may have otherwise than the template: no import reads it.
@@ -158,7 +158,7 @@ def _template() -> _Template:
 
 def _serve(channel: socket.socket) -> None:
     """Import, then fork on order, as long as the tests run. Returns in forks only, with nothing done."""
-    from paceline.launch import seed_process
+    from paceline.elastic import seed_process
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal, for the tests
     unfit = seed_process._imported() or seed_process._import_more(_modules())
@@ -201,7 +201,7 @@ def _be(
     descriptors: list[int],
 ) -> NoReturn:
     """Be the command, or the seed of a parent process, to the end of this process."""
-    from paceline.launch import seed_process
+    from paceline.elastic import seed_process
 
     code = 1
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from handmade_reports import ENVIRONMENT, around
-from paceline.benchmark.systems.compared import ComparedWay, Comparison
+from paceline_lab.systems.compared import ComparedWay, Comparison
 
 
 def way(name: str, step_ms: float, label: str = "as documented", **changes: Any) -> ComparedWay:

@@ -8,8 +8,8 @@ from typing import Any
 
 from handmade_search import cluster, job
 from paceline.engine.meter import PARTS
-from paceline.plans.plan import Plan
-from paceline.training.record.run import Run
+from paceline.planning.plan import Plan
+from paceline.run.record.run import Run
 
 NOW = 1000.0
 

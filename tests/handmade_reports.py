@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-from paceline.benchmark.result import Curve, MeasuredSetting, RankUse, Report
 from paceline.stats import Interval
+from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse, Report
 
 ENVIRONMENT = {
     "python": "3.11.7",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.benchmark.result import Curve, MeasuredSetting, RankUse
-from paceline.benchmark.settings import ONE, Setting
-from paceline.benchmark.summary import FinishedRun, measured
 from paceline.engine.meter import PARTS
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
+from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse
+from paceline_lab.scaling.settings import ONE, Setting
+from paceline_lab.scaling.summary import FinishedRun, measured
 
 STEPS = 20
 

@@ -7,12 +7,12 @@ from typing import Any
 from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planner.cost.layout import Layout, Machines
-from paceline.planner.cost.prediction import PARTS, Prediction
-from paceline.planner.explain.advice import Advice
-from paceline.planner.search.result import Candidate, Excluded, SearchResult
-from paceline.plans.plan import Plan
-from paceline.trace.graph import BlockTrace, Gemm, ModelTrace
+from paceline.planning.cost.layout import Layout, Machines
+from paceline.planning.cost.prediction import PARTS, Prediction
+from paceline.planning.explain.advice import Advice
+from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
+from paceline.planning.plan import Plan
+from paceline.planning.search.result import Candidate, Excluded, SearchResult
 
 TRACE = ModelTrace(
     tuple(

@@ -11,8 +11,8 @@ from handmade_search import job
 from paceline.cluster.cluster import Cluster, Host
 from paceline.engine.meter import PARTS
 from paceline.job.job import Job
-from paceline.plans.plan import Plan
-from paceline.training.record.run import Run
+from paceline.planning.plan import Plan
+from paceline.run.record.run import Run
 
 NOW = 1_700_000_000.0
 MS = 1e-3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from commands import Outcome, ended, started
 from hosts import EmulatedHosts
-from paceline.channel.key import RunKey, write_key
+from paceline.wire.key import RunKey, write_key
 
 PORT = 29611
 

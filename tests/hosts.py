@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.emulate.hosts import Emulation, LinkBytes
 from paceline.cluster.emulate.network import Wire, plug, unplug, wires
-from paceline.launch.place import on_hosts
+from paceline.elastic.place import on_hosts
 from ranks import run_in_places
 
 

@@ -24,8 +24,8 @@ import psutil
 
 from forked import template_pids
 from paceline.cluster.emulate.cgroup import PREFIX, place_of_group, processes_of
+from paceline.elastic.seed import shared_pids
 from paceline.errors import ClusterError
-from paceline.launch.seed import shared_pids
 
 _GRACE_S = 3.0  # for threads and processes that are about to end
 _SEGMENT_PREFIXES = ("paceline", "torch_", "psm_", "sem.")  # ours, torch's, Python's

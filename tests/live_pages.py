@@ -1,4 +1,4 @@
-"""The live page, served by the command `paceline serve`, and requests to it byte by byte."""
+"""The live page, served by the command `paceline dashboard`, and requests to it byte by byte."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Served:
 
 @contextmanager
 def served(*runs: Path, folder: Path) -> Iterator[Served]:
-    """`paceline serve RUN…` under way."""
-    with started("paceline", "serve", *runs, folder=folder) as process:
+    """`paceline dashboard RUN…` under way."""
+    with started("paceline", "dashboard", *runs, folder=folder) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
         found = re.search(r"at (http://127\.0\.0\.1:(\d+)/\?token=(\S+))", said)

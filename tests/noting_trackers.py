@@ -8,7 +8,7 @@ from typing import Any
 
 SOURCE = """
 import json, os, time
-from paceline.training.trackers import TrackerInfo
+from paceline.run.trackers import TrackerInfo
 
 INFO = TrackerInfo("noting_tracker:Noting")
 DIES = TrackerInfo("noting_tracker:Dies")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.job.zoo.models.gpt import GPT
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
 from paceline.split.parts import Parts, whole_parts
 from paceline.split.pipeline.pipeline import Pipeline
 

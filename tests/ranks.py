@@ -1,6 +1,6 @@
 """Run a function of a test on several real ranks: processes that talk over gloo or shared memory, with a deadline.
 
-They are started by `paceline.launch.run_on_ranks`, as ranks of users are, from a seed that has what tests import as
+They are started by `paceline.elastic.run_on_ranks`, as ranks of users are, from a seed that has what tests import as
 well. A function is named by its file, so it may stand in any test file, which is not a module that a fresh process
 could import.
 """
@@ -26,10 +26,10 @@ import simulated
 from forked import share_seed
 from leaks import before_the_transport, of_the_transport
 from paceline.deferred_compiler import COMPILER
+from paceline.elastic.place import RankPlace, on_this_machine
+from paceline.elastic.run_on_ranks import run_on_ranks as run_rank_function
+from paceline.elastic.seed import wait_for_imports, warm_up
 from paceline.errors import LaunchError
-from paceline.launch.place import RankPlace, on_this_machine
-from paceline.launch.run_on_ranks import run_on_ranks as run_rank_function
-from paceline.launch.seed import wait_for_imports, warm_up
 from paceline.rank_environment import RankEnvironment
 
 Backend = Literal["gloo", "shm", "tcp", "simccl"]
@@ -45,9 +45,9 @@ IMPORTS = (
     "torch.distributed.pipelining",
     "paceline.comm.tcp",
     "paceline.engine.split_model",
-    "paceline.parity.check",
+    "paceline.run.parity.check",
     "paceline.sync.compress",
-    "paceline.training.own_loop.setup",
+    "paceline.run.own_loop.setup",
     "paceline.job.zoo.data.datasets",
     "transformers.modeling_utils",
     "transformers.models.gpt2.modeling_gpt2",
@@ -180,7 +180,7 @@ def be_rank(call: Call) -> str:
     import torch.distributed as dist
 
     from paceline.comm import shm, tcp, transport  # noqa: F401 - registers the backends
-    from paceline.launch.failure import ErrorRecord
+    from paceline.elastic.failure import ErrorRecord
 
     before_the_transport.update(of_the_transport())
     own = {name: value for name, value in os.environ.items() if name in RankEnvironment.names() - _LAUNCHERS}

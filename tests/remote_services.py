@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from forked import python
-from paceline.channel.key import RunKey, read_key, write_key
-from paceline.remote.marks import LATER, at_once, in_order, quick
-from paceline.remote.service import Caller, Service
-from paceline.remote.values import sendable
+from paceline.wire.key import RunKey, read_key, write_key
+from paceline_server.marks import LATER, at_once, in_order, quick
+from paceline_server.service import Caller, Service
+from paceline_server.values import sendable
 
 DEADLINE_S = 30.0
 LOOPBACK = ("127.0.0.1", 0)

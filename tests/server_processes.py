@@ -12,8 +12,8 @@ from types import TracebackType
 import torch
 
 from forked import python
-from paceline.channel.store import StoreClient, StoreServer
-from paceline.remote.server import (
+from paceline.wire.store import StoreClient, StoreServer
+from paceline_server.parameters import (
     GroupSettings,
     ParameterServer,
     ServerClient,
@@ -77,7 +77,7 @@ class Servers:
         where = self.address(number)
         where.unlink(missing_ok=True)
         self.processes[number] = python(
-            f"{before}\nfrom server_processes import serve\nfrom paceline.remote.server import *\n"
+            f"{before}\nfrom server_processes import serve\nfrom paceline_server.parameters import *\n"
             f"serve({str(self.folder)!r}, {number}, {self.settings!r}, "
             f"{self._journal}, {self._grace_s})".replace("=inf", "=float('inf')")
         )

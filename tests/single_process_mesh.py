@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.plans.axes import AXES
+from paceline.planning.axes import AXES
+from paceline.run.checkpoint.writer import Checkpointer, Snapshot
 from paceline.split.layout import ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.split.parts import Part
-from paceline.training.checkpoint.writer import Checkpointer, Snapshot
 
 SHAPES = {  # of a model that has what is easily lost
     "embedding": (10, 6),  # tied to the head, so on the first and the last stage

@@ -19,9 +19,9 @@ from paceline.cluster.discover import discover
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.job.job import Job
-from paceline.plans.plan import Plan
-from paceline.training.loop import train_in
-from paceline.training.record.run import Run
+from paceline.planning.plan import Plan
+from paceline.run.loop import train_in
+from paceline.run.record.run import Run
 
 FEATURES, CLASSES = 6, 3
 

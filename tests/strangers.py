@@ -7,7 +7,7 @@ import ssl
 from contextlib import suppress
 from functools import cache
 
-from paceline.channel.key import RunKey
+from paceline.wire.key import RunKey
 
 
 def mutated_hello(seed: int) -> bytes:

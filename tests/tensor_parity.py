@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.comm import Group
 from paceline.job.batch import Batch
+from paceline.planning.model.tensor import unpaired
 from paceline.split.parts import Part, whole_parts
 from paceline.split.tensor.division import TensorReport, shard_tensors
-from paceline.trace.tensor import unpaired
 
 Made = tuple[nn.Module, Batch]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.local import launch
+from paceline.elastic.local import launch
 from small_jobs import new_run, small_job
 
 BEFORE = """
@@ -80,7 +80,7 @@ step()
 
 
 def train_and_tell(arguments: list[str]) -> None:
-    from paceline.training.loop import run_rank
+    from paceline.run.loop import run_rank
 
     run, told = arguments
     run_rank([run])

@@ -65,7 +65,7 @@ TRAIN = f"import paceline\nfor plan in {TRAINED}: paceline.train('job.yaml', pla
 # Pieces of code, each of which a process with the examples runs, whatever its exit.
 ALL_IN_ONE = """
 import contextlib, io, json, sys
-import paceline.training.loop  # before the first piece forks
+import paceline.run.loop  # before the first piece forks
 for name, code in json.load(open("pieces.json")).items():
     print(name, "begins", file=sys.stderr)
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
@@ -144,7 +144,7 @@ def test_a_rule_from_a_package_trains_and_is_known_to_be_inexact(installed: str,
     assert len(found) == 6
     assert found[-1] < found[0]
     described = (
-        "from paceline.plans.plan import Plan; import sys; print(Plan(dp=2, sync='majority').inexact, 'torch' in "
+        "from paceline.planning.plan import Plan; import sys; print(Plan(dp=2, sync='majority').inexact, 'torch' in "
         "sys.modules)"
     )
     assert loaded(described, installed) == ["sync=majority False"]
@@ -169,7 +169,7 @@ REFUSED = """
 from paceline.cluster.discover import discover
 from paceline.errors import PacelineError
 from paceline.job.job import Job
-from paceline.runner.train import choice_of
+from paceline.run.train import choice_of
 for plan in ("dp=2 sync=majority:3", "dp=2 sync=majority compress=int8", "dp=2 transport=loop"):
     try: choice_of(Job.load("job.yaml"), discover(), plan)
     except PacelineError as error: print(str(error).replace("\\n", " "))
@@ -187,7 +187,7 @@ def test_a_codec_from_a_package_codes_gradients_behind_another(runs: Path) -> No
 
 def test_the_bytes_of_a_codec_from_a_package_are_predicted(installed: str) -> None:
     code = (
-        "from paceline.plans.codec_info import CODECS, CompressSpec; import sys\n"
+        "from paceline.planning.codec_info import CODECS, CompressSpec; import sys\n"
         "print(CODECS.names[-1], *(CompressSpec.parse(text).sent_bytes(4.0, ()) for text in ('exponent', "
         "'topk:0.1+exponent')))\n"
         "print('torch' in sys.modules)"
@@ -225,10 +225,10 @@ import dataclasses, os
 import psutil
 from paceline.cluster.discover import discover
 from paceline.job.job import Job
-from paceline.planner.predict import predict
-from paceline.runner.links import transports_of
-from paceline.tuning import calibrate as module
-from paceline.tuning.calibrate import calibrate
+from paceline.planning.predict import predict
+from paceline.run.links import transports_of
+from paceline.run.tuning import calibrate as module
+from paceline.run.tuning.calibrate import calibrate
 
 if __name__ == "__main__":
     os.environ["XDG_CACHE_HOME"] = os.getcwd()
@@ -300,7 +300,7 @@ LOOP = """
 import torch, paceline
 from torch.utils.data import DataLoader, TensorDataset
 from paceline.errors import JobError
-from paceline.training.trackers import tracker
+from paceline.run.trackers import tracker
 
 data = DataLoader(TensorDataset(torch.randn(12, 3), torch.randn(12, 1)), batch_size=4)
 model = torch.nn.Linear(3, 1)
@@ -364,7 +364,7 @@ def test_an_extension_that_is_no_description_is_refused_by_name(installed: str, 
         "[paceline.codecs]\nclass = exponent:Exponent\nmissing = nowhere:INFO\n"
     )
     code = (
-        "from paceline.plans.codec_info import CODECS\nfrom paceline.errors import PlanError\n"
+        "from paceline.planning.codec_info import CODECS\nfrom paceline.errors import PlanError\n"
         "for name in ('class', 'missing'):\n    try: CODECS[name]\n    except PlanError as error: print(error)"
     )
     wrong, missing = loaded(code, f"{tmp_path}:{installed}")

@@ -1,9 +1,4 @@
-"""Docstrings, comments and messages read as PyTorch's documentation does.
-
-A noun first, short sentences, the field's words.
-
-Every folder and module of the package is held to these rules.
-"""
+"""Every public object has a docstring, its first line is short, and the project's former private words stay away."""
 
 from __future__ import annotations
 
@@ -16,29 +11,17 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "paceline"
-# All of the package: folders, and the modules beside them.
-CLEAN = tuple(sorted(path.name for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()))
-MOST_WORDS = 15
-# Openings that leave the subject to the signature.
-FRAGMENTS = (
-    "Of",
-    "Those",
-    "What",
-    "The same",
-    "Which",
-    "How",
-    "Whether",
-    "Where",
-    "Why",
-    "When",
-    "If",
-    "As",
-    "Who",
-    "So",
-    "Not",
-    "From",
+SOURCE = Path(__file__).parent.parent / "src"
+# folders of the packages, and the modules beside them
+CLEAN = tuple(
+    sorted(
+        f"{package.name}/{path.name}"
+        for package in SOURCE.glob("paceline*")
+        for path in package.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    )
 )
+MOST_WORDS = 15
 # Words that nobody but us uses in this sense -> the field's word.
 OWN_WORDS = {
     r"(how )?manieth": "index, position",
@@ -81,9 +64,6 @@ def problems_of_docstring(docstring: str) -> Iterator[str]:
     sentence = first_sentence(docstring)
     if (count := words_of(sentence)) > MOST_WORDS:
         yield f"first sentence has {count} words, not at most {MOST_WORDS}: {sentence!r}"
-    opening = next((words for words in FRAGMENTS if re.match(rf"{words}\b(?!-)", sentence)), None)
-    if opening:
-        yield f'begins with "{opening}", not with its subject: {sentence!r}'
 
 
 def problems_of_words(text: str) -> Iterator[str]:
@@ -121,7 +101,7 @@ def problems_of_source(source: str) -> Iterator[tuple[int, str]]:
 def test_a_clean_folder_stays_clean(folder: str) -> None:
     files = sorted((SOURCE / folder).rglob("*.py")) if (SOURCE / folder).is_dir() else [SOURCE / folder]
     found = [
-        f"{path.relative_to(SOURCE.parent)}:{line}: {problem}"
+        f"{path.relative_to(SOURCE)}:{line}: {problem}"
         for path in files
         for line, problem in sorted(problems_of_source(path.read_text(encoding="utf-8")))
     ]
@@ -131,13 +111,10 @@ def test_a_clean_folder_stays_clean(folder: str) -> None:
 @pytest.mark.parametrize(
     "docstring",
     [
-        "Of gathering parameters and scattering gradients, what no computing can hide.",
-        "Whether all ranks have the same kind of CPU.",
-        "As `measure`, on one rank.",
         "A sentence of many more words than anybody can hold in mind at once while reading on through code.",
     ],
 )
-def test_a_docstring_without_a_subject_or_with_a_long_first_sentence_is_found(docstring: str) -> None:
+def test_a_docstring_with_a_long_first_sentence_is_found(docstring: str) -> None:
     assert len(list(problems_of_docstring(docstring))) == 1
 
 
@@ -172,4 +149,4 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         for file in sorted((SOURCE / name).rglob("*.py")) if (SOURCE / name).is_dir() else [SOURCE / name]:
             for number, text in sorted(problems_of_source(file.read_text(encoding="utf-8"))):
-                print(f"{file.relative_to(SOURCE.parent.parent)}:{number}: {text}")
+                print(f"{file.relative_to(SOURCE.parent)}:{number}: {text}")

@@ -21,18 +21,19 @@ from pydantic_core import PydanticUndefined
 
 from paceline.cluster.discover import discover
 from paceline.job.data import Arrays, Cifar10, Custom, Digits, Images, Synthetic, Text
-from paceline.job.federate import ClientsSpec, FederateSpec, SecureSpec, SimulateSpec
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
 from paceline.job.loss import LossSpec
 from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.job.partition import PartitionSpec
+from paceline.job.sections import SECTIONS
 from paceline.job.stop import PlateauSpec, StopSpec
 from paceline.job.zoo import _MODELS
 from paceline.job.zoo.losses import _LOSSES
 from paceline.job.zoo.metrics import _METRICS
-from paceline.planner.check.check_plan import check_plan
-from paceline.plans.plan import Plan
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.plan import Plan
+from paceline_federated.section import ClientsSpec, FederateSpec, SecureSpec, SimulateSpec
 
 ROOT = Path(__file__).parent.parent
 README, REFERENCE, PLANS, RESULTS = (
@@ -79,6 +80,8 @@ IN_WORDS_OF_CLIENTS = {"partition": "iid", "simulate": "all answer"}
 def test_the_reference_has_every_key_of_a_part_with_its_default(part: str) -> None:
     words = {"Job": IN_WORDS, "federate": IN_WORDS_OF_CLIENTS}.get(part, {})
     expected = {key: words.get(key, default) for key, default in defaults(PARTS[part]).items()}
+    if part == "Job":
+        expected |= dict.fromkeys(SECTIONS.names, "none")
     assert documented(section(part)) == expected
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from paceline.cluster.named import cluster_from
 from paceline.job.job import Job
-from paceline.planner.check.check_plan import check_plan
-from paceline.plans.plan import Plan
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 TUTORIAL = (ROOT / "docs/tutorial.md").read_text()

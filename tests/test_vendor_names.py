@@ -18,7 +18,7 @@ EXCEPT = {
     "cluster/discover.py": "variables that a run records",
     "cluster/doctor/checks.py": "advice about one maker's library",
     "errors.py": "what one maker's library writes when a rank was aborted",
-    "plans/transport_info.py": "what people write for a transport between GPUs",
+    "planning/transport_info.py": "what people write for a transport between GPUs",
 }
 
 

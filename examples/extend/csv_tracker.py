@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 
-from paceline.training.trackers import Status, TrackedRun, TrackerInfo
+from paceline.run.trackers import Status, TrackedRun, TrackerInfo
 
 INFO = TrackerInfo("csv_tracker:CsvTracker")
 

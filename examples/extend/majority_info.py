@@ -1,7 +1,7 @@
 """Description of `sync=majority`, which loads no torch."""
 
-from paceline.plans.arguments import Argument, between
-from paceline.plans.sync_info import SyncInfo
+from paceline.planning.arguments import Argument, between
+from paceline.planning.sync_info import SyncInfo
 
 INFO = SyncInfo(
     "majority:Majority",

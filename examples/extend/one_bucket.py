@@ -1,6 +1,6 @@
-from paceline.benchmark.systems.system import SystemInfo
-from paceline.benchmark.systems.torch_system import TorchSystem
-from paceline.benchmark.systems.work import Work
+from paceline_lab.systems.system import SystemInfo
+from paceline_lab.systems.torch_system import TorchSystem
+from paceline_lab.systems.work import Work
 
 INFO = SystemInfo("one_bucket:SYSTEM")
 SYSTEM = TorchSystem(

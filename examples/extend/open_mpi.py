@@ -2,7 +2,7 @@
 
 import os
 
-from paceline.launch_engine import LaunchEngine
+from paceline.cluster.launch_engines import LaunchEngine
 from paceline.rank_environment import RankEnvironment
 
 

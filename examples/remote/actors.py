@@ -20,7 +20,7 @@ from serving_processes import serving
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from paceline import remote
+import paceline_server as remote
 
 LENGTH, EPISODES, GAMES = 16, 4, 32  # steps; episodes of a stream; games at a time in each
 

@@ -18,7 +18,7 @@ from serving_processes import serving
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from paceline import remote
+import paceline_server as remote
 
 CLASSES, BATCH, MICROBATCHES = 10, 256, 4
 

@@ -19,7 +19,7 @@ from serving_processes import serving
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from paceline import remote
+import paceline_server as remote
 
 SHARDS, WIDTH, BATCH = 2, 16, 512
 

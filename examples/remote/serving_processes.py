@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from paceline import remote
+import paceline_server as remote
 
 
 @contextmanager

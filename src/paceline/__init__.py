@@ -10,20 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline import remote
-    from paceline.benchmark.protocol import bench
     from paceline.cluster.cluster import Cluster
     from paceline.errors import PacelineError
     from paceline.job.job import Job
-    from paceline.parity.check import check
-    from paceline.planner.check.check_plan import check_plan
-    from paceline.planner.predict import predict
-    from paceline.planner.search.search import plan
-    from paceline.plans.plan import Plan
-    from paceline.runner.train import train
-    from paceline.training.own_loop.setup import setup
-    from paceline.training.record.run import Run
-    from paceline.tuning.measured_runs.calibrate_on import calibrate_on
+    from paceline.planning.check.check_plan import check_plan
+    from paceline.planning.plan import Plan
+    from paceline.planning.predict import predict
+    from paceline.planning.search.search import plan
+    from paceline.run.own_loop.setup import setup
+    from paceline.run.parity.check import check
+    from paceline.run.record.run import Run
+    from paceline.run.train import train
+    from paceline.run.tuning.calibrate_on import calibrate_on
 
     __version__: str
 
@@ -33,13 +31,11 @@ __all__ = [
     "PacelineError",
     "Plan",
     "Run",
-    "bench",
     "calibrate_on",
     "check",
     "check_plan",
     "plan",
     "predict",
-    "remote",
     "setup",
     "train",
 ]
@@ -48,24 +44,21 @@ _HOMES = {
     "Cluster": "paceline.cluster.cluster",
     "Job": "paceline.job.job",
     "PacelineError": "paceline.errors",
-    "Plan": "paceline.plans.plan",
-    "Run": "paceline.training.record.run",
-    "bench": "paceline.benchmark.protocol",
-    "calibrate_on": "paceline.tuning.measured_runs.calibrate_on",
-    "check": "paceline.parity.check",
-    "check_plan": "paceline.planner.check.check_plan",
-    "plan": "paceline.planner.search.search",
-    "predict": "paceline.planner.predict",
-    "setup": "paceline.training.own_loop.setup",
-    "train": "paceline.runner.train",
+    "Plan": "paceline.planning.plan",
+    "Run": "paceline.run.record.run",
+    "calibrate_on": "paceline.run.tuning.calibrate_on",
+    "check": "paceline.run.parity.check",
+    "check_plan": "paceline.planning.check.check_plan",
+    "plan": "paceline.planning.search.search",
+    "predict": "paceline.planning.predict",
+    "setup": "paceline.run.own_loop.setup",
+    "train": "paceline.run.train",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("paceline")
-    if name == "remote":
-        return importlib.import_module("paceline.remote")
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -52,6 +52,10 @@ class ExtensionPoint(Generic[T]):
         """Known names, the built-in ones first."""
         return [*self.built_in, *self.installed]
 
+    def __contains__(self, name: str) -> bool:
+        """True if the name is known; an installed description may still fail to load."""
+        return name in self.built_in or name in self.installed
+
     def __getitem__(self, name: str) -> T:
         """The description of a name.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, Union, get_args, get_origin
 
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import BaseModel, JsonValue
 from pydantic_core import ErrorDetails
 
 from paceline.nearest import closest, nearest
@@ -26,14 +26,14 @@ class Positions(Protocol):
 
 
 def explain(
-    error: ValidationError,
+    errors: Sequence[ErrorDetails],
     spec: type[BaseModel],
     positions: Positions | None = None,
     *,
     name: str,
     hints: Mapping[str, str] = {},
 ) -> str:
-    """All findings of `error`, one per line, in the order of the file.
+    """All findings of a ValidationError's `errors()`, one per line, in the order of the file.
 
     Each starts with its place if `positions` are given.
 
@@ -44,7 +44,7 @@ def explain(
     """
     about = _File(spec, name, hints)
     findings: dict[str, int] = {}
-    located: list[_Located] = [(*_named(details["loc"], spec), details) for details in error.errors(include_url=False)]
+    located: list[_Located] = [(*_named(details["loc"], spec), details) for details in errors]
     for path, group in itertools.groupby(_without_misspelled(located), key=lambda entry: entry[0]):
         line, place = positions.place(path) if positions else (0, "")
         entries = list(group)  # several where a value may be of several types and is of none

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.planner.machines import machines
+from paceline.planning.machines import machines
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"
 _TABLE = _FOLDER / "experts" / "plans.csv"

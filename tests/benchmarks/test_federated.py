@@ -9,9 +9,9 @@ import torch
 
 from federated import BATCH, LR, NAMES, job, must_agree, written
 from federated_flower import trained
-from paceline.federate.client import ClientState
-from paceline.federate.simulation.run import Simulation
 from paceline.job.zoo.data.samples import Selection
+from paceline_federated.client import ClientState
+from paceline_federated.simulation.run import Simulation
 
 
 def test_a_client_in_numpy_gets_the_weights_of_ours(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import interleavings
-from paceline.launch.membership import Membership
+from paceline.elastic.membership import Membership
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "interleavings.py"
 

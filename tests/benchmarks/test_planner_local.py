@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.planner.calibrate import Calibration, PassTiming
-from paceline.planner.cost.prediction import PARTS, Prediction
-from paceline.plans.plan import Plan
+from paceline.planning.calibrate import Calibration, PassTiming
+from paceline.planning.cost.prediction import PARTS, Prediction
+from paceline.planning.plan import Plan
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from paceline.planner.cost.prediction import Interval
-from paceline.planner.tables.cells import number
+from paceline.planning.cost.prediction import Interval
+from paceline.planning.tables.cells import number
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"
 _CELLS = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commands import ended, paceline, started, wait_for, wait_for_step, write_job
-from paceline.benchmark.result import Report
+from paceline_lab.scaling.result import Report
 
 TWO_DEVICES = ("--devices", "1,2", "--out", "b")
 

@@ -110,7 +110,7 @@ def test_a_benchmark_of_this_machine_corrects_the_same_device_and_no_other(tmp_p
     )
     assert measured.code == 0, measured.err
     from paceline.cluster.discover import discover
-    from paceline.planner.machines import machines
+    from paceline.planning.machines import machines
 
     own = machines(discover()).device.name
     alike = paceline("bench", job, "--simulate", f"2x2x{own}, 10gbit", "--out", "b", folder=tmp_path)

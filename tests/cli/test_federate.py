@@ -9,7 +9,8 @@ import pytest
 
 from commands import ended, paceline, started, wait_for_step
 from federated_jobs import federated_job
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
+from paceline_federated.section import federate_spec
 from small_jobs import points
 
 
@@ -26,8 +27,7 @@ def test_a_simulated_run_is_summed_up_and_is_a_run_like_others(tmp_path: Path) -
         f"validation   loss {run.metrics['loss']:.4f}, accuracy {run.metrics['accuracy']:.4f}",
         f"28 times chosen, {dropped} dropped out, 0 late, 0 refused, 0 clipped",
     )
-    assert run.job.federate is not None
-    assert run.job.federate.clients == 7
+    assert federate_spec(run.job).clients == 7
     again = paceline("federate", "simulate", "job.yaml", "--clients", 7, "--run", "run", "--resume", folder=tmp_path)
     assert again.says("stopped      steps: 4 done")
     assert len(Run(tmp_path / "run").steps()) == 4

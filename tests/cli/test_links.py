@@ -14,7 +14,7 @@ import pytest
 from commands import ended, in_a_process, paceline, started
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
-from paceline.runner.links import COLLECTIVES, algorithms_of, ranks_of, transports_of
+from paceline.run.links import COLLECTIVES, algorithms_of, ranks_of, transports_of
 
 
 def test_every_collective_is_measured_and_checked_on_this_machine(tmp_path: Path) -> None:

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
 import paceline as package
 from commands import in_a_process, paceline
-from paceline.cli import app
-from paceline.plans.plan import Plan
+from paceline.cli import commands
+from paceline.planning.plan import Plan
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -61,7 +60,7 @@ def test_a_mistake_in_the_job_file_waits_for_nothing_that_trains(tmp_path: Path)
         f"import paceline.cli\nfor sys.argv[1:] in {called}:\n  try: paceline.cli.main()\n  except SystemExit: pass"
     )
     assert "paceline.job.job" in loaded
-    assert not loaded & {"torch", "paceline.runner.train", "paceline.planner.search.search", "paceline.launch.local"}
+    assert not loaded & {"torch", "paceline.run.train", "paceline.planning.search.search", "paceline.elastic.local"}
 
 
 def test_importing_the_package_needs_nothing_heavy() -> None:
@@ -130,6 +129,9 @@ COMMANDS = (
     "runs",
     "scale",
     "cancel",
+    "dashboard",
+    "config explain",
+    "config write",
     "serve",
     "watch",
     "trace",
@@ -143,15 +145,15 @@ COMMANDS = (
 
 
 def test_every_command_is_tested_for_its_example() -> None:
-    assert set(COMMANDS) == set(commands_of(typer.main.get_command(app)))
+    assert set(COMMANDS) == set(commands_of(commands()))
 
 
-def commands_of(group: Any, before: str = "") -> dict[str, Any]:
+def commands_of(group: dict[str, Any], before: str = "") -> dict[str, Any]:
     """Commands by name, those of a group behind its own."""
     found: dict[str, Any] = {}
-    for name, command in vars(group)["commands"].items():
-        inside = "commands" in vars(command)
-        found |= commands_of(command, f"{before}{name} ") if inside else {f"{before}{name}": command}
+    for name, command in group.items():
+        inside = vars(command).get("commands")
+        found |= commands_of(inside, f"{before}{name} ") if inside else {f"{before}{name}": command}
     return found
 
 
@@ -161,7 +163,7 @@ def test_help_ends_with_an_example_that_the_command_takes(name: str, tmp_path: P
     shown = paceline(*words, "--help", folder=tmp_path, columns=200).out
     program, *arguments = shlex.split(shown.partition("Example: ")[2].strip())
     assert (program, *arguments[: len(words)]) == ("paceline", *words)
-    values = commands_of(typer.main.get_command(app))[name].make_context(name, arguments[len(words) :]).params
+    values = commands_of(commands())[name].make_context(name, arguments[len(words) :]).params
     if values.get("plan"):
         Plan.parse(values["plan"])
     assert [path for path in re.findall(r"examples/[\w/.]+", shown) if not (ROOT / path).is_file()] == []

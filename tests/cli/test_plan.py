@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from rich.console import Console
 
 from commands import in_a_process, paceline
 from handmade_search import RARER, cluster, found, job
-from paceline.cli import app
+from paceline.cli import commands
 from paceline.cli import plan as command
 from paceline.cli.plan_screen import fitted, show
 from paceline.cli.where import to_run_on
 from paceline.errors import ClusterError, LaunchError
 from paceline.job.job import Job
-from paceline.planner.explain.advice import Advice
-from paceline.planner.explain.explain import explain
-from paceline.plans.plan import Plan
+from paceline.planning.explain.advice import Advice
+from paceline.planning.explain.explain import explain
+from paceline.planning.plan import Plan
 from paceline.units import large
 
 GPT = {"transformer": {"layers": 4, "hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32000}}
@@ -124,7 +123,7 @@ def test_a_model_too_large_for_every_plan_is_an_error_that_says_what_is_missing(
 )
 def test_a_cluster_that_cannot_be_is_an_error_that_helps(name: str, text: str) -> None:
     with pytest.raises(ClusterError, match=text):
-        command._cluster(name, None)
+        command.cluster_of(name, None)
 
 
 def test_a_cluster_from_the_catalogue_is_refused_where_ranks_would_start(tmp_path: Path) -> None:
@@ -173,7 +172,7 @@ def test_where_this_machine_cannot_be_measured_the_catalogue_stands_in_and_that_
     def fails(*_: object) -> None:
         raise LaunchError("rank 0 raised: no memory\nTraceback …")
 
-    monkeypatch.setattr("paceline.tuning.calibrate.calibrate", fails)
+    monkeypatch.setattr("paceline.run.tuning.calibrate.calibrate", fails)
     out = StringIO()
     assert command._measured(job(), cluster(), Console(file=out, width=200)) is None
     assert (
@@ -192,16 +191,16 @@ def test_what_failures_cost_is_on_the_screen_where_a_rate_is_given(tmp_path: Pat
     assert "in place, by the replicas" in text
     assert "assumed: 1.00 GB/s of storage" in text
     assert "what failures cost" not in screen(120, terminal=False)
-    assert command._cluster(NAME, None, 0.004)[0].failures_per_host_day == 0.004
+    assert command.cluster_of(NAME, None, 0.004)[0].failures_per_host_day == 0.004
     refused = paceline("plan", write_job(tmp_path), "--failures-per-host-day", "-1", folder=tmp_path, columns=200)
     assert refused.code == 2
 
 
 def test_a_price_of_the_command_line_goes_before_that_of_the_cluster() -> None:
-    where, here = command._cluster(NAME, 4.0)
+    where, here = command.cluster_of(NAME, 4.0)
     assert where.price_per_hour == 4.0
     assert not here
-    assert command._cluster(NAME, None)[0].price_per_hour == 2.5
+    assert command.cluster_of(NAME, None)[0].price_per_hour == 2.5
 
 
 # The documentation
@@ -213,11 +212,11 @@ def test_every_command_of_the_documentation_is_one() -> None:
     assert len(lines) >= 6
     for line in lines:
         arguments = shlex.split(line, comments=True)
-        context = typer.main.get_command(app).get_command(None, "plan").make_context("plan", arguments)  # type: ignore[attr-defined]
+        context = commands()["plan"].make_context("plan", arguments)
         if context.params["job"] is not None:
             Job.load(root / context.params["job"])
         if context.params["cluster"] is not None:
-            assert command._cluster(context.params["cluster"], None)[0].devices in (8, 128)
+            assert command.cluster_of(context.params["cluster"], None)[0].devices in (8, 128)
 
 
 def test_one_plan_is_recommended_for_a_small_model_that_many_devices_train_no_faster(tmp_path: Path) -> None:

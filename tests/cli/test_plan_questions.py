@@ -93,4 +93,4 @@ def test_a_spread_of_steps_is_a_number_or_a_run(folder: Path) -> None:
 def test_no_job_is_an_error_of_the_command_line(folder: Path) -> None:
     shown = paceline("plan", "--cluster", NAME, folder=folder, columns=200)
     assert shown.code == 2
-    assert shown.says("--explain-config")
+    assert shown.says("JOB")

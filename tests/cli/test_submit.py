@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from commands import paceline, write_job
-from paceline.channel.key import RunKey
 from paceline.cluster.discover import discover
+from paceline.elastic.submit.record import Submission, save
 from paceline.job.job import Job
-from paceline.launch.submit.record import Submission, save
-from paceline.plans.plan import Plan
-from paceline.training.record.run import Run
+from paceline.planning.plan import Plan
+from paceline.run.record.run import Run
+from paceline.wire.key import RunKey
 
 KUBECTL = """\
 #!/bin/sh

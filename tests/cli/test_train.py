@@ -16,8 +16,8 @@ import pytest
 from commands import checkpoints, ended, losses, paceline, started, wait_for, write_job
 from paceline.cluster.discover import discover
 from paceline.job.job import Job
-from paceline.plans.plan import Plan
-from paceline.training.record.run import Run
+from paceline.planning.plan import Plan
+from paceline.run.record.run import Run
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from commands import paceline, write_job, write_slow_job
 from paceline.report.diagnosis.diagnosis import diagnosis_of
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 
 
 def test_a_slow_rank_makes_two_cores_slower_than_one_and_is_told(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def test_this_machine_has_what_the_kernel_lets_us_use() -> None:
 
 
 def test_cores_that_we_may_not_run_on_are_no_devices() -> None:
-    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from paceline.cluster import discover; "
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+    code += "from paceline.cluster.discover import discover; "
     assert alone(code + "print(discover().devices)", CUDA_VISIBLE_DEVICES="") == "1"
 
 
@@ -53,8 +54,8 @@ def test_a_discovered_machine_survives_its_yaml(tmp_path: Path) -> None:
 
 def test_discovery_starts_without_torch() -> None:
     code = (
-        "import sys; from paceline.cluster import discover, environment; discover(); environment(); print('torch' "
-        "in sys.modules)"
+        "import sys; from paceline.cluster.discover import discover, environment; "
+        "discover(); environment(); print('torch' in sys.modules)"
     )
     assert alone(code) == "False"
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hosts import Hosts
-from paceline.channel.key import RunKey, write_key
-from paceline.channel.store import StoreClient
 from paceline.comm.backend import joined
 from paceline.comm.rendezvous import close_stores, rendezvous_store, torchs_store
 from paceline.errors import ChannelError, LaunchError
 from paceline.rank_environment import RankEnvironment
+from paceline.wire.key import RunKey, write_key
+from paceline.wire.store import StoreClient
 from ranks import Ranks
 
 DEADLINE_S = 30.0
@@ -59,7 +59,7 @@ def test_ranks_of_torchrun_with_a_key_meet_behind_it_and_torchs_store_learns_not
 
 
 def test_a_rank_with_the_wrong_key_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from paceline.channel.store import StoreServer
+    from paceline.wire.store import StoreServer
 
     write_key(RunKey.make(), tmp_path / "key")
     monkeypatch.setenv("PACELINE_KEY_FILE", str(tmp_path / "key"))

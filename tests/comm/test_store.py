@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from paceline.channel.key import RunKey
-from paceline.channel.store import StoreClient, StoreServer
 from paceline.comm import tcp, transport  # noqa: F401 - registers the backends
 from paceline.comm.store import ChannelStore
+from paceline.wire.key import RunKey
+from paceline.wire.store import StoreClient, StoreServer
 from ranks import Ranks
 
 DEADLINE_S = 30.0

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 import paceline
 from paceline.errors import DataError
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 from ranks import RankError, Ranks
 from small_jobs import small_job, train_here
 

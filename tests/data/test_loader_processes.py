@@ -27,9 +27,9 @@ from paceline.comm.backend import joined
 from paceline.data import loader_processes
 from paceline.data.loader import Loader
 from paceline.data.loader_processes import SmallBatch, as_sent
+from paceline.elastic.failure import ErrorRecord
 from paceline.errors import LoaderProcessError
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.launch.failure import ErrorRecord
 from ranks import RankError, Ranks
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 import paceline
 from paceline.data.loader import Loader, Position
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 from ranks import Ranks
 from small_jobs import new_run, small_job, train_as_rank, train_here
 

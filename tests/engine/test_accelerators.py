@@ -18,10 +18,10 @@ import paceline
 from paceline import device as devices
 from paceline.comm.backend import join, leave
 from paceline.comm.comm_thread import CommStream
+from paceline.elastic.place import on_this_machine
 from paceline.engine.meter import BUBBLE, COMPUTE
 from paceline.errors import LaunchError, PlanError
 from paceline.job.zoo.losses import CrossEntropy
-from paceline.launch.place import on_this_machine
 from ranks import Ranks, run_in_places
 from simulated.environment import Simulated
 

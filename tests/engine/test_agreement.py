@@ -18,11 +18,11 @@ from paceline.comm.backend import joined
 from paceline.data.held_out import held_out_batches
 from paceline.engine.engine import Engine
 from paceline.job.loss import LossSpec, build_metrics
-from paceline.plans.plan import Plan
-from paceline.training.build import build_engine, built, seed_all
-from paceline.training.checkpoint.manifest import checkpoints
-from paceline.training.checkpoint.reader import load_latest
-from paceline.training.record.run import Run
+from paceline.planning.plan import Plan
+from paceline.run.build import build_engine, built, seed_all
+from paceline.run.checkpoint.manifest import checkpoints
+from paceline.run.checkpoint.reader import load_latest
+from paceline.run.record.run import Run
 from ranks import RankError, Ranks
 from small_jobs import CLASSES, FEATURES, Points, new_run, points, small_job, train_as_rank, with_dropout
 

@@ -16,7 +16,7 @@ from paceline.errors import JobError, NonFiniteError
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.job.spike import SpikeSpec
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank, train_here
 

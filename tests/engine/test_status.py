@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine.status import PHASES, Phase, StatusBoard
 from paceline.rank_environment import RankEnvironment
+from paceline.wire.status import PHASES, Phase, StatusBoard
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_mark_of_the_same_phase_counts_as_a_change(
 
 
 def test_marks_of_another_process_are_seen(board: StatusBoard, tmp_path: Path) -> None:
-    code = "from paceline.engine.status import StatusBoard; StatusBoard.of_this_rank().mark('sync', 9)"
+    code = "from paceline.wire.status import StatusBoard; StatusBoard.of_this_rank().mark('sync', 9)"
     environment = os.environ | RankEnvironment(2, 3, "127.0.0.1", 1, status_file=tmp_path / "status").to_env()
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     assert (board.read()[2].phase, board.read()[2].step) == ("sync", 9)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import paceline
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.training.loop import train_in
+from paceline.run.loop import train_in
 from ranks import Ranks
 from small_jobs import new_run, small_job
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from commands import paceline, write_job
+from paceline.elastic.local import launch
 from paceline.errors import LaunchError
-from paceline.launch.local import launch
 
 FAULTY = """
 import os

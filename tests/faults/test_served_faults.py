@@ -26,7 +26,7 @@ from commands import (
     wait_for_step,
     write_job,
 )
-from paceline.engine.status import StatusBoard
+from paceline.wire.status import StatusBoard
 
 STEPS, DEADLINE_S = 24, 8
 PLAN = "dp=2 sync=server:staleness=2"  # ranks 0 and 1 work, 2 serves, and 3 is its backup

@@ -12,16 +12,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.federate.aggregate import Agreed
-from paceline.federate.client import LocalTraining, first_model
-from paceline.federate.real.gather import Gathering
-from paceline.federate.real.join import Participant
-from paceline.federate.real.kept import ClientFolder
-from paceline.federate.real.rounds import Outcome
-from paceline.federate.server import Server
-from paceline.federate.simulation.deal import deal
 from paceline.job.job import Job
 from paceline.job.zoo.data.samples import Selection
+from paceline_federated.aggregate import Agreed
+from paceline_federated.client import LocalTraining, first_model
+from paceline_federated.real.gather import Gathering
+from paceline_federated.real.join import Participant
+from paceline_federated.real.kept import ClientFolder
+from paceline_federated.real.rounds import Outcome
+from paceline_federated.section import federate_spec
+from paceline_federated.server import Server
+from paceline_federated.simulation.deal import deal
 
 DEADLINE_S = 30.0
 
@@ -81,14 +82,13 @@ class Federation:
     """
 
     def __init__(self, job: Job, folder: Path, behaviours: Mapping[int, Behaviour] = {}) -> None:
-        assert job.federate is not None
         self.job, self.folder = job, folder
         training = LocalTraining(job, first_model(job))
         self.layout = training.layout
         first = self.layout.flatten(training.show(self.layout.flatten(training.model)))
-        self.server = Server(job, self.layout, first, job.federate.clients)
+        self.server = Server(job, self.layout, first, federate_spec(job).clients)
         self.gathering = Gathering(
-            job, self.layout, self.server.rule, name="test", places=job.federate.clients, deadline_s=DEADLINE_S
+            job, self.layout, self.server.rule, name="test", places=federate_spec(job).clients, deadline_s=DEADLINE_S
         )
         self.calls = self.gathering.front.functions()
         self.gathering.front.between_s = 0.0  # the thread that would wait is the one that begins the next round
@@ -96,8 +96,8 @@ class Federation:
         self.number = 0  # of the round
         self._held = ExitStack()
         train = job.data.model_copy(update={"held_out": 0.0}).build(input_shape=None, seed=job.seed).train
-        parts = deal(train, job.federate.partition, job.federate.clients, job.seed)
-        for number in range(job.federate.clients):
+        parts = deal(train, federate_spec(job).partition, federate_spec(job).clients, job.seed)
+        for number in range(federate_spec(job).clients):
             self.add(number, Selection(train, parts[number]), behaviours.get(number, Behaviour()))
 
     def __enter__(self) -> Federation:
@@ -169,17 +169,16 @@ class Federation:
 
 def simulated(job: Job, rounds: int) -> Tensor:
     """Weights after some rounds of the same job, with every client trained in turn by plain calls."""
-    assert job.federate is not None
     training = LocalTraining(job, first_model(job))
     first = training.layout.flatten(training.model)
-    server = Server(job, training.layout, first, job.federate.clients)
+    server = Server(job, training.layout, first, federate_spec(job).clients)
     train = job.data.model_copy(update={"held_out": 0.0}).build(input_shape=None, seed=job.seed).train
-    parts, _ = deal(train, job.federate.partition, job.federate.clients, job.seed).split(
-        job.federate.held_out, job.seed
+    parts, _ = deal(train, federate_spec(job).partition, federate_spec(job).clients, job.seed).split(
+        federate_spec(job).held_out, job.seed
     )
-    from paceline.federate.client import ClientState
+    from paceline_federated.client import ClientState
 
-    states = [ClientState() for _ in range(job.federate.clients)]
+    states = [ClientState() for _ in range(federate_spec(job).clients)]
     for round in range(1, rounds + 1):
         task, aggregator = server.task(round), server.aggregator(round)
         for number, state in enumerate(states):

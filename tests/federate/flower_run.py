@@ -31,8 +31,8 @@ def averaged(folder: str, grid: Any, nodes: int, rounds: int) -> None:
     from flwr.serverapp.strategy import FedAvg
     from safetensors.torch import save_file
 
-    from paceline.federate.client import first_model
     from paceline.job.job import Job
+    from paceline_federated.client import first_model
 
     model = first_model(Job.load(f"{folder}/federated_job/job.yaml"))
     strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes)

@@ -15,11 +15,12 @@ import yaml
 from torch import Tensor
 
 from commands import DEADLINE_S, Outcome, ended, paceline, started, wait_for
-from paceline.channel.key import RunKey, write_key
-from paceline.federate.client import LocalTraining, first_model
-from paceline.federate.simulation.deal import deal
 from paceline.job.job import Job
-from paceline.training.checkpoint.reader import load_latest
+from paceline.run.checkpoint.reader import load_latest
+from paceline.wire.key import RunKey, write_key
+from paceline_federated.client import LocalTraining, first_model
+from paceline_federated.section import federate_spec
+from paceline_federated.simulation.deal import deal
 
 CLIENTS = 4
 _LISTENING = re.compile(r"listen(?:s|ing) at ([\d.]+:\d+)")
@@ -41,10 +42,9 @@ def write_federated_job(folder: Path, steps: int = 3, **federate: Any) -> Path:
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(job, sort_keys=False))
     what = Job.load(file)
-    assert what.federate is not None
     train = what.data.build(input_shape=what.model.input_shape(), seed=what.seed).train
-    parts = deal(train, what.federate.partition, what.federate.clients, what.seed)
-    for number in range(what.federate.clients):
+    parts = deal(train, federate_spec(what).partition, federate_spec(what).clients, what.seed)
+    for number in range(federate_spec(what).clients):
         inputs, targets = zip(*(train[int(row)] for row in parts[number]), strict=True)
         np.savez(folder / f"{number}.npz", x=torch.stack(inputs).numpy(), y=np.array([int(t) for t in targets]))
     if not (folder / "key").exists():

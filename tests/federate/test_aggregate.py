@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import JobError
-from paceline.federate.aggregate import Aggregator, Cohort
-from paceline.federate.codec import UpdateCodec
-from paceline.federate.layout import Layout
-from paceline.federate.rule import FederatedRule, Update
-from paceline.federate.rules.fedbuff import FedBuff
-from paceline.job.federate import FederateSpec
+from paceline_federated.aggregate import Aggregator, Cohort
+from paceline_federated.codec import UpdateCodec
+from paceline_federated.layout import Layout
+from paceline_federated.rule import FederatedRule, Update
+from paceline_federated.rules.fedbuff import FedBuff
+from paceline_federated.section import FederateSpec
 
 N = 4
 LAYOUT = Layout(("w", "b"), ((3,), (1,)), 2, (), torch.float64)

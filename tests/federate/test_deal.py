@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from paceline.errors import DataError
-from paceline.federate.order import keys, one_key, uniform
-from paceline.federate.simulation.deal import Deal, deal
-from paceline.federate.simulation.timetable import Timetable, padded
-from paceline.federate.work import Work
-from paceline.job.federate import ClientsSpec
 from paceline.job.zoo.data.samples import Selection
+from paceline_federated.order import keys, one_key, uniform
+from paceline_federated.section import ClientsSpec
+from paceline_federated.simulation.deal import Deal, deal
+from paceline_federated.simulation.timetable import Timetable, padded
+from paceline_federated.work import Work
 
 
 class Labelled(Dataset[Any]):

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.errors import JobError, RunError
-from paceline.federate.flower.export import write_app
-from paceline.federate.simulation.run import simulate
 from paceline.job.job import Job
-from paceline.training.checkpoint.convert import export
+from paceline.run.checkpoint.convert import export
+from paceline_federated.flower.export import write_app
+from paceline_federated.simulation.run import simulate
 
 ROUNDS, CLIENTS = 4, 4
 FLOWER = Path(__file__).parents[2] / "build" / "flower" / "bin" / "python"

@@ -12,11 +12,11 @@ from opacus.accountants import RDPAccountant
 
 from federated_jobs import federated_job
 from paceline.errors import JobError
-from paceline.federate.aggregate import Aggregator, Cohort
-from paceline.federate.layout import Layout
-from paceline.federate.rule import FederatedRule
-from paceline.federate.simulation.run import simulate
-from paceline.job.federate import FederateSpec
+from paceline_federated.aggregate import Aggregator, Cohort
+from paceline_federated.layout import Layout
+from paceline_federated.rule import FederatedRule
+from paceline_federated.section import FederateSpec
+from paceline_federated.simulation.run import simulate
 
 PRIVATE: dict[str, Any] = {"clients": 20, "per_round": 10, "privacy": {"clip": 0.5, "noise": 1.0}}
 

@@ -19,13 +19,13 @@ import torch
 from commands import DEADLINE_S, ended, events, wait_for
 from federate.federation import distance
 from federate.processes import CLIENTS, address_on, end, federation, write_federated_job
-from paceline.channel.key import read_key
-from paceline.federate.client import LocalTraining, first_model
-from paceline.federate.real.join import Joining, Participant, checked, connected, own_samples, take_part
-from paceline.federate.real.kept import ClientFolder
-from paceline.federate.real.terms import digest_of
 from paceline.job.job import Job
-from paceline.remote.client import Client
+from paceline.wire.key import read_key
+from paceline_federated.client import LocalTraining, first_model
+from paceline_federated.real.join import Joining, Participant, checked, connected, own_samples, take_part
+from paceline_federated.real.kept import ClientFolder
+from paceline_federated.real.terms import digest_of
+from paceline_server.client import Client
 
 
 @pytest.mark.parametrize("rule", ["fedavg", pytest.param("scaffold", marks=pytest.mark.slow)])

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from federated_jobs import federated_job, trainer_of
 from paceline.errors import JobError
-from paceline.federate.client import federated
-from paceline.federate.rule import FederatedRule, Local
-from paceline.federate.rule_info import FEDERATED_RULES, FederatedRuleSpec
-from paceline.federate.rules.adaptive import FedAdam, FedYogi
-from paceline.federate.rules.fedavg import FedAvg
-from paceline.federate.rules.fedprox import FedProx
-from paceline.federate.rules.scaffold import CONTROL, Scaffold
-from paceline.federate.simulation.run import Simulation
 from paceline.job.job import Job
+from paceline_federated.client import federated
+from paceline_federated.rule import FederatedRule, Local
+from paceline_federated.rule_info import FEDERATED_RULES, FederatedRuleSpec
+from paceline_federated.rules.adaptive import FedAdam, FedYogi
+from paceline_federated.rules.fedavg import FedAvg
+from paceline_federated.rules.fedprox import FedProx
+from paceline_federated.rules.scaffold import CONTROL, Scaffold
+from paceline_federated.simulation.run import Simulation
 from small_jobs import small_job
 
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import SecureSumError
-from paceline.federate.secure.client import SecureClient
-from paceline.federate.secure.fixed_point import FixedPoint
-from paceline.federate.secure.masks import Numbers, add_mask, agreed_key, neighbours
-from paceline.federate.secure.messages import PublicKeys, Terms, Unmasking, default_threshold
-from paceline.federate.secure.server import SecureSum
-from paceline.federate.secure.shares import Recovery, divided
+from paceline_federated.secure.client import SecureClient
+from paceline_federated.secure.fixed_point import FixedPoint
+from paceline_federated.secure.masks import Numbers, add_mask, agreed_key, neighbours
+from paceline_federated.secure.messages import PublicKeys, Terms, Unmasking, default_threshold
+from paceline_federated.secure.server import SecureSum
+from paceline_federated.secure.shares import Recovery, divided
 
 
 class Round:

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from federated_jobs import federated_job
 from paceline.errors import DataError, JobError, RunError
-from paceline.federate.fairness import Fairness
-from paceline.federate.simulation.run import Simulation, simulate
 from paceline.job.job import Job
-from paceline.training.checkpoint.convert import export
-from paceline.training.record.run import Run
+from paceline.run.checkpoint.convert import export
+from paceline.run.record.run import Run
+from paceline_federated.fairness import Fairness
+from paceline_federated.simulation.run import Simulation, simulate
 from small_jobs import points
 
 HARD = {"clients": 8, "per_round": 4, "partition": {"kind": "dirichlet", "alpha": 0.5}}

@@ -16,12 +16,12 @@ from selenium.webdriver import ActionChains, Chrome
 
 from browser import Browser, tab
 from handmade_reports import alike, around, rank_use, report, setting
-from paceline.benchmark.result import MeasuredSetting, Report
-from paceline.benchmark.words import on_cores
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
-from paceline.report.bench_view import write_bench_page
 from paceline.report.definitions import DEFINITIONS
+from paceline.report.words import on_cores
+from paceline_lab.report.bench_view import write_bench_page
+from paceline_lab.scaling.result import MeasuredSetting, Report
 
 needs_chromium = pytest.mark.needs_chromium
 CHARTS = ["scaling", "breakdown", "loss-seconds", "loss-samples"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.engine import meter
 from paceline.report.definitions import DEFINITIONS, PARTS
 from paceline.report.page import described
-from paceline.training.record import goodput
+from paceline.run.record import goodput
 
 
 def test_every_part_of_a_step_has_a_definition_in_the_order_of_the_meter() -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from handmade_steps import machines, record
-from paceline.benchmark.settings import spelled_out
 from paceline.errors import RunError
 from paceline.job.job import Job
-from paceline.plans.plan import Plan
+from paceline.planning.devices import spelled_out
+from paceline.planning.plan import Plan
 from paceline.report.diagnosis.diagnosis import Diagnosis, diagnosis_of
 from paceline.report.diagnosis.measured import measured
 from paceline.report.diagnosis.predicted import model_of, one_device_plan
 from paceline.report.diagnosis.tried import try_suggestions
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 
 STEPS = 30
 EVEN = {rank: {"compute": 40, "comm": 8, "optimizer": 2} for rank in (0, 1)}

@@ -12,7 +12,7 @@ from federate.processes import write_federated_job
 from paceline.report.run_charts import run_charts
 from paceline.report.run_record import RunRecord
 from paceline.report.run_view import RunView
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 
 
 def test_rounds_show_clients_bytes_and_the_spread_over_clients(tmp_path: Path) -> None:

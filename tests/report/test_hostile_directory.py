@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.benchmark.result import Report
 from paceline.errors import PacelineError, RunError
-from paceline.report.bench_view import write_bench_page
 from paceline.report.run_record import RunRecord
 from paceline.report.run_view import write_run_page
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
+from paceline_lab.report.bench_view import write_bench_page
+from paceline_lab.scaling.result import Report
 from small_jobs import small_job, train_here
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from handmade_live import NOW, begun_run
 from paceline.report.live_members import MOST_RANKS, Members
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 
 LOST = {"rank": 2, "again": True, "epoch": 1}
 

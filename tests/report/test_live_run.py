@@ -15,9 +15,9 @@ from handmade_live import NOW, begun_run, happens, step, trains
 from handmade_search import cluster, job
 from paceline.cli.watch_screen import line, screen
 from paceline.console import Console
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
 from paceline.report.live_run import CURVE, RECENT, Curve, LiveRun
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 
 
 @pytest.fixture

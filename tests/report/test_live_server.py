@@ -20,7 +20,7 @@ from paceline.report import live_server
 from paceline.report.live_pace import Pace
 from paceline.report.live_run import LiveRun
 from paceline.report.live_server import LiveServer
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_the_page_opens_with_its_token_and_then_by_its_cookie_alone(page: Served
 def test_who_has_no_token_is_refused(page: Served, target: str) -> None:
     status, answer = page.ask(target, f"Cookie: paceline-{page.port}=wrong; paceline={page.token}")
     assert status == 403
-    assert "open the address that `paceline serve` printed" in answer
+    assert "open the address that `paceline dashboard` printed" in answer
     assert page.token not in answer
 
 
@@ -269,6 +269,6 @@ async def _take(reader: asyncio.StreamReader) -> None:
 
 
 def test_a_port_that_is_taken_is_an_error_that_says_so(run: Run, tmp_path: Path, page: Served) -> None:
-    error = paceline("serve", run.path, "--at", f"127.0.0.1:{page.port}", folder=tmp_path).error
+    error = paceline("dashboard", run.path, "--at", f"127.0.0.1:{page.port}", folder=tmp_path).error
     assert f"no page at 127.0.0.1:{page.port}" in error
     assert "Name another port" in error

@@ -20,7 +20,7 @@ from paceline.report.diagnosis.measured import measured
 from paceline.report.run_charts import shares, staleness
 from paceline.report.run_record import RunRecord
 from paceline.report.run_view import RunView, write_run_page
-from paceline.training.record.run import WARM_UP_STEPS, Run, Speed
+from paceline.run.record.run import WARM_UP_STEPS, Run, Speed
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank, train_here
 

@@ -13,11 +13,11 @@ from selenium.webdriver import Chrome
 
 from browser import Browser, tab
 from handmade_search import job
-from paceline.benchmark.simulated.curve import Chances
-from paceline.benchmark.simulated.simulation import Simulation, simulate
 from paceline.cluster.named import named_cluster
 from paceline.errors import RunError
-from paceline.report.simulated_view import DATA, write_simulated_page
+from paceline_lab.report.simulated_view import DATA, write_simulated_page
+from paceline_lab.simulated.curve import Chances
+from paceline_lab.simulated.simulation import Simulation, simulate
 
 STOLEN = "</script><script>window.stolen = 1</script>"
 NAMES = ("4x8xH100-SXM, 400gbit", "2x8xA100-SXM-80")

@@ -10,8 +10,8 @@ import pytest
 from browser import Browser
 from commands import paceline
 from handmade_comparisons import comparison, way
-from paceline.benchmark.systems.compared import Comparison
-from paceline.report.systems_view import write_systems_page
+from paceline_lab.report.systems_view import write_systems_page
+from paceline_lab.systems.compared import Comparison
 
 needs_chromium = pytest.mark.needs_chromium
 HOSTILE = "</script><script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'>"

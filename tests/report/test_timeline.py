@@ -18,7 +18,7 @@ from paceline.report.timeline.chrome_trace import trace_events, write_trace
 from paceline.report.timeline.critical_path import CriticalPath, critical_path
 from paceline.report.timeline.operations import write_operations
 from paceline.report.timeline.timeline import StepRange, timeline_of
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 
 # Rank 1 computes 6 ms longer than rank 0, which waits for it.
 SLOW_RANK = {

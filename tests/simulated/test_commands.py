@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from commands import Outcome, ended, in_a_process, started
-from paceline.launch.seed import Seed, shared_pids
-from paceline.training.record.run import Run
+from paceline.elastic.seed import Seed, shared_pids
+from paceline.run.record.run import Run
 from simulated.environment import Simulated
 from small_jobs import small_job
 

@@ -22,10 +22,10 @@ from model_families import ZOO, family_job
 from paceline.comm import Group
 from paceline.errors import NonFiniteError, PlanError
 from paceline.job.zoo.models.gpt import GPT
-from paceline.plans.plan import Plan
-from paceline.training.checkpoint.convert import export
-from paceline.training.loop import train_in
-from paceline.training.record.run import Run
+from paceline.planning.plan import Plan
+from paceline.run.checkpoint.convert import export
+from paceline.run.loop import train_in
+from paceline.run.record.run import Run
 from ranks import Ranks
 from small_jobs import new_run, train_as_rank, train_here
 

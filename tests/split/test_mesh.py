@@ -10,8 +10,8 @@ import torch
 from paceline.comm import Group
 from paceline.comm.backend import join
 from paceline.errors import PlanError
-from paceline.plans.axes import AXES, DATA_AXES
-from paceline.plans.plan import Plan
+from paceline.planning.axes import AXES, DATA_AXES
+from paceline.planning.plan import Plan
 from paceline.split.mesh import Mesh
 from ranks import Ranks
 

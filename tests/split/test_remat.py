@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
 from paceline.job.zoo.models.gpt import GPT
+from paceline.planning.model.blocks import find_blocks, submodules
 from paceline.split.fsdp import shard_fully
 from paceline.split.parts import local, whole_parts
 from paceline.split.remat import compile_blocks, rematerialise
-from paceline.trace.blocks import find_blocks, submodules
 from ranks import Backend, Ranks
 
 How = Literal["none", "selective", "block"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.epoch import EpochOver
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
 from paceline.sync import build_rule
 from paceline.sync.diloco import DiLoCo
 from paceline.sync.fragments import cut

@@ -4,66 +4,64 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import paceline
 from paceline.cli import (
-    bench,
     cancel,
-    chaos,
     check,
+    dashboard,
     doctor,
     export,
-    federate_real,
     key,
     links,
     plan,
     report,
     runs,
     scale,
-    serve,
     submit,
     trace,
     train,
     watch,
     why,
 )
+from paceline.cli.command import Command, Commands, commands_of
 from paceline.cli.plan_offers import PlanCommand
-from paceline.cli.where import over_hosts
+from paceline.elastic.shown_failure import show, show_traceback
 from paceline.errors import PacelineError
-from paceline.launch.shown_failure import show, show_traceback
 from paceline.torch_versions import untested
 
-app = typer.Typer(name="paceline", no_args_is_help=True, pretty_exceptions_enable=False)
-_modules = (
-    train,
-    bench,
-    chaos,
-    check,
-    doctor,
-    export,
-    key,
-    links,
-    plan,
-    report,
-    submit,
-    runs,
-    scale,
-    cancel,
-    serve,
-    watch,
-    trace,
-    why,
+Commands.known = commands_of(
+    {
+        "train": Command(train.command, "Train", train.EXAMPLE, starts_ranks=True),
+        "check": Command(check.command, "Train", check.EXAMPLE, starts_ranks=True),
+        "export": Command(export.command, "Train", export.EXAMPLE),
+        "watch": Command(watch.command, "Measure", watch.EXAMPLE),
+        "dashboard": Command(dashboard.command, "Measure", dashboard.EXAMPLE),
+        "report": Command(report.command, "Measure", report.EXAMPLE),
+        "why": Command(why.command, "Measure", why.EXAMPLE),
+        "trace": Command(trace.command, "Measure", trace.EXAMPLE),
+        "links": Command(links.command, "Measure", links.EXAMPLE, starts_ranks=True),
+        "plan": Command(plan.command, "Plan", plan.EXAMPLE, kind=PlanCommand),
+        "submit": Command(submit.command, "Operate", submit.EXAMPLE),
+        "runs": Command(runs.command, "Operate", runs.EXAMPLE),
+        "cancel": Command(cancel.command, "Operate", cancel.EXAMPLE),
+        # -1 is no option
+        "scale": Command(scale.command, "Operate", scale.EXAMPLE, settings={"ignore_unknown_options": True}),
+        "key": Command(key.command, "Operate", key.EXAMPLE),
+        "doctor": Command(doctor.command, "Operate", doctor.EXAMPLE),
+    }
 )
-for _module in _modules:
-    _command = over_hosts(_module.command) if _module in (train, bench, check, links) else _module.command
-    _settings = {"ignore_unknown_options": True} if _module is scale else None  # -1 is none
-    _class = PlanCommand if _module is plan else None
-    _name = _module.__name__.rpartition(".")[2]
-    app.command(_name, cls=_class, epilog=_module.EXAMPLE, context_settings=_settings)(_command)
-app.add_typer(federate_real.app, name="federate")  # with its commands, and those of `federate`
+app = typer.Typer(name="paceline", cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def commands() -> dict[str, Any]:
+    """Every command by name, as click runs it; loads those of other packages."""
+    group = typer.main.get_command(app)
+    context = typer.Context(group)
+    return {name: group.get_command(context, name) for name in group.list_commands(context)}  # type: ignore[attr-defined]
 
 
 def _show_version(wanted: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "Example: paceline cancel digits-20261123-101500"
+EXAMPLE = "paceline cancel digits-20261123-101500"
 
 
 def command(
@@ -16,8 +16,8 @@ def command(
 
     It saves a checkpoint as far as its scheduler gives it time.
     """
-    from paceline.launch.submit.record import find
-    from paceline.launch.submit.table import scheduler
+    from paceline.elastic.submit.record import find
+    from paceline.elastic.submit.table import scheduler
 
     submission = find(name)
     if submission.phase:

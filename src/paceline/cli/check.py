@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
-    from paceline.parity.check import LargestDifference, Parity
+    from paceline.run.parity.check import LargestDifference, Parity
 
-EXAMPLE = 'Example: paceline check examples/gpt_text.yaml --plan "fsdp=2 tp=2"'
+EXAMPLE = 'paceline check examples/gpt_text.yaml --plan "fsdp=2 tp=2"'
 _NAMED = 10  # parameters, where parity fails
 CANNOT_TELL = 3  # the exit code
 
@@ -51,7 +51,7 @@ def command(
     """
     start_on(hosts, cluster)
     if not dry:
-        from paceline.launch.seed import warm_up
+        from paceline.elastic.seed import warm_up
 
         warm_up()  # it imports torch while this process imports what is left and reads the job
     from paceline.cli.where import to_run_on
@@ -78,13 +78,13 @@ def command(
 
 def _chosen(job: Job, cluster: Cluster | None, console: Console) -> str:
     from paceline.cluster.discover import to_run_on
-    from paceline.tuning.auto import choose
+    from paceline.run.tuning.auto import choose
 
     return str(choose(job, to_run_on(cluster), lambda line: console.print(line, markup=False)).plan)
 
 
 def _one(job: Job, cluster: Cluster | None, text: str, steps: int, console: Console) -> int:
-    from paceline.parity.check import check
+    from paceline.run.parity.check import check
 
     parity = check(job, text, cluster, steps=steps)
     _show(parity, console)
@@ -155,8 +155,8 @@ def _difference(value: float, tolerance: float) -> str:
 
 def _all(job: Job, cluster: Cluster | None, most_ranks: int, steps: int, console: Console) -> int:
     from paceline.errors import PlanError
-    from paceline.parity.check import check_all
-    from paceline.plans.plan import Plan
+    from paceline.planning.plan import Plan
+    from paceline.run.parity.check import check_all
 
     counts = {"holds": 0, "differs": 0, "cannot tell": 0, "refused": 0, "failed": 0}
 

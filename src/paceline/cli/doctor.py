@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.cluster.doctor.checks import Finding
     from paceline.comm.measure import calls, speed
 
-EXAMPLE = "Example: paceline doctor --json"
+EXAMPLE = "paceline doctor --json"
 _WIDTH = 100
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _RANKS = (2, 8)  # on cores: at least, at most
@@ -177,9 +177,9 @@ def _measure_collectives(console: Console, host: Host, measured: ProbeResults) -
 
 
 def _collectives(ranks: int, variables: Mapping[str, str]) -> calls.Speeds:
-    from paceline.launch.place import on_this_machine
-    from paceline.launch.run_on_ranks import run_on_ranks
-    from paceline.launch.seed import warm_up
+    from paceline.elastic.place import on_this_machine
+    from paceline.elastic.run_on_ranks import run_on_ranks
+    from paceline.elastic.seed import warm_up
 
     warm_up()
     from paceline.comm.measure.calls import SIZES, measure_all_reduces

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from paceline.errors import PlanError
-from paceline.plans.axes import AXES
+from paceline.errors import BatchError, PlanError
+from paceline.planning.axes import AXES
 from paceline.units import count, size
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.job.job import Job
-    from paceline.training.dry_run.dry_run import DryRun
+    from paceline.run.dry_run.dry_run import DryRun
 
 
 _WIDTH = 120  # of the table, at least: a pipeline of ranks divided along four more axes
@@ -27,14 +27,14 @@ _LEGEND = (
 
 def show_dry_run(job: Job, text: str, console: Console) -> bool:
     """Run a plan dry and show what was found; returns True if it can run."""
-    from paceline.plans.plan import Plan
-    from paceline.training.dry_run.dry_run import run_dry
+    from paceline.planning.plan import Plan
+    from paceline.run.dry_run.dry_run import run_dry
 
     plan = Plan.parse(text)
     try:
         with console.status("importing torch") as status:
             found = run_dry(job, plan, say=status.update)
-    except PlanError as error:
+    except (PlanError, BatchError) as error:
         for line in str(error).splitlines():
             console.print(line, markup=False)
         console.print(f"plan {plan} cannot run", style="red")

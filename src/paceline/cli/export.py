@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "Example: paceline export runs/mine model.safetensors"
+EXAMPLE = "paceline export runs/mine model.safetensors"
 
 
 class ExportLayout(StrEnum):
@@ -35,9 +35,9 @@ def command(
 
     The result is one safetensors file, or a folder in Hugging Face's layout.
     """
+    from paceline.run.checkpoint.convert import export, export_hf
+    from paceline.run.object_store.fetch import copy_of
     from paceline.storage.url import is_url
-    from paceline.training.checkpoint.convert import export, export_hf
-    from paceline.training.remote.fetch import copy_of
 
     with ExitStack() as held, warnings.catch_warnings(record=True) as passed_over:
         warnings.simplefilter("always")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "Example: paceline key"
+EXAMPLE = "paceline key"
 
 
 def command(
@@ -21,8 +21,8 @@ def command(
     Every host needs a copy: at ~/.paceline/key it is found, elsewhere name it in PACELINE_KEY_FILE. Who has it belongs
     to the run.
     """
-    from paceline.channel.key import RunKey, default_key_file, write_key
     from paceline.files import private_folder
+    from paceline.wire.key import RunKey, default_key_file, write_key
 
     key = RunKey.make()
     if file is None:

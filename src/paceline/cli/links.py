@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.where import Hosts, start_on
-from paceline.launch_engine import is_rank
+from paceline.cluster.launch_engines import is_rank
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
-    from paceline.runner.links import LinkResults, Wanted
+    from paceline.run.links import LinkResults, Wanted
 
-EXAMPLE = "Example: paceline links --transports shm,tcp --sizes 1KiB,1MiB"
+EXAMPLE = "paceline links --transports shm,tcp --sizes 1KiB,1MiB"
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -71,9 +71,9 @@ def command(
     from paceline.cli.where import to_run_on
     from paceline.cluster.discover import discover
     from paceline.console import Console
-    from paceline.plans.sync_info import ALGORITHMS
-    from paceline.plans.transport_info import TRANSPORTS
-    from paceline.runner import links
+    from paceline.planning.sync_info import ALGORITHMS
+    from paceline.planning.transport_info import TRANSPORTS
+    from paceline.run import links
 
     where = to_run_on(cluster) or discover()
     possible = filter(None, (*TRANSPORTS.names, links.library_of(where)))
@@ -103,8 +103,8 @@ def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
     """
     from paceline.comm.measure.links import LinksRequest, measure_on_rank
     from paceline.rank_environment import own_rank
-    from paceline.runner.links import LinkResults
-    from paceline.runner.torchrun import fail
+    from paceline.run.links import LinkResults
+    from paceline.run.torchrun import fail
 
     if named is not None and len(wanted.transports) > 1:
         raise typer.BadParameter("under torchrun name one transport: its ranks join once", param_hint="--transports")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
     from paceline.comm.measure.links import Curve, TransportMeasurement
     from paceline.comm.measure.speed import CollectiveSpeed
-    from paceline.runner.links import LinkResults
+    from paceline.run.links import LinkResults
 
 _WIDTH = 116
 _COLUMNS = 8  # sizes beside each other

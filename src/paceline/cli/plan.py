@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli import plan_options as options
-from paceline.cli.plan_config import Given, explain_config, write_config
 from paceline.cli.plan_offers import Limits, choose, wanted
 
 if TYPE_CHECKING:
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
-    from paceline.planner.adjustment import Adjustment, Basis
-    from paceline.planner.calibrate import Calibration
-    from paceline.planner.explain.batch_advice import BatchAdvice
-    from paceline.planner.explain.explain import Explanation
-    from paceline.planner.explain.scaling import ScaledPlan
-    from paceline.planner.explain.training_run import Conditions, Goal
+    from paceline.planning.adjustment import Adjustment, Basis
+    from paceline.planning.calibrate import Calibration
+    from paceline.planning.explain.batch_advice import BatchAdvice
+    from paceline.planning.explain.explain import Explanation
+    from paceline.planning.explain.scaling import ScaledPlan
+    from paceline.planning.explain.training_run import Conditions, Goal
 
-EXAMPLE = 'Example: paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"'
+EXAMPLE = 'paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"'
 _ON_PAGE = 30  # plans in the pictures of a page
 
 
 def command(
-    job: options.JobPath = None,
+    job: options.JobPath,
     cluster: options.ClusterName = None,
     top: options.Top = 10,
     price: options.Price = None,
@@ -52,12 +51,6 @@ def command(
     deadline: options.Deadline = None,
     cheapest: options.Cheapest = False,
     what_if: options.WhatIf = None,
-    explain_config_: options.ExplainConfig = None,
-    model: options.ModelName = None,
-    global_batch: options.GlobalBatch = None,
-    micro_batch: options.MicroBatch = None,
-    seq: options.Seq = None,
-    write_config_: options.WriteConfig = None,
     measure: options.MeasureFirst = True,
     calibrate_on: options.CalibrateOn = None,
     batch_advice: options.BatchAdvice = False,
@@ -74,44 +67,27 @@ def command(
     from paceline.job.job import Job
 
     # A mistake in the file is told before all else is imported.
-    what = Job.load(job) if job is not None else None
+    what = Job.load(job)
     from paceline.cli.plan_screen import fitted, show, show_advice
     from paceline.console import Console
-    from paceline.planner.explain.training_run import Conditions
+    from paceline.planning.explain.training_run import Conditions
 
     console = fitted(Console())
-    if explain_config_ is not None:
-        asked: dict[str, object] = {
-            "--tokens": tokens,
-            "--samples": samples,
-            "--loss": loss,
-            "--catalogue": catalogue,
-            "--budget": budget,
-        }
-        asked |= {"--deadline": deadline, "--what-if": what_if, "--page": page, "--accept-batch": accept_batch}
-        _without("--explain-config", asked)
-        given = Given(model or (None if job is None else str(job)), global_batch, micro_batch, seq)
-        place = _named(cluster, price)
-        factors = _factors(calibrate_on, place, console)
-        explain_config(explain_config_, place, given, console, write_config_, as_json=as_json, factors=factors)
-        return
-    if what is None or job is None:
-        raise typer.BadParameter("name the job's file, or a configuration with --explain-config", param_hint="JOB")
     if accept_batch is not None and accept_batch.exists():
         raise typer.BadParameter(f"{accept_batch} is there already; name a new file", param_hint="--accept-batch")
     goal = _goal(tokens, samples, loss)
     conditions = Conditions(spot_price, preemptions, _sigma(straggler_sigma), pue, carbon)
     if wanted(catalogue, budget, deadline, cheapest=cheapest):
-        asked = {"--price": price, "--cluster": cluster} if catalogue is not None else {}
-        asked |= {"--what-if": what_if, "--write-config": write_config_, "--accept-batch": accept_batch}
+        asked: dict[str, object] = {"--price": price, "--cluster": cluster} if catalogue is not None else {}
+        asked |= {"--what-if": what_if, "--accept-batch": accept_batch}
         _without("the choice of a cluster", asked)
         limits = Limits(budget, deadline, cheapest=cheapest, failures=failures)
-        named = _cluster(cluster, price, failures)[0] if cluster is not None and catalogue is None else None
-        factors = _factors(calibrate_on, named, console)
+        named = cluster_of(cluster, price, failures)[0] if cluster is not None and catalogue is None else None
+        factors = factors_of(calibrate_on, named, console)
         choose(what, catalogue, named, goal, conditions, limits, console, as_json=as_json, page=page, factors=factors)
         return
-    where, here = _cluster(cluster, price, failures)
-    calibration: Basis | None = _factors(calibrate_on, where, console)
+    where, here = cluster_of(cluster, price, failures)
+    calibration: Basis | None = factors_of(calibrate_on, where, console)
     if here and measure and calibration is None:
         calibration = _measured(what, where, console)
     with Console(stderr=True).status("searching"):
@@ -122,9 +98,6 @@ def command(
     if batch_advice or accept_batch is not None:
         advice = _advice(what, where, calibration)
         show_advice(advice, console)
-    if write_config_ is not None:
-        plan, machines = explanation.winner.plan, explanation.winner.layout.machines
-        write_config(*write_config_, plan, what, machines.per_host, console)
     if accept_batch is not None and advice is not None:
         _accept(advice, what, accept_batch, console)
     else:
@@ -140,14 +113,8 @@ def _without(mode: str, asked: Mapping[str, object]) -> None:
         raise typer.BadParameter(f"{mode} does not take it", param_hint=given[0])
 
 
-def _named(cluster: str | None, price: float | None) -> Cluster:
-    if cluster is None:
-        raise typer.BadParameter('name the cluster, e.g. "8xH100-SXM"', param_hint="--cluster")
-    return _cluster(cluster, price)[0]
-
-
 def _goal(tokens: str | None, samples: str | None, loss: float | None) -> Goal:
-    from paceline.planner.explain.training_run import Goal, read_amount
+    from paceline.planning.explain.training_run import Goal, read_amount
 
     return Goal(
         None if tokens is None else read_amount(tokens), None if samples is None else read_amount(samples), loss
@@ -161,8 +128,8 @@ def _sigma(text: str | None) -> float:
     try:
         sigma = float(text)
     except ValueError:
-        from paceline.training.record.run import Run
-        from paceline.training.record.stragglers import step_time_sigma
+        from paceline.run.record.run import Run
+        from paceline.run.record.stragglers import step_time_sigma
 
         return step_time_sigma(Run(text))
     if not 0 <= sigma < math.inf:
@@ -171,8 +138,8 @@ def _sigma(text: str | None) -> float:
 
 
 def _explained(job: Job, cluster: Cluster, calibration: Basis | None, top: int) -> Explanation:
-    from paceline.planner.explain.explain import explain
-    from paceline.planner.search.search import search
+    from paceline.planning.explain.explain import explain
+    from paceline.planning.search.search import search
 
     return explain(job, cluster, search(job, cluster, top=top, calibration=calibration), calibration)
 
@@ -185,9 +152,9 @@ def _asked(
     questions: Sequence[str],
 ) -> Explanation:
     """The explanation with what was asked: the training to a goal, and answers."""
-    from paceline.planner.explain.questions import answers
-    from paceline.planner.explain.training_run import amount_of, training_run
-    from paceline.planner.explain.what_if import Case
+    from paceline.planning.explain.questions import answers
+    from paceline.planning.explain.training_run import amount_of, training_run
+    from paceline.planning.explain.what_if import Case
 
     job, cluster, best = explanation.job, explanation.cluster, explanation.winner
     run = None
@@ -197,7 +164,7 @@ def _asked(
     return replace(explanation, run=run, answers=told)
 
 
-def _cluster(text: str | None, price: float | None, failures: float | None = None) -> tuple[Cluster, bool]:
+def cluster_of(text: str | None, price: float | None, failures: float | None = None) -> tuple[Cluster, bool]:
     """The cluster, and True if it can be measured: this machine, or emulated on it."""
     from paceline.cluster.discover import discover
     from paceline.cluster.named import cluster_from
@@ -208,12 +175,12 @@ def _cluster(text: str | None, price: float | None, failures: float | None = Non
     return where, text is None or where.emulate is not None
 
 
-def _factors(paths: Sequence[Path] | None, cluster: Cluster | None, console: Console) -> Adjustment | None:
+def factors_of(paths: Sequence[Path] | None, cluster: Cluster | None, console: Console) -> Adjustment | None:
     """Factors of measured runs; None if none are named. What was read is told."""
     from rich.text import Text
 
     from paceline.console import Console
-    from paceline.tuning.measured_runs.calibrate_on import calibrate_on
+    from paceline.run.tuning.calibrate_on import calibrate_on
 
     if not paths:
         return None
@@ -231,7 +198,7 @@ def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | Non
 
     from paceline.console import Console
     from paceline.errors import PacelineError
-    from paceline.tuning.calibrate import calibrate
+    from paceline.run.tuning.calibrate import calibrate
 
     def say(line: str) -> None:
         console.print(Text(line, style="dim"))
@@ -246,7 +213,7 @@ def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | Non
 
 def _advice(job: Job, cluster: Cluster, calibration: Basis | None) -> BatchAdvice:
     from paceline.console import Console
-    from paceline.planner.explain.batch_advice import advise
+    from paceline.planning.explain.batch_advice import advise
 
     with Console(stderr=True).status("searching the best plan for every batch"):
         return advise(job, cluster, calibration)
@@ -258,7 +225,7 @@ def _accept(advice: BatchAdvice, job: Job, file: Path, console: Console) -> None
 
     from paceline.errors import JobError
     from paceline.files import write_whole
-    from paceline.training.record.run import differences
+    from paceline.run.record.run import differences
 
     accepted = advice.job(job)
     try:
@@ -291,7 +258,7 @@ def _page(
     explanation: Explanation, advice: BatchAdvice | None, calibration: Basis | None, file: Path
 ) -> tuple[ScaledPlan, ...]:
     from paceline.console import Console
-    from paceline.planner.explain.scaling import scaling
+    from paceline.planning.explain.scaling import scaling
     from paceline.report.plan_view import write_plan_page
 
     with Console(stderr=True).status("searching the best plan for more and fewer devices"):

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
-    from paceline.planner.adjustment import Adjustment
-    from paceline.planner.explain.offers import Offers
-    from paceline.planner.explain.training_run import Conditions, Goal
-    from paceline.planner.explain.which_cluster import ClusterChoice, Option
+    from paceline.planning.adjustment import Adjustment
+    from paceline.planning.explain.offers import Offers
+    from paceline.planning.explain.training_run import Conditions, Goal
+    from paceline.planning.explain.which_cluster import ClusterChoice, Option
 
 # what `--catalogue` stands for without a file
 BUNDLED = "examples"
@@ -71,8 +71,8 @@ def choose(
 ) -> None:
     """Search the best plan on every offer, and show which to take."""
     from paceline.console import Console
-    from paceline.planner.explain.training_run import read_duration
-    from paceline.planner.explain.which_cluster import which_cluster
+    from paceline.planning.explain.training_run import read_duration
+    from paceline.planning.explain.which_cluster import which_cluster
 
     offers = offers_of(catalogue, cluster)
     with Console(stderr=True).status("searching the best plan on every offer"):
@@ -98,7 +98,7 @@ def choose(
 
 def offers_of(catalogue: str | None, cluster: Cluster | None) -> Offers:
     """Offers of a file, the bundled ones, or the hosts of a named cluster."""
-    from paceline.planner.explain.offers import EXAMPLES, Offer, Offers, read_offers
+    from paceline.planning.explain.offers import EXAMPLES, Offer, Offers, read_offers
 
     if catalogue is not None and catalogue != BUNDLED:
         return read_offers(Path(catalogue))
@@ -198,7 +198,7 @@ def _prices(offers: Offers, *, bundled: bool) -> str:
     prices = f"prices in {about}" if about else "prices as listed"
     if not bundled:
         return prices
-    from paceline.planner.explain.offers import EXAMPLES
+    from paceline.planning.explain.offers import EXAMPLES
 
     return f"{prices}: examples, not offers to you; copy {EXAMPLES} and put in your own, then --catalogue FILE"
 

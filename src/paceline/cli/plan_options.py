@@ -12,7 +12,7 @@ from paceline.cli.where import not_at_a_url
 _RUN, _WHICH, _OTHERS = "The whole training", "Which cluster", "Other systems"
 
 JobPath = Annotated[
-    Path | None, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
+    Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
 ]
 ClusterName = Annotated[
     str | None,
@@ -95,35 +95,6 @@ WhatIf = Annotated[
         "--what-if",
         metavar="TEXT",
         help='Also with this changed: "one more host", "twice the memory", bf16, remat=none, …; may be repeated.',
-    ),
-]
-ExplainConfig = Annotated[
-    Path | None,
-    typer.Option(
-        "--explain-config",
-        metavar="FILE",
-        help="Explain a configuration of Megatron-LM, DeepSpeed, torchtitan or Accelerate instead of a job.",
-        rich_help_panel=_OTHERS,
-    ),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Option(metavar="NAME|JOB", help="Model of that configuration: a name, or a job.", rich_help_panel=_OTHERS),
-]
-GlobalBatch = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Its samples of a step.", rich_help_panel=_OTHERS)
-]
-MicroBatch = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Its samples of a microbatch.", rich_help_panel=_OTHERS)
-]
-Seq = Annotated[int | None, typer.Option(min=1, metavar="N", help="Its tokens of a sample.", rich_help_panel=_OTHERS)]
-WriteConfig = Annotated[
-    tuple[str, Path] | None,
-    typer.Option(
-        "--write-config",
-        metavar="SYSTEM OUT",
-        help="Write the plan for megatron, deepspeed, torchtitan or accelerate.",
-        rich_help_panel=_OTHERS,
     ),
 ]
 MeasureFirst = Annotated[

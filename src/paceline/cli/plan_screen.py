@@ -10,17 +10,17 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from paceline.benchmark.words import on_cores
-from paceline.planner.cost.prediction import PART_NAMES
-from paceline.planner.explain.explain import LEAST
-from paceline.planner.search.result import equals
+from paceline.planning.cost.prediction import PART_NAMES
+from paceline.planning.explain.explain import LEAST
+from paceline.planning.search.result import equals
+from paceline.report.words import on_cores
 from paceline.units import count, digits, large, percent, seconds, size
 
 if TYPE_CHECKING:
-    from paceline.planner.explain.batch_advice import BatchAdvice
-    from paceline.planner.explain.explain import Explanation
-    from paceline.planner.explain.training_run import TrainingRun
-    from paceline.planner.search.result import Candidate
+    from paceline.planning.explain.batch_advice import BatchAdvice
+    from paceline.planning.explain.explain import Explanation
+    from paceline.planning.explain.training_run import TrainingRun
+    from paceline.planning.search.result import Candidate
 
 _WIDTH = 120
 _BAR = 32  # characters of the whole

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from paceline.launch.submit.record import Submission
+    from paceline.elastic.submit.record import Submission
 
-EXAMPLE = "Example: paceline runs"
+EXAMPLE = "paceline runs"
 _MOST = 30
 _MOST_BYTES = 2**26  # of a run's steps that are read for its goodput
 
@@ -24,8 +24,8 @@ def command(
 
     from paceline.cli.submit import follow
     from paceline.console import Console
-    from paceline.launch.submit.record import find, submissions
-    from paceline.launch.submit.table import scheduler
+    from paceline.elastic.submit.record import find, submissions
+    from paceline.elastic.submit.table import scheduler
 
     if name is not None:
         submission = find(name)
@@ -52,9 +52,9 @@ def command(
 
 def _state_of(submission: Submission) -> str:
     """State of a run in words; that of one which has ended is remembered."""
+    from paceline.elastic.submit.record import ended
+    from paceline.elastic.submit.table import scheduler
     from paceline.errors import LaunchError
-    from paceline.launch.submit.record import ended
-    from paceline.launch.submit.table import scheduler
 
     if submission.phase:
         return submission.phase + (f", exit code {submission.code}" if submission.code else "")
@@ -75,8 +75,8 @@ def _goodput_of(submission: Submission) -> str:
         # also of a URL, which is no path: nothing is fetched for a list
         if (Path(submission.run) / "steps" / "rank-0.jsonl").stat().st_size > _MOST_BYTES:
             return ""
-        from paceline.training.record.goodput import goodput
-        from paceline.training.record.run import Run
+        from paceline.run.record.goodput import goodput
+        from paceline.run.record.run import Run
         from paceline.units import percent
 
         share = goodput(Run(Path(submission.run))).share

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "Example: paceline scale runs/digits-20261123-101500 -1"
+EXAMPLE = "paceline scale runs/digits-20261123-101500 -1"
 _WAIT_S = 15.0  # for the launcher to answer
 
 
@@ -20,8 +20,8 @@ def command(
 
     It gets back what has left it, up to the plan's replicas.
     """
+    from paceline.elastic.scaling import ask
     from paceline.errors import RunError
-    from paceline.launch.scaling import ask
     from paceline.printable import printable
     from paceline.storage.url import is_url
 
@@ -44,9 +44,9 @@ def _holder(run: Path) -> str:
     Raises:
         RunError: nobody does, it is another user's, or it is no run.
     """
+    from paceline.elastic.run_lock import LOCK, Holder
     from paceline.errors import RunError
     from paceline.files import user_name
-    from paceline.training.record.run_lock import LOCK, Holder
 
     try:
         owner = run.stat().st_uid

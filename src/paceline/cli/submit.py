@@ -12,11 +12,11 @@ import typer
 from paceline.cli.where import not_at_a_url
 
 if TYPE_CHECKING:
-    from paceline.launch.submit.record import Submission
-    from paceline.launch.submit.request import Request
-    from paceline.launch.submit.scheduler import Scheduler
+    from paceline.elastic.submit.record import Submission
+    from paceline.elastic.submit.request import Request
+    from paceline.elastic.submit.scheduler import Scheduler
 
-EXAMPLE = 'Example: paceline submit examples/digits.yaml --on slurm --hosts 4 --plan "dp=4" --dry'
+EXAMPLE = 'paceline submit examples/digits.yaml --on slurm --hosts 4 --plan "dp=4" --dry'
 
 
 def command(
@@ -46,8 +46,8 @@ def command(
 
     Ctrl-C stops following; the run goes on. The exit code is that of the run.
     """
-    from paceline.launch.submit.record import Submission, save
-    from paceline.launch.submit.table import scheduler
+    from paceline.elastic.submit.record import Submission, save
+    from paceline.elastic.submit.table import scheduler
 
     where = scheduler(on)
     request = request_from(where, job, hosts, plan, run, restarts, limit, options or [])
@@ -81,10 +81,10 @@ def request_from(
     options: list[str],
 ) -> Request:
     """The request, with everything checked that can be told before a scheduler is asked."""
+    from paceline.elastic.submit import request as requests
     from paceline.errors import LaunchError
     from paceline.job.job import Job
-    from paceline.launch.submit import request as requests
-    from paceline.plans.plan import Plan
+    from paceline.planning.plan import Plan
 
     requests.must_be_hosts(hosts)
     if limit is not None and not where.limits_time:
@@ -104,7 +104,7 @@ def request_from(
 
 def follow(where: Scheduler, submission: Submission) -> None:
     """Show the log of a run to its end, and leave with its exit code."""
-    from paceline.launch.submit.record import ended
+    from paceline.elastic.submit.record import ended
 
     try:
         state = where.follow(submission)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from paceline.report.timeline.timeline import StepRange
 
 _MOST_OPERATIONS = 50  # steps
-EXAMPLE = "Example: paceline trace runs/mine --steps 3"
+EXAMPLE = "paceline trace runs/mine --steps 3"
 
 
 def command(
@@ -43,7 +43,7 @@ def command(
     from paceline.report.timeline.chrome_trace import write_trace
     from paceline.report.timeline.critical_path import critical_path
     from paceline.report.timeline.timeline import timeline_of
-    from paceline.training.record.run import Run
+    from paceline.run.record.run import Run
 
     read = Run(run)
     with not_by_paceline(read.path, "run"):
@@ -61,8 +61,8 @@ def _operations(where: str, wanted: StepRange, out: Path | None) -> None:
     from paceline.printable import printable
     from paceline.report.diagnosis.measured import measured
     from paceline.report.timeline.operations import operations_in_words, write_operations
-    from paceline.training.record.run import Run
-    from paceline.tuning.operations import operations_of
+    from paceline.run.record.run import Run
+    from paceline.run.tuning.operations import operations_of
 
     run = Run(where)
     count = wanted.newest or wanted.last - wanted.first + 1

@@ -9,9 +9,9 @@ import typer
 from paceline.cli.where import EXIT_CODES, ClusterFile, Hosts, JobFile, job_file, start_on
 
 if TYPE_CHECKING:
-    from paceline.training.record.run import Run
+    from paceline.run.record.run import Run
 
-EXAMPLE = 'Example: paceline train examples/digits.yaml --plan "dp=2"'
+EXAMPLE = 'paceline train examples/digits.yaml --plan "dp=2"'
 
 
 def command(
@@ -44,8 +44,8 @@ def command(
 ) -> None:
     """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
     start_on(hosts, cluster)
-    from paceline.launch.seed import warm_up
-    from paceline.launch_engine import is_rank, own_engine
+    from paceline.cluster.launch_engines import is_rank, own_engine
+    from paceline.elastic.seed import warm_up
     from paceline.rank_environment import own_rank
 
     if not is_rank():
@@ -56,12 +56,12 @@ def command(
         # A mistake in the file is told before all else is imported.
         what = Job.load(job if own_engine().hosts() is None else job_file(job))
         from paceline.cli.where import to_run_on
-        from paceline.runner.train import train
+        from paceline.run.train import train
 
         record = train(what, to_run_on(cluster), plan, run=run, resume=resume, restarts=restarts, port=port)
     except Exception as error:
         if is_rank():
-            from paceline.runner.torchrun import fail
+            from paceline.run.torchrun import fail
 
             fail(error)
         raise
@@ -77,7 +77,7 @@ def command(
 
 def summary(run: Run) -> str:
     """Result, speed, reason for the end, and directory of a run, as text."""
-    from paceline.training.record.goodput import goodput
+    from paceline.run.record.goodput import goodput
 
     steps, end = run.steps(), last(run, "end")
     synthetic = " (synthetic data)" if last(run, "start", "resume")["synthetic"] else ""

@@ -11,9 +11,9 @@ import typer
 if TYPE_CHECKING:
     from paceline.console import Console
     from paceline.report.live_run import LiveRun
-    from paceline.training.record.run import Run
+    from paceline.run.record.run import Run
 
-EXAMPLE = "Example: paceline watch runs/mine runs/other"
+EXAMPLE = "paceline watch runs/mine runs/other"
 _LINE_EVERY_S = 5.0  # where the output is no terminal
 
 
@@ -66,8 +66,8 @@ def followed(runs: Sequence[str]) -> list[LiveRun]:
 
 def _run(where: str) -> Run:
     from paceline.errors import RunError
+    from paceline.run.record.run import Run
     from paceline.storage.url import is_url
-    from paceline.training.record.run import Run
 
     if is_url(where):
         raise RunError(f"{where}: only directories can be watched. `paceline report` takes the URL of a run.")

@@ -46,7 +46,7 @@ def not_at_a_url(file: Path) -> Path:
 
 def job_file(named: str) -> str:
     """The job file as named, or that of a run taken over."""
-    from paceline.launch.host.hosts import current_hosts
+    from paceline.elastic.hosts.hosts import current_hosts
 
     hosts = current_hosts()
     file = hosts.takeover.job_file if hosts and hosts.takeover else None
@@ -62,8 +62,8 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
         LaunchError: a host cannot be reached, or this process is a host's or a rank already.
         ClusterError: the cluster's file is wrong, or the kernel does not allow it.
     """
+    from paceline.cluster.launch_engines import is_rank, own_engine
     from paceline.errors import LaunchError
-    from paceline.launch_engine import is_rank, own_engine
 
     if hosts is None:
         if is_rank():
@@ -77,7 +77,7 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
     if is_rank() or place:
         engine = place.engine if place else "torchrun"
         raise LaunchError(f"{engine} has started this command on every host already: leave out --hosts.")
-    from paceline.launch.ssh.starter import run_on_hosts
+    from paceline.elastic.ssh.starter import run_on_hosts
 
     raise typer.Exit(run_on_hosts(hosts, ["-m", "paceline", *_without_hosts(sys.argv[1:])]))
 
@@ -106,8 +106,8 @@ def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(command)
     def started(*args: P.args, **kwargs: P.kwargs) -> None:
-        from paceline.launch.signals import sigterm_as_exit
-        from paceline.launch_engine import is_rank, own_engine
+        from paceline.cluster.launch_engines import is_rank, own_engine
+        from paceline.elastic.signals import sigterm_as_exit
 
         if re.fullmatch(r"\d+\.\.\d+", str(kwargs.get("hosts"))):  # started on each by something else
             os.environ["PACELINE_HOSTS"] = str(kwargs["hosts"])
@@ -117,7 +117,7 @@ def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
             if own_engine().hosts() is None or kwargs.get("hosts") is not None:
                 command(*args, **kwargs)
                 return
-            from paceline.launch.host.over_hosts import over_hosts
+            from paceline.elastic.hosts.over_hosts import over_hosts
 
             with over_hosts():
                 command(*args, **kwargs)
@@ -134,8 +134,8 @@ def to_run_on(text: str | None) -> Cluster | None:
     """
     from paceline.cluster.discover import to_run_on as checked
     from paceline.cluster.named import cluster_from
+    from paceline.elastic.hosts.hosts import current_hosts
     from paceline.errors import ClusterError
-    from paceline.launch.host.hosts import current_hosts
 
     hosts = current_hosts()
     if text is None:

@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from paceline.report.diagnosis.diagnosis import Diagnosis
 
-EXAMPLE = "Example: paceline why runs/mine --try 2"
+EXAMPLE = "paceline why runs/mine --try 2"
 
 
 def command(
@@ -42,7 +42,7 @@ def command(
     from paceline.printable import printable
     from paceline.report.diagnosis.diagnosis import diagnosis_of
     from paceline.report.page import not_by_paceline
-    from paceline.training.record.run import Run
+    from paceline.run.record.run import Run
 
     read = Run(run)
     with not_by_paceline(read.path, "run"):

@@ -1,7 +1,4 @@
-"""The cluster that a job runs on: hosts, their devices, and the links between them."""
+"""The cluster that a job runs on: hosts, their devices, and the links between them.
 
-from paceline.cluster.cluster import Cluster, Device, Emulate, Host, Link
-from paceline.cluster.discover import discover, environment
-from paceline.cluster.named import cluster_from, named_cluster
-
-__all__ = ["Cluster", "Device", "Emulate", "Host", "Link", "cluster_from", "discover", "environment", "named_cluster"]
+Read `cluster.py` first, then `discover.py`; `launch_engines` tells which launcher started this process.
+"""

@@ -241,7 +241,7 @@ class Cluster(_Part):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ClusterError(explain(error, cls, positions, name="cluster")) from None
+            raise ClusterError(explain(error.errors(include_url=False), cls, positions, name="cluster")) from None
         # this machine cannot be what it is to emulate, or the catalogue has no such thing
         except ClusterError as error:
             key = "catalogue" if "catalogue" in values else "emulate"

@@ -16,10 +16,10 @@ from typing import Any
 from paceline.cluster.cluster import Cluster, Emulate, Host, Link
 from paceline.cluster.emulate.cgroup import cpu_quota, memory_limit_bytes
 from paceline.cluster.gpus import Gpus, find_gpus
+from paceline.cluster.launch_engines.variables import HOST_DEVICES
 from paceline.device import DEVICE_VARIABLE, VISIBLE
 from paceline.errors import ClusterError
 from paceline.files import kernel_text
-from paceline.launch_engine.variables import HOST_DEVICES
 
 _PACKAGES = ("paceline", "torch", "numpy")
 _VARIABLES = re.compile(  # what changes speed or results; nothing that may hold a secret

@@ -21,6 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 # Imported before ranks are forked from a seed, which then have it; `register_transport` would import it in each.
 import paceline.comm.tcp  # noqa: F401
+from paceline.cluster.launch_engines import is_rank
 from paceline.comm.address import host_identity, own_interface
 from paceline.comm.c10d.process_group import LAST_WORD_S, abort_all
 from paceline.comm.c10d.transport import register as register_transport
@@ -31,8 +32,7 @@ from paceline.comm.transport import SEVERAL_HOSTS, choose, tell_all
 from paceline.device import default_backend, is_accelerator, use
 from paceline.epoch import Epoch, ends_epoch
 from paceline.errors import tell_of_failure
-from paceline.launch_engine import is_rank
-from paceline.plans.transport_info import BETWEEN_HOSTS
+from paceline.planning.transport_info import BETWEEN_HOSTS
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment
 
 _joins = count()  # of this process so far

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.channel.ends import name_of
-from paceline.channel.key import RunKey, own_key
-from paceline.channel.store import StoreClient, StoreServer
 from paceline.comm.address import own_address
 from paceline.comm.store import ChannelStore
 from paceline.errors import ChannelError, LaunchError
 from paceline.rank_environment import RankEnvironment, take_store_fd
+from paceline.wire.ends import name_of
+from paceline.wire.key import RunKey, own_key
+from paceline.wire.store import StoreClient, StoreServer
 
 _TORCHS_PLACE = "torch's store"  # key under which rank 0 says where it serves that one
 _open: list[ChannelStore | StoreServer] = []  # torch holds only the C++ part of a store, so it is kept here

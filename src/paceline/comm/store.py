@@ -10,9 +10,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.channel.store import StoreClient
 from paceline.epoch import epoch_is_over, epochs_are_watched
 from paceline.errors import ChannelError, DeadlineError
+from paceline.wire.store import StoreClient
 
 _LOOK_S = 0.05  # between two looks at whether the epoch is over
 

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from paceline.comm.c10d.transport import register
 from paceline.comm.transport import SEVERAL_HOSTS, choose
-from paceline.plans.transport_info import BETWEEN_HOSTS, TRANSPORTS
+from paceline.planning.transport_info import BETWEEN_HOSTS, TRANSPORTS
 
 # how often each set of ranks was asked for, by parent
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()

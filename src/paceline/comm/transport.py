@@ -18,7 +18,7 @@ from paceline.comm.shm.segment import Handle, attach, create
 from paceline.epoch import EpochOver, epoch_is_over
 from paceline.errors import ClusterError, LaunchError
 from paceline.job.read.imports import load_object
-from paceline.plans.transport_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
+from paceline.planning.transport_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
 from paceline.rank_environment import ENCRYPT
 
 SEVERAL_HOSTS = "the ranks are on several hosts"  # also what `pg_options` of a `tcp` group say where that is known

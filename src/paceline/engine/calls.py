@@ -13,8 +13,8 @@ from paceline.device import CPU, DEVICE_VARIABLE, widest_float
 from paceline.engine.onednn import use_onednn
 from paceline.engine.sparse_tables import keep_rows, make_dense, refuse_sparse_adam
 from paceline.errors import JobError, PlanError
-from paceline.plans.limits import whole_batch_in_parts
-from paceline.plans.plan import Plan
+from paceline.planning.limits import whole_batch_in_parts
+from paceline.planning.plan import Plan
 from paceline.sync.batchnorm import has_batch_norm, synchronise
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.device import widened
 from paceline.job.batch import Batch
-from paceline.trace.recording.model_state import restored
+from paceline.planning.model.recording.model_state import restored
 
 if TYPE_CHECKING:
     from paceline.engine.compute import Compute

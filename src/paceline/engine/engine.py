@@ -29,19 +29,18 @@ from paceline.engine.replica_state import ReplicaState
 from paceline.engine.run_ahead import AgreementAhead, UnreadStep
 from paceline.engine.settings import Settings
 from paceline.engine.spike import LossSpikes
-from paceline.engine.status import Phase, StatusBoard
 from paceline.epoch import ends_epoch
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
-from paceline.plans.axes import REPLICA
-from paceline.plans.plan import Plan
-from paceline.plans.sync_info import sync_info
+from paceline.planning.axes import REPLICA
+from paceline.planning.plan import Plan
+from paceline.planning.sync_info import sync_info
 from paceline.split.parts import Part
 from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule
 from paceline.sync.batchnorm import unsynchronise
 from paceline.sync.rows import numbers_of
-from paceline.sync.served import Served
+from paceline.wire.status import Phase, StatusBoard
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split
@@ -518,10 +517,7 @@ class Engine:
             torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
 
     def _step_optimizer(self, step: int) -> None:
-        if isinstance(self.rule, Served):
-            self.rule.update()
-        else:
-            self.optimizer.step()
+        self.rule.step_optimizer(self.optimizer)
         if self._after_update is not None:
             self._after_update(step)
         if self.compute.loss_scale is not None:

@@ -14,11 +14,11 @@ from paceline.comm import Group
 from paceline.device import forked_random, widened
 from paceline.engine.compute import Compute
 from paceline.engine.measured import Measured
-from paceline.engine.status import Phase
 from paceline.job.batch import Batch
 from paceline.job.loss import Metric
 from paceline.job.zoo.metrics import LossMetric
 from paceline.sync import SyncRule
+from paceline.wire.status import Phase
 
 
 class Evaluation:

@@ -20,7 +20,7 @@ from paceline.device import widest_float
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.job.zoo.losses import IGNORED, ModelsOwn, Term
-from paceline.trace.recording.model_state import restored
+from paceline.planning.model.recording.model_state import restored
 
 if TYPE_CHECKING:
     from paceline.engine.compute import Compute

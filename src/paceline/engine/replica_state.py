@@ -17,11 +17,11 @@ from paceline.comm.agree import greatest, same_machines
 from paceline.device import widened
 from paceline.engine.corruption import Corruption
 from paceline.errors import SyncError
-from paceline.plans.axes import AXES, DATA_AXES
-from paceline.plans.sync_info import sync_info
+from paceline.planning.axes import AXES, DATA_AXES
+from paceline.planning.model.recording.layers import has_max_norm
+from paceline.planning.sync_info import sync_info
 from paceline.split.parts import local
 from paceline.sync.batchnorm import is_synchronised
-from paceline.trace.recording.layers import has_max_norm
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

@@ -9,8 +9,8 @@ import torch
 from paceline.device import has_timed_events
 from paceline.engine.guard import Policy
 from paceline.job.spike import SpikeSpec
-from paceline.plans.plan import Plan
-from paceline.plans.sync_info import sync_info
+from paceline.planning.plan import Plan
+from paceline.planning.sync_info import sync_info
 
 
 @dataclass

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.engine.no_gradient import graph_nodes
 from paceline.errors import PlanError
+from paceline.planning.model.recording.trees import tensors_in
 from paceline.split.apply import Split
-from paceline.trace.recording.trees import tensors_in
 
 
 class ShardReads(TorchFunctionMode):

@@ -11,8 +11,8 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from paceline.device import is_accelerator
 from paceline.errors import JobError
-from paceline.plans.plan import Plan
-from paceline.plans.sync_info import sync_info
+from paceline.planning.plan import Plan
+from paceline.planning.sync_info import sync_info
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
 from paceline.errors import JobError, StorageError
 from paceline.job.data import DataSpec
-from paceline.job.federate import FederateSpec
 from paceline.job.loss import LossSpec, MetricSpec
 from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.job.partition import PartitionSpec
 from paceline.job.read.imports import import_path_of
+from paceline.job.sections import read_sections, with_sections
 from paceline.job.spec import Args, Spec
 from paceline.job.spike import SpikeSpec
 from paceline.job.stop import StopSpec
@@ -83,6 +93,8 @@ class Job(Spec):
         JobError: a key or value is wrong. Names every one, and the nearest key for a misspelled one.
     """
 
+    model_config = ConfigDict(extra="allow")  # the sections of other packages, which `read_sections` checks
+
     if TYPE_CHECKING:  # the parts' short forms are not the fields' types
 
         def __init__(self, **values: Any) -> None: ...
@@ -110,7 +122,6 @@ class Job(Spec):
     checkpoint: CheckpointSpec = CheckpointSpec()
     trackers: tuple[TrackerSpec, ...] = ()
     deadline_s: float = Field(300.0, gt=0)  # the longest that any rank may keep the others waiting
-    federate: FederateSpec | None = None  # clients with data of their own, for `paceline federate`
 
     @field_validator("model", "data", "loss", mode="before")
     @classmethod
@@ -127,7 +138,8 @@ class Job(Spec):
 
     @model_validator(mode="after")
     def _stop_metrics_are_measured(self) -> Job:
-        nothing_held_out = self.data.keeps_no_validation_set and self.federate is None  # clients may hold out their own
+        # clients of a federated job may hold out samples of their own
+        nothing_held_out = self.data.keeps_no_validation_set and not self.model_extra
         if nothing_held_out and self.stop.metric_above:
             raise ValueError(
                 "stop.metric_above waits for a validation metric, but data.held_out is 0, so nothing is ever "
@@ -151,11 +163,17 @@ class Job(Spec):
     @model_validator(mode="wrap")  # the last one, so around all others
     @classmethod
     def _explain_what_is_wrong(cls, values: Any, validate: ModelWrapValidatorHandler[Job], info: ValidationInfo) -> Job:
+        errors: list[ErrorDetails] = []
+        if isinstance(values, Mapping):
+            values, errors = read_sections(values, cls.model_fields, info.context)
         try:
-            return validate(values)
+            job = validate(values)
         except ValidationError as error:
-            positions = (info.context or {}).get("positions")
-            raise JobError(explain(error, cls, positions, name="job", hints=_HINTS)) from None
+            errors = [*error.errors(include_url=False), *errors]
+        if not errors:
+            return job
+        positions = (info.context or {}).get("positions")
+        raise JobError(explain(errors, with_sections(cls), positions, name="job", hints=_HINTS))
 
     def fetch(self) -> dict[str, str]:
         """Fetch data and weights that are named by a URL.

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from paceline import units
-from paceline.planner.explain.which_cluster import ClusterChoice, Option
+from paceline.planning.explain.which_cluster import ClusterChoice, Option
 from paceline.report import plan_charts as charts
 from paceline.report.page import Cell, Chart, Row, write_page
 from paceline.units import percent, span

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.planner.cost.prediction import PART_NAMES
+from paceline.planning.cost.prediction import PART_NAMES
+from paceline.run.record.goodput import PARTS as WALL_NAMES
+from paceline.run.record.run import WARM_UP_STEPS
 from paceline.stats import LEAST_REPEATS
-from paceline.training.record.goodput import PARTS as WALL_NAMES
-from paceline.training.record.run import WARM_UP_STEPS
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ _SIMULATED = {  # on the page of `paceline bench --simulate`
     ),
     "half": ("50 %", "The efficiency below which half of what is paid for is lost."),
 }
-_WALL = {  # those of `paceline.training.record.goodput.PARTS`
+_WALL = {  # those of `paceline.run.record.goodput.PARTS`
     "useful": "Steps done for the first time, without their checkpoint stall.",
     "start": "From the start of the ranks to the first step, and what that step takes beyond the usual time.",
     "restart": "From the last step before a failure that stopped all ranks to the first one after it.",
@@ -280,7 +280,7 @@ _WALL = {  # those of `paceline.training.record.goodput.PARTS`
     "evaluation": "Measuring the validation set.",
     "between": "What else passes between two steps, such as writing the record.",
 }
-_PREDICTED_PARTS = {  # those of `paceline.planner.cost.prediction.PARTS`
+_PREDICTED_PARTS = {  # those of `paceline.planning.cost.prediction.PARTS`
     "compute": "Forward and backward pass: products of matrices and other kernels.",
     "recompute": "What the backward pass computes again instead of keeping it (remat).",
     "launch": "Kernels that wait for the host to start them.",

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from paceline.report import charts
 from paceline.report.page import Chart, Row
-from paceline.training.record.goodput import USEFUL, Failure, Goodput
+from paceline.run.record.goodput import USEFUL, Failure, Goodput
 from paceline.units import percent, seconds
 
 _STRETCHES = 60  # of the wall-clock, at most, in the curve

@@ -73,7 +73,9 @@ async def read_request(reader: asyncio.StreamReader, token: str, cookie: str) ->
     except ValueError:
         raise RefusedError(HTTPStatus.BAD_REQUEST, "this is no address") from None
     if not any(_is(token, one) for one in [*given, *_cookies(headers.get("cookie", ""), cookie)]):
-        raise RefusedError(HTTPStatus.FORBIDDEN, "open the address that `paceline serve` printed: its token is missing")
+        raise RefusedError(
+            HTTPStatus.FORBIDDEN, "open the address that `paceline dashboard` printed: its token is missing"
+        )
     return address.path
 
 

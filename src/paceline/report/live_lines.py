@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.files import opened_to_read
 from paceline.report.run_record import is_step
-from paceline.training.record.progress import parsed
+from paceline.run.record.progress import parsed
 
 _MOST_BYTES = 2**16  # read at a look: hundreds of lines
 _READING = b'"use":'  # in the lines with a reading of the machine, one in a second

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Literal
 
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 
 State = Literal["starts", "in", "back", "lost", "out", "left"]
 STATES: dict[State, str] = {

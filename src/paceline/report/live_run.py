@@ -14,9 +14,9 @@ from paceline.errors import PacelineError
 from paceline.report.live_lines import NewestSteps
 from paceline.report.live_members import MOST_RANKS, Members
 from paceline.report.run_record import is_event, is_step, ranks_of
-from paceline.training.record.goodput import GoodputSoFar
-from paceline.training.record.progress import TROUBLE, NewLines, RecentSteps, event_sentence
-from paceline.training.record.run import Run
+from paceline.run.record.goodput import GoodputSoFar
+from paceline.run.record.progress import TROUBLE, NewLines, RecentSteps, event_sentence
+from paceline.run.record.run import Run
 
 RECENT = 50  # steps of each rank
 EVENTS = 100

@@ -15,7 +15,7 @@ from paceline.printable import printable
 from paceline.report.live_members import STATES
 from paceline.report.live_run import LiveRun, RankNow
 from paceline.report.page import not_by_paceline
-from paceline.training.record.goodput import PARTS as WALL
+from paceline.run.record.goodput import PARTS as WALL
 from paceline.units import bandwidth, clock, digits, percent, rate, seconds, size
 
 Section = Any  # of JSON's types

@@ -19,12 +19,12 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from paceline.benchmark.words import on_cores as with_cores
 from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.report.charts import PART_COLOURS, SERIES, WALL_COLOURS
 from paceline.report.definitions import DEFINITIONS, PARTS, Definition
 from paceline.report.figure import Figure
+from paceline.report.words import on_cores as with_cores
 from paceline.units import Shown, size
 
 PAGE = "report.html"

@@ -10,13 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from paceline import units
-from paceline.planner.adjustment import factor_of
-from paceline.planner.cost.estimate import timeline
-from paceline.planner.cost.prediction import PART_NAMES, PARTS
-from paceline.planner.explain.batch_advice import BatchAdvice
-from paceline.planner.explain.explain import Explanation, shares_of_time
-from paceline.planner.explain.scaling import ScaledPlan
-from paceline.planner.search.result import Candidate
+from paceline.planning.adjustment import factor_of
+from paceline.planning.cost.estimate import timeline
+from paceline.planning.cost.prediction import PART_NAMES, PARTS
+from paceline.planning.explain.batch_advice import BatchAdvice
+from paceline.planning.explain.explain import Explanation, shares_of_time
+from paceline.planning.explain.scaling import ScaledPlan
+from paceline.planning.search.result import Candidate
 from paceline.report import plan_charts as charts
 from paceline.report.page import Card, Cell, Chart, Row, write_page
 from paceline.units import Shown, percent, seconds, size

@@ -14,7 +14,7 @@ from paceline.report import charts
 from paceline.report.definitions import PARTS
 from paceline.report.page import Chart
 from paceline.report.run_record import RunRecord
-from paceline.training.record.run import timed
+from paceline.run.record.run import timed
 from paceline.units import digits, size
 
 _MARKED = {  # events that a curve shows; after a restart there is a resume

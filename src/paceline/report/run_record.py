@@ -12,9 +12,9 @@ from typing import Any
 
 from paceline.engine.meter import PARTS
 from paceline.files import read_text, whole_lines
-from paceline.plans.sync_info import sync_info
-from paceline.training.record.goodput import Goodput, goodput_of
-from paceline.training.record.run import Run
+from paceline.planning.sync_info import sync_info
+from paceline.run.record.goodput import Goodput, goodput_of
+from paceline.run.record.run import Run
 
 _NONE_WAITED = {"bubble_s": 0.0}  # what runs of before there were pipelines do not say
 FILE_LIMIT = 2**28  # bytes of each file that are read: half a million steps

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from paceline import units
-from paceline.benchmark.summary import typical_parts
-from paceline.benchmark.words import listed
 from paceline.errors import RunError
-from paceline.plans.sync_info import sync_info
+from paceline.planning.sync_info import sync_info
 from paceline.report import charts
 from paceline.report.definitions import PARTS, SYNTHETIC
 from paceline.report.goodput_view import GoodputView
 from paceline.report.page import PAGE, Card, Chart, not_by_paceline, write_page
+from paceline.report.parts import typical_parts
 from paceline.report.run_charts import run_charts
 from paceline.report.run_record import RunRecord
 from paceline.report.sync_view import SyncView
-from paceline.training.record.progress import event_sentence
-from paceline.training.record.run import WARM_UP_STEPS, Run, Speed, timed
+from paceline.report.words import listed
+from paceline.run.record.progress import event_sentence
+from paceline.run.record.run import WARM_UP_STEPS, Run, Speed, timed
 
 TROUBLE = (
     "nonfinite",

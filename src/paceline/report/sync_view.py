@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline import units
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
 from paceline.report import charts
 from paceline.report.page import Chart, Row
 from paceline.report.run_record import RunRecord

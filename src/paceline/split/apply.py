@@ -13,9 +13,10 @@ from paceline.comm.bucket import Bucket
 from paceline.device import uploaded, widest_float
 from paceline.errors import BatchError, PlanError
 from paceline.job.batch import Batch
-from paceline.plans.axes import REPLICA
-from paceline.plans.limits import NO_BLOCKS_TO_RECOMPUTE, fitting_microbatches
-from paceline.plans.plan import Plan
+from paceline.planning.axes import REPLICA
+from paceline.planning.limits import NO_BLOCKS_TO_RECOMPUTE, fitting_microbatches
+from paceline.planning.model.blocks import find_blocks, submodules
+from paceline.planning.plan import Plan
 from paceline.split.context.division import Context, divide_context
 from paceline.split.deferred_init.initialise import DeferredModel, allocate
 from paceline.split.expert import divide_experts, refuse_other_readers
@@ -27,7 +28,6 @@ from paceline.split.parts import Part, Parts, local, tied_names, whole_parts
 from paceline.split.pipeline.pipeline import Pipeline
 from paceline.split.remat import compile_blocks, rematerialise
 from paceline.split.tensor.division import TensorReport, shard_tensors
-from paceline.trace.blocks import find_blocks, submodules
 
 Call = Callable[[nn.Module, Batch], Any]
 

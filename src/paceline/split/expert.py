@@ -21,11 +21,11 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.job.zoo.models.moe import by_expert, combined, without_values
-from paceline.plans.limits import undivided_experts
-from paceline.plans.plan import Plan
+from paceline.planning.limits import undivided_experts
+from paceline.planning.model.blocks import mixtures
+from paceline.planning.model.recording.record import Call, record_graph
+from paceline.planning.plan import Plan
 from paceline.split.parts import Parts, shard_parameter
-from paceline.trace.blocks import mixtures
-from paceline.trace.recording.record import Call, record_graph
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.plans.axes import AXES, DATA_AXES, REPLICA
-from paceline.plans.limits import other_world
-from paceline.plans.plan import Plan
-from paceline.plans.sync_info import sync_info
+from paceline.planning.axes import AXES, DATA_AXES, REPLICA
+from paceline.planning.limits import other_world
+from paceline.planning.plan import Plan
+from paceline.planning.sync_info import sync_info
 
 
 @dataclass

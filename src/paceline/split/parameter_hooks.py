@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import PlanError
-from paceline.plans.plan import Plan
+from paceline.planning.plan import Plan
 from paceline.split.parts import Parts
 
 # torch.nn.RNNBase rebuilds these in a forward pass if the parameters were replaced

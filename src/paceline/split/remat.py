@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import paceline.split.context.ring  # noqa: F401 - registers its operator
 from paceline.device import has_graphs
 from paceline.errors import PlanError
-from paceline.plans.limits import no_graphs
+from paceline.planning.limits import no_graphs
 from paceline.split.compile_cache import keep_compiled_code_private
 
 Undo = Callable[[], None]

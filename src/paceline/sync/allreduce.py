@@ -20,15 +20,14 @@ from paceline.comm.comm_thread import CommThread
 from paceline.comm.group import Group
 from paceline.device import is_accelerator
 from paceline.errors import SyncError
-from paceline.plans.transport_info import bucket_bytes_between_hosts
+from paceline.planning.transport_info import bucket_bytes_between_hosts
 from paceline.sync.rows import numbers_of, sum_rows
 from paceline.sync.rule import Agreement, Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import broadcast_state
 from paceline.sync.traffic import Traffic
 
 if TYPE_CHECKING:
-    from paceline.sync.compress import CodecChooser, Compressor
-    from paceline.sync.server import CodedSums
+    from paceline.sync.compress import CodecChooser, SumCoder
 
 BUCKET_BYTES = 25 * 2**20  # on accelerators: DDP's default; large enough for bandwidth, small enough to start early
 
@@ -338,7 +337,7 @@ class BucketStream:
     ) -> None:
         self.group, self.number, self.traffic = group, number, traffic or Traffic()
         self.algorithm: Algorithm = self.algorithm_over(group, name)
-        self.compressor: Compressor | CodedSums | None = None
+        self.compressor: SumCoder | None = None
         self._thread = CommThread(f"paceline-sync-{number}") if own_thread else None
 
     def algorithm_over(self, group: Group, name: str) -> Algorithm:

@@ -21,8 +21,7 @@ from paceline.sync.local_rule import LocalRule
 from paceline.sync.rule import Replica
 
 if TYPE_CHECKING:
-    from paceline.sync.compress import Compressor
-    from paceline.sync.server import CodedSums
+    from paceline.sync.compress import SumCoder
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -51,7 +50,7 @@ class DiLoCo(LocalRule):
         # of each fragment, its step in a period
         self.sent_in = [(k + 1) * period // fragments % period for k in range(fragments)]
         self.beside: CommThread | CommStream | None = None
-        self.compressor: Compressor | CodedSums | None = None
+        self.compressor: SumCoder | None = None
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
@@ -67,7 +66,7 @@ class DiLoCo(LocalRule):
         later = f", and arrive {self.overlap} steps later" if self.overlap else ""
         replica.log(f"sync=diloco: fragments of {', '.join(sizes)} bytes are sent every {self.period} steps{later}")
 
-    def compressed(self, codec: str) -> Compressor | CodedSums:
+    def compressed(self, codec: str) -> SumCoder:
         """Sums in coded form."""
         from paceline.sync.compress import Compressor
 

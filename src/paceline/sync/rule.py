@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.comm import Group
 from paceline.errors import SyncError
@@ -135,6 +136,10 @@ class SyncRule(Protocol):
                 own.
         """
         raise NotImplementedError
+
+    def step_optimizer(self, optimizer: Optimizer) -> None:
+        """Update the parameters by their gradients."""
+        optimizer.step()
 
     def after_step(self, step: int) -> None:
         """Replace local parameters by agreed ones, for rules that agree on parameters.

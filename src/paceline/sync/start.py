@@ -16,8 +16,8 @@ from paceline.comm.agree import agree_on
 from paceline.comm.checked import CheckedGroup
 from paceline.errors import JobError, PlanError
 from paceline.job.read.imports import load_object
-from paceline.plans.plan import Plan
-from paceline.plans.sync_info import RULES, SyncSpec
+from paceline.planning.plan import Plan
+from paceline.planning.sync_info import RULES, SyncSpec
 from paceline.sync.rule import Replica, SyncRule
 
 _TOGETHER_BYTES = 25 * 2**20

@@ -16,7 +16,7 @@ from paceline.comm import Group
 from paceline.comm.allreduce.algorithms import Algorithm, Auto, algorithm_for
 from paceline.comm.backend import joined
 from paceline.errors import PlanError
-from paceline.plans.sync_info import ALGORITHMS
+from paceline.planning.sync_info import ALGORITHMS
 from ranks import Backend, Ranks
 
 NAMES = (*ALGORITHMS, "auto")

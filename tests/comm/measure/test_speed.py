@@ -6,8 +6,8 @@ import pytest
 
 from paceline.comm.measure.calls import SIZES, measure_all_reduces
 from paceline.comm.measure.speed import CollectiveSpeed
-from paceline.launch.place import on_this_machine
-from paceline.launch.run_on_ranks import run_on_ranks
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.run_on_ranks import run_on_ranks
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 import paceline.comm.tcp.listener as listener_module
 from between import HANDSHAKE_BYTES, Change, group_through
-from paceline.channel.key import RunKey
 from paceline.comm.tcp import TcpProcessGroup
 from paceline.comm.tcp.handshake import GREETING_BYTES, Greeting
 from paceline.comm.tcp.tls import TlsHandshake
 from paceline.errors import SyncError
+from paceline.wire.key import RunKey
 from ranks import RankError, Ranks
 from strangers import mutated_hello
 

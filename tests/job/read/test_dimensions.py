@@ -12,16 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline
+import paceline_lab
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.job.model import ModelSpec
 from paceline.job.read.dimensions import Dimensions
-from paceline.planner.check.check_plan import check_plan
-from paceline.planner.legal_plans import legal_plans
-from paceline.plans.plan import Plan
-from paceline.trace.model_info import model_info
-from paceline.trace.transformer import transformer
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.legal_plans import legal_plans
+from paceline.planning.model.model_info import model_info
+from paceline.planning.model.transformer import transformer
+from paceline.planning.plan import Plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plan"
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "seq": 16, "vocab": 50}
@@ -57,8 +58,8 @@ def test_reading_and_checking_a_plan_for_dimensions_needs_no_torch() -> None:
     program = """
 import sys
 from paceline.job.job import Job
-from paceline.trace.model_info import model_info
-from paceline.trace.build import trace
+from paceline.planning.model.model_info import model_info
+from paceline.planning.model.build import trace
 job = Job.load(sys.argv[1])
 assert model_info(job.model).heads == (64,) and trace(job).tokens == 8192
 assert "torch" not in sys.modules, "torch was imported"
@@ -145,5 +146,5 @@ def test_training_dimensions_ends_before_anything_is_measured_or_written(tmp_pat
     with pytest.raises(JobError, match="can be planned, not trained"):
         paceline.train(large, run=tmp_path / "run")
     with pytest.raises(JobError, match="can be planned, not trained"):
-        paceline.bench(large, out=tmp_path / "bench")
+        paceline_lab.bench(large, out=tmp_path / "bench")
     assert not any(tmp_path.iterdir())

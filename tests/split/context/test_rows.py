@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.plans.plan import Plan
+from paceline.planning.model.recording.record import record_graph
+from paceline.planning.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.context.division import divide_context
 from paceline.split.context.rows import tokenwise_modules
 from paceline.split.deferred_init.initialise import DeferredModel, record
 from paceline.split.mesh import Mesh
 from paceline.split.parts import whole_parts
-from paceline.trace.recording.record import record_graph
 from ranks import Ranks
 
 VOCAB, TOKENS, WIDTH = 32, 17, 16

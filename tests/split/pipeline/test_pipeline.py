@@ -14,8 +14,8 @@ from torch import nn
 
 from paceline.comm import Group
 from paceline.errors import DataError, PlanError
-from paceline.plans.limits import fitting_microbatches
-from paceline.plans.plan import Plan
+from paceline.planning.limits import fitting_microbatches
+from paceline.planning.plan import Plan
 from paceline.split.parts import whole_parts
 from paceline.split.pipeline.pipeline import Pipeline
 from pipelines import CASES, CPU, alone, assert_same, fill, logits_of, on_meta, piped, vectors

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.errors import PlanError
+from paceline.planning.model.tensor.proof import prove
 from paceline.split.parts import whole_parts
 from paceline.split.tensor.division import shard_tensors
-from paceline.trace.tensor.proof import prove
 from ranks import Ranks
 from tensor_parity import Made, call, gradients_agree, output_of, own_group, seeded
 

@@ -13,7 +13,7 @@ from paceline.comm.group import Group, Op
 from paceline.comm.link_speed import GroupLinks
 from paceline.comm.measure.transports import measure_links
 from paceline.errors import PlanError
-from paceline.plans.sync_info import ALGORITHMS
+from paceline.planning.sync_info import ALGORITHMS
 from paceline.units import size
 
 _SIZES = tuple(2**k for k in range(6, 31))  # bytes, at which `auto` compares

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.job.read.imports import load_object
-from paceline.plans.transport_info import TRANSPORTS
+from paceline.planning.transport_info import TRANSPORTS
 
 
 class Transport:

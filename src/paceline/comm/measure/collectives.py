@@ -8,7 +8,7 @@ from paceline.comm.backend import joined
 from paceline.comm.group import Group
 from paceline.comm.measure.calls import MESSAGES, over, prepared, shared_evenly
 from paceline.comm.measure.speed import repeats_within, timed, timed_with_cpu
-from paceline.planner.calibrate import Collective
+from paceline.planning.calibrate import Collective
 
 SIZES = (2**10, 2**16, 2**20, 2**22)
 _BUDGET_S, _CALLS = 0.05, (4, 60)

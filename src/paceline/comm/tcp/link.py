@@ -18,13 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.channel.silence import is_unacknowledged
 from paceline.comm.tcp.handshake import GREETING_BYTES, Greeting, wire_after
 from paceline.comm.tcp.progress import TcpProgress
 from paceline.comm.tcp.stream import ByteStream, Sink
 from paceline.comm.tcp.tls import TlsHandshake
 from paceline.comm.tcp.wire import AlteredError, Wire
 from paceline.errors import SyncError
+from paceline.wire.silence import is_unacknowledged
 
 _FIRST_KNOCK_S = 1.0  # for the other rank to connect by itself at first
 _BACK_OFF_S = (0.05, 0.5)  # between two attempts: at first, at most

@@ -14,7 +14,6 @@ from ipaddress import ip_address
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.channel.key import RunKey, own_key
 from paceline.comm.address import own_address, own_host
 from paceline.comm.c10d.operation import Operation, OperationQueue
 from paceline.comm.tcp.handshake import GROUP_BYTES, Greeting
@@ -35,6 +34,7 @@ from paceline.comm.tcp.stream import OutgoingBytes
 from paceline.comm.tcp.tls import TlsHandshake
 from paceline.comm.transport import encrypts, tell_all
 from paceline.errors import LaunchError, SyncError
+from paceline.wire.key import RunKey, own_key
 
 _SMALL_BYTES = 2**15  # a message up to here is copied into one piece with its header
 _GOODBYE_S = 2.0  # for another rank to hear it, by which it knows later that this one has not died

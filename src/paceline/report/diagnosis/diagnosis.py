@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from paceline import units
-from paceline.benchmark.limits import NAMES, where_it_goes
-from paceline.benchmark.words import listed, on_cores
 from paceline.errors import PacelineError
 from paceline.report.diagnosis.measured import Measured, measured, same_work
 from paceline.report.diagnosis.predicted import Model, is_one_device, model_of
 from paceline.report.diagnosis.suggestions import Suggestion, from_parts, from_predictions
-from paceline.training.record.run import Run
+from paceline.report.parts import NAMES, where_it_goes
+from paceline.report.words import listed, on_cores
+from paceline.run.record.run import Run
 
 _LEAST = 0.005  # of a step, for a part to be named
 _ALIKE = 0.02  # closer to one than this is no difference

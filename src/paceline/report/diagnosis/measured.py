@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
 
-from paceline.benchmark.summary import typical_parts
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
-from paceline.plans.plan import Plan
-from paceline.plans.sync_info import sync_info
+from paceline.planning.plan import Plan
+from paceline.planning.sync_info import sync_info
+from paceline.report.parts import typical_parts
 from paceline.report.run_record import RunRecord
-from paceline.training.record.run import WARM_UP_STEPS, Run, Speed, differences, timed, work_of_run
+from paceline.run.record.run import WARM_UP_STEPS, Run, Speed, differences, timed, work_of_run
 
 Parts = Mapping[str, float]
 

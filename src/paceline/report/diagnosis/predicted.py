@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.benchmark.settings import on_devices, spelled_out
 from paceline.engine.meter import PARTS
 from paceline.errors import PacelineError, PlanError
 from paceline.job.job import Job
-from paceline.planner.check.check_plan import check_plan
-from paceline.planner.cost.prediction import Prediction
-from paceline.planner.predict import modelled
-from paceline.planner.shortlist import DOUBT, DOUBT_UNCALIBRATED
-from paceline.plans.axes import DEGREES
-from paceline.plans.plan import Plan
+from paceline.planning.axes import DEGREES
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.cost.prediction import Prediction
+from paceline.planning.devices import on_devices, spelled_out
+from paceline.planning.plan import Plan
+from paceline.planning.predict import modelled
+from paceline.planning.shortlist import DOUBT, DOUBT_UNCALIBRATED
 from paceline.report.diagnosis.measured import Measured
-from paceline.tuning.auto import kept_calibration
+from paceline.run.tuning.auto import kept_calibration
 
 if TYPE_CHECKING:
-    from paceline.planner.calibrate import Calibration
+    from paceline.planning.calibrate import Calibration
 
 # The measured part that each predicted one falls into. The overhead of a step is in all measured parts.
 _MEASURED_AS = {
@@ -151,7 +151,7 @@ def other_plans(model: Model) -> list[tuple[Plan, dict[str, float]]]:
     Raises:
         PacelineError: nothing can be searched.
     """
-    from paceline.planner.search.search import search
+    from paceline.planning.search.search import search
 
     run = model.run.run
     base = replace(undivided(model.run.plan), threads=0)

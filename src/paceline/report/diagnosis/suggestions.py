@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline import units
-from paceline.benchmark.settings import named
 from paceline.errors import PacelineError
-from paceline.planner.check.rules import reasons_against
-from paceline.planner.explain.advice import INEXACT, WORTH
-from paceline.planner.knobs import knobs
-from paceline.plans.axes import DEGREES
-from paceline.plans.plan import Plan
+from paceline.planning.axes import DEGREES
+from paceline.planning.check.rules import reasons_against
+from paceline.planning.explain.advice import INEXACT, WORTH
+from paceline.planning.knobs import knobs
+from paceline.planning.plan import Plan
 from paceline.report.diagnosis.measured import Measured
 from paceline.report.diagnosis.predicted import Model, other_plans, predicted_or_why
+from paceline.report.words import named
 
 _LEAST_SHARE = 0.03  # of a step, for a part to be worth a suggestion
 _MOST_PLANS = 4

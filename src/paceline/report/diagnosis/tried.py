@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from paceline import units
-from paceline.benchmark.settings import named
 from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, RunError
 from paceline.job.stop import StopSpec
-from paceline.planner.history import hardware_of
-from paceline.planner.knobs import HEADING, Trial
-from paceline.planner.shortlist import Forecast
-from paceline.plans.plan import Plan
-from paceline.plans.sync_info import SyncSpec
+from paceline.planning.history import hardware_of
+from paceline.planning.knobs import HEADING, Trial
+from paceline.planning.plan import Plan
+from paceline.planning.shortlist import Forecast
+from paceline.planning.sync_info import SyncSpec
 from paceline.report.diagnosis.diagnosis import Diagnosis
 from paceline.report.diagnosis.predicted import is_one_device, one_device_plan
 from paceline.report.diagnosis.suggestions import Suggestion
+from paceline.report.words import named
+from paceline.run.record.run import Run
+from paceline.run.tuning.measure import measure, reason_of
+from paceline.run.tuning.result import TuningResult
 from paceline.stats import Interval
-from paceline.training.record.run import Run
-from paceline.tuning.measure import measure, reason_of
-from paceline.tuning.result import TuningResult
 
 _ENDLESS = StopSpec(steps=10**9)  # what is measured here is asked for, however short the run was
 

@@ -1,4 +1,4 @@
-// Shows runs while they train, by the events that `paceline serve` sends. Text of runs is set as text, never as HTML.
+// Shows runs while they train, by the events that `paceline dashboard` sends. Text of runs is set as text, never as HTML.
 "use strict";
 (() => {
   const words = JSON.parse(document.getElementById("words").textContent);

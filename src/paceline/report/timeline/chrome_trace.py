@@ -17,7 +17,7 @@ from paceline.files import write_whole
 from paceline.report.definitions import PARTS as DEFINITIONS
 from paceline.report.timeline.critical_path import BETWEEN, CriticalPath, Piece
 from paceline.report.timeline.timeline import RankStep, Timeline
-from paceline.training.record.progress import event_sentence
+from paceline.run.record.progress import event_sentence
 
 # Processes of the trace. Perfetto keeps 0 for a process of its own.
 _PATH, _RUN, _FIRST_RANK = 1, 2, 10

@@ -13,11 +13,11 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
 
-from paceline.benchmark.words import listed
 from paceline.engine.meter import PARTS
-from paceline.plans.axes import AXES
-from paceline.plans.sync_info import sync_info
+from paceline.planning.axes import AXES
+from paceline.planning.sync_info import sync_info
 from paceline.report.timeline.timeline import RankStep, Timeline
+from paceline.report.words import listed
 from paceline.units import count, percent, seconds
 
 _PHRASES = {

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline.benchmark.words import listed
 from paceline.errors import RunError
 from paceline.files import write_whole
-from paceline.tuning.operations import PHASE, STEP
+from paceline.report.words import listed
+from paceline.run.tuning.operations import PHASE, STEP
 from paceline.units import count, percent, seconds
 
 _EACH = 1000  # processes of a rank in the trace: its own, and those that stand for its devices

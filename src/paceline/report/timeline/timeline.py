@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
-from paceline.plans.plan import Plan
-from paceline.plans.sync_info import sync_info
+from paceline.planning.plan import Plan
+from paceline.planning.sync_info import sync_info
 from paceline.report.run_record import RunRecord
-from paceline.training.record.run import Run
+from paceline.run.record.run import Run
 
 # The order in which the parts of a step are drawn: a checkpoint that holds a step up begins before its data, …
 _ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "comm", "optimizer")

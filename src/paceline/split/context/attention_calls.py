@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.trace.recording.graph import Graph, PythonCall, Ref
+from paceline.planning.model.recording.graph import Graph, PythonCall, Ref
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 # Further functions that mix the tokens of a sequence. By name, since each exists as a function, a method and an

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.job.batch import Batch, target_of
-from paceline.plans.limits import undivided_tokens
+from paceline.planning.limits import undivided_tokens
+from paceline.planning.model.recording.graph import Graph
+from paceline.planning.model.recording.record import Call, record_graph
 from paceline.split.context.attention_calls import AttentionCall, attention_calls, other_meetings, shape_of
-from paceline.trace.recording.graph import Graph
-from paceline.trace.recording.record import Call, record_graph
 
 NO_TOKENS = "the tokens of sequences are divided, and the batch has none: its first part should be tokens (n, t)"
 _MIXES = "there is {} and the tokens of a sequence may be mixed in attention only: cp=1"

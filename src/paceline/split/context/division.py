@@ -18,14 +18,14 @@ from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.zoo.losses import IGNORED
 from paceline.job.zoo.models.moe import Router
-from paceline.plans.limits import NO_ATTENTION, undivided_tokens
+from paceline.planning.limits import NO_ATTENTION, undivided_tokens
+from paceline.planning.model.recording.record import Call, record_graph
 from paceline.split.context.attention_calls import attends
 from paceline.split.context.check import NO_TOKENS, examine, masked, tokens_of
 from paceline.split.context.replace import replace_attention, replace_forward
 from paceline.split.context.ring import held, join_ring, ring_attention
 from paceline.split.context.rows import divide_rows
 from paceline.split.parts import Parts
-from paceline.trace.recording.record import Call, record_graph
 
 
 def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call) -> Context:

@@ -18,16 +18,16 @@ from torch import nn
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.partition import contiguous, starts
-from paceline.plans.limits import even_cuts, too_many_stages, wrong_cuts
-from paceline.plans.plan import Plan
+from paceline.planning.limits import even_cuts, too_many_stages, wrong_cuts
+from paceline.planning.model.blocks import find_blocks
+from paceline.planning.model.recording.model_state import restored
+from paceline.planning.plan import Plan
 from paceline.split.pipeline.cuts import costs, named_cuts, possible_cuts
 from paceline.split.pipeline.exported import StageGraph, exported
 from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
 from paceline.split.pipeline.observed import IN_TRANSFORM, Observed, can_be_exported, refuse_unsupported_code
 from paceline.split.pipeline.record_forward import Call, trace_forward
 from paceline.split.pipeline.stages import StageBounds
-from paceline.trace.blocks import find_blocks
-from paceline.trace.recording.model_state import restored
 
 _SHAPES_KEPT = 8
 

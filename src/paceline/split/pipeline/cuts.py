@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from paceline.device import forked_random, synchronize
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, place
+from paceline.planning.model.recording.model_state import restored
 from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
 from paceline.split.pipeline.record_forward import Call
 from paceline.split.pipeline.stages import Stage, StageBounds
-from paceline.trace.recording.model_state import restored
 
 
 def named_cuts(trace: ForwardTrace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:

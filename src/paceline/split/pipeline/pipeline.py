@@ -25,9 +25,9 @@ from paceline.comm import Group
 from paceline.device import uploaded
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
-from paceline.plans.choices import V_SCHEDULES, stages_per_rank
-from paceline.plans.limits import microbatches_fit, sharded_twice
-from paceline.plans.plan import Plan
+from paceline.planning.choices import V_SCHEDULES, stages_per_rank
+from paceline.planning.limits import microbatches_fit, sharded_twice
+from paceline.planning.plan import Plan
 from paceline.split.parts import Parts, local
 from paceline.split.pipeline.cut_model import CutModel, NewestByShape
 from paceline.split.pipeline.exported import ExportedStage, StageGraph

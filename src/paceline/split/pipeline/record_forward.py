@@ -18,6 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from paceline.device import forked_random
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.planning.model.recording.model_state import restored
+from paceline.planning.model.recording.operation_mode import OperationMode
+from paceline.planning.model.recording.quiet import without_logs
+from paceline.planning.model.recording.trees import tensors_in
 from paceline.split.parameter_hooks import KEPT_UP_TO_DATE
 from paceline.split.pipeline.forward_trace import (
     Attribute,
@@ -29,10 +33,6 @@ from paceline.split.pipeline.forward_trace import (
     strange_type,
 )
 from paceline.split.pipeline.observed import Observed, in_transform
-from paceline.trace.recording.model_state import restored
-from paceline.trace.recording.operation_mode import OperationMode
-from paceline.trace.recording.quiet import without_logs
-from paceline.trace.recording.trees import tensors_in
 
 # (model, batch) -> the model's output
 Call = Callable[[Any, Batch], Any]

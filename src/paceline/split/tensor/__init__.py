@@ -1,5 +1,5 @@
 """Tensor parallelism: regions of any model whose matrices are sharded, found and verified automatically.
 
-Read `division.py` first, then `paceline/trace/tensor` (how regions are found and verified), `layers.py` and
+Read `division.py` first, then `paceline/planning/model/tensor` (how regions are found and verified), `layers.py` and
 `sequence.py`.
 """

@@ -22,6 +22,12 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.planning.model.recording.graph import Entry, Graph
+from paceline.planning.model.recording.layers import is_embedding, is_transposed
+from paceline.planning.model.recording.record import Call
+from paceline.planning.model.tensor.proof import Proof, prove
+from paceline.planning.model.tensor.shape_rewriter import install
+from paceline.planning.model.tensor.unpaired import Owners, Unpaired, bias_of, find_unpaired, owners_of, rows_of
 from paceline.split.layout import ShardLayout
 from paceline.split.parts import Parts, shard_parameter
 from paceline.split.tensor.dropout import separate_random_streams
@@ -41,12 +47,6 @@ from paceline.split.tensor.layers import (
     vocabulary_forward,
 )
 from paceline.split.tensor.sequence import SequenceRegion, convert_arguments, convert_result, places_of, prove_sequence
-from paceline.trace.recording.graph import Entry, Graph
-from paceline.trace.recording.layers import is_embedding, is_transposed
-from paceline.trace.recording.record import Call
-from paceline.trace.tensor.proof import Proof, prove
-from paceline.trace.tensor.shape_rewriter import install
-from paceline.trace.tensor.unpaired import Owners, Unpaired, bias_of, find_unpaired, owners_of, rows_of
 
 
 @dataclass

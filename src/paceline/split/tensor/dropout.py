@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.device import random_state, seed, set_random_state
 from paceline.job.zoo.models.moe import without_values
-from paceline.trace.recording.graph import Graph, Node
-from paceline.trace.tensor.rules import Label, bound
+from paceline.planning.model.recording.graph import Graph, Node
+from paceline.planning.model.tensor.rules import Label, bound
 
 # the common stream of a device, for the active modules that draw for themselves
 _common: list[tuple[torch.device, Tensor]] = []

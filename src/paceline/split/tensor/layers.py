@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.zoo.models.moe import without_values
-from paceline.plans.limits import undivided_tokens
+from paceline.planning.limits import undivided_tokens
+from paceline.planning.model.recording.layers import is_transposed, weighted
 from paceline.split.layout import ShardLayout
-from paceline.trace.recording.layers import is_transposed, weighted
 
 # the dimension of (samples, tokens, features) that sequence parallelism divides
 TOKENS = 1

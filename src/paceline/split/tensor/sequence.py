@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.plans.limits import undivided_tokens
+from paceline.planning.limits import undivided_tokens
+from paceline.planning.model.blocks import find_blocks
+from paceline.planning.model.recording.graph import Entry, Graph, Node, TracedTensor, Unfollowable
+from paceline.planning.model.recording.record import Call
+from paceline.planning.model.recording.recorder import unrecorded
+from paceline.planning.model.tensor.proof import Proof, retraced, shapes_of
+from paceline.planning.model.tensor.regions import EXCHANGES, Boundaries, find_boundaries
+from paceline.planning.model.tensor.rules import Label, implied, is_row
 from paceline.split.tensor.layers import TOKENS
-from paceline.trace.blocks import find_blocks
-from paceline.trace.recording.graph import Entry, Graph, Node, TracedTensor, Unfollowable
-from paceline.trace.recording.record import Call
-from paceline.trace.recording.recorder import unrecorded
-from paceline.trace.tensor.proof import Proof, retraced, shapes_of
-from paceline.trace.tensor.regions import EXCHANGES, Boundaries, find_boundaries
-from paceline.trace.tensor.rules import Label, implied, is_row
 
 
 @dataclass

@@ -2,6 +2,6 @@
 
 from paceline.sync.compress.choice import CodecChooser
 from paceline.sync.compress.codec import Codec, Coding
-from paceline.sync.compress.compressor import Compressor
+from paceline.sync.compress.compressor import Compressor, SumCoder
 
-__all__ = ["Codec", "CodecChooser", "Coding", "Compressor"]
+__all__ = ["Codec", "CodecChooser", "Coding", "Compressor", "SumCoder"]

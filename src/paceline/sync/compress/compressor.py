@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.errors import CheckpointError, JobError, PlanError, SyncError
 from paceline.job.read.imports import load_object
-from paceline.plans.codec_info import CODECS, CompressSpec
+from paceline.planning.codec_info import CODECS, CompressSpec
 from paceline.sync.compress.chunked import Chunked
 from paceline.sync.compress.codec import Codec, CodedSum, Coding, Scratch
 from paceline.sync.compress.half import Cast
@@ -19,6 +20,22 @@ from paceline.sync.traffic import Traffic
 
 _RANDOM = "random"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class SumCoder(Protocol):
+    """Sums of coded tensors, by collectives or by servers. `messages`: decisions worth knowing, as text."""
+
+    messages: list[str]
+
+    def sum(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> None:
+        """Replace `flat` by its sum over the ranks; what follows the views is summed exactly."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Error feedback and random state of this rank."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state_dict` gave."""
 
 
 class Compressor:

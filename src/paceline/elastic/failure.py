@@ -1,0 +1,395 @@
+"""Root cause of a failed launch: records of failing ranks, and the first among them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.errors import LaunchError, PacelineError, lost_a_peer
+from paceline.rank_environment import HostEntry
+from paceline.wire.status import RankStatus
+
+HOST = socket.gethostname()
+# What a file system or a network gets over. A missing file, a directory in its place or a permission does not pass by
+# itself.
+_PASSING = {
+    getattr(errno, name)
+    for name in [
+        "EIO",
+        "ENOSPC",
+        "EDQUOT",
+        "EROFS",
+        "ESTALE",
+        "ETIMEDOUT",
+        "EAGAIN",
+        "EBUSY",
+        "EINTR",
+        "ENOMEM",
+        "ENFILE",
+        "EMFILE",
+        "ENOLCK",
+        "EREMOTEIO",
+        "ENODEV",
+        "ENXIO",
+        "ENOTCONN",
+        "ECONNRESET",
+        "ECONNABORTED",
+        "ECONNREFUSED",
+        "EPIPE",
+        "EHOSTDOWN",
+        "EHOSTUNREACH",
+        "ENETDOWN",
+        "ENETUNREACH",
+        "ENETRESET",
+        "ENOLINK",
+        "ECOMM",
+    ]
+}
+_STACK_LINES = 60  # shown of each hung rank
+# folders of the packages of this distribution
+OWN_FILES = tuple(
+    f"{Path(__file__).parents[2] / package}{os.sep}"
+    for package in ("paceline", "paceline_federated", "paceline_lab", "paceline_server")
+)
+
+
+@dataclass(frozen=True)
+class LaunchFailure:
+    """Reason why an attempt failed.
+
+    `traceback`: the part of the text that is one.
+
+    `final`: it would fail in the same way again, so no restart is worth its time. `error`: the name of the class that
+    the rank raised. `explained`: that is a PacelineError. `exit_code`: of the command.
+    """
+
+    text: str
+    rank: int
+    final: bool = False
+    error: str | None = None
+    explained: bool = False
+    exit_code: int = 1
+    traceback: str = ""
+
+    def as_error(self) -> LaunchError:
+        """The error to raise for it."""
+        error = LaunchError(self.text)
+        error.rank_error, error.explained, error.exit_code = self.error, self.explained, self.exit_code
+        error.traceback = self.traceback
+        return error
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """Record that a rank leaves behind when it raises.
+
+    `time` is in seconds since the epoch. `secondary`: it only lost a peer, so another rank is to blame.
+    `explained`: a PacelineError, whose message is all that a user needs, but for the traceback of code of their own.
+    `may_pass`: what went wrong was outside of the program, such as a disk or a killed process; another attempt may do.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    time: float
+    type: str
+    message: str  # with the type's name in front, unless `explained`
+    traceback: str
+    secondary: bool
+    explained: bool
+    may_pass: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> ErrorRecord:
+        """Record of `error`, caught now in this process.
+
+        Its traceback starts in the frame below the one that caught it.
+        """
+        explained = isinstance(error, PacelineError)
+        if isinstance(error, PacelineError):
+            message, lines = str(error), traceback_of_users_code(error)
+        else:
+            inner = error.__traceback__.tb_next if error.__traceback__ else None
+            message = "".join(traceback.format_exception_only(error)).strip()
+            lines = "".join(traceback.format_exception(type(error), error, inner))
+        return cls(
+            rank,
+            host.name if (host := HostEntry.from_env()) else HOST,
+            os.getpid(),
+            time.time(),
+            type(error).__name__,
+            message,
+            lines,
+            _only_lost_a_peer(error),
+            explained,
+            _may_pass(error),
+        )
+
+    def cause(self, ranks: int) -> str:
+        """The error as a user reads it, without its traceback."""
+        if self.explained:
+            return self.message
+        stopped = " and the other ranks were stopped" if ranks > 1 else ""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid}) raised{stopped}: {self.message}"
+
+    @classmethod
+    def read(cls, path: Path) -> ErrorRecord | None:
+        """The record in `path`, or None where the rank left none."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: Path) -> None:
+        """Write the record so that a reader sees all of it or nothing."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)))
+        partial.replace(path)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """End of one rank; `code` is None if it still runs, negative for a signal."""
+
+    status: RankStatus
+    pid: int
+    code: int | None
+    alive_at: float  # seconds since the epoch when it was last seen alive
+    record: ErrorRecord | None
+    stack: str  # what faulthandler wrote when the rank crashed or was asked
+    stopped: bool  # by SIGSTOP
+    host: str = HOST
+    remote: bool = False  # on another host, whose kernel counted `oom_kills`
+    oom_kills: int | None = None
+
+    @property
+    def primary(self) -> bool:
+        """True if the rank failed by itself. SIGABRT without a record is C++ that gave up on a lost peer."""
+        if self.record:
+            return not self.record.secondary
+        return self.code not in (None, 0, -signal.SIGABRT)
+
+    @property
+    def failed_at(self) -> float:
+        """Time of its failure; the earliest possible one for a rank without a record."""
+        return self.record.time if self.record else self.alive_at
+
+
+def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchFailure:
+    """Rank to blame: the first that failed by itself, else the one others waited for.
+
+    Args:
+        oom_kills: processes of this control group killed for lack of memory meanwhile; None where the kernel does not
+            tell.
+    """
+    own = sorted((e for e in ends if e.primary), key=lambda e: e.failed_at)
+    if own:
+        return _describe(own[0], len(ends), oom_kills)
+    if stopped := [e for e in ends if e.stopped]:
+        return hang(stopped, ends, time.monotonic_ns())
+    lost = min((e for e in ends if e.record or e.code), key=lambda e: e.failed_at)
+    failure = _describe(lost, len(ends), oom_kills)
+    left = [e for e in ends if e.code == 0]
+    if left:
+        text = f"{ended_early(left[0])}\n{failure.text}"
+        return LaunchFailure(text, left[0].status.rank, traceback=failure.traceback)
+    return failure
+
+
+def ended_early(end: RankEnd) -> str:
+    """Describe a rank that ended as if its work were done."""
+    where = f"in {_where(end.status)}, before the others"
+    return f"{_who(end)} ended with exit code 0 {where}: did the job's code call exit()?"
+
+
+def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> LaunchFailure:
+    """The failure of ranks that changed nothing for longer than allowed.
+
+    Stopped ones come first, then those idle longest.
+    """
+    hung = sorted(hung, key=lambda e: (not e.stopped, e.status.changed_ns))
+    first = hung[0]
+    idle = f"for {first.status.idle_s(now_ns):.0f} s"
+    waiting = [e for e in ends if e.code is None and e not in hung and e.status.phase == "sync"]
+    tail = f" while {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it" if waiting else ""
+    if first.stopped:
+        head = f"{_who(first)} is stopped (SIGSTOP) in {_where(first.status)} and has done nothing {idle}{tail}"
+    elif len(hung) == len(ends) > 1 and all(e.status.phase == "sync" for e in hung):
+        places = ", ".join(
+            f"rank {e.status.rank} in step {e.status.step}" for e in sorted(hung, key=lambda e: e.status.rank)
+        )
+        head = f"{_who(first)} and all others have waited for one another in sync {idle} ({places})"
+    else:
+        head = f"{_who(first)} has been in {_where(first.status)} {idle}{tail}"
+    more = "".join(
+        f"\n{_who(e)} has been in {_where(e.status)} for {e.status.idle_s(now_ns):.0f} s as well" for e in hung[1:]
+    )
+    stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{shortened(e.stack)}" for e in hung if e.stack)
+    advice = "" if first.stopped or first.status.phase == "starting" else ". If it is only slow, raise deadline_s"
+    return LaunchFailure(f"{head}; {_others(len(ends), 'it')}{advice}.{more}{stacks}", first.status.rank)
+
+
+def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
+    rank = end.status.rank
+    if end.record:
+        record = end.record
+        final = record.explained and not record.secondary and not record.may_pass
+        text = f"{record.cause(ranks)}\n\n{record.traceback}".rstrip()
+        return LaunchFailure(text, rank, final, record.type, record.explained, traceback=record.traceback.rstrip())
+    others = _others(ranks, "it")
+    if end.code is not None and end.code < 0:
+        why = _reason(-end.code, end.oom_kills if end.remote else oom_kills)
+        stack = f"\n\n{shortened(end.stack)}" if end.stack else ""
+        return LaunchFailure(f"{_killed(end)}{why}; {others}.{stack}", rank)
+    return LaunchFailure(
+        f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.",
+        rank,
+    )
+
+
+def killed(end: RankEnd, oom_kills: int | None, *, serves: bool = False) -> str:
+    """Text of which rank was killed, by which signal, and where it was.
+
+    It says why, where the kernel ended it.
+
+    Args:
+        oom_kills: as of `root_cause`, on the rank's host, since the last rank was lost there.
+        serves: it is a server, which takes no steps.
+    """
+    assert end.code is not None
+    return f"{_killed(end, serves=serves)}{_reason(-end.code, oom_kills) if oom_kills else ''}"
+
+
+def _killed(end: RankEnd, *, serves: bool = False) -> str:
+    assert end.code is not None
+    who, how = _who(end), f"was killed by {_signal_name(-end.code)}"
+    return f"{who}, a server, {how}" if serves else f"{who} {how} in {_where(end.status)}"
+
+
+def _who(end: RankEnd) -> str:
+    return f"rank {end.status.rank} (host {end.host}, pid {end.pid})"
+
+
+def _where(status: RankStatus) -> str:
+    return "start-up" if status.phase == "starting" else f"{status.phase} of step {status.step}"
+
+
+def _ranks(ends: Sequence[RankEnd]) -> str:
+    numbers = [str(e.status.rank) for e in ends]
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _others(ranks: int, alone: str) -> str:
+    return "the ranks were stopped" if ranks > 1 else f"{alone} was stopped"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _reason(number: int, oom_kills: int | None) -> str:
+    if number != signal.SIGKILL:
+        return ""
+    if oom_kills is None:
+        return " (maybe out of memory: `dmesg` tells)"
+    if oom_kills:
+        return " (out of memory: the kernel ended it; use a smaller global_batch, a smaller model or fewer ranks)"
+    return " (from outside: the kernel counts no out-of-memory kill)"
+
+
+def shortened(stack: str) -> str:
+    """Output of faulthandler, main thread first, short enough for one screen.
+
+    Frames around the rank's function are left out.
+    """
+    threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and "_kill_when_orphaned" not in thread]
+    threads.sort(key=lambda thread: "Current thread" not in thread)
+    around = ("launch/rank.py", "launch/seed_process.py", "<frozen runpy>")
+    lines = [line for line in "\n\n".join(threads).splitlines() if not any(place in line for place in around)]
+    return "\n".join(lines[:_STACK_LINES])
+
+
+def traceback_of_users_code(error: PacelineError) -> str:
+    """Traceback of the user's error behind `error`; "" where the message alone says it.
+
+    It begins at the first frame that is neither paceline's nor Python's importer.
+    """
+    cause = error.__cause__
+    if not error.from_users_code or cause is None:
+        return ""
+    frames = cause.__traceback__
+    while frames and (
+        frames.tb_frame.f_code.co_filename.startswith(OWN_FILES) or "importlib" in frames.tb_frame.f_code.co_filename
+    ):
+        frames = frames.tb_next
+    told_elsewhere = getattr(cause, "__notes__", None)  # a loader process's
+    return "".join(traceback.format_exception(type(cause), cause, frames)) if frames or told_elsewhere else ""
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """True if the error is of a disk, network or loader process, not the job."""
+    while error is not None:
+        if getattr(error, "may_pass", False) or (isinstance(error, OSError) and error.errno in _PASSING):
+            return True
+        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def _only_lost_a_peer(error: BaseException | None) -> bool:
+    """True if the error is a lost connection: another rank's failure, seen from here."""
+    while error is not None:
+        if lost_a_peer(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def is_stopped(pid: int) -> bool:
+    """True if SIGSTOP or a debugger holds the process."""
+    return state_of(pid) in ("T", "t")
+
+
+def state_of(pid: int) -> str:
+    """State letter of a process, that of its first thread; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def oom_kills() -> int | None:
+    """Number of processes that the kernel ended for lack of memory in this control group.
+
+    None where it does not say.
+    """
+    for file in _memory_counters():
+        with suppress(OSError, ValueError, KeyError):
+            return int(dict(line.split() for line in file.read_text().splitlines())["oom_kill"])
+    return None
+
+
+def _memory_counters() -> list[Path]:
+    """Candidate paths of this control group's counters; in a container it is often the root."""
+    files = [Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":  # version 2
+                files.insert(0, Path(f"/sys/fs/cgroup{group}/memory.events"))
+            elif controllers == "memory":  # version 1
+                files.insert(0, Path(f"/sys/fs/cgroup/memory{group}/memory.oom_control"))
+    return files

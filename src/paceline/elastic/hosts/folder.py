@@ -1,0 +1,150 @@
+"""Files that travel between hosts which have no disk in common."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+from paceline.elastic.hosts.messages import CHUNK_BYTES, Put
+from paceline.errors import LaunchError
+from paceline.files import open_to_append, private_opener
+
+_PARTIAL = re.compile(r"\.step-\d+\.partial")
+_SHARD, _RECEIPT = ".safetensors", ".receipt.json"
+_ARRIVING = ".arriving"
+
+
+class WrittenFiles:
+    """Files that ranks write in a host's private copy of the attempt's folder.
+
+    They are sent as they come to be whole. Of a checkpoint, a rank's shard goes once its receipt is there, then the
+    receipt; here both are deleted then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._theirs: set[Path] = set()
+        self._sent: dict[Path, tuple[int, int]] = {}  # size and time of change
+        self._lines: dict[Path, int] = {}  # bytes sent
+
+    def receive(self, part: Put) -> None:
+        """Write a part of a file of the coordinator's, which never goes back. Raises as `receive`."""
+        self._theirs.add(place_in(self.folder, part.path))
+        receive(part, self.folder)
+
+    def parts(self) -> Iterator[Put]:
+        """New files and lines since the last call, part by part."""
+        for path in sorted(self._files(), key=lambda path: path.suffix != ".jsonl"):
+            with suppress(FileNotFoundError):  # a rank has removed it meanwhile
+                yield from self._parts_of(path)
+
+    def _parts_of(self, path: Path) -> Iterator[Put]:
+        if path.suffix == ".jsonl":
+            yield from self._new_lines(path)
+        elif _PARTIAL.fullmatch(path.parent.name):
+            if path.name.endswith(_RECEIPT):
+                yield from self._shard(path)
+        elif self._sent.get(path) != (about := _about(path)):
+            self._sent[path] = about
+            yield from parts_of(path, self.folder)
+
+    def _shard(self, receipt: Path) -> Iterator[Put]:
+        for path in (receipt.with_name(shard_of(receipt.name)), receipt):
+            if path.exists():
+                yield from parts_of(path, self.folder)
+                path.unlink(missing_ok=True)
+
+    def _new_lines(self, path: Path) -> Iterator[Put]:
+        with path.open("rb") as file:
+            file.seek(self._lines.get(path, 0))
+            while lines := b"".join(_whole(file.readlines(CHUNK_BYTES))):
+                self._lines[path] = self._lines.get(path, 0) + len(lines)
+                yield Put(str(path.relative_to(self.folder)), -1, lines, last=False)
+                file.seek(self._lines[path])
+
+    def _files(self) -> Iterator[Path]:
+        for folder, folders, names in os.walk(self.folder):
+            folders[:] = [name for name in folders if not name.startswith(".") or _PARTIAL.fullmatch(name)]
+            # what begins with a dot is still being written
+            paths = (Path(folder, name) for name in names if not name.startswith("."))
+            yield from (path for path in paths if path not in self._theirs)
+
+
+def parts_of(path: Path, folder: Path) -> Iterator[Put]:
+    """A file as messages; its name in them is relative to `folder`."""
+    name = str(path.relative_to(folder))
+    with path.open("rb") as file:
+        data, offset = file.read(CHUNK_BYTES), 0
+        while True:
+            following = file.read(CHUNK_BYTES)
+            yield Put(name, offset, data, last=not following)
+            if not following:
+                return
+            data, offset = following, offset + len(data)
+
+
+def receive(part: Put, folder: Path) -> None:
+    """Write a part where it belongs.
+
+    A shard grows under its own name, so that rank 0 sees that it comes; any other file has its name once it is whole.
+
+    Raises:
+        LaunchError: it names no place within the folder, or cannot be written.
+    """
+    path = place_in(folder, part.path)
+    try:
+        _write(part, path)
+    except OSError as error:
+        raise LaunchError(f"{path}, which another host has sent, cannot be written: {error.strerror}") from error
+
+
+def _write(part: Put, path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if part.offset < 0:
+        descriptor = open_to_append(path)
+        with os.fdopen(descriptor, "ab") as file:
+            file.write(part.data)
+        return
+    target = path if path.suffix == _SHARD else path.with_name(f".{path.name}{_ARRIVING}")
+    with open(target, "r+b" if part.offset else "wb", opener=private_opener) as file:
+        file.seek(part.offset)
+        file.write(part.data)
+        if part.last:
+            file.flush()
+            os.fsync(file.fileno())
+    if part.last and target != path:
+        target.replace(path)
+
+
+def place_in(folder: Path, name: str) -> Path:
+    """The path of a file that another host names.
+
+    Raises:
+        LaunchError: it is not a plain relative path, or lies outside of the folder.
+    """
+    parts = PurePosixPath(name).parts
+    path = folder.joinpath(*parts)
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name or not _inside(path.parent, folder):
+        raise LaunchError(f"a host names the file {name!r:.200}, which lies outside of the run's folder")
+    return path
+
+
+def shard_of(receipt: str) -> str:
+    """Name of the file that a receipt is for."""
+    return receipt.removesuffix(_RECEIPT) + _SHARD
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def _whole(lines: list[bytes]) -> list[bytes]:
+    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+
+
+def _about(path: Path) -> tuple[int, int]:
+    about = path.stat()
+    return about.st_size, about.st_mtime_ns

@@ -1,0 +1,389 @@
+"""Meeting of a run's host processes: host 0 listens, the others come.
+
+Hosts that cannot work together are refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import platform
+import queue
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+from pydantic import ValidationError
+
+from paceline.cluster.cluster import Host
+from paceline.cluster.discover import discover
+from paceline.cluster.identity import host_identity
+from paceline.cluster.launch_engines import HostPlace
+from paceline.elastic.hosts.elsewhere import GoesOnElsewhere, told_elsewhere
+from paceline.elastic.hosts.hosts import WAIT, Hosts, hosts_wait_s
+from paceline.elastic.hosts.link import AbsentLink, Link, keep_alive
+from paceline.elastic.hosts.measure import measured_cluster
+from paceline.elastic.hosts.meeting import Meeting
+from paceline.elastic.hosts.messages import Dismiss, Elsewhere, Held, Joining, Refused, ToHost, Welcome
+from paceline.elastic.hosts.serve import Coordinator
+from paceline.elastic.signals import exit_code_of
+from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
+from paceline.printable import printable
+from paceline.wire.connection import Connection, connect
+from paceline.wire.key import RunKey
+
+_TELL_S, _MESSAGE_S = 10.0, 20.0
+_FEW_S = 10.0  # from the start, for more hosts to come than the least
+_PORT = "PACELINE_COORDINATOR=ADDRESS:PORT, on every host, names another address of host 0 or another port."
+_CLOCKS_S = 60.0  # may hosts' clocks be apart
+
+
+def gathered(place: HostPlace, key: RunKey) -> Hosts:
+    """All hosts of the run, once they have come; for host 0.
+
+    Raises:
+        LaunchError: one does not come, or cannot take part.
+    """
+    own = discover().hosts[0].model_copy(update={"name": place.name})
+    address = _resolved(place)
+    try:
+        meeting = Meeting(address, place.port, key)
+    except ChannelError as error:
+        raise LaunchError(f"host 0 ({place.name}) has to listen, but {error}. {_PORT}") from error
+    with ExitStack() as unless_met:
+        unless_met.callback(meeting.close)
+        hosts = _met(place, key, own, meeting)
+        unless_met.pop_all()
+    return hosts
+
+
+def _met(place: HostPlace, key: RunKey, own: Host, meeting: Meeting) -> Hosts:
+    links = links_of(place, key, meeting)
+    absent = sorted(set(range(1, place.count)) - {link.number for link in links})
+    if absent:
+        _say(
+            f"{len(links) + 1} of at most {place.count} hosts are there: the run begins, and takes in hosts "
+            f"{', '.join(map(str, absent))} when they come"
+        )
+    away = [AbsentLink(number, f"host-{number}", own) for number in absent]
+    hosts = welcomed(own, meeting, sorted([*links, *away], key=lambda link: link.number), key)
+    hosts.least = place.least
+    return hosts
+
+
+def welcomed(own: Host, meeting: Meeting, links: Sequence[Link], key: RunKey, *, measures: bool = True) -> Hosts:
+    """This host, which coordinates, and those that have come to it, with measured links.
+
+    Args:
+        meeting: where they have come.
+        measures: whether the links are measured.
+
+    Raises:
+        SystemExit: 130 or 143, when SIGINT or SIGTERM came to one of them meanwhile.
+    """
+    names = _different([own.name, *(link.name for link in links)])
+    for link, name in zip(links, names[1:], strict=True):
+        link.name, link.host = name, link.host.model_copy(update={"name": name})
+        link.send(Welcome(names))
+    try:
+        cluster = measured_cluster(own.model_copy(update={"name": names[0]}), links, measures=measures)
+    except BaseException as error:  # a signal, here or there
+        for link in links:
+            link.send(Dismiss(exit_code_of(error)))
+            link.connection.close()
+        raise
+    hosts = Hosts(cluster, meeting.address[0], links, key)
+    hosts.meeting = meeting
+    return hosts
+
+
+def links_of(place: HostPlace, key: RunKey, meeting: Meeting, check: Callable[[], None] = lambda: None) -> list[Link]:
+    """Links to all other hosts, by number, once they have come. They wait for a `Welcome`.
+
+    Args:
+        check: called a few times a second; what it raises ends the waiting.
+
+    Raises:
+        LaunchError: one does not come, or cannot take part.
+    """
+    links: dict[int, Link] = {}
+    try:
+        _await_all(place, key, meeting, links, check)
+    except BaseException as error:
+        refuse(links.values(), error)
+        raise
+    return [links[number] for number in sorted(links)]
+
+
+def refuse(links: Iterable[Link], error: BaseException) -> None:
+    """Tell hosts that have come why nothing begins, and leave them."""
+    for link in links:
+        reason = str(error) if isinstance(error, PacelineError) else "host 0 was stopped"
+        link.send(error.told if isinstance(error, GoesOnElsewhere) else Refused(reason, exit_code_of(error)))
+        link.connection.close()
+
+
+def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordinator:
+    """Host 0, once all hosts have come to it; for the others.
+
+    Args:
+        succeeds: this host may coordinate when host 0 is lost.
+
+    Raises:
+        LaunchError: it cannot be reached, or refuses this host.
+    """
+    who = f"host {place.name} (number {place.number})"
+    connection = _reached(place, key, who)
+    with ExitStack() as unless_taken_in:
+        standby = unless_taken_in.enter_context(closing(_standby(place, key, connection))) if succeeds else None
+        try:
+            coordinator = taken_in(place, connection, hosts_wait_s() + _MESSAGE_S, standby)
+        except (OSError, ChannelError) as error:
+            raise LaunchError(
+                f"{who} was sent away by host 0 at {place.coordinator}:{place.port}: {error}. Has it the same key? "
+                f"This host's is {key.fingerprint}."
+            ) from error
+        unless_taken_in.pop_all()
+    return coordinator
+
+
+def taken_in(
+    place: HostPlace,
+    connection: Connection,
+    wait_s: float,
+    standby: Meeting | None,
+    *,
+    again: bool = False,
+    held: Held | None = None,
+) -> Coordinator:
+    """The coordinator at the other end, once it has taken this host in.
+
+    Args:
+        again: this host has lost another coordinator.
+        held: ranks that it has kept then.
+
+    Raises:
+        LaunchError: it refuses this host.
+        ChannelError: it is lost meanwhile.
+        DeadlineError: it does not answer in time.
+    """
+    keep_alive(connection)
+    try:
+        connection.send(msgspec.structs.replace(_joining(place, connection, standby), again=again, held=held))
+        answer = connection.receive(wait_s)
+        if isinstance(answer, Welcome):
+            return Coordinator(connection, answer.names[0], place.run_name, standby)
+    except BaseException:
+        connection.close()
+        raise
+    connection.close()
+    if isinstance(answer, Elsewhere):
+        raise GoesOnElsewhere(answer)
+    refusal = answer if isinstance(answer, Refused) else Refused("it speaks otherwise")
+    refused = LaunchError(f"host {place.name} (number {place.number}) was refused by host 0: {refusal.reason}")
+    refused.exit_code = refusal.code
+    raise refused
+
+
+def _standby(place: HostPlace, key: RunKey, connection: Connection) -> Meeting:
+    """The place where others come to this host should it coordinate.
+
+    It has host 0's port, if that is free here. Open from now on, so that the others know the port and whether this
+    host's process lives.
+    """
+    address = _own_address(connection)
+    try:
+        return Meeting(address, place.port, key)
+    except ChannelError:
+        return Meeting(address, 0, key)
+
+
+def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
+    """The connection to host 0, which may be about to start."""
+    began, wait_s = time.monotonic(), hosts_wait_s()
+    with told_elsewhere(place, key) as told:
+        while not told:
+            passed_s = time.monotonic() - began
+            try:
+                where, left_s = (place.coordinator, place.port), round(min(_TELL_S, wait_s - passed_s), 1)
+                return connect(where, key, ToHost, deadline_s=max(0.1, left_s), stopped=lambda: told)
+            except DeadlineError as error:
+                if told:
+                    break
+                text = f"{who} does not reach host 0. {error}"
+                if (passed_s := time.monotonic() - began) > wait_s - 0.1:
+                    raise LaunchError(f"{text}. {_advice(place)}") from error
+                _say(f"{text}; trying for {wait_s - passed_s:.0f} s more")
+            except ChannelError as error:
+                raise LaunchError(f"{who} was sent away: {error}") from error
+        raise GoesOnElsewhere(told[0])
+
+
+def _await_all(
+    place: HostPlace,
+    key: RunKey,
+    meeting: Meeting,
+    links: dict[int, Link],
+    check: Callable[[], None],
+) -> None:
+    began = told = time.monotonic()
+    wait_s = hosts_wait_s()
+    while len(links) < place.count - 1:
+        try:
+            connection = meeting.came.get(timeout=0.2)
+        except queue.Empty:
+            check()
+            now = time.monotonic()
+            if now - began > _FEW_S and len(links) + 1 >= (place.least or place.count):
+                return
+            if now - told >= _TELL_S or now - began > wait_s:
+                told, text = now, _missing(place, key, meeting, links, now - began)
+                if now - began > wait_s:
+                    raise LaunchError(f"{text}. Start it, or name fewer hosts; {WAIT} is how long to wait.") from None
+                _say(text)
+            continue
+        if connection is not None:
+            take(place, connection, links)
+
+
+def _missing(place: HostPlace, key: RunKey, meeting: Meeting, links: dict[int, Link], waited_s: float) -> str:
+    absent = [str(number) for number in range(1, place.count) if number not in links]
+    hosts = f"host{'s' * (len(absent) > 1)} {', '.join(absent)} of {place.count} {'have' if len(absent) > 1 else 'has'}"
+    at = f"{place.coordinator}:{place.port}"
+    strangers = (
+        f"; {meeting.strangers} connections did not prove the run's key ({key.fingerprint})"
+        if meeting.strangers
+        else ""
+    )
+    return f"{hosts} not come to host 0 ({place.name}) at {at} after {waited_s:.0f} s{strangers}"
+
+
+def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> None:
+    """Take a host in, or send it away.
+
+    Raises:
+        LaunchError: it cannot take part.
+    """
+    try:
+        joining = connection.receive(_MESSAGE_S)
+        if isinstance(joining, Elsewhere) and joining.run_name == place.run_name:
+            connection.close()
+            raise GoesOnElsewhere(joining)
+        if not isinstance(joining, Joining):
+            raise LaunchError("it did not say who it is")
+        host = Host.model_validate_json(joining.host)
+    except GoesOnElsewhere:
+        raise
+    except (OSError, PacelineError, ValidationError) as error:
+        connection.close()
+        _say(f"{connection.peer} held the run's key, and was sent away: {error}")
+        return
+    if reason := _of_another_run(place, joining):
+        connection.send(Refused(reason))
+        connection.close()
+        _say(f"host {joining.name} was sent away: {reason}")
+        return
+    if reason := _unfit(place, joining, links):
+        connection.send(Refused(reason))
+        connection.close()
+        raise LaunchError(reason)
+    link = links[joining.number] = Link(connection, joining.number, joining.name, joining.address, host)
+    link.clock_ahead_s, link.standby_port = joining.clock_s - time.time(), joining.port % 2**16
+    link.meets_again, link.held = joining.again, joining.held
+
+
+def _of_another_run(place: HostPlace, joining: Joining) -> str | None:
+    if joining.run_name == place.run_name:
+        return None
+    return (
+        f"host {joining.name} belongs to the run {joining.run_name!r} of {joining.engine}, and this is "
+        f"{place.run_name!r} of {place.engine}: two runs use port {place.port} of {place.coordinator}. Give each one "
+        "of its own."
+    )
+
+
+def _unfit(place: HostPlace, joining: Joining, links: dict[int, Link]) -> str | None:
+    """Reason why a host of this run cannot take part; None where it can."""
+    who = f"host {joining.name} (number {joining.number})"
+    if joining.count != place.count:
+        return f"{who} was started as one of {joining.count} hosts, and host 0 ({place.name}) as one of {place.count}."
+    if not 1 <= joining.number < place.count:
+        return f"{who} does not exist: {place.count} hosts have the numbers 0 to {place.count - 1}."
+    if joining.number in links:
+        return f"two hosts have the number {joining.number}: {links[joining.number].name} and {joining.name}."
+    for name, own in versions().items():
+        if (theirs := joining.versions.get(name)) != own:
+            return f"{who} has {name} {theirs}, and host 0 ({place.name}) has {own}. Install the same on all hosts."
+    apart_s = joining.clock_s - time.time()
+    if abs(apart_s) > _CLOCKS_S:
+        word = "ahead of" if apart_s > 0 else "behind"
+        return f"the clock of {who} is {abs(apart_s):.0f} s {word} that of host 0 ({place.name}). Set both (NTP)."
+    if joining.identity != host_identity() and _is_loopback(joining.address):
+        return f"{who} has come from {joining.address}, where no other host reaches it. {_advice(place)}"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Versions that all hosts must have in common."""
+    found = {"Python": platform.python_version()}
+    for package in ("paceline", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def _joining(place: HostPlace, connection: Connection, standby: Meeting | None = None) -> Joining:
+    return Joining(
+        number=place.number,
+        count=place.count,
+        name=place.name,
+        engine=place.engine,
+        run_name=place.run_name,
+        versions=versions(),
+        clock_s=time.time(),
+        identity=host_identity(),
+        address=_own_address(connection),
+        host=discover().hosts[0].model_copy(update={"name": place.name}).model_dump_json(exclude_defaults=True),
+        port=standby.address[1] if standby else 0,
+    )
+
+
+def _own_address(connection: Connection) -> str:
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        return str(end.getsockname()[0])
+
+
+def _resolved(place: HostPlace) -> str:
+    """The address of host 0, which must be one of this host's."""
+    try:
+        return str(socket.getaddrinfo(place.coordinator, place.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise LaunchError(f"host 0 is named {place.coordinator}, which has no address: {error.strerror}.") from error
+
+
+def _different(names: list[str]) -> list[str]:
+    """Names of hosts, with their number behind where two are equal."""
+    return [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _advice(place: HostPlace) -> str:
+    if _is_loopback(place.coordinator):
+        return f"{place.coordinator} is reached on its own machine only: name host 0 by an address of the network."
+    return "Is host 0 started, and does the network let this port pass?"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _say(text: str) -> None:
+    print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)

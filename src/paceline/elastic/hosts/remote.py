@@ -1,0 +1,449 @@
+"""Ranks of other hosts in one attempt, as the coordinator starts, watches and ends them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+from msgspec import Struct
+
+from paceline.elastic.hosts.folder import parts_of, place_in, receive
+from paceline.elastic.hosts.link import AbsentLink, Link
+from paceline.elastic.hosts.messages import (
+    Adopt,
+    Announce,
+    Begin,
+    Dismiss,
+    EndAttempt,
+    Ended,
+    Fetch,
+    Fetched,
+    Interrupted,
+    Kill,
+    Over,
+    Put,
+    Ready,
+    Rows,
+    Signal,
+    Start,
+    Started,
+    Told,
+)
+from paceline.elastic.hosts.pulse import Pulses
+from paceline.elastic.possible import NEEDS
+from paceline.elastic.signals import StopSignals
+from paceline.epoch import Epoch
+from paceline.errors import LaunchError
+from paceline.files import write_whole
+from paceline.rank_environment import RankEnvironment
+from paceline.wire.status import PHASES, StatusBoard
+
+if TYPE_CHECKING:
+    from paceline.elastic.hosts.hosts import Hosts
+
+_SILENT_S = 10.0  # of a host, until nobody waits for the end of its ranks
+_READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end what is left and send its files
+_TOKEN = ".paceline-host-"
+_SENDING_S = 0.1  # longest time that a turn sends files; signals and losses wait for it
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Folder that an attempt's ranks read and write.
+
+    Its `files` and `folders` are there before they start.
+    """
+
+    path: Path
+    files: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+
+@dataclass
+class RemoteRank:
+    """A rank of another host, whose record and stack its host tells."""
+
+    number: int
+    link: Link
+    record: Path
+    pid: int = 0
+    alive_at: float = field(default_factory=time.time)
+    code: int | None = None
+    stopped: bool = False
+    paging: bool = False
+    oom_kills: int | None = None
+
+    @property
+    def known_ns(self) -> int:
+        """Time of the last word from its host, by the monotonic clock."""
+        return int(self.link.heard_at * 1e9)
+
+    def signal(self, number: int) -> None:
+        """To the rank alone, not to what it started."""
+        if self.code is None:
+            self.link.send(Signal(self.number, number))
+
+    def kill(self) -> None:
+        """SIGKILL, to the rank and all it started."""
+        if self.code is None:
+            self.link.send(Kill(self.number))
+
+    def stack(self) -> str:
+        """Stack traces that its host has told."""
+        path = self.record.with_suffix(".stack")
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+class RemoteRanks:
+    """The ranks of one attempt on other hosts. As a context: none is left at the end.
+
+    Args:
+        scratch: folder of the attempt's error records.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        board: StatusBoard,
+        scratch: Path,
+        folder: RunFolder,
+        signals: StopSignals,
+        poll: select.poll,
+        hosts: Hosts,
+    ) -> None:
+        self.links, self.board, self.scratch, self.folder = list(links), board, scratch, folder
+        self.signals, self.poll, self.hosts = signals, poll, hosts
+        self._begin: Begin | None = None
+        self._announced: Announce | None = None
+        self._ready: list[Link] = []  # that have come back
+        self._preparing: list[Link] = []  # that look for the token
+        self._token: Path | None = None
+        self._pulses: Pulses | None = None
+        self.ranks: dict[int, RemoteRank] = {}
+        # hosts that the run goes on without: lost, or not there yet
+        self.spared: list[Link] = [link for link in links if link.is_known_lost]
+        self._silent: list[Link] = []
+        self._folders: list[tuple[Link, Iterator[Struct]]] = []  # folders that hosts wait for, as messages
+        self._released: list[Link] = []
+
+    def __enter__(self) -> Self:
+        for link in self.links:
+            link.watch(self.poll)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what is left, and take in the last files."""
+        for link in self.links:
+            link.send(EndAttempt())
+        for link in self.links:
+            if self._begin:
+                self._until(link, Over, _OVER_S)
+            link.unwatch()
+        if self._pulses:
+            self._pulses.close()
+        if self._token:
+            self._token.unlink(missing_ok=True)
+
+    def begin(self, begin: Begin) -> None:
+        """Have every host prepare for the ranks.
+
+        Raises:
+            LaunchError: a host is lost, or is not there and has to be.
+        """
+        if self.spared and not begin.spares_hosts:
+            raise LaunchError(
+                f"this run cannot begin without {', '.join(link.who for link in self.spared)}: only runs that "
+                f"recover in place ({NEEDS}) take in others later. Start all hosts."
+            )
+        self._begin = self._whole(begin)
+        token = self._show_token()
+        there = [link for link in self.links if link not in self.spared]
+        for link in there:
+            self._prepare(link, token)
+        for link in there:
+            if not self._until(link, Ready, _READY_S):
+                raise LaunchError(self._of_lost(link))
+        self._preparing.clear()
+        self._hide_token()
+
+    @property
+    def spares_this_host(self) -> bool:
+        """True if the others go on when this host is lost. None of emulated ones would coordinate in its place."""
+        succeeds = any(link.standby_port for link in self.hosts.links)
+        return succeeds and self._begin is not None and self._begin.spares(self.hosts.cluster.hosts[0].name)
+
+    def _whole(self, begin: Begin) -> Begin:
+        """With what hosts have to know of this one. It listens for their pulses from now on."""
+        if begin.spares_hosts:
+            self._pulses = Pulses(
+                lambda messages, take: self.hosts.listener(messages, on_message=take),
+                self._fall_silent,
+                len(set(begin.places)),
+            )
+        port, silence_s = (self._pulses.port, self._pulses.limit_s) if self._pulses else (0, 0.0)
+        folder, folders = str(self.folder.path), list(self.folder.folders)
+        return msgspec.structs.replace(begin, folder=folder, folders=folders, pulse_port=port, silence_s=silence_s)
+
+    def _show_token(self) -> Path:
+        """File in the folder, by which hosts see whether they share that."""
+        if self._token is None:
+            self._token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
+            self._token.touch(mode=0o600)
+        return self._token
+
+    def _hide_token(self) -> None:
+        """Remove the file, unless some look for it."""
+        if self._token and all(link.lost is not None for link in self._preparing):
+            self._token.unlink(missing_ok=True)
+            self._token = None
+
+    def _prepare(self, link: Link, token: Path) -> None:
+        """Have a host prepare for its ranks."""
+        assert self._begin is not None
+        self._preparing.append(link)
+        link.send(msgspec.structs.replace(self._begin, host=link.number, token=token.name))
+        for name in self.folder.files:
+            for part in parts_of(self.folder.path / name, self.folder.path):
+                link.send(part)
+
+    def expect(self, host: int, *, again: bool) -> bool:
+        """Have a lost host taken in when it comes back, or refused; returns which."""
+        if self.hosts.returns is None:
+            return False
+        self.hosts.returns.expect(host) if again else self.hosts.returns.leave_out(host)
+        return again
+
+    def release(self, host: int) -> None:
+        """Send a host away, whose ranks have left, once it has ended its part."""
+        link = next(link for link in self.links if link.number == host)
+        self.spared.append(link)
+        self._released.append(link)
+        link.send(EndAttempt())
+        if self.hosts.returns is not None:
+            self.hosts.returns.leave_out(host, "was released by `paceline scale`: with +1 it may come again.")
+
+    def _dismiss(self, link: Link) -> None:
+        link.send(Dismiss(0, released=True))
+        link.lose("`paceline scale` has released it")
+        if self._pulses is not None:
+            self._pulses.forget(link.number)
+        self.hosts.replace(AbsentLink(link.number, link.name, link.host))  # any host may come in its place
+
+    def returned(self) -> list[Link]:
+        """Hosts that have come back, and are ready for their ranks."""
+        for link in self.hosts.returns.back() if self.hosts.returns else ():
+            assert self._pulses is not None
+            self._pulses.forget(link.number)
+            self.hosts.replace(link)
+            self.links = [link if link.number == other.number else other for other in self.links]
+            link.watch(self.poll)
+            self._prepare(link, self._show_token())  # which others may look for, too
+            if self._announced is not None:
+                link.send(self._announced)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def adopt(self, begin: Begin) -> None:
+        """Take over the ranks that the hosts have kept.
+
+        All others of theirs have ended.
+        """
+        self._begin = self._whole(begin)
+        links = {link.name: link for link in self.links}
+        for number, name in enumerate(begin.places):
+            if link := links.get(name):
+                record = self.scratch / f"rank-{number}.error"
+                self.ranks[number] = RemoteRank(number, link, record, code=-signal.SIGKILL)
+        for link in self.links:
+            if link.lost is not None:
+                continue
+            if link.held is None:
+                self._prepare(link, self._show_token())
+                continue
+            for number, pid, epoch in link.held.ranks:
+                self.ranks[number].pid, self.ranks[number].code = pid, None
+                self.board.put(number, pid, "sync", 0, time.monotonic_ns(), epoch)
+            link.send(Adopt(link.number, self._begin.pulse_port, self._begin.silence_s))
+
+    def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
+        """Start a rank on host number `host`."""
+        link = next(link for link in self.links if link.number == host)
+        environment = replace(environment, address=link.address)  # another one, it may be, where it came back
+        rank = self.ranks[environment.rank] = RemoteRank(environment.rank, link, record)
+        link.send(Start(environment.to_env()))
+        return rank
+
+    def spare(self, may_go: Callable[[list[int]], bool] = lambda _: True) -> list[tuple[Link, list[int], str]]:
+        """Go on without the hosts that are lost: each with its ranks, and a sentence.
+
+        Args:
+            may_go: whether the run can go on without these ranks, those before being gone.
+        """
+        self._end_lost()
+        spared = []
+        for link in self.links:
+            if link.lost is not None and link not in self.spared:
+                numbers = [rank.number for rank in self._ranks_of(link)]
+                if may_go(numbers):
+                    self.spared.append(link)
+                    spared.append((link, numbers, self._of_lost(link)))
+        return spared
+
+    def announce(self, current: Epoch, newest: Epoch) -> None:
+        """Tell the ranks of other hosts of the epochs of the run."""
+        self._announced = Announce(current.number, list(current.members), newest.number, list(newest.members))
+        for link in self.links:
+            link.send(self._announced)
+
+    def turn(self) -> None:
+        """Take in what hosts have sent."""
+        for link in self.links:
+            for message in link.waiting():
+                self._obey(link, message)
+        self._end_lost()
+        until = time.monotonic() + _SENDING_S
+        self._folders = [folder for folder in self._folders if not folder[0].offer(folder[1], until)]
+
+    @property
+    def busy(self) -> bool:
+        """True while parts of folders wait to be sent."""
+        return bool(self._folders)
+
+    def give_up_silent(self) -> None:
+        """Lose hosts whose network lets nothing through.
+
+        A host that has ranks says something several times a second.
+        """
+        for link in self.links:
+            silent_s = time.monotonic() - link.heard_at
+            if link.lost is None and silent_s > _SILENT_S and any(self._ranks_of(link)):
+                self._silent.append(link)
+                link.lose(f"nothing has come from it for {silent_s:.0f} s")
+
+    def cut_off(self) -> str | None:
+        """Sentence that says that this host has no quorum; None where it has.
+
+        Hosts whose process has ended are gone and count no more. Of the others this one and those that it reaches go
+        on; a silent one may be there, and go on itself, with other silent ones. With half of the hosts each, those of
+        the coordinator do.
+        """
+        silent = [link for link in self.links if link.silent]
+        reached = 1 + sum(link.lost is None and not link.silent for link in self.links)
+        if reached >= len(silent):
+            return None
+        return (
+            f"of {reached + len(silent)} hosts this one reaches {reached - 1}, and nothing has come from "
+            f"{', '.join(link.who for link in silent)}: as these may go on, this side stops."
+        )
+
+    @property
+    def lost(self) -> str | None:
+        """Name and ranks of a lost host, or None. Silent and spared ones do not count."""
+        known = {*self._silent, *self.spared}
+        lost = (link for link in self.links if link.lost is not None and link not in known)
+        return next(map(self._of_lost, lost), None)
+
+    @property
+    def silent(self) -> str:
+        """Names and ranks of the hosts that were given up, a line each."""
+        return "\n".join(map(self._of_lost, self._silent))
+
+    def _end_lost(self) -> None:
+        """Take the ranks of lost hosts for killed."""
+        for rank in self.ranks.values():
+            if rank.link.lost is not None and rank.code is None:
+                rank.code, rank.stopped, rank.paging = -signal.SIGKILL, False, False
+
+    def _fall_silent(self, host: int, silent_s: float) -> None:
+        for link in self.links:
+            if link.number == host and link.lost is None:
+                link.fall_silent(silent_s)
+
+    def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
+        """Take in messages until one of a kind. A host that sends none in time is lost."""
+        until = time.monotonic() + deadline_s
+        while (message := link.receive(max(0.1, until - time.monotonic()))) is not None:
+            if isinstance(message, kind):
+                return True
+            self._obey(link, message)
+        return False
+
+    def _of_lost(self, link: Link) -> str:
+        numbers = [str(rank.number) for rank in self._ranks_of(link)]
+        ranks = f", which had rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""
+        return f"{link.who}{ranks}, is lost: {link.lost}" if ranks else f"{link.who} is lost: {link.lost}"
+
+    def _ranks_of(self, link: Link) -> Iterator[RemoteRank]:
+        return (rank for rank in self.ranks.values() if rank.link is link)
+
+    def _obey(self, link: Link, message: Any) -> None:
+        match message:
+            case Ready() if link in self._preparing:
+                self._ready.append(link)
+                self._preparing.remove(link)
+                self._hide_token()
+            case Rows():
+                self._note(link, message)
+            case Put():
+                receive(message, self.folder.path)
+            case Told():
+                self._tell(link, message)
+            case Fetch():
+                self._folders.append((link, self._folder(message.path)))
+            case Over() if link in self._released:
+                self._dismiss(link)
+            case Interrupted():
+                self.signals.first = self.signals.first or message.signal
+            case Started() | Ended():
+                self._change(link, message)
+
+    def _change(self, link: Link, message: Started | Ended) -> None:
+        rank = self.ranks.get(message.rank)
+        if rank is None or rank.link is not link:
+            return
+        if isinstance(message, Started):
+            rank.pid = message.pid
+        else:
+            rank.code, rank.oom_kills = message.code, message.oom_kills
+            rank.stopped = rank.paging = False
+
+    def _note(self, link: Link, message: Rows) -> None:
+        now, now_ns = time.time(), time.monotonic_ns()
+        for row in message.rows:
+            rank = self.ranks.get(row.rank)
+            if rank is None or rank.link is not link or row.phase not in PHASES:
+                continue
+            rank.stopped, rank.paging = row.stopped, row.paging
+            if rank.code is None:
+                rank.alive_at = now
+            self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns, row.epoch)
+
+    def _tell(self, link: Link, message: Told) -> None:
+        """Keep a rank's record, in this host's time, or its stack."""
+        rank = self.ranks.get(message.rank)
+        if rank is None or rank.link is not link or message.suffix not in (".error", ".stack"):
+            return
+        text = message.text
+        if message.suffix == ".error":
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(text)
+                text = json.dumps({**record, "time": record["time"] - link.clock_ahead_s, "host": link.name})
+        write_whole(rank.record.with_suffix(message.suffix), text)
+
+    def _folder(self, name: str) -> Iterator[Struct]:
+        """Yield the files of a folder as messages."""
+        folder = place_in(self.folder.path, name)
+        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if file.is_file():
+                with suppress(FileNotFoundError):  # the run has removed it since
+                    yield from parts_of(file, self.folder.path)
+        yield Fetched(name)

@@ -1,0 +1,346 @@
+"""Takeover: when the coordinator of a run is lost, the next host continues the run.
+
+The hosts that are left meet anew, at the one of the lowest number that can be reached. It runs the command as host 0
+did, and numbers them from 0. Where the run recovers in place they have kept their ranks, which begin the next epoch
+before that (`next_epoch.py`); else it continues the run as it was saved. At least half of the hosts have to come. Where
+the lost host still lives with the other half, the lock of the run directory decides (`training/record/run_lock.py`):
+who has it trains.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import queue
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from paceline.cluster.cluster import Host
+from paceline.cluster.launch_engines import HostPlace
+from paceline.elastic.hosts.gather import refuse, take, taken_in, welcomed
+from paceline.elastic.hosts.hosts import Hosts
+from paceline.elastic.hosts.link import AbsentLink, Link
+from paceline.elastic.hosts.meeting import Meeting
+from paceline.elastic.hosts.messages import EndAttempt, Over, Past, Succession, Successor, ToHost
+from paceline.elastic.hosts.next_epoch import NextEpoch, whole_replicas
+from paceline.elastic.hosts.pulse import silence_limit_s
+from paceline.elastic.hosts.serve import Coordinator
+from paceline.elastic.hosts.served import ServedAttempt
+from paceline.elastic.signals import exit_code_of
+from paceline.errors import ChannelError, DeadlineError, LaunchError
+from paceline.files import whole_lines
+from paceline.printable import printable
+from paceline.storage.url import is_url
+from paceline.wire.connection import HANDSHAKE_S, Connection, connect
+from paceline.wire.key import RunKey
+
+MEET_S = 20.0  # for the other hosts to come, each of which ends its ranks first where they cannot go on
+_ASK_S, _ASK_AGAIN_S = 0.25, 1.0  # until those that have not come are asked whether they are there
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+_FIRST_EVENT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """A run that this host continues, since the coordinator was lost.
+
+    Attributes:
+        run: its directory, or its URL.
+        lost: names the host that coordinated it.
+        by: names this host.
+        attempt: the ranks that this host has kept, where the run goes on with them and those that others have kept.
+        next_epoch: that these have begun.
+    """
+
+    run: str
+    lost: str
+    by: str
+    attempt: ServedAttempt | None = None
+    next_epoch: NextEpoch | None = None
+
+    def close(self) -> None:
+        """End the ranks that were kept, where nobody has taken them over."""
+        if self.next_epoch is not None:
+            self.next_epoch.close()
+        if self.attempt is not None:
+            self.attempt.end()
+
+    @property
+    def job_file(self) -> Path | None:
+        """The job as the run has it; None where the run is at a URL."""
+        return None if is_url(self.run) else Path(self.run) / "job.yaml"
+
+
+def tell_successors(hosts: Hosts, run: str | Path) -> None:
+    """Tell the other hosts what they need to continue a run.
+
+    In its directory, an event was written.
+    """
+    own, *others = hosts.cluster.hosts
+    port = hosts.meeting.address[1] if hosts.meeting else 0
+    successors = [Successor(own.name, hosts.address, port, _as_json(own), lost=False)]
+    for link, host in zip(hosts.links, others, strict=True):
+        where = link.address, link.standby_port
+        successors.append(Successor(host.name, *where, _as_json(host), lost=link.lost is not None))
+    message = Succession(str(run), "" if is_url(run) else _first_event(Path(run)), successors, hosts.past)
+    for link in hosts.links:
+        link.send(message)
+
+
+def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coordinator:
+    """The hosts that are left, where this one coordinates them; else their new coordinator.
+
+    Raises:
+        LaunchError: too few have met, or the run cannot be continued here.
+    """
+    succession = before.succession
+    assert succession is not None
+    assert before.standby is not None
+    own = before.standby.address
+    numbers = [number for number, host in enumerate(succession.hosts) if (host.address, host.port) == own]
+    if not numbers:
+        raise LaunchError(f"{before.who} is lost, and host {place.name} was not yet one of this run's hosts")
+    place = replace(place, number=numbers[0], count=len(succession.hosts))
+    for number, host in enumerate(succession.hosts[1 : place.number], 1):
+        if host.port and not host.lost:
+            found = _at(replace(place, coordinator=host.address, port=host.port), key, before)
+            if found is not None:
+                _say(f"host {host.name} (number {number}) coordinates now")
+                return found
+            _say(f"host {host.name} (number {number}) is not reached either")
+    return _coordinated(place, key, before, succession, before.standby)
+
+
+def _at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | None:
+    """The host that may coordinate, once it does; None where it is lost, too."""
+    try:
+        connection = _reached((place.coordinator, place.port), key)
+        held = before.attempt.held() if before.attempt else None
+        found = taken_in(place, connection, 2 * MEET_S, before.standby, again=True, held=held)
+    except (OSError, ChannelError):
+        return None
+    found.attempt = before.attempt
+    if found.attempt is not None:
+        found.attempt.coordinator = found
+    return found
+
+
+def _is_known_to_have_ended(before: Coordinator, key: RunKey) -> bool:
+    """True if the coordinating process has ended, and is not behind a cut network."""
+    assert before.succession is not None
+    first = before.succession.hosts[0]
+    return not before.silent and first.port != 0 and _absence(first, key) == "ended"
+
+
+def _reached(where: tuple[str, int], key: RunKey) -> Connection:
+    """A connection to a host whose process may be busy.
+
+    Raises:
+        ChannelError: it has ended, or nobody answers; or who answers is not of this run.
+    """
+    until = time.monotonic() + MEET_S
+    while True:
+        try:
+            return connect(where, key, ToHost, deadline_s=MEET_S, stopped=lambda: True)
+        except DeadlineError as error:
+            if _why_absent(error) or time.monotonic() > until:
+                raise
+
+
+def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession: Succession, meeting: Meeting) -> Hosts:
+    """The hosts that come to this one."""
+    there = succession.hosts[place.number]
+    links: dict[int, Link] = {}
+    try:
+        _await_others(place, key, meeting, links, before, succession.hosts)
+        _must_be_enough(place, links, before, succession)
+        _must_have(succession, before, there.name)
+    except BaseException as error:
+        refuse(links.values(), error)
+        raise
+    met = [links[number] for number in sorted(links)]
+    for number, link in enumerate(met, 1):
+        link.number, link.name = number, succession.hosts[link.number].name
+    by = f"host {there.name} (number {place.number})"
+    _say(f"{by} coordinates now{_with(link.name for link in met)}, and continues the run in {succession.run}")
+    hosts = welcomed(_host_of(there), meeting, met, key, measures=before.attempt is None)
+    attempt, next_epoch = _kept(before.attempt, met), None
+    hosts.least = place.least
+    if attempt is not None:
+        hosts.past = _older(succession.past, time.monotonic() - before.told_at)
+        _add_lost(hosts, succession, before)
+        has_ended = partial(_is_known_to_have_ended, before, key)
+        try:
+            next_epoch = NextEpoch(hosts, Path(succession.run), attempt, _say, has_ended)
+        except BaseException as error:  # another trains in that directory
+            hosts.dismiss(exit_code_of(error))
+            raise
+    hosts.takeover = Takeover(succession.run, before.who, by, attempt, next_epoch)
+    tell_successors(hosts, succession.run)
+    return hosts
+
+
+def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None:
+    """Add the hosts that have not met, which may come back."""
+    met, noted = {host.name for host in hosts.cluster.hosts}, noted_lost(succession.run)
+    for number, host in enumerate(succession.hosts):
+        if host.name not in met:
+            own_number, has = len(hosts.cluster.hosts), _host_of(host)
+            if not host.address:
+                hosts.add(AbsentLink(own_number, host.name, has))
+                continue
+            link = Link(before.connection, own_number, host.name, host.address, has)
+            link.standby_port, link.is_known_lost = host.port, host.lost or host.name in noted
+            link.lose("it was lost before" if host.lost else before.lost or "" if not number else "it has not come")
+            hosts.add(link)
+
+
+def noted_lost(run: str) -> set[str]:
+    """Names of the hosts whose loss is in a run's record, and no return.
+
+    The coordinator may have written it, and have been lost before it told the others.
+    """
+    lost: set[str] = set()
+    with suppress(OSError):
+        for line in () if is_url(run) else whole_lines(Path(run) / "events.jsonl"):
+            with suppress(ValueError, KeyError, TypeError):
+                event = json.loads(line)
+                if event["event"] == "host_lost":
+                    lost.add(event["host"])
+                elif event["event"] == "host_back":
+                    lost.discard(event["host"])
+    return lost
+
+
+def _older(past: Past, by_s: float) -> Past:
+    losses = {rank: [ago_s + by_s for ago_s in times] for rank, times in past.losses.items()}
+    return Past(losses, past.left_out, past.released)
+
+
+def _await_others(
+    place: HostPlace, key: RunKey, meeting: Meeting, links: dict[int, Link], before: Coordinator, hosts: list[Successor]
+) -> None:
+    """Take hosts in until all of higher numbers are there, or for a while.
+
+    Those that were lost before, or are gone, are not waited for. Once enough have come, the others have twice as long
+    as any host may be silent: they may have lost the coordinator later.
+    """
+    began, least_s, ask_s = time.monotonic(), 2 * silence_limit_s(), _ASK_S
+    awaited = {number for number, host in enumerate(hosts) if number > place.number and not host.lost}
+    answers: dict[int, Future[str]] = {}
+    pool = ThreadPoolExecutor(thread_name_prefix="paceline-meet")
+    try:
+        while awaited := {number for number in awaited - links.keys() if not _told(answers.get(number))}:
+            waited_s = time.monotonic() - began
+            if waited_s > (least_s if _are_enough(place, links, before, hosts) else MEET_S):
+                return
+            if waited_s > ask_s:
+                ask_s = waited_s + _ASK_AGAIN_S
+                answers |= {number: pool.submit(_absence, hosts[number], key) for number in awaited}
+            with suppress(queue.Empty):
+                if (connection := meeting.came.get(timeout=0.05)) is not None:
+                    take(place, connection, links)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _told(answer: Future[str] | None) -> str:
+    return answer.result() if answer is not None and answer.done() else ""
+
+
+def _are_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, hosts: list[Successor]) -> bool:
+    """True if the run can go on with these hosts, and the ranks kept."""
+    has_replica = before.attempt is None or bool(whole_replicas(before.attempt, [*links.values()]))
+    return has_replica and 2 * len({place.number, *links}) >= sum(not host.lost for host in hosts)
+
+
+def _absence(host: Successor, key: RunKey) -> str:
+    """Reason why a host is not there; "" where it is, or may be.
+
+    "ended", as its kernel says of the process, or "silent".
+    """
+    try:
+        connect((host.address, host.port), key, ToHost, deadline_s=HANDSHAKE_S, stopped=lambda: True).close()
+    except DeadlineError as error:
+        return _why_absent(error)
+    except ChannelError:  # a process of another run
+        return "ended"
+    return ""
+
+
+def _why_absent(error: DeadlineError) -> str:
+    cause = error.__cause__
+    if isinstance(cause, ConnectionRefusedError):
+        return "ended"
+    return "silent" if isinstance(cause, OSError) and cause.errno in _UNREACHABLE else ""
+
+
+def _kept(attempt: ServedAttempt | None, links: list[Link]) -> ServedAttempt | None:
+    """The attempt here, if a whole replica of it lives; ranks of others are ended."""
+    same = [link for link in links if link.held and attempt and link.held.attempt == attempt.begin.attempt]
+    if attempt is not None and not whole_replicas(attempt, same):
+        attempt.end()
+        attempt, same = None, []
+    for link in links:
+        if link.held is not None and link not in same:
+            link.held = None
+            link.send(EndAttempt())
+            link.answer(Over, MEET_S)
+    return attempt
+
+
+def _must_be_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, succession: Succession) -> None:
+    """Raise LaunchError without at least half of the hosts."""
+    there, count = sorted({place.number, *links}), sum(not host.lost for host in succession.hosts)
+    if 2 * len(there) < count:
+        found = ", ".join(f"{succession.hosts[number].name} (number {number})" for number in there)
+        raise LaunchError(
+            f"{before.who} is lost, and {len(there)} of {count} hosts have met: {found}. At least half of them "
+            "have to, or two parts of a network that was cut would train one run. It stops here. What was saved stays: "
+            "continue with --resume."
+        )
+
+
+def _must_have(succession: Succession, before: Coordinator, name: str) -> None:
+    """Raise LaunchError where this host does not see the run's directory."""
+    if is_url(succession.run) or (
+        succession.first_event and _first_event(Path(succession.run)) == succession.first_event
+    ):
+        return
+    raise LaunchError(
+        f"{before.who} is lost, and the run's directory {succession.run} with it: host {name} does not see it. When "
+        "that host is back, continue there with --resume. A run whose directory all hosts share, or which is kept at a "
+        "URL (--run s3://…), goes on without that host."
+    )
+
+
+def _as_json(host: Host) -> str:
+    return host.model_dump_json(exclude_defaults=True)
+
+
+def _host_of(successor: Successor) -> Host:
+    return Host.model_validate_json(successor.host).model_copy(update={"name": successor.name})
+
+
+def _first_event(run: Path) -> str:
+    """First line of a run's events; empty where there is none."""
+    try:
+        with (run / "events.jsonl").open("rb") as file:
+            return file.readline(_FIRST_EVENT_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _with(names: Iterable[str]) -> str:
+    text = ", ".join(names)
+    return f" with {text}" if text else ", alone"
+
+
+def _say(text: str) -> None:
+    print(printable(f"paceline: {text}"), file=sys.stderr, flush=True)

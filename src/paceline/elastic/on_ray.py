@@ -1,0 +1,206 @@
+"""Driver of a run on a Ray cluster, with an actor on each host.
+
+`python -m paceline.elastic.on_ray --hosts 2 -- train job.yaml …` inside of a job of Ray. When a host is lost, the
+others end, and all start again from the newest checkpoint once there are enough hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from paceline.cluster.launch_engines.variables import COORDINATOR, ENGINE, HOST_NUMBER, HOSTS
+from paceline.elastic.rank import PR_SET_PDEATHSIG
+from paceline.elastic.signals import StopSignals, stopped_before
+from paceline.errors import LaunchError, PacelineError
+from paceline.rank_environment import KEY_FD, KEY_FILE
+from paceline.wire.key import RunKey, key_descriptor
+
+_MOST_LOST = 20  # hosts, one after another; then something else is wrong
+_PLACED_S = 1_800.0  # in which there have to be enough hosts
+_TOLD_EVERY_S = 30.0
+_OTHERS_END_S = 120.0  # after the first host process has ended
+_BECOME = "--become"
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command of paceline on several hosts, and return its exit code."""
+    if arguments[:1] == [_BECOME]:
+        _become(arguments[1:])
+    parser = argparse.ArgumentParser(prog="paceline.elastic.on_ray")
+    parser.add_argument("--hosts", type=int, required=True)
+    parser.add_argument("--cpus", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--key", help="file of the run's key on every host; without it Ray carries a new key to them")
+    parser.add_argument("command", nargs="+")
+    wanted = parser.parse_args(arguments)
+    import ray
+
+    ray.init(address="auto")  # the cluster that this job is in; none is started
+    if wanted.hosts > 1 and wanted.key is None and os.environ.get("RAY_USE_TLS") != "1":
+        _say(
+            "note: Ray hands the run's key to its actors in plaintext. RAY_USE_TLS=1 encrypts what Ray sends; --set "
+            "key=FILE names a key that every host has already."
+        )
+    try:
+        with StopSignals() as stop:
+            return _until_no_host_is_lost(wanted, stop)
+    except PacelineError as error:
+        _say(str(error))
+        return error.exit_code
+    finally:
+        ray.shutdown()
+
+
+def _until_no_host_is_lost(wanted: argparse.Namespace, stop: StopSignals) -> int:
+    resources = {"CPU": wanted.cpus} | ({"GPU": wanted.gpus} if wanted.gpus else {})
+    for _ in range(_MOST_LOST):
+        with _actors(wanted.hosts, resources, stop) as actors:
+            codes = _run(actors, wanted, stop)
+        if stop.first or None not in codes:
+            return next((code for code in codes if code), 0)
+        lost = ", ".join(str(number) for number, code in enumerate(codes) if code is None)
+        _say(f"Ray has lost host {lost}; starting again from the newest checkpoint")
+    raise LaunchError(f"{_MOST_LOST} times a host was lost; the cluster's own logs may say why")
+
+
+@contextmanager
+def _actors(hosts: int, resources: dict[str, int], stop: StopSignals) -> Iterator[list[Any]]:
+    """An actor on each of as many hosts, all there or none."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([resources] * hosts, strategy="STRICT_SPREAD")
+    try:
+        _await_hosts(group, hosts, resources, stop)
+        actor = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_concurrency=2)(HostActor)
+        yield [
+            actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
+            for bundle in range(hosts)
+        ]
+    finally:
+        remove_placement_group(group)  # and with it the actors
+
+
+def _await_hosts(group: Any, hosts: int, resources: dict[str, int], stop: StopSignals) -> None:
+    import ray
+
+    begun = told = time.monotonic()
+    while not ray.wait([group.ready()], timeout=1)[0]:
+        now = time.monotonic()
+        there = sum(node["Alive"] for node in ray.nodes())
+        each = " and ".join(f"{count} {name}" for name, count in resources.items())
+        what = f"{hosts} hosts with {each} each that are free; the cluster has {there} hosts of all kinds"
+        if stop.first:
+            raise stopped_before(f"there were {what}", stop.first)
+        if now - begun > _PLACED_S:
+            raise LaunchError(f"waited {now - begun:.0f} s for {what}")
+        if now - told > _TOLD_EVERY_S:
+            told = now
+            _say(f"waiting for {what}")
+
+
+def _run(actors: list[Any], wanted: argparse.Namespace, stop: StopSignals) -> list[int | None]:
+    """Exit code of each host's process; None for a host that was lost."""
+    import ray
+
+    key = None if wanted.key else RunKey.make().to_pem()
+    try:
+        address, port = ray.get(actors[0].address.remote(), timeout=_OTHERS_END_S)
+    except ray.exceptions.RayError:
+        return [None] * len(actors)
+    together = {HOSTS: str(len(actors)), COORDINATOR: f"{address}:{port}", ENGINE: "ray"}
+    if wanted.key:
+        together[KEY_FILE] = wanted.key
+    waiting = {
+        actor.run.remote(wanted.command, together | {HOST_NUMBER: str(number)}, key): number
+        for number, actor in enumerate(actors)
+    }
+    codes: list[int | None] = [1] * len(actors)
+    stopped, until = False, float("inf")
+    while waiting and time.monotonic() < until:
+        for ref in ray.wait(list(waiting), timeout=0.5)[0]:
+            number = waiting.pop(ref)
+            try:
+                codes[number] = ray.get(ref)
+            except ray.exceptions.RayActorError:  # so the others lose it, and end
+                codes[number] = None
+            until = min(until, time.monotonic() + _OTHERS_END_S)
+        if stop.first and not stopped:
+            stopped = True
+            _say(f"{stop.first}: the run saves and ends")
+            for actor in actors:
+                actor.stop.remote()
+    return codes
+
+
+class HostActor:
+    """One host's actor, which runs its host process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+
+    def address(self) -> tuple[str, int]:
+        """This host's address among the cluster's, and a port that is free there."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+            return f"[{address}]" if ":" in address else address, probe.getsockname()[1]
+
+    def run(self, command: list[str], environment: dict[str, str], key_pem: bytes | None) -> int:
+        """Run the host process to its end; returns its exit code.
+
+        Args:
+            key_pem: the run's key; None where the environment names its file.
+        """
+        inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", KEY_FILE)}
+        keys = [] if key_pem is None else [key_descriptor(RunKey.from_pem(key_pem))]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.elastic.on_ray", _BECOME, *command],
+                env={**inherited, **environment, **({KEY_FD: str(keys[0])} if keys else {})},
+                pass_fds=keys,
+                stdin=subprocess.DEVNULL,
+            )
+        finally:
+            for key in keys:
+                os.close(key)
+        if self._stopped:
+            self._process.terminate()
+        code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    def stop(self) -> None:
+        """Ask the host process to save and end."""
+        self._stopped = True
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+
+
+def _become(command: list[str]) -> None:
+    """Become the host process; it is told to end when its actor dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.execv(sys.executable, [sys.executable, "-m", "paceline", *command])
+
+
+def _say(text: str) -> None:
+    print(f"paceline: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,196 @@
+"""Places of ranks and their rendezvous: this machine, or the hosts emulated on it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.emulate.hosts import EmulatedHost, Emulation, LinkBytes
+from paceline.cluster.emulate.namespace import inside
+from paceline.cluster.identity import interface_of
+from paceline.elastic.hosts.emulated import host_processes
+from paceline.elastic.hosts.hosts import Hosts, current_hosts
+from paceline.errors import LaunchError
+from paceline.planning.plan import Plan, cores_of
+from paceline.planning.sync_info import ServerProcesses
+from paceline.rank_environment import RankEnvironment
+
+ADDRESS = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank's.
+
+    Attributes:
+        local_rank: its number among the ranks of its host.
+        local_size: how many these are.
+        address: at which the other ranks reach it.
+        interface: of that address.
+        host: the emulated host, or None on this machine as it is.
+        number: of the host process that starts it; 0 is this one, for host 0 of an emulation as well.
+        host_name: of the host, for messages; "" is this machine's own.
+    """
+
+    local_rank: int
+    local_size: int
+    address: str = ADDRESS
+    interface: str = "lo"
+    host: EmulatedHost | None = None
+    number: int = 0
+    host_name: str = ""
+
+    def environment(self, rank: int, world_size: int, master: RankPlace, port: int) -> RankEnvironment:
+        """Environment of the rank in this place.
+
+        `master` is the place of rank 0, whose host serves torch's own store at `port`, 0 for a free one.
+        """
+        return RankEnvironment(
+            rank,
+            world_size,
+            master.address,
+            port,
+            self.local_rank,
+            self.local_size,
+            address=self.address,
+            interface=self.interface,
+            host=self.host.entry if self.host else None,
+        )
+
+    def listen(self, port: int | None, backlog: int) -> socket.socket:
+        """A socket at this place's address, for a store. None takes a free port."""
+        if self.host is None:
+            return listen(port, backlog, self.address)
+        return inside(self.host.namespace, lambda: listen(port, backlog, self.address))
+
+
+@contextmanager
+def places_on(
+    cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None
+) -> Iterator[list[RankPlace]]:
+    """Places of `ranks` ranks on a cluster; emulated hosts are up within the context.
+
+    Args:
+        on_end: called at the end, however it comes, with what the links of emulated hosts have carried, by host.
+
+    Raises:
+        ClusterError: the hosts cannot be emulated here.
+        LaunchError: their host processes cannot be started.
+    """
+    if cluster.emulate is None:
+        hosts = current_hosts()
+        yield on_this_machine(ranks) if hosts is None else on_these_hosts(hosts, cluster, ranks)
+        return
+    with Emulation(cluster.emulate) as emulation:
+        try:
+            with host_processes(cluster, emulation.hosts):
+                yield on_hosts(emulation.hosts, cluster.ranks_per_host(ranks))
+        finally:
+            if on_end:
+                on_end(emulation.carried())
+
+
+def cores_on(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
+    """Cores of each rank of a plan that pins them; None for another."""
+    if not plan.pin:
+        return None
+    if cluster.emulate is not None:
+        return [cores_of(rank, plan.ranks, cluster.hosts[0]) for rank in range(plan.ranks)]
+    counts = zip(cluster.hosts, cluster.ranks_per_host(plan.ranks), strict=True)
+    return [cores_of(rank, count, host) for host, count in counts for rank in range(count)]
+
+
+def with_servers(places: list[RankPlace], plan: Plan) -> list[RankPlace]:
+    """Places of a plan's workers, and behind them those of its servers.
+
+    Servers are on the workers' hosts, in turn. A server and its backup are on different hosts, where there are several.
+    """
+    servers = ServerProcesses.of(plan.sync)
+    hosts = list({(place.number, place.address): place for place in places}.values())
+    count = servers.processes
+    beside = [hosts[sum(divmod(number, servers.each)) % len(hosts)] for number in range(count)]
+    return [*places, *beside]
+
+
+def on_this_machine(ranks: int) -> list[RankPlace]:
+    """All ranks on this machine, where they meet on loopback."""
+    return [RankPlace(rank, ranks) for rank in range(ranks)]
+
+
+def on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlace]:
+    """Places of ranks on the hosts of this run, filled in their order.
+
+    Raises:
+        LaunchError: rank 0 would not be on host 0.
+    """
+    per_host = cluster.ranks_per_host(ranks)
+    if not per_host[0]:
+        raise LaunchError(
+            f"host 0 ({cluster.hosts[0].name}) has no accelerator, and others have: rank 0 runs on host 0. Start the "
+            "hosts in another order, or without that one."
+        )
+    return [
+        RankPlace(
+            rank,
+            count,
+            hosts.address_of(number),
+            interface_of(hosts.address_of(0)) or "lo",  # each host puts its own there
+            number=number,
+            host_name=cluster.hosts[number].name,
+        )
+        for number, count in enumerate(per_host)
+        for rank in range(count)
+    ]
+
+
+def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[RankPlace]:
+    """Places of ranks on each emulated host, in their order."""
+    return [
+        RankPlace(rank, count, host.address, host.interface, host, number)
+        for number, (host, count) in enumerate(zip(hosts, per_host, strict=True))
+        for rank in range(count)
+    ]
+
+
+def listen(port: int | None, backlog: int, address: str = ADDRESS) -> socket.socket:
+    """A socket at one address, for a store.
+
+    Bound here, so no one can take the port before rank 0 is up.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port or 0))
+        listener.listen(backlog)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise LaunchError(_why_no_port(port, address, error)) from error
+    return listener
+
+
+def _why_no_port(port: int | None, address: str, error: OSError | OverflowError) -> str:
+    advice = "Give another port, or none for a free one"
+    if isinstance(error, OverflowError):
+        return f"port {port} does not exist: ports go from 1 to 65535. {advice}."
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {address} is in use by {_listener_of(port)}. {advice}, or end that process."
+    return f"port {port or '(any)'} on {address} cannot be opened: {error.strerror}. {advice}."
+
+
+def _listener_of(port: int | None) -> str:
+    import psutil
+
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if (
+                connection.laddr
+                and connection.laddr.port == port
+                and connection.status == psutil.CONN_LISTEN
+                and connection.pid
+            ):
+                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    return "another process (of another user, or it could not be told)"

@@ -1,0 +1,222 @@
+"""Call of a function on ranks: a typed request in, typed results out.
+
+Everything that is looked at or measured on ranks goes this way: checks, forecasts, trials, calibrations, links. A rank
+function stands at the top level of a module, and its annotations are its protocol:
+
+    def square(request: Numbers) -> list[float]: ...
+
+Request and results cross as JSON files in a private folder and are validated against these types; nothing is unpickled.
+The function's module should import torch inside the function, so that the launcher does without. Deadlines, the error
+of the rank that failed first, and the end of all processes are those of `launch`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter
+
+from paceline.cluster.cluster import Cluster
+from paceline.deferred_compiler import COMPILER
+from paceline.elastic.hosts.remote import RunFolder
+from paceline.elastic.hosts.same_files import must_agree
+from paceline.elastic.local import COLLECT_S, launch
+from paceline.elastic.place import RankPlace, places_on
+from paceline.elastic.seed import warm_up
+from paceline.errors import LaunchError
+from paceline.files import scratch_folder, write_whole
+from paceline.job.job import Job
+from paceline.job.read.imports import import_path_of, load_object
+from paceline.planning.plan import Plan, threads_on
+from paceline.planning.sync_info import sync_info
+from paceline.rank_environment import own_rank
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+RankFunction = Callable[[Q], R] | Callable[[Q, Callable[[R], None]], R] | Callable[[Q, Path], R]
+_REQUEST, _PARTIAL = "request.json", "partial.json"
+
+
+def run_on_ranks(
+    function: RankFunction[Q, R],
+    request: Q,
+    *,
+    places: Sequence[RankPlace],
+    threads: int = 1,
+    deadline_s: float = 60.0,
+    start_deadline_s: float = 300.0,
+    collect_s: float = COLLECT_S,
+    env: Mapping[str, str] = {},
+    on_partial: Callable[[R], object] | None = None,
+    folder: Path | None = None,
+) -> list[R]:
+    """Call `function(request)` on a rank in each place. Returns what each rank returned, in rank order.
+
+    Args:
+        function: at the top level of a module, with the types of its parameter and result annotated.
+        places: of the ranks; see `on_this_machine` and `places_on`.
+        threads, deadline_s, start_deadline_s, collect_s, env: as for `launch`.
+        on_partial: gets the results so far of rank 0: then the function is called with the request and a function that
+            takes such a result. Called in this thread, for the newest one, before an error is raised as well.
+        folder: private, that the function is called with beside the request. On another host it is a copy, which
+            begins empty: `fetch` has a folder of it there. For one call at a time.
+
+    Raises:
+        LaunchError: a rank raised, hung, was killed, or ended without a result.
+        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+    """
+    signals: list[str] = []
+
+    def note(event: str, details: dict[str, Any]) -> None:
+        if event == "stop":
+            signals.append(details["signal"])
+
+    codec = _Codec(function)
+    more = ["partial"] if on_partial else ["folder"] if folder else []
+    with nullcontext(folder) if folder else scratch_folder() as where:
+        for earlier in (where / _PARTIAL, *(_file(where, rank) for rank in range(len(places)))):
+            earlier.unlink(missing_ok=True)
+        (where / _REQUEST).write_text(codec.encoded_request(request))
+        partial = _Partial(where / _PARTIAL, codec, on_partial)
+        try:
+            launch(
+                [f"{__name__}:be_rank", import_path_of(function), str(where), *more],
+                ranks=len(places),
+                places=places,
+                threads=threads,
+                pin_cores=None,
+                deadline_s=deadline_s,
+                start_deadline_s=start_deadline_s,
+                collect_s=collect_s,
+                saves=False,
+                on_tick=partial.look,
+                on_event=note,
+                env=env,
+                folder=RunFolder(where, (_REQUEST,)),
+            )
+        finally:
+            if signals:
+                raise SystemExit(128 + signal.Signals[signals[0]])
+            partial.look()
+        return [_result(where, rank, codec) for rank in range(len(places))]
+
+
+def run_on_plan(
+    function: RankFunction[Q, R],
+    request: Q,
+    *,
+    job: Job,
+    cluster: Cluster,
+    plan: Plan,
+    on_partial: Callable[[R], object] | None = None,
+    folder: Path | None = None,
+) -> list[R]:
+    """Call a function on the ranks of a plan, with the job's deadline; see `run_on_ranks`.
+
+    Raises:
+        ClusterError: the cluster's hosts cannot be emulated here.
+    """
+    threads = threads_on(cluster, plan)
+    must_agree(job)
+    warm_up_for(job, plan)
+    with places_on(cluster, plan.ranks) as places:
+        return run_on_ranks(
+            function,
+            request,
+            places=places,
+            threads=threads,
+            deadline_s=job.deadline_s,
+            on_partial=on_partial,
+            folder=folder,
+        )
+
+
+def warm_up_for(job: Job, plan: Plan) -> None:
+    """Have the seed import, once, what every rank of this job and plan needs."""
+    modules = []
+    if plan.compile != "off" or plan.splits:
+        modules.append(COMPILER)  # it brings all that the splits need of torch, too
+    if plan.splits:
+        modules.append("paceline.engine.split_model")
+    if run_rank := sync_info(plan.sync).run_rank:
+        modules.append(run_rank.partition(":")[0])
+    if job.model.hf:
+        modules.append("transformers.modeling_utils")
+    warm_up(*modules)
+
+
+def be_rank(arguments: list[str]) -> None:
+    """Call the function, in a rank: `FUNCTION FOLDER [partial|folder]`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
+    function, folder = load_object(arguments[0]), Path(arguments[1])
+    codec = _Codec[Any, Any](function)
+    request = codec.decoded_request((folder / _REQUEST).read_text())
+
+    def partial(result: Any) -> None:
+        if own_rank() == 0:
+            write_whole(folder / _PARTIAL, codec.encoded(result))
+
+    match arguments[2:]:
+        case ["partial"]:
+            result = function(request, partial)
+        case ["folder"]:
+            result = function(request, folder)
+        case _:
+            result = function(request)
+    write_whole(_file(folder, own_rank()), codec.encoded(result))
+
+
+class _Codec(Generic[Q, R]):
+    """JSON of a rank function's request and result, by its annotations. Infinity and NaN are kept."""
+
+    def __init__(self, function: RankFunction[Q, R]) -> None:
+        hints = get_type_hints(function)
+        result, parameter = hints.pop("return"), next(iter(hints.values()))
+        self._request: TypeAdapter[Q] = TypeAdapter(parameter)
+        self._result: TypeAdapter[R] = TypeAdapter(result)
+
+    def encoded_request(self, request: Q) -> str:
+        return json.dumps(self._request.dump_python(request, mode="json"))
+
+    def decoded_request(self, text: str) -> Q:
+        return self._request.validate_python(json.loads(text))
+
+    def encoded(self, result: R) -> str:
+        return json.dumps(self._result.dump_python(result, mode="json"))
+
+    def decoded(self, text: str) -> R:
+        return self._result.validate_python(json.loads(text))
+
+
+class _Partial(Generic[R]):
+    """The newest result so far of rank 0, handed on when it changes."""
+
+    def __init__(self, file: Path, codec: _Codec[Any, R], on_partial: Callable[[R], object] | None) -> None:
+        self.file, self.codec, self.on_partial = file, codec, on_partial
+        self._seen: tuple[int, int] | None = None
+
+    def look(self) -> None:
+        """Hand it on, if there is a new one."""
+        if self.on_partial is None or not self.file.exists():
+            return
+        about = os.stat(self.file)
+        if (about.st_ino, about.st_mtime_ns) != self._seen:
+            self._seen = about.st_ino, about.st_mtime_ns
+            self.on_partial(self.codec.decoded(self.file.read_text()))
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"result-{rank}.json"
+
+
+def _result(folder: Path, rank: int, codec: _Codec[Any, R]) -> R:
+    file = _file(folder, rank)
+    if not file.exists():
+        raise LaunchError(f"rank {rank} ended with exit code 0 before it had a result: did code that it calls exit()?")
+    return codec.decoded(file.read_text())

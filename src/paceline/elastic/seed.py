@@ -1,0 +1,379 @@
+"""Handle on the seed: a process that imports torch once, and forks ranks.
+
+A fork takes a small part of the time of the imports, and shares their memory. The seed starts no thread and no
+accelerator, which no fork would survive; where something that is imported does, or `PACELINE_FORK=0` is set, every rank
+is a Python interpreter of its own. `seed_process.py` is what runs in the seed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.device import DEVICE_VARIABLE, VISIBLE
+from paceline.errors import LaunchError
+from paceline.rank_environment import RankEnvironment
+
+# glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of
+# the step of a small convolutional network. A rank keeps its memory, but for blocks as large as a big layer's gradient,
+# which would only lie there; benchmarks/overhead.py measures what that brings.
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else lost peers' C++ stacks bury the first error
+OFF = "PACELINE_FORK"  # set to 0: every rank is an interpreter of its own
+# Read by libgomp while it is loaded: it would keep all forks on the cores that it chose for the seed.
+_BEFORE_FORK = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+# Not read by the imports, as nothing is that `RankEnvironment` names.
+_AFTER_FORK = {
+    *VISIBLE,
+    DEVICE_VARIABLE,
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets these two, in the process that imports it
+    "KMP_INIT_AT_FORK",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",  # torch.compile sets these two
+    "TRITON_CACHE_DIR",
+}
+# no thread may be there when it forks
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# that one process keeps: an environment that is changed for a while, and changed back, costs no imports
+_MOST_SEEDS = 2
+_ANSWER_S = 60.0
+_TICK_S = 0.2
+_LENGTH = struct.Struct("!I")
+
+
+@dataclass
+class ForkedRank:
+    """A forked rank. It stays a zombie until `wait`, so no other process gets its number before."""
+
+    pid: int
+    seed: Seed
+
+    def kill(self) -> None:
+        """SIGKILL, to the process alone."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Exit code, negative for a signal; that of SIGTERM where the seed was lost."""
+        try:
+            return int(self.seed.ask({"do": "wait", "pid": self.pid})["code"])
+        except LaunchError:
+            return -signal.SIGTERM
+
+
+class SeedProcess(Protocol):
+    """Process of a seed; a `Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+class Seed:
+    """A seed process. It ends with this process, however that ends, or at `end`.
+
+    Args:
+        variables: the environment that its ranks are to have, but for what `RankEnvironment` holds.
+        start: starts the process at the second of two sockets that belong together; None for a new interpreter.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, str],
+        start: Callable[[socket.socket, socket.socket], SeedProcess] | None = None,
+    ) -> None:
+        self.made_for = made_for(variables)
+        self.owner = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_ANSWER_S)
+        self._lock = threading.Lock()
+        self._imported: set[str] = set()
+        # Orders without an answer yet, oldest first; they are answered in this order.
+        self._asked: deque[Mapping[str, Any]] = deque([{"do": "import"}])
+        self._unfit: str | None = None
+        with theirs:
+            self._process = start(self._socket, theirs) if start else _interpreter(variables, theirs)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the seed."""
+        return self._process.pid
+
+    @property
+    def lost(self) -> bool:
+        """True if the process has ended."""
+        return self._process.poll() is not None
+
+    def wait_until_ready(self, deadline_s: float, stopped: Callable[[], object] = lambda: False) -> str | None:
+        """Wait until ranks can be forked. Returns why they cannot be: then each is to be an interpreter of its own.
+
+        Args:
+            stopped: called at least five times a second; if true, the waiting ends.
+
+        Raises:
+            LaunchError: the imports took longer than the deadline.
+        """
+        until = time.monotonic() + deadline_s
+        while self._asked and not stopped():
+            if time.monotonic() > until:
+                raise LaunchError(
+                    f"torch was not imported after {deadline_s:g} s, by the process that the ranks are to "
+                    "be forked from"
+                )
+            if select.select([self._socket], [], [], _TICK_S)[0]:
+                with self._lock:
+                    self._take_late_answer()
+        return self._unfit
+
+    def will_import(self, modules: Sequence[str]) -> None:
+        """Have it import these before the next fork; nothing waits for that here."""
+        with self._lock, suppress(OSError):  # a lost seed is told by the next fork
+            if new := [name for name in modules if name not in self._imported]:
+                self._imported.update(new)
+                self._order({"do": "import", "modules": new})
+
+    def fork(
+        self,
+        module_args: Sequence[str],
+        variables: Mapping[str, str],
+        environment: RankEnvironment,
+        listener: socket.socket | None,
+    ) -> ForkedRank:
+        """Fork a rank. `variables` are all that it finds in its environment.
+
+        Args:
+            listener: the socket on which the rank serves torch's own store; it is the rank's alone when the launcher
+                closes its own end.
+
+        Raises:
+            LaunchError: the process could not be forked, or the seed is lost.
+        """
+        passed = [] if listener is None else [listener.fileno()]
+        key = [] if environment.key_fd is None else [environment.key_fd]
+        order = {
+            "do": "fork",
+            "arguments": list(module_args),
+            "environment": dict(variables),
+            "folder": os.getcwd(),
+            "serves": bool(passed),
+            "has_key": bool(key),
+            "limits": {
+                name: resource.getrlimit(getattr(resource, name))
+                for name in dir(resource)
+                if name.startswith("RLIMIT_")
+            },
+            "cores": sorted(os.sched_getaffinity(0)),
+        }
+        descriptors = [_open_or_null(1), _open_or_null(2), *passed, *key, *environment.inherited_fds]
+        return ForkedRank(self.ask(order, descriptors)["pid"], self)
+
+    def ask(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """Send an order, and return the answer.
+
+        Raises:
+            LaunchError: the seed could not do it, or is lost.
+        """
+        with self._lock:
+            try:
+                while self._asked:
+                    self._take_late_answer()
+                self._order(order, descriptors)
+                answer = self._answer()
+            except OSError as error:
+                raise LaunchError(
+                    f"the process that ranks are forked from (pid {self.pid}) is lost: {error}"
+                ) from error
+        if "error" in answer:
+            raise LaunchError(answer["error"])
+        return answer
+
+    def end(self) -> None:
+        """End the process. Its ranks, if it has any, get SIGTERM."""
+        self._socket.close()
+        if self.owner == os.getpid():  # not in a fork of the launcher
+            self._process.kill()
+            self._process.wait()
+
+    def _order(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        send(self._socket, order, descriptors)
+        self._asked.append(order)
+
+    def _take_late_answer(self) -> None:
+        """Read an answer that no caller waits for.
+
+        It answers an import, or an order that has timed out.
+        """
+        if not self._asked:  # another thread has read it
+            return
+        answer = self._answer()
+        self._unfit = answer.get("unfit") or self._unfit
+        if "pid" in answer:  # a rank that was forked too late
+            ForkedRank(answer["pid"], self).kill()
+            self._order({"do": "wait", "pid": answer["pid"]})
+
+    def _answer(self) -> dict[str, Any]:
+        """Read the answer to the oldest order; after a time-out the order stays pending."""
+        gone = {"error": f"the process that ranks are forked from (pid {self.pid}) has ended", "unfit": "it has ended"}
+        try:
+            answer, _ = receive(self._socket)
+        except ConnectionError:
+            answer = None
+        self._asked.popleft()
+        return gone if answer is None else answer
+
+
+def _interpreter(variables: Mapping[str, str], channel: socket.socket) -> subprocess.Popen[bytes]:
+    own_thread = threading.current_thread() is threading.main_thread()
+    numbers = [str(channel.fileno()), str(os.getpid()), str(int(own_thread))]
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline.elastic.seed_process", *numbers],
+        # asked whether there is a GPU, it does not start CUDA
+        env={**variables, **_ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=_open_or_null(2),
+        start_new_session=True,
+        pass_fds=[channel.fileno()],
+    )
+
+
+_shared: list[Seed] = []  # of this process; the one that was used last is the last
+_sharing = threading.Lock()
+
+
+def warm_up(*modules: str) -> None:
+    """Start the shared seed process, unless it runs.
+
+    It imports torch while this process does other things.
+
+    Args:
+        modules: what it is to import besides, for ranks that all need it. They may start no thread.
+    """
+    if why_not() is None:
+        seed_for({**DEFAULTS, **os.environ}).will_import(modules)
+
+
+def seed_for(variables: Mapping[str, str]) -> Seed:
+    """Shared seed for ranks with this environment.
+
+    It is a new one where the environment, or what else processes inherit from this one, has changed since the start of
+    the others. Of these the one that was used last is kept.
+    """
+    with _sharing:
+        wanted = made_for(variables)
+        usable = [seed for seed in _shared if seed.owner == os.getpid() and not seed.lost]
+        found = [seed for seed in usable if seed.made_for == wanted] or [Seed(_without_ranks(variables))]
+        if found[0] not in usable:
+            atexit.register(found[0].end)
+        others = [seed for seed in usable if seed is not found[0]]
+        for seed in _shared:
+            if seed is not found[0] and seed not in others[1 - _MOST_SEEDS :]:
+                seed.end()
+        _shared[:] = [*others[1 - _MOST_SEEDS :], found[0]]
+        return found[0]
+
+
+def share(seed: Seed) -> None:
+    """Have later ranks of this process forked from this seed, where its environment is theirs."""
+    atexit.register(seed.end)
+    with _sharing:
+        _shared.append(seed)
+
+
+def wait_for_imports(deadline_s: float = _ANSWER_S) -> None:
+    """Wait until the shared seeds, if any, have imported everything and are idle."""
+    for seed in _shared:
+        if seed.owner == os.getpid():
+            with suppress(LaunchError):  # the launch will tell
+                seed.wait_until_ready(deadline_s)
+
+
+def shared_pids() -> list[int]:
+    """Process ids of the shared seeds; the one that was used last is the last."""
+    return [seed.pid for seed in _shared]
+
+
+def cpu_s() -> float:
+    """CPU seconds of the shared seeds and of their ranks that have ended."""
+    import psutil
+
+    total = 0.0
+    for pid in shared_pids():
+        with suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Reason against forking ranks with this environment; None where there is none."""
+    if environ.get(OFF) == "0":
+        return f"{OFF}=0"
+    return next((f"{name} is set" for name in _BEFORE_FORK if name in environ), None)
+
+
+def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Inherited state of a fork: what a seed's ranks must have in common."""
+    return {
+        "environment": {name: value for name, value in _without_ranks(variables).items() if name not in _AFTER_FORK},
+        "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "places": [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "mnt", "pid")]
+        + [Path("/proc/self/cgroup").read_text()],
+        "mask": [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")],
+    }
+
+
+def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one message; the other end gets copies of the descriptors."""
+    body = json.dumps(message).encode()
+    socket.send_fds(channel, [_LENGTH.pack(len(body))], descriptors)
+    channel.sendall(body)
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Receive one message and its descriptors; None where the other end has gone."""
+    head, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, 64, socket.MSG_CMSG_CLOEXEC)
+    if not head:
+        return None, descriptors
+    (length,) = _LENGTH.unpack(head)
+    body = bytearray()
+    while len(body) < length and (more := channel.recv(length - len(body))):
+        body += more
+    return (json.loads(body) if len(body) == length else None), descriptors
+
+
+def _open_or_null(descriptor: int) -> int:
+    """The descriptor; that of /dev/null, opened once, where this process was started with it closed."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return _null()
+    return descriptor
+
+
+@functools.cache
+def _null() -> int:
+    return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _without_ranks(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in RankEnvironment.names()}

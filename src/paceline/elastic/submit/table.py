@@ -1,0 +1,20 @@
+"""Table of the schedulers, by the name that `--on` takes."""
+
+from __future__ import annotations
+
+from paceline.elastic.submit.kubernetes import Kubernetes
+from paceline.elastic.submit.ray_jobs import Ray
+from paceline.elastic.submit.scheduler import Scheduler
+from paceline.elastic.submit.sky import Sky
+from paceline.elastic.submit.slurm import Slurm
+from paceline.errors import LaunchError
+from paceline.nearest import nearest
+
+SCHEDULERS: dict[str, type[Scheduler]] = {kind.name: kind for kind in (Slurm, Ray, Kubernetes, Sky)}
+
+
+def scheduler(name: str) -> Scheduler:
+    """The scheduler of a name. Raises LaunchError where there is none."""
+    if name not in SCHEDULERS:
+        raise LaunchError(f"--on {name[:40]}: no scheduler of that name. {nearest(name, SCHEDULERS)}")
+    return SCHEDULERS[name]()

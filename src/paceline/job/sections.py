@@ -1,0 +1,52 @@
+"""Sections of a job that other packages define, such as `federate:`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError, create_model
+from pydantic_core import ErrorDetails
+
+from paceline.errors import JobError
+from paceline.extensions import ExtensionPoint
+from paceline.job.spec import Spec
+
+
+@dataclass(frozen=True)
+class JobSection:
+    """A section of a job. `spec`: the class of its keys."""
+
+    spec: type[Spec]
+
+
+SECTIONS = ExtensionPoint[JobSection]("section of a job", "paceline.job_sections", JobSection, {}, JobError)
+
+
+def read_sections(
+    values: Mapping[str, Any], own: Mapping[str, object], context: Any
+) -> tuple[dict[str, Any], list[ErrorDetails]]:
+    """Validate the sections that are not the job's own keys.
+
+    Returns:
+        The values, with each valid section as its spec and without the others, and the errors of the others.
+    """
+    whole = dict(values)
+    errors: list[ErrorDetails] = []
+    for key in [key for key in values if key not in own]:
+        value = whole.pop(key)
+        if not isinstance(key, str) or key not in SECTIONS:
+            errors.append({"type": "extra_forbidden", "loc": (str(key),), "input": value, "msg": "unknown key"})
+        elif value is not None:
+            try:
+                whole[key] = SECTIONS[key].spec.model_validate(value, context=context)
+            except ValidationError as error:
+                errors += [{**one, "loc": (key, *one["loc"])} for one in error.errors(include_url=False)]
+    return whole, errors
+
+
+def with_sections(job: type[BaseModel]) -> type[BaseModel]:
+    """A class of jobs in which the sections are fields, for messages about keys."""
+    fields: dict[str, Any] = {name: (section.spec | None, None) for name, section in SECTIONS.loadable()[0].items()}
+    return create_model(job.__name__, __base__=job, **fields)

@@ -1,0 +1,116 @@
+"""The context that every check of a plan gets, and the description of a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.cluster.cluster import Cluster, spread
+from paceline.job.data import Synthetic, Text
+from paceline.job.job import Job
+from paceline.job.partition import Partition, PartitionSpec
+
+if TYPE_CHECKING:
+    from paceline.planning.model.model_info import ModelInfo
+    from paceline.planning.plan import Plan
+
+
+def loss_is_tried(job: Job, plan: Plan) -> bool:
+    """True if the plan computes batches in parts with a loss that must be tried.
+
+    Only trying tells whether such a loss is a mean over samples.
+    """
+    in_parts = plan.cp == 1 and plan.data_ranks * plan.microbatches > 1
+    return in_parts and (job.loss.name == "model" or ":" in job.loss.name)
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """A plan with the job and the cluster that it is checked against.
+
+    Attributes:
+        world: the number of ranks that were started already, as by torchrun; None if the plan says how many to start.
+        weighed: True if the state is compared with the memory even if no rank divides the model; the model is then
+            built.
+        per_host: number of ranks that fit on each host; taken from the cluster.
+    """
+
+    plan: Plan
+    job: Job
+    cluster: Cluster
+    world: int | None = None
+    weighed: bool = False
+    per_host: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        # once per search: counting the devices of a thousand hosts takes longer than all checks
+        if not self.per_host:
+            object.__setattr__(self, "per_host", self.cluster.devices_per_host)
+
+    def reason(self, rule: str | None) -> str | None:
+        """A rule's reason with the plan as its subject; None without one. The rules are in `plans/limits.py`."""
+        return rule and f"plan {self.plan} {rule}"
+
+    @property
+    def devices(self) -> int:
+        """Number of ranks that fit on the cluster."""
+        return sum(self.per_host)
+
+    @cached_property
+    def model_info(self) -> ModelInfo:
+        """Facts about the model, which is built without memory; only for plans that divide it."""
+        from paceline.planning.model.model_info import model_info
+
+        return model_info(self.job.model)
+
+    @property
+    def divides(self) -> bool:
+        """True if a replica has more than one rank."""
+        return self.plan.ranks > self.plan.dp
+
+    @property
+    def tokens(self) -> int | None:
+        """Length of the job's sequences, or None if data and dimensions do not tell."""
+        data = self.job.data
+        if isinstance(data, Text):
+            return data.context
+        if isinstance(data, Synthetic) and data.vocab and data.shape:
+            return data.shape[0]
+        return self.job.model.transformer.seq if self.job.model.transformer else None
+
+    @property
+    def ranks_per_host(self) -> list[int]:
+        """Ranks on each host; see `Cluster.ranks_per_host`."""
+        return spread(self.plan.ranks, self.per_host)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Distinct numbers of samples of a full global batch that data-parallel ranks get.
+
+        They follow the job's weights if there is one per data-parallel rank.
+        """
+        weights, batch, data_ranks = self.job.partition.weights, self.job.global_batch, self.plan.data_ranks
+        if weights is None or len(weights) != data_ranks or data_ranks > batch:
+            return (batch // data_ranks, batch // data_ranks + 1) if batch % data_ranks else (batch // data_ranks,)
+        spec = PartitionSpec(weights=weights)
+        shares = Partition(spec, samples=batch, global_batch=batch, seed=0, replica=0, replicas=data_ranks).shares(0)
+        return tuple(sorted(set(shares)))
+
+    @property
+    def smallest_share(self) -> int:
+        """Samples of the data-parallel rank with the fewest."""
+        return self.shares[0]
+
+
+class Check(NamedTuple):
+    """One reason why a plan may be refused.
+
+    Attributes:
+        reason: the text, with the value that would work, or None if the plan passes.
+        keys: the plan keys that the answer depends on; changing one of them may help.
+    """
+
+    reason: Callable[[PlanContext], str | None]
+    keys: tuple[str, ...]

@@ -1,0 +1,347 @@
+"""Checks of a plan: every reason why it cannot run a job on a cluster."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
+from paceline.planning.axes import DATA_AXES, DEGREES
+from paceline.planning.check.plan_context import Check, PlanContext
+from paceline.planning.check.split_check import SPLIT_CHECKS
+from paceline.planning.codec_info import CompressSpec
+from paceline.planning.limits import multiplied, no_balance, no_graphs, other_world, whole_batch_in_parts
+from paceline.planning.sync_info import RULES, SyncSpec, sync_info
+from paceline.planning.transport_info import TRANSPORTS
+from paceline.units import count, size
+
+if TYPE_CHECKING:
+    from paceline.planning.plan import Plan
+
+
+def _nothing_to_compress(context: PlanContext) -> str | None:
+    """Reason against compression with a rule that cannot use it, or None.
+
+    Local SGD averages the parameters themselves; other rules send as they do.
+    """
+    plan, spec = context.plan, SyncSpec.parse(context.plan.sync)
+    if plan.compress == "none" or spec.info.compresses:
+        return None
+    what = "averages parameters, whose every bit counts" if spec.info.sends == "parameters" else "sends by itself"
+    others = " or ".join(name for name, info in RULES.built_in.items() if info.compresses)
+    return f"plan {plan} compresses what is sent, but sync={spec.name} {what}: compress=none, or sync={others}."
+
+
+def _nothing_to_try(context: PlanContext) -> str | None:
+    plan = context.plan
+    info = sync_info(plan.sync)
+    if plan.compress != "auto" or (info.compresses and not info.local_steps):
+        return None
+    return (
+        f"plan {plan} tries compressions out against sums of every step, which sync={plan.sync} does not take: "
+        "compress=int8."
+    )
+
+
+def _codes_sums(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.compress == "none" or not sync_info(plan.sync).codes_alone:
+        return None
+    if plan.compress == "auto":
+        return (
+            f"plan {plan} tries codecs out in sums of all-reduce, and servers get what each rank codes: compress=int8."
+        )
+    if not CompressSpec.parse(plan.compress).first.of_sums:
+        return None
+    return f"plan {plan} codes sums over ranks, and servers get what each rank codes alone: compress=topk:0.01."
+
+
+def _too_wide_to_compress(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.compress == "none" or plan.precision_for(context.job) != "fp64":
+        return None
+    return f"plan {plan} compresses gradients, but in fp64, which is asked for where every digit counts: compress=none."
+
+
+def _cannot_go_back(context: PlanContext) -> str | None:
+    plan = context.plan
+    if context.job.nonfinite != "rewind" or not sync_info(plan.sync).local_steps:
+        return None
+    return (
+        f"plan {plan} lets replicas train independently, and the job rewinds all of them when a loss is not finite, of "
+        "which the others do not know: nonfinite: skip in the job, or sync=allreduce."
+    )
+
+
+def _no_common_loss(context: PlanContext) -> str | None:
+    plan = context.plan
+    if context.job.spike.policy == "off" or not sync_info(plan.sync).local_steps:
+        return None
+    return (
+        f"plan {plan} lets replicas train independently, each with a loss of its own, and the job leaves out steps "
+        "whose loss is a spike, on which all have to agree: spike: off in the job, or sync=allreduce."
+    )
+
+
+def _batch_over_all_replicas(context: PlanContext) -> str | None:
+    plan, job = context.plan, context.job
+    if plan.dp == 1 or not sync_info(plan.sync).local_steps:
+        return None
+    if job.loss.is_over_whole_batch:
+        name = job.loss.name.rpartition(":")[2]
+        why = f"the {name} loss compares the samples of all of them"
+        return f"plan {plan} lets replicas train independently, and {why}: sync=allreduce."
+    if job.batch_norm == "sync":
+        why = "batch_norm: sync joins them in every layer"
+        return f"plan {plan} lets replicas train independently, and {why}: batch_norm: local, or sync=allreduce."
+    return None
+
+
+def _more_servers_than_replicas(context: PlanContext) -> str | None:
+    spec = SyncSpec.parse(context.plan.sync)
+    if spec.servers is None or spec.info.served or spec.servers.parts <= max(context.plan.dp, 1):
+        return None
+    servers = spec.servers.parts
+    return (
+        f"plan {context.plan} has {servers} servers in {count(context.plan.dp, 'replica')}, of which each holds one: "
+        f"servers={context.plan.dp} at most, or a staleness, under which servers are processes of their own."
+    )
+
+
+def _not_by_servers(context: PlanContext) -> str | None:
+    """Reason why workers cannot take pieces of the batches from servers, or None."""
+    plan, job = context.plan, context.job
+    if not sync_info(plan.sync).served:
+        return None
+    start = f"plan {plan} has servers deal pieces of the batches to workers"
+    if context.world is not None:
+        return f"{start}, which only paceline train starts: without torchrun, or sync=server."
+    if job.partition.kind == "hierarchical" or job.partition.weights is not None:
+        return f"{start}, who read any of the samples: partition: uniform in the job, or sync=server."
+    if job.global_batch % plan.dp:
+        fits = max(n for n in range(1, plan.dp + 1) if job.global_batch % n == 0)
+        return f"{start} in {plan.dp} equal pieces, and the global batch is {job.global_batch}: dp={fits}, for example."
+    if job.data.num_workers:
+        return f"{start}, who read them when they are dealt, without loader processes: num_workers: 0 in the job."
+    if plan.num_workers:
+        return f"{start}, who read them when they are dealt, without loader processes: num_workers=0."
+    return None
+
+
+SYNC_CHECKS: tuple[Check, ...] = (
+    Check(_more_servers_than_replicas, ("sync", "dp")),
+    Check(_not_by_servers, ("sync", "dp", "num_workers")),
+    Check(_nothing_to_compress, ("compress", "sync")),
+    Check(_nothing_to_try, ("compress", "sync")),
+    Check(_codes_sums, ("compress", "sync")),
+    Check(_too_wide_to_compress, ("compress", "precision")),
+    Check(_cannot_go_back, ("sync",)),
+    Check(_no_common_loss, ("sync",)),
+    Check(_batch_over_all_replicas, ("sync",)),
+)
+
+
+_ZOO_WITHOUT_IMAGES = ("mlp", "bert", "gpt", "moe")
+# torch's own; LARS and LAMB are ours
+_WITH_FUSED_STEP = ("sgd", "adam", "adamw")
+# memory of a rank with torch, before it has a model
+_RANK_BYTES = 2**28
+
+
+def reasons_against(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
+    """Every reason why the plan cannot run the job on the cluster.
+
+    Each reason names the value that would work. `world` is the number of ranks that were started already, on whatever
+    devices there are.
+    """
+    return reasons_of(PlanContext(plan, job, cluster, world))
+
+
+def reasons_of(context: PlanContext) -> list[str]:
+    """Reasons against the plan of a context."""
+    return [reason for check in CHECKS if (reason := check.reason(context))]
+
+
+def _other_world(context: PlanContext) -> str | None:
+    return None if context.world is None else context.reason(other_world(context.plan, context.world))
+
+
+def _too_few_devices(context: PlanContext) -> str | None:
+    """Reason of too few GPUs; ranks may share the cores of CPUs."""
+    plan, cluster, weights = context.plan, context.cluster, context.job.partition.weights or ()
+    if plan.ranks <= context.devices or not cluster.has_accelerators or context.world is not None:
+        return None
+    have = (
+        f"plan {plan} needs {count(plan.ranks, 'rank')}{multiplied(plan)}; {cluster.name} has "
+        f"{count(context.devices, 'device')}"
+    )
+    if len(weights) > context.devices:
+        limit = f"one per data-parallel rank: at most {context.devices} can work here"
+        return f"{have}. The job's partition has {count(len(weights), 'weight')}, {limit}."
+    others = plan.ranks // plan.dp
+    most = context.devices // others
+    fits = f"dp is at most {most}" if most else f"degrees that multiply to at most {context.devices}"
+    return f"{have}: {fits}."
+
+
+def _too_little_memory(context: PlanContext) -> str | None:
+    """Reason of too little memory for ranks that share cores, or None."""
+    plan, cluster = context.plan, context.cluster
+    if plan.ranks <= context.devices or cluster.has_accelerators or context.world is not None:
+        return None
+    most = sum(host.memory_bytes // _RANK_BYTES for host in cluster.hosts)
+    if plan.ranks <= most:
+        return None
+    works = f"dp={context.devices}" if not context.divides else f"degrees that multiply to {context.devices}"
+    return (
+        f"plan {plan} needs {count(plan.ranks, 'rank')}, for which torch alone takes {size(plan.ranks * _RANK_BYTES)} "
+        f"of memory; {cluster.name} has room for {most:,} and cores for {context.devices}: {works}."
+    )
+
+
+def _other_weights(context: PlanContext) -> str | None:
+    plan, weights = context.plan, context.job.partition.weights
+    if weights is None or len(weights) == plan.data_ranks:
+        return None
+    others = plan.data_ranks // plan.dp
+    room = context.world or context.devices
+    fits = len(weights) % others == 0 and len(weights) // others * (plan.ranks // plan.dp) <= room
+    fitting = f"dp={len(weights) // others}, or " if fits else ""
+    return (
+        f"plan {plan} has {_data_ranks(plan)}, but the job's partition has {count(len(weights), 'weight')}, one per "
+        f"{_data_rank(plan)}: {fitting}{count(min(plan.data_ranks, room), 'weight')} in the job would fit."
+    )
+
+
+def _share_too_small(context: PlanContext) -> str | None:
+    plan, batch = context.plan, context.job.global_batch
+    if plan.data_ranks > batch:
+        limited = "dp" if plan.data_ranks == plan.dp else "dp × fsdp × ep"
+        return (
+            f"plan {plan} has {_data_ranks(plan)} for a global batch of {batch}, and each needs a sample: "
+            f"{limited} is at most {batch}, or the job's global_batch at least {plan.data_ranks}."
+        )
+    share = context.smallest_share
+    if share == 0 and (weights := context.job.partition.weights):
+        enough = math.ceil(sum(weights) / min(weights))
+        return (
+            f"plan {plan} deals a global batch of {batch} by the job's weights, which leave a {_data_rank(plan)} no "
+            f"sample: a global_batch of {enough} is enough."
+        )
+    if plan.microbatches > share:
+        return (
+            f"plan {plan} cuts a {_data_rank(plan)}'s share of the global batch into {plan.microbatches} parts, but "
+            f"the smallest share is {count(share, 'sample')}: microbatches is at most {share}."
+        )
+    return None
+
+
+def _loss_over_the_whole_batch(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.microbatches == 1 or not context.job.loss.is_over_whole_batch:
+        return None
+    return context.reason(
+        whole_batch_in_parts(f"the {context.job.loss.name.rpartition(':')[2]} loss", plan.microbatches)
+    )
+
+
+def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
+    """Reason against a model's own loss that compares samples, computed in parts.
+
+    Losses of parts cannot be combined then.
+    """
+    plan = context.plan
+    if (
+        plan.microbatches * plan.data_ranks == 1
+        or context.job.loss.name != "model"
+        or not context.model_info.compares_samples
+    ):
+        return None
+    return (
+        f"plan {plan} computes a batch in {plan.microbatches * plan.data_ranks} parts, but the model's own loss "
+        "compares all samples of a batch with each other: "
+        f"{' '.join(f'{key}=1' for key in ('microbatches', *DATA_AXES) if getattr(plan, key) > 1)}. Or compute the "
+        "loss from the model's outputs by a function of your own that has whole_batch = True."
+    )
+
+
+def _no_fused_step(context: PlanContext) -> str | None:
+    plan, name = context.plan, context.job.optimizer.name
+    if not plan.fused or name in _WITH_FUSED_STEP:
+        return None
+    return f"plan {plan} needs a fused step of {name}; torch has one of {', '.join(_WITH_FUSED_STEP)} only: fused=off."
+
+
+def _no_onednn(context: PlanContext) -> str | None:
+    if not context.plan.onednn or not context.cluster.has_accelerators:
+        return None
+    return f"plan {context.plan} is for ranks on CPUs, and those of {context.cluster.name} compute on GPUs: onednn=off."
+
+
+def _no_images(context: PlanContext) -> str | None:
+    """Reason against channels_last for models without images; models by import path pass."""
+    plan, model = context.plan, context.job.model
+    takes_images = model.zoo not in _ZOO_WITHOUT_IMAGES and model.task in (None, "image_classification")
+    if plan.memory_format != "channels_last" or takes_images:
+        return None
+    return f"plan {plan} is for images, and the model ({model.zoo or model.task}) takes none: memory_format=contiguous."
+
+
+def _no_graphs(context: PlanContext) -> str | None:
+    if context.plan.compile != "reduce-overhead":
+        return None
+    hosts = context.cluster.hosts_in_use
+    replayed = context.cluster.has_accelerators and all(gpu.graphs is not False for host in hosts for gpu in host.gpus)
+    return None if replayed else context.reason(no_graphs(context.cluster.name))
+
+
+def _no_such_transport(context: PlanContext) -> str | None:
+    plan, cluster = context.plan, context.cluster
+    if plan.transport != "auto" and cluster.has_accelerators:
+        return (
+            f"plan {plan} names a transport between CPUs, but the GPUs of {cluster.name} talk over torch's own: "
+            "transport=auto."
+        )
+    one_host = plan.transport != "auto" and TRANSPORTS[plan.transport].one_host
+    if one_host and (hosts := sum(ranks > 0 for ranks in context.ranks_per_host)) > 1:
+        return f"plan {plan} needs all ranks on one host, but they are on {hosts} hosts: transport=auto."
+    return None
+
+
+def _no_balance(context: PlanContext) -> str | None:
+    on = context.plan.balance == "on"
+    return context.reason(no_balance(context.plan, context.job.partition.kind)) if on else None
+
+
+def _data_rank(plan: Plan) -> str:
+    return "replica" if plan.data_ranks == plan.dp else "data-parallel rank"
+
+
+def _data_ranks(plan: Plan) -> str:
+    """The plan's number of data-parallel ranks as text, with their degrees."""
+    if plan.data_ranks == plan.dp:
+        return count(plan.dp, "replica")
+    return (
+        f"{plan.data_ranks} data-parallel ranks "
+        f"({' · '.join(f'{key}={n}' for key in DATA_AXES if (n := getattr(plan, key)) > 1)})"
+    )
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(_other_world, DEGREES),
+    Check(_too_few_devices, DEGREES),
+    Check(_too_little_memory, DEGREES),
+    Check(_other_weights, DATA_AXES),
+    Check(_share_too_small, ("microbatches", *DATA_AXES)),
+    Check(_loss_over_the_whole_batch, ("microbatches",)),
+    Check(_models_loss_over_the_whole_batch, ("microbatches", *DATA_AXES)),
+    Check(_no_fused_step, ("fused",)),
+    Check(_no_onednn, ("onednn",)),
+    Check(_no_images, ("memory_format",)),
+    Check(_no_graphs, ("compile",)),
+    Check(_no_such_transport, ("transport", *DEGREES)),
+    Check(_no_balance, ("balance", "dp", "pp", "sync")),
+    *SYNC_CHECKS,
+    *SPLIT_CHECKS,
+)

@@ -1,0 +1,364 @@
+"""Compute time of a block: matrix products by shape, other kernels by memory traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator
+from paceline.planning.cost import constants
+from paceline.planning.cost.attention import fused_attention_s
+from paceline.planning.cost.fitted import SUSTAINED
+from paceline.planning.cost.layout import BYTES, Layout, Precision
+from paceline.planning.cost.products import LOW, peak_flops, product_s, vector_bandwidth
+from paceline.planning.model.graph import BlockTrace, Gemm
+
+
+class BlockConfig(NamedTuple):
+    """Everything that a block's time on one rank depends on, but for the block.
+
+    Those without a comment here are as in `Layout` and `FrameworkProfile`.
+
+    Attributes:
+        attention: generation of the fused kernel; 0 if attention is not fused.
+        floor_s: least seconds of Python for a kernel.
+        added_bytes: bytes moved per number of a weight's gradient to add it to those of earlier microbatches.
+        products: precision of products with weights; "" if the device is no faster in it.
+        casts: part of a step's microbatches in which weights are cast to `products`.
+    """
+
+    device: Accelerator
+    samples: float
+    tp: int
+    cp: int
+    ep: int
+    sequence: bool
+    precision: Precision
+    attention: int
+    loss: float
+    kernels: float
+    softmax_of: int
+    stops_early: bool
+    keeps: str
+    blocking: bool
+    floor_s: float
+    derating: float
+    added_bytes: float
+    products: str
+    casts: float
+    vector: float
+    mixtures: float
+    expert_ranks: int
+    lora: int
+    overlaps_tp: float
+    overlaps_ep: float
+    node_limit: int
+    ulysses: bool
+    imbalance: float
+
+    @property
+    def expert_groups(self) -> int:
+        """Number of ranks that have different experts of a layer, whole or in parts."""
+        return self.expert_ranks or self.ep
+
+    @property
+    def expert_parts(self) -> int:
+        """Number of parts that a layer's experts are in, as `Layout.expert_parts`."""
+        return self.expert_ranks or self.tp * self.ep
+
+
+class BlockTime(NamedTuple):
+    """Seconds of one microbatch on one rank: the device's, and Python's to launch kernels.
+
+    Attributes:
+        scores_s: forward seconds that remat=selective computes again where it keeps all but attention's squares.
+        last_s: forward seconds of the last product.
+        others_s: forward seconds of kernels that only read and write.
+        weights_s: forward seconds of products with weights.
+    """
+
+    forward_s: float
+    backward_s: float
+    scores_s: float
+    last_s: float
+    others_s: float
+    weights_s: float
+    launch_forward_s: float
+    launch_backward_s: float
+
+
+def block_config(layout: Layout) -> BlockConfig:
+    """The part of a layout that a block's time depends on."""
+    framework, device = layout.framework, device_of(layout)
+    queued = (device.is_gpu or device.is_core) and not framework.graphs
+    regathers = layout.fsdp > 1 and layout.zero == 3 and layout.pp == 1
+    adds_up = layout.microbatches > 1 and not regathers and not layout.lora
+    faster = layout.products in LOW and peak_flops(device, layout.products) > peak_flops(device, "bf16")
+    return BlockConfig(
+        device=device,
+        samples=layout.samples,
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        sequence=layout.sequence,
+        precision=layout.precision,
+        attention=framework.attention if framework.flash else 0,
+        loss=framework.loss,
+        kernels=framework.kernels,
+        softmax_of=framework.softmax_of,
+        stops_early=framework.stops_early,
+        keeps=framework.keeps,
+        blocking=framework.blocking,
+        floor_s=max(device.launch_s, constants.LAUNCH_S) if queued else 0.0,
+        derating=framework.derating,
+        added_bytes=3 * layout.gradient_bytes if adds_up else 0.0,
+        products=layout.products if faster else "",
+        casts=1.0 if regathers else 1.0 / layout.microbatches,
+        vector=framework.vector,
+        mixtures=framework.mixtures,
+        expert_ranks=layout.expert_ranks,
+        lora=layout.lora,
+        overlaps_tp=framework.overlaps_tp,
+        overlaps_ep=framework.overlaps_ep,
+        node_limit=framework.node_limit,
+        ulysses=layout.ulysses,
+        imbalance=layout.imbalance,
+    )
+
+
+def device_of(layout: Layout) -> Accelerator:
+    """A rank's compute device; on CPUs as many cores as it has threads."""
+    device = layout.machines.device
+    return _cores(device, layout.threads) if device.is_core and layout.threads > 1 else device
+
+
+@lru_cache(maxsize=1000)
+def _cores(core: Accelerator, count: int) -> Accelerator:
+    peaks = {precision: flops * count for precision, flops in core.peak_flops.items()}
+    return replace(core, peak_flops=peaks, memory_bandwidth=core.memory_bandwidth * count)
+
+
+@lru_cache(maxsize=200_000)
+def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
+    """Times of a block for one microbatch, without communication."""
+    if config.products and block.kind in ("embedding", "head"):
+        config = config._replace(products="")
+    weights = [gemm for gemm in block.gemms if not (gemm.batch and config.attention)]
+    attention, attention_backward = _attention_s(block, config)
+    products = sum(gemm_s(gemm, config) for gemm in weights)
+    products_backward = sum(gemm_s(gemm, config, backward=True) for gemm in weights)
+    unfused = _softmax_is_unfused(block, config)
+    scores, other = _scores_s(block, config, unfused), _other_s(block, config)
+    cast, cast_backward = _casts_s(weights, block, config)
+    added = held_weights(block, config) * config.added_bytes / vector_bandwidth(config.device)
+    others_backward = constants.VECTOR_BACKWARD * other + constants.SCORES_BACKWARD * scores + added + cast_backward
+    kernels = _kernels(block, config, unfused)
+    starts = kernels * constants.KERNEL_S if config.device.is_gpu else 0.0
+    starts += constants.EXPERT_S * config.mixtures if block.experts else 0.0
+    launch = kernels * config.floor_s * (1 + constants.LAUNCH_TP * (config.tp - 1))
+    beside = attention + attention_backward + other + scores + cast + others_backward + 3 * starts
+    throttled = _throttled(products + products_backward, beside, 3 * launch, config)
+    slow, trained = config.derating, 1.0 if block.trained else 0.0
+    backward = products_backward * throttled + attention_backward + others_backward
+    return BlockTime(
+        forward_s=(products * throttled + attention + other + scores + cast) * slow + starts,
+        backward_s=(backward * slow + 2 * starts) * trained,
+        scores_s=(scores + attention + sum(gemm_s(gemm, config) for gemm in weights if gemm.batch)) * slow,
+        last_s=gemm_s(block.gemms[-1], config) * slow if block.gemms else 0.0,
+        others_s=(other + cast) * slow + starts,
+        weights_s=sum(gemm_s(gemm, config) for gemm in weights if not gemm.batch) * slow * throttled,
+        launch_forward_s=launch,
+        launch_backward_s=2 * launch * trained,
+    )
+
+
+def held_weights(block: BlockTrace, config: BlockConfig) -> float:
+    """Numbers of weights that one rank has of a block."""
+    return block.matrices / config.tp + block.experts / config.expert_parts
+
+
+def _attention_s(block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
+    """Forward and backward seconds of fused attention, or of a state space's scan."""
+    if not config.attention:
+        return 0.0, 0.0
+    reached = constants.SCAN if block.kind.startswith("mamba") else 1.0
+    peak = peak_flops(config.device, config.precision)
+    forward = backward = 0.0
+    for gemm in block.gemms:
+        if gemm.batch:
+            ranks = config.cp * (config.tp if gemm.divided != "none" else 1)
+            times = fused_attention_s(gemm, config.device, config.attention, peak, config.samples, ranks)
+            forward, backward = forward + times[0] / reached, backward + times[1] / reached
+    return forward, backward
+
+
+def _throttled(products_s: float, others_s: float, launch_s: float, config: BlockConfig) -> float:
+    """Factor by which products take longer where the device's power slows its clock.
+
+    A device that is busy with products all the time keeps `sustained` of its clock; with less to do, more.
+    """
+    if not products_s:
+        return 1.0
+    share = products_s / max(products_s + others_s, launch_s)
+    return 1 / (1 - (1 - min(_sustained(config.device) / constants.GEMM_TOP, 1.0)) * share)
+
+
+def _sustained(device: Accelerator) -> float:
+    """Part of the peak that long products keep within a device's power.
+
+    What was found for a device goes for it with another memory or power, too, in proportion to `sustained`.
+    """
+    usual = CATALOGUE.get(device.name.split(" ")[0], device)
+    found = SUSTAINED.get(usual.name, usual.sustained * constants.PRODUCTS_TOP)
+    return found * device.sustained / usual.sustained
+
+
+def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
+    """Kernels of a forward pass, with casts to low precision, experts and adapters."""
+    products = sum(not gemm.batch for gemm in block.gemms)
+    added = float(products if config.products else 0) + (4 * products if config.lora else 0)
+    if block.experts:
+        each = next((gemm.experts for gemm in block.gemms if gemm.experts), 0) / config.expert_groups
+        each *= constants.EXPERT_KERNELS * (2 if config.products else 1)
+        added = (added + constants.MIXTURE_KERNELS + each) * config.mixtures
+    return (block.kernels + added + (constants.UNFUSED_KERNELS if unfused else 0)) * config.kernels
+
+
+def _scores_s(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
+    """Seconds of the kernels over attention's squares, forward; none where attention is fused."""
+    if config.attention:
+        return 0.0
+    return _pass_s(block.scores / config.tp / config.cp, config) * (constants.UNFUSED_SOFTMAX if unfused else 1)
+
+
+def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
+    if config.attention or config.softmax_of == 1:
+        return False
+    squares = max((gemm.batch for gemm in block.gemms), default=0) * config.samples / config.tp
+    return squares % config.softmax_of != 0
+
+
+def _other_s(block: BlockTrace, config: BlockConfig) -> float:
+    """Seconds of the kernels that only read and write, forward, without attention's squares."""
+    head = block.kind == "head"
+    vector = config.vector
+    if any(gemm.read for gemm in block.gemms):
+        vector *= constants.CONVOLUTION_VECTOR * (constants.CONVOLUTION_TF32 if config.precision == "tf32" else 1.0)
+    vector *= config.mixtures if block.experts else 1.0
+    inside = block.inside * (config.loss if head else vector)
+    outside = block.outside * vector
+    return _pass_s(inside / config.tp / config.cp + outside / (config.tp if config.sequence else 1) / config.cp, config)
+
+
+def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
+    """Seconds of casts to low precision: inputs and weights forward, gradients of results backward."""
+    if not config.products:
+        return 0.0, 0.0
+    forward = backward = 0.0
+    for gemm in weights:
+        if not gemm.batch:
+            shape = _shape(gemm, config)
+            forward += shape.rows * shape.k * shape.many * shape.repeated
+            backward += shape.rows * shape.n * shape.many * shape.repeated
+    forward += held_weights(block, config) * config.casts
+    each = constants.CAST_BYTES[config.products] / vector_bandwidth(config.device)
+    each *= config.mixtures if block.experts else 1.0
+    return forward * each, backward * each
+
+
+def _pass_s(numbers: float, config: BlockConfig) -> float:
+    """Seconds to move `numbers` elements per sample through the device's memory."""
+    return numbers * config.samples * BYTES[config.precision] / vector_bandwidth(config.device)
+
+
+def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
+    """Seconds of all products of this shape in a microbatch, forward or backward.
+
+    The backward pass has two products for each, and one where the weight is not trained or its input is data.
+    """
+    shape = _shape(gemm, config)
+    precision: str = config.precision if gemm.batch else config.products or config.precision
+    repeated, read = shape.repeated, 0.0
+    if gemm.read:
+        read = gemm.read * config.samples * shape.k / gemm.k
+        repeated *= constants.CONVOLUTION * _of_products(gemm, config)
+
+    def seconds(m: float, n: float, k: float, image: float = read, kind: str = precision) -> float:
+        spared = max(shape.rows * shape.k - image, 0.0) if image else 0.0
+        return product_s(config.device, kind, m, n, k, shape.many, spared)
+
+    if not backward:
+        return repeated * seconds(shape.rows, shape.n, shape.k)
+    inputs = 0.0 if gemm.data else seconds(*_gradient_of_inputs(gemm, shape, read))
+    if config.lora and not gemm.batch:
+        return repeated * inputs
+    # products in int8 leave the weights' gradients in 16 bits (AQT's default in MaxText)
+    kept = config.precision if precision == "int8" else precision
+    return repeated * (inputs + seconds(shape.n, shape.k, shape.rows, kind=kept))
+
+
+def _gradient_of_inputs(gemm: Gemm, shape: Shape, read: float) -> tuple[float, float, float, float]:
+    """Product that is the gradient of a left operand: rows, width, summed dimension, elements read.
+
+    That of a convolution is one of the result's gradient, with as many rows as the image has positions.
+    """
+    if gemm.taps == 1:
+        return shape.rows, shape.k, shape.n, read
+    rows = read * gemm.taps / shape.k
+    summed = shape.n * gemm.taps / max(round(rows / shape.rows), 1)
+    return rows, shape.k / gemm.taps, summed, shape.rows * shape.n
+
+
+class Shape(NamedTuple):
+    """Products of one rank in a microbatch: `many` at once, that `repeated` times.
+
+    Each is (rows × k) · (k × n).
+    """
+
+    rows: float
+    n: float
+    k: float
+    many: float
+    repeated: float
+
+
+def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
+    """One rank's part of products."""
+    rows, n, k = gemm.rows / config.cp, float(gemm.n), float(gemm.k)
+    times, tp = float(gemm.times), config.tp
+    if gemm.batch:
+        times *= gemm.batch * config.samples / (tp if gemm.divided != "none" else 1)
+    elif gemm.experts:
+        # with experts whole on some of the ranks of tp, each of these has its part of the tokens
+        rows *= config.samples * config.imbalance * config.expert_groups / gemm.experts
+        rows /= tp if config.expert_ranks else 1
+        rows = ceil(rows / constants.EXPERT_ROWS) * constants.EXPERT_ROWS
+        times *= gemm.experts / config.expert_groups
+        tp = 1 if config.expert_ranks else tp
+    else:
+        rows *= config.samples
+    if gemm.divided == "n":
+        n /= tp
+    elif gemm.divided == "k":
+        k /= tp
+    if gemm.read and gemm.times > 1 and n < constants.GROUPS_N:
+        # a convolution's narrow groups are computed several at once
+        together = min(constants.GROUPS_N / n, times)
+        n, k, times = n * together, k * together, times / together
+    many = times if gemm.batch or gemm.experts else 1.0
+    return Shape(rows, n, k, many, times / many)
+
+
+def _of_products(gemm: Gemm, config: BlockConfig) -> float:
+    """Relative time of a convolution's products by its algorithm.
+
+    Kernels of 3 × 3 are computed by Winograd's in fp32 (arXiv:1509.09308), where tensor cores do not multiply. Where
+    they do, those over three dimensions are slower than those over two.
+    """
+    wide = config.precision == "fp32" and config.device.is_gpu
+    if wide:
+        return 1 / constants.WINOGRAD if gemm.taps == 9 else 1.0
+    return constants.CONVOLUTION_3D if gemm.taps == 27 else 1.0

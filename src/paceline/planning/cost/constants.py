@@ -1,0 +1,138 @@
+"""Physical constants of the cost model: one set for all models, machines and software.
+
+Those read from `CONSTANTS` are fitted (`fitted.py`): found by `benchmarks/published_fit.py` on a tenth of the rows of
+published tables. `LINK_TOP_INSIDE` and `COLLECTIVE_S` are fitted to timings of NCCL (`tables/calib_collectives.csv`).
+The others are properties of the hardware or of libraries, with their source, or are said to be assumed.
+"""
+
+from __future__ import annotations
+
+from paceline.planning.cost.fitted import CONSTANTS
+
+# Matrix products
+# of the peak, what a large product reaches while power does not slow the clock
+GEMM_TOP = 0.93
+# of the peak, what products keep for minutes within an A100's power, 250 TFLOP/s; `sustained` is relative to that
+PRODUCTS_TOP = 0.80
+# starting and ending a tile takes as long as so many steps of its inner loop
+GEMM_START_K = CONSTANTS["GEMM_START_K"]
+# of a last wave of tiles that is not full, how much it costs of what is missing: smaller tiles fill it up
+WAVE = CONSTANTS["WAVE"]
+# of the result, and how well each uses a multiprocessor
+Tiles = tuple[tuple[int, int, float], ...]
+TILES: Tiles = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66))
+# of results that are no wider, as those of convolutions with few channels, where tensor cores do not multiply
+NARROW_N = 32
+NARROW_TILES: Tiles = ((256, 32, 0.66), (128, 32, 0.55), (64, 32, 0.45))
+# among how many multiprocessors a tile's inner loop may be split
+SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
+# Rows that do not begin on a line of memory are read in more pieces (NVIDIA, "Matrix Multiplication Background User's
+# Guide") bytes that divide the rows' length, and the speed that remains
+ALIGNED = ((128, 1.0), (64, 0.97), (32, 0.93), (16, 0.86))
+UNALIGNED = CONSTANTS["UNALIGNED"]  # below 16 bytes
+# below 16 bytes, many small products do not use tensor cores: this of the fp32 peak
+UNALIGNED_BATCH = 0.9
+
+# Products in less than 16 bits: of what 16-bit ones reach of their peak, by how they are scaled. fp8 of whole tensors
+# and of rows are measured (tables/operations_h100.csv: 1,320 and 1,150 TFLOP/s of 1,979, bf16 706 of 989); kernels for
+# rows of 2024 were slower
+LOW_TOP = {"int8": 0.94, "fp8": 0.94, "fp8-row": 0.76, "fp8-block": 0.80, "mxfp8": 0.90, "fp4": 0.75}
+# bytes of a number with its scales
+LOW_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "fp4": 0.56}
+# bytes moved for each number that is cast: read for its scale and to cast it, and written in two layouts; rows need
+# scales of their own in each layout, and what has scales of few numbers is read once
+CAST_BYTES = {"int8": 5.0, "fp8": 6.0, "fp8-row": 10.0, "fp8-block": 6.0, "mxfp8": 4.0, "fp4": 3.5}
+
+# Convolutions: how long they take as products, how many fewer products Winograd's algorithm has for 3 × 3 in tiles of
+# 2 × 2, and of the traffic of norms and activations between them, what is left where they are fused
+CONVOLUTION = CONSTANTS["CONVOLUTION"]
+# of those over three dimensions in tensor cores, how much longer they take
+CONVOLUTION_3D = CONSTANTS["CONVOLUTION_3D"]
+# traffic between them in tf32, relative to that in 16 bits: tensor cores take images with their channels last, and tf32
+# is usually left on images that have them first, which are turned on the way (NVIDIA, Convolutional Layers Guide)
+CONVOLUTION_TF32 = CONSTANTS["CONVOLUTION_TF32"]
+WINOGRAD = 2.25
+# width up to which tensor cores take groups of a convolution together: a tile's
+GROUPS_N = 16
+CONVOLUTION_VECTOR = CONSTANTS["CONVOLUTION_VECTOR"]
+
+# State spaces: of what a fused attention kernel reaches, what the scan's small products do
+SCAN = CONSTANTS["SCAN"]
+
+# Tokens of an expert are padded to a multiple of so many, that rows of its gradients begin on a line of memory
+# (torchtitan pads to 8 in bf16, to 16 in fp8)
+EXPERT_ROWS = 16
+
+# Kernels that only read and write
+# of the memory's bandwidth
+VECTOR_TOP = CONSTANTS["VECTOR_TOP"]
+# what they move in the backward pass for each number of the forward pass
+VECTOR_BACKWARD = CONSTANTS["VECTOR_BACKWARD"]
+# the same of softmax and dropout over the attention's squares
+SCORES_BACKWARD = CONSTANTS["SCORES_BACKWARD"]
+# scale, mask, softmax, casts one by one: how much more they move, in so many more kernels
+UNFUSED_SOFTMAX = 2.2
+UNFUSED_KERNELS = 5
+# times that an update reads and writes its numbers
+OPTIMIZER_PASSES = CONSTANTS["OPTIMIZER_PASSES"]
+
+# Kernels, and what Python takes
+# of a device, to start and to end a kernel, whatever it does
+KERNEL_S = CONSTANTS["KERNEL_S"]
+# from Python to a kernel on the device's queue, where the stack does not say otherwise
+LAUNCH_S = 7e-6
+# how much longer for each further rank of tp, which wait for the slowest of them
+LAUNCH_TP = CONSTANTS["LAUNCH_TP"]
+# the power in which Python's and the device's time add up where ranks of tp meet in every layer
+MEETING = CONSTANTS["MEETING"]
+# once a step: data, logging, the loss to all
+STEP_S = CONSTANTS["STEP_S"]
+# the same of ranks on cores, and what several of them add to each step, whatever travels: they agree that gradients are
+# ready, run the hooks, copy to and from what is sent, and wait for the slowest. A step of examples/own_model.yaml took
+# 0.25 ms on one rank and 0.68 ms on two (2 cores of an AMD EPYC, torch 2.13); beside other work 0.94 ms and 2.1 ms
+CORES_STEP_S, CORES_MEET_S = 1e-4, 4e-4
+
+# kernels of routing and ordering beyond those that the trace counts, and of each expert that a rank has (its products
+# and casts are kernels of their own)
+MIXTURE_KERNELS = CONSTANTS["MIXTURE_KERNELS"]
+EXPERT_KERNELS = CONSTANTS["EXPERT_KERNELS"]
+# to count the tokens of each expert and wait for the counts, in each mixture's pass
+EXPERT_S = CONSTANTS["EXPERT_S"]
+
+# Links
+# of the link's bandwidth inside a host, what large collectives reach
+LINK_TOP_INSIDE = 0.713
+LINK_TOP_BETWEEN = CONSTANTS["LINK_TOP_BETWEEN"]  # the same between hosts
+COLLECTIVE_S = 3.21e-05  # to start one
+# ranks along one dimension of a torus
+TORUS_SIDE = 16
+# of the time of bytes that travel while a device computes, how much longer that takes (Galvatron's overlap_coe)
+CONTENTION = CONSTANTS["CONTENTION"]
+# to hand a microbatch from one stage to the next, beside the link
+PIPELINE_S = CONSTANTS["PIPELINE_S"]
+
+# bytes per second of a host's memory, for each device: 8 to 12 channels of DDR5 on two sockets among 8, at two thirds
+HOST_MEMORY_EACH = 50e9
+
+# Failures and checkpoints: assumed, as nothing measures a cluster's storage
+# bytes per second of a host, to and from the storage of checkpoints
+STORAGE = 1e9
+# bytes per second that a rank writes beside the training, at the lowest priority and a tenth of its time
+CHECKPOINT_WRITE = 1e8
+# bytes per second at which a rank copies its part of the state, while the next step computes
+CHECKPOINT_COPY = 5e9
+# of a checkpoint, however small: its files, and what training does for it
+CHECKPOINT_WRITE_S = 0.5
+CHECKPOINT_STALL_S = 0.005
+# of the time in which a checkpoint is written, how much longer the steps take
+CHECKPOINT_SLOWS = 0.005
+# from a failure to ranks that are ready to read a checkpoint; a host in the place of a lost one is at hand
+RESTART_S = 15.0
+# beyond the step that is repeated, where replicas go on in place
+RECOVERY_S = 1.0
+# of a rank's state, in memory, where a plan has one replica: two versions of its own and of another rank's
+STATE_COPIES = 4
+# of the time between two such copies, or two states that a run may go back to: the most that taking one may cost
+STATE_SHARE = 0.01
+# cost of a copy, as a multiple of the time that a rank waits for it: it also travels, and another comes
+COPY_TRAFFIC = 3

@@ -1,0 +1,196 @@
+"""Frameworks that others train with, as profiles of the cost model.
+
+How each works, from its documentation and code. Some of their numbers are where a fit begins (`fitted.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from paceline.planning.cost.fitted import FRAMEWORKS as FRAMEWORKS_FITTED
+from paceline.planning.cost.layout import FrameworkProfile, Layout
+
+# part of the traffic of tp that user buffers and async TP hide
+OVERLAPPED_TP = 0.6
+MEGATRON_ORDER = ("tp", "ep", "cp", "fsdp", "dp", "pp")  # pp's neighbours are the farthest
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework's profile, and the state that it keeps of each parameter, in bytes.
+
+    Attributes:
+        full: True if parameters are kept in fp32 and cast (autocast), not in 16 bits with a master copy.
+        gradient_bytes, sync_bytes: of gradients as they are kept and sent, where parameters have 16 bits.
+        order: axes, beginning with those whose ranks are nearest.
+        shards: how ranks with the same data share state, where a run does not say.
+        folds: True if experts are divided among ranks of tp and dp, whole.
+        sequence: True if tp divides norms and residuals as well.
+        shards_over_cp: True if ranks of cp share the state, as those of fsdp do.
+    """
+
+    profile: FrameworkProfile
+    full: bool = False
+    gradient_bytes: float = 2.0
+    sync_bytes: float = 2.0
+    order: tuple[str, ...] = Layout.order
+    shards: Literal["none", "zero1", "zero3"] = "none"
+    folds: bool = False
+    sequence: bool = False
+    shards_over_cp: bool = False
+
+    @property
+    def fitted(self) -> FrameworkProfile:
+        """The profile with the values that were found on published runs."""
+        return replace(self.profile, **FRAMEWORKS_FITTED.get(self.name, {}))  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        """Name of the profile."""
+        return self.profile.name
+
+    def laid_out(
+        self, layout: Layout, *, fp32_gradients: bool = False, pure: bool = False, moment_bytes: float = 4.0
+    ) -> Layout:
+        """A layout with this framework's profile, order of ranks, and bytes for each parameter.
+
+        Args:
+            fp32_gradients: gradients are added up, and sent, in four bytes.
+            pure: gradients are sent in 16 bits whatever is kept.
+            moment_bytes: of each of Adam's two moments: 4, in bf16 2, in 8 bits 1 (arXiv:2110.02861).
+        """
+        layout = replace(layout, framework=self.fitted, order=self.order, shards_over_cp=self.shards_over_cp)
+        if layout.precision in ("fp32", "tf32", "fp64") or self.full:
+            size = 8.0 if layout.precision == "fp64" else 4.0
+            state = 2 * moment_bytes * size / 4
+            return replace(
+                layout, parameter_bytes=size, gradient_bytes=size, optimizer_bytes=state, sync_bytes=self._sent(size)
+            )
+        kept = 4.0 if fp32_gradients else self.gradient_bytes
+        sent = 2.0 if pure else 4.0 if fp32_gradients else self.sync_bytes
+        state = 4 + 2 * moment_bytes  # with a master copy
+        return replace(layout, parameter_bytes=2.0, gradient_bytes=kept, optimizer_bytes=state, sync_bytes=sent)
+
+    def _sent(self, size: float) -> float:
+        return min(size, self.sync_bytes) if self.full else size
+
+
+# paceline runs the model's own code: traces have its kernels one by one. A GPT of 124M on an H100 takes 53.7 ms a step,
+# and 42.6 compiled (benchmarks/gpu.py), which fuses what only reads and writes
+PACELINE = FrameworkProfile(vector=0.9)
+PACELINE_COMPILED = FrameworkProfile(vector=0.45, kernels=0.5, loss=0.6)
+
+_MEGATRON = FrameworkProfile(
+    overlaps_gradients=False, overlaps_parameters=False, flash=False, softmax_of=4, stops_early=False
+)
+_EAGER = replace(_MEGATRON, loss=2.5, kernels=5.5)
+# Megatron-LM of 2021 to 2022, and DeepSpeed's copy, whose kernels are fused less
+MEGATRON_DEEPSPEED = Framework(replace(_EAGER, name="Megatron-DeepSpeed", sums_gradients=True), order=MEGATRON_ORDER)
+MEGATRON_LM = Framework(
+    replace(_MEGATRON, name="Megatron-LM", loss=2.0, kernels=2.0, scatters_hops=True), order=MEGATRON_ORDER
+)
+# Megatron Core with Transformer Engine: cuDNN's attention, traffic of all kinds overlapped
+MEGATRON_CORE = Framework(
+    FrameworkProfile(
+        "Megatron Core",
+        attention=3,
+        loss=1.5,
+        kernels=1.5,
+        overlaps_hops=True,
+        overlaps_ep=0.3,
+        node_limit=1000,
+        scatters_hops=True,
+        stops_early=False,
+    ),
+    gradient_bytes=4.0,
+    sync_bytes=2.0,
+    order=MEGATRON_ORDER,
+    shards="zero1",
+    folds=True,
+    sequence=True,
+    shards_over_cp=True,
+)
+# the same from NeMo's container 26.06 on: casts, ordering and products of experts are fused
+MEGATRON_CORE_FUSED = replace(
+    MEGATRON_CORE,
+    profile=replace(MEGATRON_CORE.profile, name="Megatron Core of NeMo 26.06", mixtures=0.4, overlaps_ep=0.5),
+)
+# DeepSeek's own: DualPipe hides the exchange of experts behind computing, whose tokens go to 4 hosts at most
+# (DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.2.1)
+HAI_LLM = Framework(
+    FrameworkProfile(
+        "HAI-LLM", attention=3, overlaps_ep=0.9, overlaps_hops=True, node_limit=4, stops_early=False, keeps="half"
+    ),
+    gradient_bytes=4.0,
+    order=MEGATRON_ORDER,
+    shards="zero1",
+    folds=True,
+)
+DEEPSPEED = Framework(FrameworkProfile("DeepSpeed", kernels=2.0, stops_early=False))
+FSDP = Framework(FrameworkProfile("FSDP", kernels=1.5), full=True, shards="zero3", sequence=True)
+COMPOSER = Framework(FrameworkProfile("Composer FSDP", kernels=1.5), full=True)
+TORCHTITAN = Framework(
+    FrameworkProfile("torchtitan", kernels=2.0, vector=2.2, keeps="half"),
+    full=True,
+    shards="zero3",
+    sequence=True,
+    shards_over_cp=True,
+)
+# torch.compile fuses what only reads and writes
+TORCHTITAN_COMPILED = Framework(
+    FrameworkProfile("torchtitan, compiled", kernels=0.7, vector=0.9, keeps="half"),
+    full=True,
+    shards="zero3",
+    sequence=True,
+)
+DDP = Framework(FrameworkProfile("DDP", flash=False, kernels=1.5), full=True)
+# Horovod's ranks agree on what is ready once in a cycle, of 5 ms until its release 0.21 (its release notes)
+_CYCLE_S = 0.005
+HOROVOD = Framework(FrameworkProfile("TensorFlow with Horovod", flash=False, kernels=1.0, agrees_s=_CYCLE_S), full=True)
+# before XLA was usual: each operation and each cast is a kernel
+HOROVOD_UNFUSED = Framework(
+    FrameworkProfile("TensorFlow of 2019 with Horovod", flash=False, kernels=2.0, vector=4.0, agrees_s=_CYCLE_S),
+    full=True,
+)
+# convolutions' kernels are others than those of transformers
+TORCH_IMAGES = Framework(FrameworkProfile("DDP of images", flash=False, kernels=1.5), full=True)
+TENSORFLOW_IMAGES = Framework(
+    FrameworkProfile("TensorFlow with Horovod of images", flash=False, kernels=3.0, vector=1.2, agrees_s=_CYCLE_S),
+    full=True,
+)
+TENSORFLOW_FUSED_IMAGES = Framework(
+    FrameworkProfile("TensorFlow with XLA of images", flash=False, kernels=1.0, vector=0.6, agrees_s=_CYCLE_S),
+    full=True,
+)
+PADDLE = Framework(FrameworkProfile("PaddlePaddle Fleet", flash=False, kernels=1.2), full=True)
+ONEFLOW = Framework(FrameworkProfile("LiBai (OneFlow)", flash=False, kernels=1.0), full=True)
+MAXTEXT = Framework(
+    FrameworkProfile("MaxText (XLA)", kernels=0.7, vector=0.8, graphs=True, keeps="products", overlaps_tp=0.7),
+    full=True,
+    shards="zero3",
+    sequence=True,
+)
+OTHER = Framework(FrameworkProfile("other"))
+FRAMEWORKS = (
+    MEGATRON_DEEPSPEED,
+    MEGATRON_LM,
+    MEGATRON_CORE,
+    MEGATRON_CORE_FUSED,
+    HAI_LLM,
+    DEEPSPEED,
+    FSDP,
+    COMPOSER,
+    TORCHTITAN,
+    TORCHTITAN_COMPILED,
+    DDP,
+    HOROVOD,
+    HOROVOD_UNFUSED,
+    TORCH_IMAGES,
+    TENSORFLOW_IMAGES,
+    TENSORFLOW_FUSED_IMAGES,
+    PADDLE,
+    ONEFLOW,
+    MAXTEXT,
+    OTHER,
+)

@@ -1,0 +1,251 @@
+"""Inputs of the cost model: the work, the machines, and their layout.
+
+Needs neither torch nor a job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec
+from paceline.planning.axes import AXES
+from paceline.planning.choices import Remat, Schedule
+from paceline.planning.model.graph import ModelTrace
+
+if TYPE_CHECKING:
+    from paceline.planning.adjustment import Adjustment
+    from paceline.planning.calibrate import Calibration
+
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+# Precision of products with weights, where it is lower than that of activations: scales for a tensor, a row, a block
+# of 128 × 128, or 32 numbers in hardware (OCP MX, 2023).
+Products = Literal["", "int8", "fp8", "fp8-row", "fp8-block", "mxfp8", "fp4"]
+
+
+@dataclass(frozen=True)
+class FrameworkProfile:
+    """Framework profile: what the software that runs a plan adds to the physics.
+
+    `derating`, `vector`, `mixtures`, `kernels`, `loss` and `overlaps_ep` are fitted (`fitted.py`), the others not.
+
+    Attributes:
+        name: such as `paceline`, `Megatron-LM`, `Megatron-DeepSpeed`, `FSDP`.
+        derating: multiplies all compute times.
+        overlaps_gradients: True if gradients are reduced during the backward pass.
+        sums_gradients: True if ZeRO-1's gradients are summed whole, not scattered (DeepSpeed without `reduce_scatter`).
+        overlaps_parameters: True if parameters that ZeRO-1 updates in parts are gathered during the next forward pass.
+        agrees_s: seconds until ranks have agreed that the last gradients are ready.
+        overlaps_tp, overlaps_ep: part of the traffic of tensor and expert parallelism that products hide.
+        overlaps_hops: True if stages of a pipeline send while they compute.
+        flash: True if attention is one fused kernel that does not store its scores.
+        attention: the generation of that kernel: FlashAttention 1, 2, or 3 (also cuDNN's since 9.0).
+        vector: memory traffic of kernels beside products, relative to the trace's; below 1 if more are fused.
+        mixtures: the same of layers with experts, relative to `vector`; of their casts and of their kernels, too.
+        graphs: True if kernels are replayed as graphs, without Python.
+        blocking: True if Python waits for every kernel (CUDA_LAUNCH_BLOCKING=1).
+        keeps: what remat=selective keeps: all but attention's squares, all results of products, or of every second one.
+        node_limit: hosts that a token's experts are on, at most; 0: as chance has it. A token is sent to each once.
+        loss: memory traffic of its loss over a vocabulary, relative to torch's.
+        kernels: number of kernels launched for each of the trace's; above 1 if it is less fused.
+        softmax_of: its fused softmax needs a multiple of so many score matrices; for other numbers it takes several
+            kernels.
+        stops_early: True if recomputation of a block stops before its last product, since all saved tensors are there
+            (torch's does).
+        scatters_hops: True if the ranks of tp each send a part of a stage's output, and gather it in the next stage.
+    """
+
+    name: str = "paceline"
+    derating: float = 1.0
+    overlaps_gradients: bool = True
+    sums_gradients: bool = False
+    overlaps_parameters: bool = True
+    agrees_s: float = 0.0
+    overlaps_tp: float = 0.0
+    overlaps_ep: float = 0.0
+    overlaps_hops: bool = False
+    vector: float = 1.0
+    mixtures: float = 1.0
+    graphs: bool = False
+    blocking: bool = False
+    keeps: Literal["attention", "products", "half"] = "attention"
+    node_limit: int = 0
+    flash: bool = True
+    attention: int = 2
+    loss: float = 1.0
+    kernels: float = 1.0
+    softmax_of: int = 1
+    scatters_hops: bool = False
+    stops_early: bool = True
+
+
+@dataclass(frozen=True)
+class Machines:
+    """A cluster as the cost model sees it: equal hosts with two levels of links.
+
+    Attributes:
+        device: the slowest of the devices in use.
+        hosts: number of hosts; of domains where links inside a host join several (an NVL72, a TPU pod).
+        per_host: devices of each.
+        between: link between hosts, in bytes per second of *one device* (a host's divided by its devices).
+        oversubscription: how many times less bandwidth groups have that span more than `oversubscribed_beyond` hosts.
+        speeds: each host's speed relative to `device`, if they differ; else ().
+        memory_bytes: memory of one device that a job may use; None: the catalogue's.
+    """
+
+    device: Accelerator
+    hosts: int
+    per_host: int
+    between: LinkSpec
+    speeds: tuple[float, ...] = ()
+    memory_bytes: int | None = None
+    # of one device
+    price_per_hour: float | None = None
+    # what was measured here; it goes before the catalogue
+    calibration: Calibration | None = None
+    # factors of runs that were measured, which whole predictions are multiplied with
+    adjustment: Adjustment | None = field(default=None, compare=False)
+    oversubscription: float = 1.0
+    oversubscribed_beyond: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of all devices."""
+        return self.hosts * self.per_host
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan, a model and machines, as numbers.
+
+    The degrees multiply to the ranks; ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp (a run's mesh), unless
+    `order` says otherwise.
+
+    Attributes:
+        samples: samples of one microbatch of one data-parallel rank (dp × fsdp × ep of them).
+        microbatches: microbatches of one data-parallel rank in a step.
+        chunks: virtual stages of a pipeline's rank.
+        zero: ZeRO stage of fsdp, 1 to 3. `zero_dp`: True if the optimizer's state is sharded over dp as well (ZeRO-1 of
+            others).
+        parameter_bytes, gradient_bytes, optimizer_bytes: bytes per parameter; a master copy counts to the optimizer.
+        cut: number of blocks of each virtual stage, in order; (): as even as the blocks' times allow.
+        sync_bytes: bytes per gradient sent between replicas, once in `sync_every` steps.
+        servers: parameter servers that sum gradients, or, where `served`, own the parameters; 0: replicas sum by
+            themselves.
+        order: axes, beginning with those whose ranks are nearest.
+        products: precision of products with weights inside layers, if lower than `precision`.
+        expert_ranks: ranks that a layer's experts are divided among whole, where that is not `ep` (Megatron Core's
+            folding, arXiv:2504.14960: they may be ranks of dp and tp); 0: `ep`, and tp divides each expert.
+        shards_over_cp: True if ranks of cp share the state as those of fsdp, or of a sharded dp, do.
+        offload_activations: True if what remat keeps waits in the host's memory.
+        ulysses: True if cp exchanges heads for tokens (arXiv:2309.14509) instead of passing keys around.
+        remat_share: part of the layers that remat=block computes again.
+        lora: rank of adapters that are trained in place of the weights; 0: the weights are.
+        imbalance: tokens of the rank whose experts get the most, relative to the mean (benchmarks balance by force: 1).
+        gather_bytes: bytes of a parameter as it is gathered, if fewer than activations have (ZeRO++'s quantised
+            weights, arXiv:2306.10209); 0: those of activations.
+        regather_ranks: ranks of fsdp, the nearest, that keep a further copy for the backward pass (ZeRO++'s
+            hierarchical partition; `reshard_after_forward` of torch's FSDP as a number); 0: it gathers from all.
+    """
+
+    trace: ModelTrace
+    machines: Machines
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 3
+    zero_dp: bool = False
+    sequence: bool = False
+    samples: float = 1.0
+    microbatches: int = 1
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+    remat: Remat = "none"
+    precision: Precision = "fp32"
+    parameter_bytes: float = 4.0
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    offload: bool = False
+    cut: tuple[int, ...] = ()
+    sync_bytes: float = 4.0
+    sync_every: int = 1
+    servers: int = 0
+    served: bool = False
+    framework: FrameworkProfile = field(default_factory=FrameworkProfile)
+    order: tuple[str, ...] = AXES[::-1]
+    # of a rank on CPUs
+    threads: int = 1
+    transport: str = "auto"  # between ranks on CPUs
+    # the optimizer's update as one kernel
+    fused: bool = False
+    products: Products = ""
+    expert_ranks: int = 0
+    shards_over_cp: bool = False
+    offload_activations: bool = False
+    ulysses: bool = False
+    remat_share: float = 1.0
+    lora: int = 0
+    imbalance: float = 1.0
+    gather_bytes: float = 0.0
+    regather_ranks: int = 0
+
+    def changed(self, **values: Any) -> Layout:
+        """The layout with other values, as of `dataclasses.replace`; searches make a hundred thousand."""
+        other = object.__new__(Layout)
+        other.__dict__.update(self.__dict__, **values)
+        other.__dict__.pop("stride", None)  # was of the old degrees
+        return other
+
+    @property
+    def ranks(self) -> int:
+        """Product of all degrees."""
+        return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of data-parallel ranks, into which the global batch is dealt."""
+        return self.dp * self.fsdp * self.ep
+
+    @property
+    def global_batch(self) -> float:
+        """Samples of a step."""
+        return self.data_ranks * self.samples * self.microbatches
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of one element of an activation."""
+        return BYTES[self.precision]
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of a parameter as it is gathered."""
+        return self.gather_bytes or min(self.parameter_bytes, self.number_bytes)
+
+    @property
+    def expert_parts(self) -> int:
+        """Number of parts of a layer's experts: whole ones, or slices of each by tp."""
+        return self.expert_ranks or self.tp * self.ep
+
+    @property
+    def expert_copies(self) -> float:
+        """Number of ranks of a stage that have the same experts."""
+        return max(self.ranks / self.pp / self.expert_ranks, 1.0) if self.expert_ranks else float(self.dp)
+
+    @cached_property
+    def stride(self) -> dict[str, int]:
+        """Distance in ranks between neighbours along each axis."""
+        strides, apart = {}, 1
+        for axis in self.order:
+            strides[axis] = apart
+            apart *= getattr(self, axis)
+        return strides
+
+    def link(self, axis: str) -> LinkSpec:
+        """The slowest link of a message along the axis. It is the link inside a host if each group is within one."""
+        span = self.stride[axis] * getattr(self, axis)
+        return self.machines.device.inside if span <= self.machines.per_host else self.machines.between

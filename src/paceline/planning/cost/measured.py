@@ -1,0 +1,321 @@
+"""Step time on CPUs from a calibration: the engine's order of work with measured times.
+
+A rank computes its microbatches one after the other. Each takes the measured time of a pass of the undivided model at
+that size, with as many busy ranks, times the fraction that remains on one rank of tp, plus the overhead of each split.
+That overhead, and the time of updates and agreements, are fitted to the calibration points, a few steps of the engine
+at other sizes.
+
+Precisions and axes that were not measured get no benefit of the doubt: they count as slow as the measured ones, so that
+nothing is chosen for a speed that was never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from statistics import median
+from typing import NamedTuple
+
+from paceline.partition import contiguous
+from paceline.planning.axes import DEGREES
+from paceline.planning.calibrate import Calibration, CalibrationPoint, interpolated
+from paceline.planning.cost.layout import Layout
+from paceline.planning.cost.measured_links import Links, between_hosts_s, here, links_of
+from paceline.planning.cost.pipeline import simulated
+from paceline.planning.cost.rows import summed
+from paceline.planning.cost.servers import exchanged, joined_s, served_s
+from paceline.planning.cost.stages import StageCost, StageTimes, StepInputs, times_of
+from paceline.planning.model.graph import ModelTrace
+
+# fraction of the time to read a calibration point's samples that does not grow with their number
+_DATA_FIXED = 0.3
+# fraction of a pass by which the engine may seem faster than the pass alone, which has the timer's overhead
+_LEAST_ADDED = 0.05
+# cost of an axis that was not measured, relative to its best possible result
+_UNSEEN = 1.3
+# bounds of the fraction of a pass that remains on a rank of tp
+_TP_SHARES = (0.3, 1.2)
+
+
+class Passes(NamedTuple):
+    """Passes of one microbatch on one rank, by block of the trace."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    again_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of both passes, without recomputation."""
+        return sum(self.forward_s) + sum(self.backward_s)
+
+
+@dataclass(frozen=True)
+class Added:
+    """Overhead of a split, from its calibration points.
+
+    Attributes:
+        share: fraction of a pass that remains on a rank.
+        each_s: seconds added to each microbatch.
+        comm_s, optimizer_s: seconds of a step; `data_s` for `samples`.
+    """
+
+    share: float = 1.0
+    each_s: float = 0.0
+    comm_s: float = 0.0
+    optimizer_s: float = 0.0
+    data_s: float = 0.0
+    samples: float = 1.0
+
+
+def measured_inputs(layout: Layout) -> StepInputs | None:
+    """Inputs of a step from the layout's calibration; None without one."""
+    found = calibration_of(layout)
+    if found is None:
+        return None
+    links = links_of(layout, found)
+    passes, added = passes_of(layout, found), added_by(layout, found)
+    times, hop = _stages(layout, passes, added, links)
+    return StepInputs(
+        times=times,
+        hop_s=hop,
+        whole_s=_whole_s(layout, times, hop),
+        fsdp_s=links.fsdp_s(layout),
+        dp_s=max(0.0, added.comm_s + _dp_s(layout, found, passes, links)),
+        optimizer_s=added.optimizer_s,
+        other_s=_data_s(layout, added),
+    )
+
+
+def calibration_of(layout: Layout) -> Calibration | None:
+    """The calibration of a layout's machines, if it has all that a step needs."""
+    found = layout.machines.calibration
+    return found if found is not None and found.timings and found.points else None
+
+
+# Times of a microbatch on one rank with the whole model
+
+
+def passes_of(layout: Layout, found: Calibration) -> Passes:
+    """Passes at the layout's microbatch size, with as many busy ranks."""
+    return _times(
+        layout.trace, found, layout.ranks, found.nearest_precision(layout.precision), layout.samples, layout.remat
+    )
+
+
+@lru_cache(maxsize=4096)
+def _times(trace: ModelTrace, found: Calibration, ranks: int, precision: str, samples: float, remat: str) -> Passes:
+    plain = found.timings_of(ranks, precision)
+    sizes = [timing.samples for timing in plain]
+    each = range(len(plain[0].forward_s))
+    forward = [interpolated(sizes, [timing.forward_s[i] for timing in plain], samples) for i in each]
+    backward = [interpolated(sizes, [timing.backward_s[i] for timing in plain], samples) for i in each]
+    again = sum(forward) * _again(found, remat) if remat != "none" else 0.0
+    return Passes(_by_block(trace, found.segments, forward), _by_block(trace, found.segments, backward), again)
+
+
+@lru_cache(maxsize=64)
+def _again(found: Calibration, remat: str) -> float:
+    """Time of recomputation, in forward passes: the median of all measurements; 1 without any."""
+    plain = {(p.ranks, p.precision, p.samples): p for p in found.timings if p.remat == "none"}
+    pairs = [(p, plain.get((p.ranks, p.precision, p.samples))) for p in found.timings if p.remat == remat]
+    ratios = [(again.seconds - once.seconds) / sum(once.forward_s) for again, once in pairs if once is not None]
+    return max(0.0, median(ratios)) if ratios else 1.0
+
+
+def _by_block(trace: ModelTrace, segments: Sequence[str], seconds: Sequence[float]) -> tuple[float, ...]:
+    """The measured time of each block of the trace.
+
+    A segment has the name of its first module; a block without a segment's name gets a part of the current one by its
+    FLOPs.
+    """
+    places = {name: i for i, name in enumerate(segments)}
+    last = len(segments) - 1
+    belongs, now, seen = [], 0, dict[str, int]()
+    for block in trace.blocks:
+        if block.name in places and block.name:
+            # equal blocks all have the first one's name
+            now = min(places[block.name] + seen.get(block.name, 0), max(last - 1, 0))
+            seen[block.name] = seen.get(block.name, 0) + 1
+        # behind the last of the repeated blocks
+        elif now == last - 1 and last > 1:
+            now = last
+        belongs.append(now)
+    weights = [max(block.flops, 1.0) for block in trace.blocks]
+    of = [sum(w for w, b in zip(weights, belongs, strict=True) if b == i) for i in range(len(segments))]
+    # seconds of segments that the trace does not know
+    lost = sum(s for s, w in zip(seconds, of, strict=True) if not w)
+    found = [seconds[b] * w / of[b] for w, b in zip(weights, belongs, strict=True)]
+    scale = 1 + lost / sum(found) if sum(found) else 1.0
+    return tuple(scale * s for s in found)
+
+
+# Overhead of the splits
+
+
+def added_by(layout: Layout, found: Calibration) -> Added:
+    """Combined overhead of all axes of the layout."""
+    axes, precision = _axes(layout), found.nearest_precision(layout.precision)
+    each = [_added(layout.trace, found, precision, axis, getattr(layout, axis, 1)) for axis in axes]
+    base = _added(layout.trace, found, precision, "none", 1) if len(each) > 1 else Added()
+    share = 1.0
+    for one in each:
+        share *= one.share
+    smallest = min(each, key=lambda one: one.optimizer_s)
+    fused_s = _fused_gain_s(layout, found)
+    return Added(
+        share,
+        sum(one.each_s for one in each) - (len(each) - 1) * base.each_s,
+        sum(one.comm_s for one in each),
+        max(0.1 * smallest.optimizer_s, smallest.optimizer_s - fused_s),
+        each[0].data_s,
+        each[0].samples,
+    )
+
+
+def _axes(layout: Layout) -> list[str]:
+    return [axis for axis in DEGREES if getattr(layout, axis) > 1] or ["none"]
+
+
+def _fused_gain_s(layout: Layout, found: Calibration) -> float:
+    """Seconds that the fused update saves for the rank's part of the model."""
+    if not layout.fused or "fused" not in found.optimizer_s:
+        return 0.0
+    return (found.optimizer_s["plain"] - found.optimizer_s["fused"]) / (layout.fsdp * layout.tp * layout.pp)
+
+
+@lru_cache(maxsize=256)
+def _added(trace: ModelTrace, found: Calibration, precision: str, axis: str, ranks: int) -> Added:
+    """Overhead of an axis: its calibration points less the model without overhead."""
+    points = found.points_of(axis, precision)
+    if not points:
+        other = next(other for other in ("tp", "dp", "none", "fsdp", "pp") if found.points_of(other, precision))
+        like = _added(trace, found, precision, other, ranks)
+        shares = {"tp": 1 / ranks, "cp": 1 / ranks}
+        return replace(like, share=min(1.0, _UNSEEN * shares.get(axis, 1.0)), each_s=_UNSEEN * like.each_s)
+    precision = points[0].precision
+    layouts = [_as_layout(trace, found, point, precision) for point in points]
+    plain = [_times(trace, found, point.ranks, precision, point.samples, "none") for point in points]
+    links = [links_of(layout, found) for layout in layouts]
+    share = 1.0
+    if axis == "pp":
+        bare = [_whole_s(a, *_stages(a, t, Added(), link)) for a, t, link in zip(layouts, plain, links, strict=True)]
+        over = [a.compute_s + a.bubble_s + a.comm_s - b for a, b in zip(points, bare, strict=True)]
+        weights = [float(a.microbatches + layout.pp - 1) for a, layout in zip(points, layouts, strict=True)]
+    else:
+        inside = [
+            link.fsdp_s(layout) + a.microbatches * link.tp_s(layout)
+            for a, layout, link in zip(points, layouts, links, strict=True)
+        ]
+        computed = [a.compute_s - i for a, i in zip(points, inside, strict=True)]
+        if axis == "tp":
+            share = _remaining(points, computed, plain)
+        over = [c - a.microbatches * share * t.seconds for a, c, t in zip(points, computed, plain, strict=True)]
+        weights = [float(a.microbatches) for a in points]
+    each_s = sum(o * w for o, w in zip(over, weights, strict=True)) / sum(w * w for w in weights)
+    each_s = max(each_s, -_LEAST_ADDED * min(times.seconds for times in plain))
+    comm_s = 0.0 if axis == "pp" else sum(a.comm_s for a in points) / len(points)
+    return Added(
+        share=share,
+        each_s=each_s,
+        comm_s=comm_s,
+        optimizer_s=sum(a.optimizer_s for a in points) / len(points),
+        data_s=sum(a.data_s for a in points) / len(points),
+        samples=float(points[0].samples * points[0].microbatches),
+    )
+
+
+def _as_layout(trace: ModelTrace, found: Calibration, point: CalibrationPoint, precision: str) -> Layout:
+    degrees = {} if point.axis == "none" else {point.axis: point.ranks}
+    return Layout(
+        trace=trace,
+        machines=replace(here(found), calibration=found),
+        samples=float(point.samples),
+        microbatches=point.microbatches,
+        precision=precision,  # type: ignore[arg-type]
+        **degrees,  # type: ignore[arg-type]
+    )
+
+
+def _remaining(points: Sequence[CalibrationPoint], computed: Sequence[float], plain: Sequence[Passes]) -> float:
+    """Fraction of a pass that remains on a rank of tp. Two points separate it from the overhead of each microbatch."""
+    per = [c / a.microbatches for a, c in zip(points, computed, strict=True)]
+    long, short = plain[0].seconds, plain[-1].seconds
+    slope = (per[0] - per[-1]) / (long - short) if abs(long - short) > 0.2 * long else per[0] / long
+    return min(max(slope, _TP_SHARES[0]), _TP_SHARES[1])
+
+
+# Parts of a step
+
+
+def _stages(layout: Layout, passes: Passes, added: Added, links: Links) -> tuple[StageTimes, float]:
+    """Times of the pipeline's virtual stages, and seconds of a message between them."""
+    again = passes.again_s / max(passes.seconds, 1e-12)
+    each = [f + b for f, b in zip(passes.forward_s, passes.backward_s, strict=True)]
+    virtual = layout.pp * layout.chunks if layout.pp > 1 else 1
+    cut = layout.cut if layout.pp > 1 and sum(layout.cut) == len(each) else contiguous(each, min(virtual, len(each)))
+    ends = list(accumulate(cut))
+    tp, cp, ep = (
+        seconds * layout.pp / len(cut) for seconds in (links.tp_s(layout), links.cp_s(layout), links.ep_s(layout))
+    )
+    calls = _calls(layout) / 3 if layout.fsdp > 1 and layout.pp == 1 else 1.0
+    costs = tuple(
+        StageCost(
+            forward_s=added.share * sum(passes.forward_s[end - number : end]),
+            backward_s=added.share * sum(passes.backward_s[end - number : end]),
+            again_s=added.share * again * sum(each[end - number : end]),
+            tp_forward_s=tp / 2,
+            tp_backward_s=tp / 2,
+            cp_s=cp,
+            ep_s=ep,
+            added_s=added.each_s * calls / layout.chunks,
+        )
+        for end, number in zip(ends, cut, strict=True)
+    )
+    hop = (
+        links.hop_s(layout, max((layout.trace.blocks[end - 1].boundary for end in ends[:-1]), default=0.0))
+        if layout.pp > 1
+        else 0.0
+    )
+    return times_of(costs, layout.pp), hop
+
+
+def _whole_s(layout: Layout, times: StageTimes, hop: float) -> float:
+    if layout.pp == 1:
+        return layout.microbatches * times.working_s
+    return max(span.end_s for span in simulated(layout, times, hop))
+
+
+def _calls(layout: Layout) -> float:
+    """Number of FSDP2's collectives for each unit and microbatch: 3 with zero=3."""
+    once = 1 / layout.microbatches
+    return {3: 3.0, 2: 1 + once, 1: 2 * once}[layout.zero]
+
+
+def _dp_s(layout: Layout, found: Calibration, times: Passes, links: Links) -> float:
+    """Seconds of the gradients' reduction beyond the calibration point's, which used shared memory."""
+    if layout.dp == 1:
+        return links.step_s(layout)
+    held = found.parameters / layout.fsdp / layout.tp / layout.pp
+    if layout.servers:
+        up, down = exchanged(layout, held)
+        up_s, down_s = (
+            links.message_s(up * layout.sync_bytes, "dp"),
+            links.message_s(down * layout.gradient_bytes, "dp"),
+        )
+        waits_s = served_s(layout, up_s, down_s, layout.microbatches * times.seconds, 0.0)
+        return waits_s + 2 * joined_s(layout, held, links.message_s) - links.shared_all_reduce_s(held * 4.0)
+    held = summed(layout, held)
+    if not links.dp_between:
+        sums = links.all_reduce_s(held * layout.sync_bytes, "dp") - links.shared_all_reduce_s(held * 4.0)
+        return sums / layout.sync_every
+    weights = [float(block.parameters) for block in layout.trace.blocks]
+    sums = between_hosts_s(links, held * layout.sync_bytes, times.backward_s, weights, whole=layout.ranks == layout.dp)
+    return (sums - links.shared_all_reduce_s(held * 4.0)) / layout.sync_every
+
+
+def _data_s(layout: Layout, added: Added) -> float:
+    share = layout.samples * layout.microbatches
+    return added.data_s * (_DATA_FIXED + (1 - _DATA_FIXED) * share / added.samples)

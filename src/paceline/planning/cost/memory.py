@@ -1,0 +1,300 @@
+"""Peak bytes of the fullest rank of a plan, by holder.
+
+State as in ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations as in Korthikanti et al. (2022,
+arXiv:2205.05198, §4), those of a pipeline by the microbatches in flight (Narayanan et al., 2021, arXiv:2104.04473,
+§2.2; Qi et al., 2024, arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from paceline.planning.choices import V_SCHEDULES
+from paceline.planning.cost.block_memory import BlockMemory, MemoryConfig, block_memories, summed
+from paceline.planning.cost.layout import Layout
+from paceline.planning.cost.stages import stages
+from paceline.planning.model.graph import ModelTrace
+
+HOLDERS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "working",
+    "gathered",
+    "buffers",
+    "fragments",
+    "runtime",
+)
+# on a GPU: context, libraries' workspaces, NCCL's channel buffers
+RUNTIME_BYTES = 1.4e9
+# a process with torch, the engine and a small data set
+RUNTIME_BYTES_ON_CPU = 3.95e8
+# fraction of a step's temporary memory lost to fragmentation
+FRAGMENTS = 0.03
+# fraction of a GPU for its driver and for errors of predictions; proposed plans leave it free
+RESERVE = 0.03
+
+
+class MemoryModel(NamedTuple):
+    """Memory model parameters of a framework, beside the formulas.
+
+    Attributes:
+        workspace_bytes: its buckets and buffers, independent of the model.
+        update_bytes: temporary bytes during an update, per parameter whose optimizer state a rank holds.
+        narrow_gradients: True if computed gradients stay beside those that are accumulated in four bytes.
+        stage_results: number of copies of a stage's output that stay until its gradient arrives.
+        products: True if remat=selective keeps matrix products only, and recomputes the remainder.
+        head: memory of the head at its peak, relative to what it saves, log-probabilities of 32 bits: below 1 if the
+            loss is computed in place of the logits. Torch's cross entropy has logits, these and two gradients: 14 bytes
+            for each logit of 16 bits where 4 are saved (measured: 17.2 GB of a GPT on an H100, benchmarks/gpu.py).
+        head_wide: the same where logits have 32 bits.
+        apart: True if fsdp gathers embedding and head each by itself.
+        at_once: blocks that fsdp has in memory at once.
+        narrow_scattered: True if gradients are scattered in the precision of activations.
+        fragments: fraction of a step's temporary memory lost to fragmentation.
+    """
+
+    workspace_bytes: float = 0.0
+    update_bytes: float = 0.0
+    narrow_gradients: bool = False
+    stage_results: int = 1
+    products: bool = False
+    head: float = 1.5
+    head_wide: float = 1.0
+    apart: bool = False
+    at_once: int = 2
+    narrow_scattered: bool = False
+    fragments: float = FRAGMENTS
+
+
+# by the beginning of the framework's name
+_MEMORY_MODELS = {
+    "paceline": MemoryModel(products=True, head=3.5, head_wide=4.0),
+    "Megatron-DeepSpeed eager": MemoryModel(workspace_bytes=2e9, update_bytes=4.0),  # two buckets of 5e8 numbers
+    # And what ZeRO 1 flattens into them: fitted, the least that lines 2, 17, 32 and 47 of bloom_tr11_a100.csv lack.
+    "Megatron-DeepSpeed": MemoryModel(workspace_bytes=8.2e9, update_bytes=4.0, narrow_gradients=True),
+    # frees a stage's result once it is sent
+    "Megatron": MemoryModel(stage_results=0),
+    "Composer": MemoryModel(head=1 / 2),  # FlashAttention's cross entropy
+    "torchtitan, compiled": MemoryModel(apart=True, head=2.55, fragments=0.1),
+    "torchtitan": MemoryModel(apart=True, head=3.0, fragments=0.1),  # as printed: what the allocator holds
+    # XLA places all buffers in advance, and computes logits in parts
+    "MaxText": MemoryModel(apart=True, head=0.375, at_once=1, narrow_scattered=True, fragments=0.0),
+}
+_OTHER = MemoryModel()
+
+
+def memory(layout: Layout) -> dict[str, float]:
+    """Bytes of the worst rank by `HOLDERS`, the largest sum over a pipeline's ranks."""
+    memory_model = _memory_model(layout.framework.name)
+    worst = max(
+        (_of_rank(layout, memory_model, stage, chunks) for stage, chunks in _ranks(layout, memory_model)), key=sum
+    )
+    held = dict(zip(HOLDERS, worst, strict=False))
+    on_core = layout.machines.device.is_core
+    held["buffers"] += 0.0 if on_core else memory_model.workspace_bytes
+    temporary = held["activations"] + held["logits"] + held["working"] + held["gathered"]
+    held["fragments"] = memory_model.fragments * temporary
+    held["runtime"] = _baseline_bytes(layout) if on_core else RUNTIME_BYTES
+    return held
+
+
+@cache
+def _memory_model(framework: str) -> MemoryModel:
+    return next((memory_model for start, memory_model in _MEMORY_MODELS.items() if framework.startswith(start)), _OTHER)
+
+
+def capacity_bytes(layout: Layout) -> float:
+    """Memory of a rank's device.
+
+    On CPUs it is a part of its host's memory, which is larger if there are fewer ranks than cores.
+    """
+    machines = layout.machines
+    own = float(machines.memory_bytes or machines.device.memory_bytes)
+    if not machines.device.is_core:
+        return own
+    on_a_core = -(-layout.ranks // machines.devices)  # hosts are filled in their order
+    return own * machines.per_host / min(layout.ranks, machines.per_host * on_a_core)
+
+
+def usable_bytes(layout: Layout) -> float:
+    """Bytes of `capacity_bytes` that a proposed plan may use. A GPU's driver keeps some, and predictions err."""
+    return capacity_bytes(layout) * (1 if layout.machines.device.is_core else 1 - RESERVE)
+
+
+def _of_rank(
+    layout: Layout, memory_model: MemoryModel, stage: int, chunks: tuple[BlockMemory, ...]
+) -> tuple[float, ...]:
+    """Bytes of a rank in the order of `HOLDERS`, up to the buffers."""
+    sample = layout.samples / layout.cp * layout.number_bytes
+    kept = logits = 0.0
+    head = memory_model.head_wide if layout.number_bytes > 2 else memory_model.head
+    for held, count in zip(chunks, _in_flight(layout, stage), strict=True):
+        results = memory_model.stage_results if layout.pp > 1 else 0
+        kept += (held.kept + results * held.result) * count
+        logits += held.logits * min(count, 1) * head
+    working = max(held.working for held in chunks) * sample
+    parameters, gradients, optimizer, gathered, update = _state(layout, memory_model, chunks)
+    kept, logits = kept * sample, logits * sample
+    if layout.offload_activations:
+        # of what is kept, two blocks' are on their way
+        kept *= min(2 * layout.pp / max(len(layout.trace.blocks), 1), 1.0)
+    if layout.dp == layout.fsdp == layout.pp == layout.microbatches == 1 and memory_model.products:
+        kept = _while_gradients_come(layout, kept, sample)
+    working += max(update - kept - logits - working - gathered, 0.0)
+    received = 0.0
+    # torch allocates what every microbatch receives, of activations and of gradients
+    if layout.pp > 1 and memory_model.products:
+        received = 2 * layout.microbatches * max(held.result for held in chunks) * sample
+    return parameters, gradients, optimizer, kept, logits, working, gathered, received
+
+
+def _state(
+    layout: Layout, memory_model: MemoryModel, chunks: tuple[BlockMemory, ...]
+) -> tuple[float, float, float, float, float]:
+    """Bytes of parameters, gradients, optimizer state, gathered tensors and temporaries.
+
+    Gathered by FSDP, temporary during an update.
+    """
+    dense, experts = sum(held.dense for held in chunks), sum(held.experts for held in chunks)
+    if layout.pp == 1 or (layout.schedule in V_SCHEDULES and chunks[0].outside and chunks[-1].outside):
+        dense -= layout.trace.tied / layout.tp
+    numbers, over_cp = dense + experts, layout.cp if layout.shards_over_cp else 1
+    shards = layout.fsdp * (over_cp if layout.zero == 3 and not layout.zero_dp and layout.dp == 1 else 1)
+    own = numbers / shards
+    if layout.zero_dp:
+        own = (dense / (layout.dp * layout.ep * over_cp) + experts / layout.expert_copies) / shards
+    narrow = min(layout.parameter_bytes, layout.number_bytes)
+    whole = layout.pp > 1 or layout.zero < 3
+    gathered, beside = 0.0, 0.0
+    if shards > 1:
+        largest, outside = max(held.largest for held in chunks), sum(held.outside for held in chunks)
+        if memory_model.apart:
+            outside /= 2 if layout.pp == 1 and not layout.trace.tied else 1
+        in_turn = max(memory_model.at_once * largest, outside) if memory_model.apart else 2 * largest + outside
+        gathered = narrow * (numbers if whole else in_turn)
+        # a gradient before and while it is scattered
+        scattered = 0.0 if memory_model.narrow_scattered else layout.gradient_bytes
+        gathered += (narrow + scattered) * max(largest, outside)
+        if layout.regather_ranks and not whole:
+            gathered += layout.gathered_bytes * numbers / min(layout.regather_ranks, shards)
+        if layout.microbatches > 1 and (layout.pp > 1 or layout.zero == 1):
+            beside = layout.gradient_bytes
+    elif memory_model.narrow_gradients and layout.gradient_bytes > layout.number_bytes:
+        beside = layout.number_bytes
+    trained = trained_part(layout)
+    gradients = numbers * trained * (layout.gradient_bytes / shards + beside)
+    kept = (numbers * layout.parameter_bytes / shards, gradients, own * trained * layout.optimizer_bytes)
+    if layout.offload and shards > 1 and not layout.machines.device.is_core:
+        return 0.0, numbers * beside, 0.0, gathered, 0.0
+    optimizer_copy = layout.parameter_bytes if layout.optimizer_bytes >= 2 * layout.parameter_bytes else 0.0
+    update = own * (memory_model.update_bytes or (0.0 if layout.machines.device.is_core else optimizer_copy))
+    return *kept, gathered, update * trained
+
+
+def kept_bytes(layout: Layout) -> float:
+    """Bytes that a microbatch's forward pass keeps on a rank, averaged over stages."""
+    held = block_memories(layout.trace, _memory_config(layout, _memory_model(layout.framework.name)))
+    return sum(block.kept for block in held) / layout.pp * layout.samples / layout.cp * layout.number_bytes
+
+
+def trained_part(layout: Layout) -> float:
+    """Part of the parameters that is trained.
+
+    Adapters have two narrow matrices for each wide one.
+    """
+    if not layout.lora:
+        return 1.0
+    return min(2 * layout.lora / max(block.boundary / layout.trace.tokens for block in layout.trace.blocks), 1.0)
+
+
+def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
+    """Peak of activations on top of all gradients.
+
+    One backward pass frees activations block by block, while the blocks' gradients appear.
+    """
+    held = block_memories(layout.trace, _memory_config(layout, _MEMORY_MODELS["paceline"]))
+    later, most = 0.0, 0.0
+    for block in reversed(held):
+        later += (block.dense + block.experts) * layout.gradient_bytes
+        most = max(most, kept + later)
+        kept -= block.kept * sample
+    return most - later
+
+
+def _in_flight(layout: Layout, stage: int) -> list[int]:
+    """Largest number of microbatches in flight, for each chunk of a rank."""
+    pp, chunks, count = layout.pp, layout.chunks, layout.microbatches
+    if pp == 1:
+        return [1] * chunks
+    if layout.schedule == "gpipe" or (layout.schedule == "interleaved" and (count < pp or count % (count // pp))):
+        return [count] * chunks
+    # a V: down through the first chunks, up through the second ones
+    if layout.schedule in V_SCHEDULES:
+        return [min(count, 2 * pp - stage), min(count, stage + 1)][:chunks]
+    if chunks == 1:
+        return [min(count, pp - stage)]
+    begun = min(2 * (pp - stage - 1) + (chunks - 1) * pp + 1, count * chunks)
+    rounds, remainder = divmod(begun, pp * chunks)
+    return [rounds * pp + min(max(remainder - chunk * pp, 0), pp) for chunk in range(chunks)]
+
+
+def _ranks(layout: Layout, memory_model: MemoryModel) -> list[tuple[int, tuple[BlockMemory, ...]]]:
+    """Pipeline ranks with distinct content, with their chunks.
+
+    Of equal ones the first, which has the most microbatches in flight.
+    """
+    config = _memory_config(layout, memory_model)
+    cut = layout.cut or _even_cut(layout)
+    key = (config, cut, layout.pp, layout.schedule in V_SCHEDULES)
+    memo = layout.trace.memo
+    if key not in memo:
+        chunks, pp = _chunks(layout.trace, config, cut), layout.pp
+        firsts: dict[tuple[BlockMemory, ...], int] = {}
+        for rank in range(pp):
+            back = layout.schedule in V_SCHEDULES and len(chunks) == 2 * pp
+            firsts.setdefault((chunks[rank], chunks[-1 - rank]) if back else tuple(chunks[rank::pp]), rank)
+        memo[key] = [(rank, own) for own, rank in firsts.items()]
+    found: list[tuple[int, tuple[BlockMemory, ...]]] = memo[key]
+    return found
+
+
+def _even_cut(layout: Layout) -> tuple[int, ...]:
+    """Number of blocks of each virtual stage if the plan names none. The time prediction uses the same cut."""
+    if layout.pp == 1:
+        return (len(layout.trace.blocks),)
+    degrees = (layout.pp, layout.chunks, layout.tp, layout.cp, layout.ep, layout.sequence, layout.samples)
+    key = ("cut", *degrees, layout.remat, layout.precision, layout.framework, layout.machines.device.name)
+    memo = layout.trace.memo
+    if key not in memo:
+        memo[key] = tuple(int(stage.blocks) for stage in stages(layout))
+    cut: tuple[int, ...] = memo[key]
+    return cut
+
+
+def _memory_config(layout: Layout, memory_model: MemoryModel) -> MemoryConfig:
+    return MemoryConfig(
+        layout.tp,
+        layout.expert_parts,
+        layout.sequence,
+        layout.remat,
+        not layout.framework.flash,
+        memory_model.products or layout.framework.keeps != "attention",
+        0.5 if layout.framework.keeps == "half" else 1.0,
+        layout.remat_share,
+        bool(layout.products),
+    )
+
+
+def _chunks(trace: ModelTrace, config: MemoryConfig, cut: tuple[int, ...]) -> list[BlockMemory]:
+    memories = block_memories(trace, config)
+    return [summed(memories[start:end]) for start, end in pairwise(accumulate(cut, initial=0))]
+
+
+def _baseline_bytes(layout: Layout) -> float:
+    measured = getattr(layout.machines.calibration, "baseline_bytes", 0)
+    return float(measured or RUNTIME_BYTES_ON_CPU)

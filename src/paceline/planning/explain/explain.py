@@ -1,0 +1,340 @@
+"""Explanation of a chosen plan: its time and memory, losers, exclusions, and helpful changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.planning.adjustment import Adjustment
+from paceline.planning.cost.memory import capacity_bytes
+from paceline.planning.cost.prediction import PART_NAMES, PARTS
+from paceline.planning.explain.advice import WORTH, Advice, other_machines, other_trainings
+from paceline.planning.explain.failures import FailureOutlook, outlook
+from paceline.planning.explain.uneven import cut_by_speed, weights_by_speed
+from paceline.planning.explain.what_if import Case
+from paceline.planning.search.result import Candidate, SearchResult, equals
+from paceline.units import percent, size
+
+if TYPE_CHECKING:
+    from paceline.planning.adjustment import Basis
+    from paceline.planning.calibrate import Calibration
+    from paceline.planning.explain.questions import Answer
+    from paceline.planning.explain.training_run import TrainingRun
+
+# fraction of a step or of the memory below which a part gets no line
+LEAST = 0.005
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A part of a whole: `value` in seconds or bytes, and `share`, its fraction."""
+
+    name: str
+    value: float
+    share: float
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """Cost of training in the currency of the user's prices, with the amount of work."""
+
+    value: float
+    of: str
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A suggestion that would help, or would not.
+
+    Attributes:
+        gain: relative gain of throughput; None if unknown.
+        what: the change.
+        about: remarks.
+    """
+
+    gain: float | None
+    what: str
+    about: str = ""
+
+    @property
+    def words(self) -> str:
+        """The gain as text: `+12.3 %`, `no gain`, or nothing if unknown."""
+        if self.gain is None:
+            return ""
+        if abs(self.gain) < WORTH:
+            return "no gain"
+        return f"+{percent(self.gain)}" if self.gain > 0 else f"\N{MINUS SIGN}{percent(-self.gain)}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything that `paceline plan` tells, equal on screen, page and JSON.
+
+    Attributes:
+        found: the search's result; `found.best[0]` is the winner.
+        time: parts of the winner's step, in the order of `PARTS`.
+        memory: holders of the memory of its fullest rank, largest first.
+        changes: other machines and batches, the most helpful first.
+        trainings: faster choices at a price that the user decides on.
+        weights: parts of the batch by speed (`job.partition.weights`, one per data-parallel rank of the winner); None:
+            equal parts.
+        weights_gain: the fraction of the step's time that they save.
+        cut: the blocks with which the stages after the first begin (`Plan.cut`); () if the even cut is as good.
+        cut_gain: the fraction of the step's time that it saves.
+        notes: sentences on what the prediction does not know.
+        failures: goodput under failures; None where the cluster names no rate of them.
+        measured: True if the machines were measured; else their figures are those of the catalogue.
+        run: the whole training to an amount that was asked for; None if nobody asked.
+        answers: to questions that were asked, in their order.
+    """
+
+    job: Job
+    cluster: Cluster
+    found: SearchResult
+    time: tuple[Portion, ...]
+    memory: tuple[Portion, ...]
+    changes: tuple[Advice, ...] = ()
+    trainings: tuple[Advice, ...] = ()
+    weights: tuple[float, ...] | None = None
+    weights_gain: float = 0.0
+    cut: tuple[str, ...] = ()
+    cut_gain: float = 0.0
+    notes: tuple[str, ...] = ()
+    failures: FailureOutlook | None = None
+    measured: bool = False
+    run: TrainingRun | None = None
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def winner(self) -> Candidate:
+        """The recommended plan."""
+        return self.found.best[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample; 1 if it is not a sequence."""
+        return self.winner.layout.trace.tokens
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory of a device; on CPUs a rank's part of its host's."""
+        return int(capacity_bytes(self.winner.layout))
+
+    def cost(self, candidate: Candidate) -> TrainingCost | None:
+        """Cost of the whole run, or of a round number of tokens or samples.
+
+        None without prices. The whole run is used if its steps are known.
+        """
+        if self.cluster.price_per_hour is None:
+            return None
+        of_step = candidate.prediction.step_time_s / 3600 * candidate.plan.ranks * self.cluster.price_per_hour
+        of_sample = of_step / self.job.global_batch
+        if self.job.stop.steps is not None:
+            return TrainingCost(of_step * self.job.stop.steps, f"the run of {self.job.stop.steps:,} steps")
+        if self.tokens > 1:
+            return TrainingCost(of_sample / self.tokens * 1e9, "1 billion tokens")
+        return TrainingCost(of_sample * 1e6, "1 million samples")
+
+    @property
+    def place(self) -> str:
+        """Rank of the winner among all plans, in words."""
+        return "the simplest of the fastest" if len(equals(self.found.best)) > 1 else "the fastest"
+
+    @property
+    def lines(self) -> list[str]:
+        """Summary in a few sentences."""
+        best, cluster = self.winner, self.cluster.name
+        prediction = best.prediction
+        mfu = f", MFU {percent(prediction.mfu)}" if prediction.mfu is not None else ""
+        lines = [
+            f"{best.plan}: {self.place} of {self.found.considered:,} plans for {self.job.name} on {cluster}",
+            f"predicted: {prediction.step_time_s:.4g} s a step ± {percent(best.interval.relative, 0)}, "
+            f"{prediction.throughput:,.4g} samples/s{mfu}, "
+            f"{size(prediction.memory_bytes)} of {size(self.capacity_bytes)}",
+            self.limit,
+        ]
+        helping = next((change for change in self.changes if change.helps), None)
+        if helping is not None:
+            lines.append(f"what would help most: {helping.what}, +{percent(helping.gain or 0.0)}")
+        return lines
+
+    @property
+    def helps(self) -> list[Suggestion]:
+        """Suggestions, the most helpful first: other machines and batches, and the search's own hints."""
+        rows = []
+        for change in self.changes:
+            then = f"then {change.plan}" if change.plan and change.helps else ""
+            about = change.but if change.helps or change.gain is None else ""
+            what = f"{change.what}: {change.value}" if change.value else change.what
+            rows.append(Suggestion(change.gain, what, "; ".join(text for text in (about, then) if text)))
+        rows += [Suggestion(one.gain, one.what, one.but) for one in self.trainings]
+        if self.weights:
+            weights = ", ".join(f"{weight:.3g}" for weight in self.weights)
+            rows.append(
+                Suggestion(
+                    _grown(self.weights_gain),
+                    "shares of the batch by speed",
+                    f"in the job: partition: {{weights: [{weights}]}}",
+                )
+            )
+        if self.cut:
+            rows.append(
+                Suggestion(_grown(self.cut_gain), "stages cut by speed", f"in the plan: cut={','.join(self.cut)}")
+            )
+        return sorted(rows, key=lambda row: -2.0 if row.gain is None else row.gain, reverse=True)
+
+    @property
+    def limit(self) -> str:
+        """The parts of the winner's step in one sentence."""
+        useful = sum(part.value for part in self.time if part.name == "compute")
+        others = sorted(
+            (part for part in self.time if part.name != "compute" and part.share >= LEAST), key=lambda part: -part.share
+        )
+        if not others:
+            return "the step is all computing: only faster devices, or more of them, help"
+        lost = " and ".join(f"{PART_NAMES[part.name]} ({percent(part.share)})" for part in others[:2])
+        return (
+            f"computing is {percent(useful / self.winner.prediction.step_time_s)} of the step; the most "
+            f"beside it: {lost}"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole explanation as plain JSON values."""
+        found = self.found
+        return {
+            "job": self.job.name,
+            "global_batch": self.job.global_batch,
+            "cluster": self.cluster.describe(),
+            "devices": self.winner.layout.machines.devices,
+            "price_per_device_hour": self.cluster.price_per_hour,
+            "measured": self.measured,
+            "parameters": self.winner.layout.trace.parameters,
+            "tokens_per_sample": self.tokens,
+            "plan": str(self.winner.plan),
+            "candidates": [self._candidate(candidate) for candidate in found.best],
+            "excluded": [{"what": e.what, "reason": e.reason, "plans": e.plans} for e in found.excluded],
+            "search": {
+                "considered": found.considered,
+                "evaluated": found.evaluated,
+                "pruned": found.pruned,
+                "gap": found.gap,
+                "seconds": found.seconds,
+            },
+            "partition_weights": list(self.weights) if self.weights else None,
+            "partition_weights_gain": self.weights_gain,
+            "cut": ",".join(self.cut) or None,
+            "cut_gain": self.cut_gain,
+            "what_would_help": [change.to_json() for change in self.changes],
+            "faster_but": [{"change": one.what, "gain": one.saved, "but": one.but} for one in self.trainings],
+            "failures": self.failures.to_json() if self.failures else None,
+            "training": self.run.to_json() if self.run else None,
+            "what_if": [answer.to_json() for answer in self.answers],
+            "notes": list(self.notes),
+        }
+
+    def _candidate(self, candidate: Candidate) -> dict[str, Any]:
+        prediction, cost = candidate.prediction, self.cost(candidate)
+        return {
+            "plan": str(candidate.plan),
+            "why": candidate.why,
+            "step_time_s": prediction.step_time_s,
+            "interval_80_s": [candidate.interval.low_s, candidate.interval.high_s],
+            "interval_rests_on": candidate.interval.rests_on,
+            "memory_bytes": prediction.memory_bytes,
+            "throughput": prediction.throughput,
+            "tokens_per_s": prediction.throughput * self.tokens if self.tokens > 1 else None,
+            "mfu": prediction.mfu,
+            "cost": None if cost is None else cost.value,
+            "cost_of": None if cost is None else cost.of,
+            "fits": prediction.fits,
+            "breakdown_s": dict(prediction.breakdown),
+            "memory_by_holder_bytes": dict(prediction.memory),
+            "notes": list(prediction.notes),
+        }
+
+
+def explain(
+    job: Job,
+    cluster: Cluster,
+    found: SearchResult,
+    calibration: Basis | None = None,
+    *,
+    what_would_help: bool = True,
+) -> Explanation:
+    """Explain a search's result.
+
+    Args:
+        what_would_help: predict what other machines, batches and trainings would gain, which takes a few times as long
+            as the search did.
+
+    Raises:
+        PlanError: no plan was found.
+    """
+    if not found.best:
+        reasons = "\n".join(f"{excluded.what}: {excluded.reason}" for excluded in found.excluded)
+        raise PlanError(f"no plan can run {job.name} on {cluster.name}" + (f":\n{reasons}" if reasons else ""))
+    best, case = found.best[0], Case(job, cluster, calibration)
+    calibrated = None if isinstance(calibration, Adjustment) else calibration
+    weights, weights_gain = weights_by_speed(case, best) if what_would_help else (None, 0.0)
+    cut, cut_gain = cut_by_speed(case, best) if what_would_help else ((), 0.0)
+    return Explanation(
+        job=job,
+        cluster=cluster,
+        found=found,
+        time=shares_of_time(best),
+        memory=shares_of_memory(best),
+        changes=other_machines(case, found) if what_would_help else (),
+        trainings=other_trainings(case, best) if what_would_help else (),
+        weights=weights,
+        weights_gain=weights_gain,
+        cut=cut,
+        cut_gain=cut_gain,
+        notes=_notes(best, calibrated),
+        failures=outlook(job, cluster, found.best),
+        measured=calibrated is not None,
+    )
+
+
+def shares_of_time(candidate: Candidate) -> tuple[Portion, ...]:
+    """Parts of a candidate's step with positive time, in the order of `PARTS`.
+
+    They sum to the step: a part that measurements made negative is subtracted from computing.
+    """
+    prediction = candidate.prediction
+    parts = {part: prediction.breakdown.get(part, 0.0) for part in PARTS}
+    parts["compute"] += sum(seconds for seconds in parts.values() if seconds < 0)
+    return tuple(
+        Portion(part, seconds, seconds / prediction.step_time_s) for part, seconds in parts.items() if seconds > 0
+    )
+
+
+def shares_of_memory(candidate: Candidate) -> tuple[Portion, ...]:
+    """Holders of the memory of its fullest rank, largest first."""
+    prediction = candidate.prediction
+    held = sorted(prediction.memory.items(), key=lambda entry: -entry[1])
+    return tuple(Portion(name, size, size / (prediction.memory_bytes or 1)) for name, size in held if size > 0)
+
+
+def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
+    """Unknowns of the prediction: of this model, of the cost model, and general ones."""
+    basis = "measured on these machines" if calibration else "from the catalogue, not measured"
+    always = (
+        f"every figure is predicted; the speeds of devices and links are {basis}",
+        "waiting for data, evaluations and checkpoints are not in the step",
+    )
+    return tuple(
+        dict.fromkeys(
+            (*best.layout.trace.notes, *best.prediction.notes, *(calibration.notes if calibration else ()), *always)
+        )
+    )
+
+
+def _grown(saved: float) -> float:
+    """Relative gain of throughput if the fraction `saved` of the step's time is saved."""
+    return saved / (1 - saved)

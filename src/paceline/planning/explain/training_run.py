@@ -1,0 +1,319 @@
+"""A whole training by a plan: its time, cost, energy and carbon, interruptions included."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.planning.explain.failures import costs_of, interval_s
+from paceline.planning.explain.scaling_laws import BESIROGLU, LAWS, extrapolated
+from paceline.planning.model.graph import ModelTrace
+from paceline.planning.search.result import Candidate
+from paceline.units import count, kilograms, kilowatt_hours, large, money, percent, span
+
+# Power of a host under training over the rated power of its devices: 8.4 kW at most, measured on a host of eight
+# H100s of 700 W while training (Latif et al., 2025, arXiv:2412.08602, abstract).
+HOST_OVERHEAD = 8.4 / (8 * 0.7)
+# Failures of a host in a day that stand for none: checkpoints alone then cost time.
+_NEVER = 1e-9
+_LEAST_GOODPUT = 0.01
+_AMOUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?) ?([kmbt]?)", re.IGNORECASE)
+_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(min|h|d|w)(?:ours?|ays?|eeks?)?", re.IGNORECASE)
+_DURATIONS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+
+
+def read_amount(text: str) -> float:
+    """A number such as `15T`, `300B`, `1.5e12` or `20,000`.
+
+    Raises:
+        PlanError: it is none, or not above 0.
+    """
+    match = _AMOUNT.fullmatch(text.strip())
+    value = float(match[1].replace(",", "").replace("_", "")) * _FACTORS[match[2].lower()] if match else 0.0
+    if not 0 < value < math.inf:
+        raise PlanError(f'"{text}" is not an amount such as 15T, 300B, 20M, 1.5e12 or 20,000')
+    return value
+
+
+def read_duration(text: str) -> float:
+    """Seconds of a duration such as `30d`, `12h` or `2 weeks`.
+
+    Raises:
+        PlanError: it is none, or not above 0.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    value = float(match[1]) * _DURATIONS[match[2].lower()] if match else 0.0
+    if not value:
+        raise PlanError(f'"{text}" is not a duration such as 30d, 12h, 90min or 2w')
+    return value
+
+
+class Goal(NamedTuple):
+    """Goal of a training: one of the three, or none for the job's own steps."""
+
+    tokens: float | None = None
+    samples: float | None = None
+    loss: float | None = None
+
+
+JOBS_OWN = Goal()
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Amount of training as steps of the job.
+
+    Attributes:
+        steps: number of optimizer steps.
+        words: the amount, for people.
+        notes: sentences on what it rests on.
+    """
+
+    steps: int
+    words: str
+    notes: tuple[str, ...] = ()
+
+
+def amount_of(job: Job, trace: ModelTrace, goal: Goal) -> Amount:
+    """The steps of a goal.
+
+    Raises:
+        PlanError: the goal is not one, no model reaches the loss, or nothing says when the job ends.
+    """
+    if sum(value is not None for value in goal) > 1:
+        raise PlanError("name one of --tokens, --samples and --loss, for each of them is an amount of training")
+    of_step = job.global_batch * trace.tokens
+    if goal.samples is not None:
+        return Amount(math.ceil(goal.samples / job.global_batch), f"{large(goal.samples)} samples")
+    if goal.tokens is None and goal.loss is None:
+        if job.stop.steps is None:
+            raise PlanError("the job's stop rule names no steps: name --tokens, --samples or --loss")
+        return Amount(job.stop.steps, f"the job's {count(job.stop.steps, 'step')}")
+    if trace.tokens == 1:
+        raise PlanError(f"samples of {job.name} are not sequences of tokens: name --samples")
+    if goal.tokens is not None:
+        return Amount(math.ceil(goal.tokens / of_step), f"{large(goal.tokens)} tokens")
+    assert goal.loss is not None
+    return _to_loss(job, trace, goal.loss, of_step)
+
+
+def _to_loss(job: Job, trace: ModelTrace, loss: float, of_step: int) -> Amount:
+    if any(block.experts for block in trace.blocks):
+        raise PlanError("the scaling laws were fitted to dense models, and this one is a mixture of experts: --tokens")
+    parameters = trace.parameters
+    tokens = BESIROGLU.tokens(parameters, loss)
+    notes = [
+        f"by the scaling law of {BESIROGLU.name} ({BESIROGLU.source}): nats per token on the data and tokenizer of "
+        f"{LAWS[1].name}, not on yours; no model gets below {BESIROGLU.floor:g}, and one of this size not below "
+        f"{BESIROGLU.floor_of(parameters):.3f}"
+    ]
+    for law in LAWS[1:]:
+        try:
+            notes.append(f"by {law.name} ({law.source}) it would be {large(law.tokens(parameters, loss))} tokens")
+        except PlanError as error:
+            notes.append(str(error))
+    if far := extrapolated(parameters, tokens):
+        notes.append(far)
+    return Amount(math.ceil(tokens / of_step), f"a loss of {loss:g}: {large(tokens)} tokens", tuple(notes))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Circumstances of a training beside its plan.
+
+    Attributes:
+        spot_price: price of a device for an hour where it may be taken away; None: unknown.
+        preemptions_per_host_day: how often that happens to a host.
+        straggler_sigma: standard deviation of a rank's step time between steps, relative to its mean.
+        pue: power of the whole data centre over that of the machines; None: the machines alone.
+        carbon_g_per_kwh: carbon dioxide of the electricity; None: unknown.
+    """
+
+    spot_price: float | None = None
+    preemptions_per_host_day: float | None = None
+    straggler_sigma: float = 0.0
+    pue: float | None = None
+    carbon_g_per_kwh: float | None = None
+
+    @property
+    def any(self) -> bool:
+        """True if any is given."""
+        return self != Conditions()
+
+
+NO_CONDITIONS = Conditions()
+
+
+@dataclass(frozen=True)
+class Purchase:
+    """The training on machines of one way to pay for them.
+
+    Attributes:
+        what: `on demand` or `spot`.
+        goodput: useful step time over wall-clock.
+        wall_s: wall-clock seconds.
+        cost: in the currency of the prices; None without a price.
+        energy_kwh: of machines and data centre; None where the power of a device is unknown.
+        carbon_kg: of that energy; None where either is unknown.
+        about: what stands behind goodput and cost.
+    """
+
+    what: str
+    goodput: float
+    wall_s: float
+    cost: float | None
+    energy_kwh: float | None
+    carbon_kg: float | None
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Time, cost, energy and carbon of a whole training by one plan.
+
+    Attributes:
+        devices: devices in use.
+        steps_s: seconds of all steps, without interruptions and stragglers.
+        slowdown: factor on a step by its slowest rank.
+        purchases: on demand, then spot where its price is known.
+        error: half of the step time's 80 % interval, relative to it.
+        rests_on: what that rests on, for people.
+        conditions: under which it runs.
+        notes: sentences on what is assumed, or unknown.
+    """
+
+    amount: Amount
+    devices: int
+    steps_s: float
+    slowdown: float
+    purchases: tuple[Purchase, ...]
+    error: float
+    conditions: Conditions = NO_CONDITIONS
+    notes: tuple[str, ...] = ()
+    rests_on: str = ""
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Figures for people: name, value, and its basis."""
+        rows = [("steps", f"{span(self.steps_s)}", f"{self.amount.steps:,} of them, without interruptions")]
+        if self.slowdown > 1:
+            lost = f"+{percent(self.slowdown - 1)}"
+            rows.append(("stragglers", lost, f"each step waits for the slowest of {count(self.devices, 'rank')}"))
+        for bought in self.purchases:
+            named = f", {bought.what}" if len(self.purchases) > 1 else ""
+            rows.append(
+                (f"time{named}", f"{span(bought.wall_s)}", f"goodput {percent(bought.goodput, 1)}: {bought.about}")
+            )
+            if bought.cost is not None:
+                hours = f"{self.devices * bought.wall_s / 3600:,.0f} device-hours"
+                rows.append((f"cost{named}", money(bought.cost), hours))
+            if bought.energy_kwh is not None:
+                rows.append(
+                    (f"energy{named}", str(kilowatt_hours(bought.energy_kwh)), "all devices and hosts at full load")
+                )
+            if bought.carbon_kg is not None:
+                rows.append((f"carbon{named}", str(kilograms(bought.carbon_kg)), "CO₂ of the electricity alone"))
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        """The training as plain JSON values."""
+        return asdict(replace(self, amount=replace(self.amount, notes=()))) | {
+            "notes": [*self.amount.notes, *self.notes],
+        }
+
+
+def training_run(
+    job: Job, cluster: Cluster, candidate: Candidate, amount: Amount, conditions: Conditions = NO_CONDITIONS
+) -> TrainingRun:
+    """Predicted training of a candidate on a cluster.
+
+    Failures come at the cluster's rate, and preemptions beside them on spot machines.
+    """
+    ranks, device = candidate.plan.ranks, candidate.layout.machines.device
+    slowdown = straggler_slowdown(ranks, conditions.straggler_sigma)
+    failures = cluster.failures_per_host_day or 0.0
+    offers = [("on demand", failures, cluster.price_per_hour)]
+    if conditions.spot_price is not None:
+        offers.append(("spot", failures + (conditions.preemptions_per_host_day or 0.0), conditions.spot_price))
+    steps_s = amount.steps * candidate.prediction.step_time_s
+    watts = None if device.power_w is None else ranks * device.power_w * HOST_OVERHEAD * (conditions.pue or 1.0)
+    purchases = []
+    for what, rate, price in offers:
+        costs = costs_of(job, cluster, candidate, rate or _NEVER, slowdown)
+        goodput = costs.goodput(interval_s(job, costs)) / slowdown
+        if goodput < _LEAST_GOODPUT:
+            raise PlanError(f"{what}, {rate:g} interruptions a day on each host leave no time to train in")
+        wall_s = steps_s / goodput
+        energy = None if watts is None else watts / 1000 * wall_s / 3600
+        grams = conditions.carbon_g_per_kwh
+        purchases.append(
+            Purchase(
+                what,
+                goodput,
+                wall_s,
+                cost=None if price is None else price * ranks * wall_s / 3600,
+                energy_kwh=energy,
+                carbon_kg=None if energy is None or grams is None else energy * grams / 1000,
+                about=_about(rate, slowdown),
+            )
+        )
+    notes = (*_notes(conditions, failures), *energy_notes({device.name: device.power_w}, conditions))
+    known = candidate.interval
+    return TrainingRun(
+        amount, ranks, steps_s, slowdown, tuple(purchases), known.relative, conditions, notes, known.rests_on
+    )
+
+
+def straggler_slowdown(ranks: int, sigma: float) -> float:
+    """Expected slowest of many ranks' step times over their mean.
+
+    Step times are taken to be normal, and independent in every step.
+
+    The expected maximum of N normal values by Blom (1958): Φ⁻¹((N − 0.375) / (N + 0.25)) standard deviations.
+    """
+    if ranks == 1 or not sigma:
+        return 1.0
+    return 1.0 + sigma * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
+def _about(rate: float, slowdown: float) -> str:
+    parts = ["checkpoints", *(["failures"] if rate else []), *(["stragglers"] if slowdown > 1 else [])]
+    return f"{', '.join(parts)} counted in"
+
+
+def _notes(conditions: Conditions, failures: float) -> tuple[str, ...]:
+    told = []
+    if not failures:
+        told.append("failures are not counted: --failures-per-host-day (docs/plan.md has a published rate)")
+    if conditions.spot_price is not None:
+        rate = conditions.preemptions_per_host_day
+        told.append(
+            "spot machines are taken to be never taken away: --preemptions-per-host-day"
+            if rate is None
+            else f"a spot machine is taken away {rate:g} times a day, and another one is there at once"
+        )
+    return tuple(told)
+
+
+def energy_notes(power_w: Mapping[str, float | None], conditions: Conditions) -> tuple[str, ...]:
+    """Sentences on the energy of devices, by their names and powers."""
+    told = [f"energy is unknown: the catalogue has no power of {name}" for name, watts in power_w.items() if not watts]
+    powers = ", ".join(f"{watts:g} W for each {name}" for name, watts in power_w.items() if watts)
+    if not powers:
+        return tuple(told)
+    centre = f"PUE {conditions.pue:g}" if conditions.pue else "without cooling and losses of the data centre: --pue 1.2"
+    told.append(
+        f"energy: {powers} at full load, times {HOST_OVERHEAD:.2g} for hosts (one of eight H100s as measured, "
+        f"arXiv:2412.08602), {centre}"
+    )
+    if conditions.carbon_g_per_kwh is None:
+        told.append("carbon depends on the country and the year: --carbon g/kWh")
+    return tuple(told)

@@ -1,0 +1,251 @@
+"""Choice of a cluster: the best plan on every offer, the fastest and the cheapest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import PacelineError, PlanError
+from paceline.job.job import Job
+from paceline.planning.adjustment import equal_ratio
+from paceline.planning.explain.offers import Offer, Offers
+from paceline.planning.explain.training_run import (
+    JOBS_OWN,
+    NO_CONDITIONS,
+    Amount,
+    Conditions,
+    Goal,
+    Purchase,
+    TrainingRun,
+    amount_of,
+    energy_notes,
+    training_run,
+)
+from paceline.planning.model.build import trace
+from paceline.planning.search.result import Candidate
+from paceline.planning.search.search import search
+from paceline.units import count, money, span
+
+if TYPE_CHECKING:
+    from paceline.planning.adjustment import Basis
+
+# plans of each search, of which the preferred one of equal ones is taken
+_TOP = 5
+
+
+@dataclass(frozen=True)
+class Option:
+    """The best plan on some hosts of an offer, paid for in one way."""
+
+    offer: Offer
+    hosts: int
+    candidate: Candidate
+    run: TrainingRun
+    bought: Purchase
+
+    @property
+    def cost(self) -> float:
+        """Cost of the whole training."""
+        return self.bought.cost or 0.0
+
+    @property
+    def words(self) -> str:
+        """The machines, for people: `8 hosts of Nebius H100 (64 devices), spot`."""
+        spot = ", spot" if self.bought.what == "spot" else ""
+        return f"{count(self.hosts, 'host')} of {self.offer.title} ({count(self.run.devices, 'device')}){spot}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The option as plain JSON values."""
+        prediction = self.candidate.prediction
+        return {
+            "offer": self.offer.title,
+            "hosts": self.hosts,
+            "devices": self.run.devices,
+            "what": self.bought.what,
+            "plan": str(self.candidate.plan),
+            "step_time_s": prediction.step_time_s,
+            "interval_80_s": [self.candidate.interval.low_s, self.candidate.interval.high_s],
+            "mfu": prediction.mfu,
+            "goodput": self.bought.goodput,
+            "time_s": self.bought.wall_s,
+            "cost": self.cost,
+            "energy_kwh": self.bought.energy_kwh,
+            "carbon_kg": self.bought.carbon_kg,
+        }
+
+
+@dataclass(frozen=True)
+class ClusterChoice:
+    """The answer to "which cluster?".
+
+    Attributes:
+        options: all that can run the job, of every offer and number of hosts.
+        refused: offers, or numbers of their hosts, on which no plan runs, each with the reason.
+    """
+
+    job: Job
+    amount: Amount
+    offers: Offers
+    options: tuple[Option, ...]
+    refused: tuple[tuple[str, str], ...]
+    budget: float | None = None
+    deadline_s: float | None = None
+
+    @property
+    def within(self) -> list[Option]:
+        """Options within the budget and the deadline."""
+        return [
+            option
+            for option in self.options
+            if (self.budget is None or option.cost <= self.budget)
+            and (self.deadline_s is None or option.bought.wall_s <= self.deadline_s)
+        ]
+
+    @property
+    def fastest(self) -> Option | None:
+        """The fastest option within budget and deadline; of equally fast ones the cheapest."""
+        return min(self.within, key=lambda option: (option.bought.wall_s, option.cost), default=None)
+
+    @property
+    def cheapest(self) -> Option | None:
+        """The cheapest option within budget and deadline; of equally cheap ones the fastest."""
+        return min(self.within, key=lambda option: (option.cost, option.bought.wall_s), default=None)
+
+    @property
+    def as_cheap(self) -> Option | None:
+        """The fastest option of those that predictions cannot tell from the cheapest.
+
+        None if that is the cheapest, or the fastest of all.
+        """
+        if (least := self.cheapest) is None:
+            return None
+        alike = [option for option in self.within if option.cost <= equal_ratio() * least.cost]
+        found = min(alike, key=lambda option: (option.bought.wall_s, option.cost))
+        return None if found in (least, self.fastest) else found
+
+    @property
+    def error(self) -> float:
+        """Half of the widest 80 % interval of the predictions, relative to a time."""
+        return max(option.run.error for option in self.options)
+
+    @property
+    def front(self) -> list[Option]:
+        """Options that no other is both faster and cheaper than, the cheapest first."""
+        return pareto(self.options)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what the answer rests on."""
+        devices = [one.candidate.layout.machines.device for one in self.front]
+        of_runs = [note for one in self.front for note in one.run.notes if not note.startswith(("energy", "carbon"))]
+        energy = energy_notes({device.name: device.power_w for device in devices}, self.front[0].run.conditions)
+        return list(dict.fromkeys((*self.amount.notes, *of_runs, *energy)))
+
+    @property
+    def nothing(self) -> str:
+        """Sentence on what is missing where nothing is within budget and deadline."""
+        least = min(self.options, key=lambda option: option.cost)
+        first = min(self.options, key=lambda option: option.bought.wall_s)
+        return (
+            f"nothing on the list does it: the cheapest takes {money(least.cost)} and {span(least.bought.wall_s)} "
+            f"({least.words}), the fastest {money(first.cost)} and {span(first.bought.wall_s)} ({first.words})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as plain JSON values."""
+        return {
+            "job": self.job.name,
+            "amount": self.amount.words,
+            "steps": self.amount.steps,
+            "budget": self.budget,
+            "deadline_s": self.deadline_s,
+            "fastest": self.fastest.to_json() if self.fastest else None,
+            "cheapest": self.cheapest.to_json() if self.cheapest else None,
+            "as_cheap": self.as_cheap.to_json() if self.as_cheap else None,
+            "front": [option.to_json() for option in self.front],
+            "options": [option.to_json() for option in self.options],
+            "refused": [{"machines": machines, "reason": reason} for machines, reason in self.refused],
+            "notes": self.notes,
+        }
+
+
+def which_cluster(
+    job: Job,
+    offers: Offers,
+    goal: Goal = JOBS_OWN,
+    conditions: Conditions = NO_CONDITIONS,
+    *,
+    failures_per_host_day: float | None = None,
+    budget: float | None = None,
+    deadline_s: float | None = None,
+    calibration: Basis | None = None,
+) -> ClusterChoice:
+    """The best plan on every offer and a geometric range of numbers of its hosts.
+
+    Args:
+        calibration: factors of measured runs.
+
+    Raises:
+        JobError: the model cannot be built.
+        PlanError: nothing on the list can run the job, or nothing says how much it trains.
+    """
+    amount = amount_of(job, trace(job, job.precision), goal)
+    options: list[Option] = []
+    refused: list[tuple[str, str]] = []
+    for offer in offers.offers:
+        of_offer, reasons = [], []
+        for hosts in host_counts(offer.hosts):
+            try:
+                of_offer += list(_options(job, offer, hosts, amount, conditions, failures_per_host_day, calibration))
+            except PacelineError as error:
+                reasons.append((hosts, str(error).splitlines()[0]))
+        options += of_offer
+        refused += _told(offer, reasons)
+    if not options:
+        reasons_text = "\n".join(f"{machines}: {reason}" for machines, reason in refused)
+        raise PlanError(f"nothing on the list can run {job.name}:\n{reasons_text}")
+    return ClusterChoice(job, amount, offers, tuple(options), tuple(refused), budget, deadline_s)
+
+
+def host_counts(most: int) -> list[int]:
+    """1, 2, 4, … and the largest number itself."""
+    return sorted({*(2**i for i in range(most.bit_length())), most})
+
+
+def pareto(options: Sequence[Option]) -> list[Option]:
+    """Options that no other is both faster and cheaper than, the cheapest first."""
+    front: list[Option] = []
+    for option in sorted(options, key=lambda one: (one.cost, one.bought.wall_s)):
+        if not front or option.bought.wall_s < front[-1].bought.wall_s:
+            front.append(option)
+    return front
+
+
+def _options(
+    job: Job,
+    offer: Offer,
+    hosts: int,
+    amount: Amount,
+    conditions: Conditions,
+    failures: float | None,
+    calibration: Basis | None,
+) -> Iterator[Option]:
+    cluster = offer.of_hosts(hosts, failures)
+    candidate = search(job, cluster, top=_TOP, calibration=calibration).best[0]
+    taken = conditions.preemptions_per_host_day
+    rate = offer.preemptions_per_host_day if offer.preemptions_per_host_day is not None else taken
+    spot = offer.spot if offer.spot is not None and rate is not None else None
+    run = training_run(
+        job, cluster, candidate, amount, replace(conditions, spot_price=spot, preemptions_per_host_day=rate)
+    )
+    for bought in run.purchases:
+        yield Option(offer, hosts, candidate, run, bought)
+
+
+def _told(offer: Offer, reasons: list[tuple[int, str]]) -> Iterator[tuple[str, str]]:
+    """Each reason, with the numbers of hosts that are refused for it."""
+    for reason in dict.fromkeys(reason for _, reason in reasons):
+        numbers = [hosts for hosts, why in reasons if why == reason]
+        hosts = f"{numbers[0]:,} to {numbers[-1]:,} hosts" if len(numbers) > 1 else count(numbers[0], "host")
+        yield f"{hosts} of {offer.title}", reason

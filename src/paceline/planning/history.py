@@ -1,0 +1,239 @@
+"""History: predicted and measured step times of this hardware, which correct later predictions.
+
+There is one file for each kind of hardware, in the user's cache, with a pair on each line. Measuring appends; nothing
+rewrites.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.files import cache_folder, made_cache_folder, open_to_append
+from paceline.job.job import Job
+from paceline.planning.axes import DEGREES
+from paceline.planning.cache import short_hash, work_facts
+from paceline.planning.cost.prediction import Prediction
+from paceline.planning.plan import Plan
+from paceline.units import count
+
+# number of newest pairs that count
+NEWEST = 40
+# Weights of the priors, in pairs: of a factor of 1 for all plans, and of all plans' factor for one kind of plan.
+DOUBT, DOUBT_OF_KIND = 0.5, 4.0
+# weight of a pair of the same job, relative to another one's
+OWN_WEIGHT = 4.0
+# end of the file that is read: some hundred pairs
+_TAIL_BYTES = 2**18
+# Largest ratio of measured to predicted time, either way; beyond it, something else was measured.
+_MOST = 30.0
+_MARK = "corrected by what was measured before"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prediction and the measurement of the same plan.
+
+    Attributes:
+        plan: its text.
+        predicted_s, measured_s: step times; predicted without correction.
+        work: hash of the trained work (`work_of`).
+        calibrated: True if the prediction used measurements of the machines.
+        job: its name, for people.
+        hardware: a phrase, for people.
+        created: seconds since 1970.
+    """
+
+    plan: str
+    predicted_s: float
+    measured_s: float
+    work: str = ""
+    calibrated: bool = False
+    job: str = ""
+    hardware: str = ""
+    created: float = 0.0
+
+    @classmethod
+    def of(
+        cls, job: Job, cluster: Cluster, plan: Plan, *, predicted_s: float, measured_s: float, calibrated: bool
+    ) -> Pair:
+        """Pair of a plan that was just measured."""
+        return cls(
+            str(plan),
+            predicted_s,
+            measured_s,
+            work_of(job),
+            calibrated,
+            job.name,
+            cluster.describe(),
+            round(time.time(), 1),
+        )
+
+    @property
+    def usable(self) -> bool:
+        """True if both are times, and not absurdly far apart."""
+        times = (self.predicted_s, self.measured_s)
+        if not isinstance(self.plan, str) or not all(
+            isinstance(t, (int, float)) and math.isfinite(t) and t > 0 for t in times
+        ):
+            return False
+        return 1 / _MOST <= self.measured_s / self.predicted_s <= _MOST
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Correction factor for predictions of one kind of plan.
+
+    Attributes:
+        factor: multiplies predicted times.
+        pairs: number of pairs of this kind.
+        all: number of pairs of all kinds.
+    """
+
+    factor: float = 1.0
+    pairs: int = 0
+    all: int = 0
+
+
+def corrected(
+    prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False
+) -> Prediction:
+    """Correct a prediction by earlier errors on this hardware, and note that.
+
+    The prediction is returned unchanged if nothing is known.
+
+    Args:
+        calibrated: True if the prediction used measurements of the machines; others have other errors.
+    """
+    if any(_MARK in note for note in prediction.notes):
+        return prediction
+    found = correction(job, cluster, plan, calibrated=calibrated)
+    if not found.all:
+        return prediction
+    factor = found.factor
+    how_many = f"{count(found.pairs, 'such plan')} of {found.all}"
+    return replace(
+        prediction.times(factor),
+        notes=(*prediction.notes, f"{_MARK}: times {factor:.2f}, by {how_many} on this hardware"),
+    )
+
+
+def correction(job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False) -> Correction:
+    """Correction from the newest pairs on this hardware.
+
+    It is the geometric mean of measured / predicted, over all plans and then over those of this kind. With few pairs,
+    the mean of the kind is drawn towards that of all, so that a machine that is slower than predicted does not favour
+    plans that were never measured; that of all is drawn towards 1. Pairs of the same job count more. Plans are of one
+    kind if the same degrees exceed 1 and remat is the same.
+    """
+    kind, work = kind_of(plan), work_of(job)
+    known = [pair for pair in pairs(cluster) if pair.calibrated == calibrated]
+    like = [pair for pair in known if _kind_of_text(pair.plan) == kind]
+    general = _mean(known[-NEWEST:], work, towards=0.0, doubt=DOUBT)
+    return Correction(
+        math.exp(_mean(like[-NEWEST:], work, towards=general, doubt=DOUBT_OF_KIND)), len(like), len(known)
+    )
+
+
+def _mean(of: Sequence[Pair], work: str, *, towards: float, doubt: float) -> float:
+    """Mean logarithm of measured / predicted, with `doubt` further pairs at `towards`."""
+    weights = [OWN_WEIGHT if pair.work == work else 1.0 for pair in of]
+    logs = [math.log(pair.measured_s / pair.predicted_s) for pair in of]
+    return (sum(w * r for w, r in zip(weights, logs, strict=True)) + doubt * towards) / (sum(weights) + doubt)
+
+
+def remember(pair: Pair, cluster: Cluster) -> bool:
+    """Append a pair; False if it is unusable or the cache cannot be written.
+
+    Concurrent writers do not harm each other.
+    """
+    if not pair.usable:
+        return False
+    file = _file(cluster)
+    line = (json.dumps(asdict(pair)) + "\n").encode()
+    try:
+        made_cache_folder("history")
+        descriptor = open_to_append(file)
+        try:
+            # one call: O_APPEND puts it behind all other lines
+            return os.write(descriptor, line) == len(line)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+
+
+def pairs(cluster: Cluster) -> tuple[Pair, ...]:
+    """Newest usable pairs of the hardware, oldest first; other lines are skipped."""
+    file = _file(cluster)
+    try:
+        about = file.stat()
+        stamp = (about.st_mtime_ns, about.st_size, about.st_ino)
+        if _read.get(file, (None, ()))[0] != stamp:
+            with file.open("rb") as opened:
+                opened.seek(max(0, about.st_size - _TAIL_BYTES))
+                _read[file] = stamp, tuple(_pairs(opened.read()))
+        return _read[file][1]
+    except OSError:
+        return ()
+
+
+def kind_of(plan: Plan) -> str:
+    """Kind of a plan: its degrees above 1 and its remat. Examples are `dp tp`, `fsdp block`, and `one rank`."""
+    degrees = [axis for axis in DEGREES if getattr(plan, axis) > 1] or ["one rank"]
+    return " ".join([*degrees, *([plan.remat] if plan.remat != "none" else [])])
+
+
+def work_of(job: Job) -> str:
+    """Short hash of the work that affects step time: model, data, loss, optimizer, batch, precision."""
+    return short_hash(work_facts(job, ("model", "data", "loss", "optimizer", "global_batch", "precision"))["job"])
+
+
+def hardware_of(cluster: Cluster) -> list[object]:
+    """Facts about hosts that affect step time, as plain values. They are cores, GPUs and emulation."""
+    hosts = [
+        [h.cpu, h.cores, h.physical_cores, [[gpu.name, gpu.memory_bytes] for gpu in h.gpus]] for h in cluster.hosts
+    ]
+    return [hosts, cluster.emulate.model_dump(mode="json") if cluster.emulate else None]
+
+
+# by file: (mtime, size, inode) when it was read, and its pairs
+_read: dict[Path, tuple[tuple[int, int, int] | None, tuple[Pair, ...]]] = {}
+
+
+def _file(cluster: Cluster) -> Path:
+    return cache_folder() / "history" / f"{short_hash(hardware_of(cluster))}.jsonl"
+
+
+def _pairs(lines: bytes) -> Iterator[Pair]:
+    for line in lines.splitlines():
+        try:
+            pair = Pair(**json.loads(line))
+            usable = pair.usable and bool(_kind_of_text(pair.plan))
+        except (ValueError, TypeError):
+            # cut off by a crash or by the start of the tail, or of another version
+            continue
+        if usable:
+            yield pair
+
+
+def _kind_of_text(text: str) -> str:
+    """Kind of a plan's text, with few checks; "" if it is not a plan."""
+    found = _kinds.get(text)
+    if found is None:
+        try:
+            found = kind_of(Plan.parse(text))
+        except PlanError:  # of another version
+            found = ""
+        _kinds[text] = found
+    return found
+
+
+_kinds: dict[str, str] = {}

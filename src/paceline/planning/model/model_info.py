@@ -1,0 +1,242 @@
+"""Model info for plan checks: blocks, heads, vocabulary, experts and shapes, without a forward pass."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.errors import JobError
+from paceline.job.model import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads")
+_KEY_VALUE_HEADS = ("key_value_heads", "kv_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads")
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """A parameter without its values.
+
+    Attributes:
+        block: the repeated block that holds it, `""` outside of all.
+        expert: True if it belongs to a mixture's experts.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    trainable: bool
+    block: str
+    expert: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+
+class Sizes(NamedTuple):
+    """Numbers of elements in experts, in other matrices, and in tensors of fewer dimensions."""
+
+    experts: int
+    matrices: int
+    vectors: int
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Facts about a model, all in the order in which it registers its modules.
+
+    Attributes:
+        modules: the names of all modules but the model itself.
+        blocks: names of the repeated blocks, outermost first: the layers of a transformer.
+        parameters: each tied one once.
+        tied: groups of names that share one parameter.
+        heads: the distinct numbers of attention heads in it.
+        key_value_heads: the distinct numbers of heads of keys and values, if fewer (Ainslie et al., 2023,
+            arXiv:2305.13245).
+        vocabulary: the distinct sizes of its token embeddings.
+        experts: the distinct numbers of experts of its mixtures that hold them in one tensor.
+        batch_norms: the names of the modules that keep running statistics of batches.
+        takes_positions: True if `forward` takes `position_ids`.
+        normalises_batches: True if it has batch norms, with running statistics or without.
+        compares_samples: True if its own loss compares the samples of a batch (CLIP and similar models take
+            `return_loss`).
+    """
+
+    modules: tuple[str, ...]
+    blocks: tuple[str, ...]
+    parameters: tuple[ParameterShape, ...]
+    tied: tuple[tuple[str, ...], ...]
+    heads: tuple[int, ...]
+    key_value_heads: tuple[int, ...]
+    vocabulary: tuple[int, ...]
+    experts: tuple[int, ...]
+    batch_norms: tuple[str, ...]
+    takes_positions: bool
+    normalises_batches: bool = False
+    compares_samples: bool = False
+
+    @property
+    def takes_parts_of_sequences(self) -> bool:
+        """True if ranks of `cp` may each hold a part of the tokens.
+
+        The model's signature decides; only then `cp` is proposed.
+        """
+        return bool(self.heads and self.vocabulary and self.takes_positions)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(self.total)
+
+    @cached_property
+    def total(self) -> Sizes:
+        """Sizes of all parameters."""
+        return _sizes(self.parameters)
+
+    @cached_property
+    def trained(self) -> Sizes:
+        """Sizes of the parameters with gradients."""
+        return _sizes(shape for shape in self.parameters if shape.trainable)
+
+    @cached_property
+    def kinds_of_blocks(self) -> tuple[Sizes, ...]:
+        """Sizes of each repeated block; equal ones once."""
+        by_block = sorted((shape for shape in self.parameters if shape.block), key=lambda shape: shape.block)
+        return tuple(dict.fromkeys(_sizes(shapes) for _, shapes in groupby(by_block, key=lambda shape: shape.block)))
+
+
+def model_info(spec: ModelSpec) -> ModelInfo:
+    """Model info of the model that a job names, built once per process.
+
+    It is built on the meta device if its code allows that. A model named by its dimensions is not built, and needs no
+    torch.
+
+    Raises:
+        JobError: the model cannot be built.
+    """
+    return _model_info_of_json(spec.model_dump_json())
+
+
+def model_info_of(model: nn.Module) -> ModelInfo:
+    """Model info of a given model; reads no weight, so meta tensors are fine."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from paceline.planning.model.blocks import find_blocks, mixtures
+
+    blocks = tuple(find_blocks(model))
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    heads, key_value_heads = _numbers(model, _HEADS), _numbers(model, _KEY_VALUE_HEADS)
+    return ModelInfo(
+        modules=tuple(name for name, _ in model.named_modules() if name),
+        blocks=blocks,
+        parameters=tuple(_shape(name, p, blocks) for name, p in model.named_parameters()),
+        tied=tuple(tuple(shared) for shared in names.values() if len(shared) > 1),
+        heads=heads,
+        key_value_heads=tuple(n for n in key_value_heads if n not in heads),
+        vocabulary=_distinct(_token_embeddings(model)),
+        experts=_distinct(module.num_experts for _, module in mixtures(model)),
+        batch_norms=tuple(n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats),
+        takes_positions="position_ids" in inspect.signature(model.forward).parameters,
+        compares_samples="return_loss" in inspect.signature(model.forward).parameters,
+        normalises_batches=any(isinstance(m, _BatchNorm) for m in model.modules()),
+    )
+
+
+@cache
+def _model_info_of_json(text: str) -> ModelInfo:
+    spec = ModelSpec.model_validate_json(text)
+    if spec.transformer is not None:
+        from paceline.planning.model.dimensions import model_info_by_dimensions
+
+        return model_info_by_dimensions(spec.transformer)
+    return model_info_of(without_memory(spec))
+
+
+def without_memory(spec: ModelSpec) -> nn.Module:
+    """The model on the meta device. It is a real one if its code reads values during construction.
+
+    torch's random state is restored.
+
+    Raises:
+        JobError: the model cannot be built.
+    """
+    import torch
+
+    from paceline.own_random import kept_random
+
+    with kept_random():
+        # code that reads values may raise anything; a real fault is raised again below
+        with suppress(Exception), torch.device("meta"):
+            return spec.build()
+        try:
+            return spec.build()
+        except JobError:
+            raise
+        except Exception as error:
+            name = spec.zoo or spec.factory or spec.hf
+            raise JobError(
+                f"the model {name} could not be built to check the plan: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _shape(name: str, parameter: nn.Parameter, blocks: tuple[str, ...]) -> ParameterShape:
+    block = next((block for block in blocks if name.startswith(f"{block}.")), "")
+    of_expert = any("expert" in word and "shared" not in word for word in name.lower().split("."))
+    return ParameterShape(name, tuple(parameter.shape), parameter.requires_grad, block, of_expert)
+
+
+def _sizes(shapes: Iterable[ParameterShape]) -> Sizes:
+    found = {"experts": 0, "matrices": 0, "vectors": 0}
+    for shape in shapes:
+        found["experts" if shape.expert else "matrices" if len(shape.sizes) > 1 else "vectors"] += shape.numel
+    return Sizes(**found)
+
+
+def _numbers(model: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Distinct integers that modules, or their Hugging Face configurations, have under the given names."""
+    found = []
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            values = (getattr(owner, name, None) for name in names)
+            found += [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    return _distinct(found)
+
+
+def _token_embeddings(model: nn.Module) -> list[int]:
+    """Sizes of the input embeddings.
+
+    Hugging Face models name theirs; in others, embeddings as large as one of the outputs.
+    """
+    from torch import nn
+
+    named = [m for module in model.modules() if isinstance(m := _input_embeddings(module), nn.Embedding)]
+    outputs = {module.out_features for module in model.modules() if isinstance(module, nn.Linear)}
+    alike = [
+        module for module in model.modules() if isinstance(module, nn.Embedding) and module.num_embeddings in outputs
+    ]
+    return [embedding.num_embeddings for embedding in named or alike]
+
+
+def _input_embeddings(module: nn.Module) -> object:
+    """The input embeddings that a transformers model names; None for models of images, which raise."""
+    try:
+        found: object = module.get_input_embeddings()  # type: ignore[operator]
+    except (NotImplementedError, AttributeError):
+        return None
+    return found
+
+
+def _distinct(values: Iterator[int] | list[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(values))

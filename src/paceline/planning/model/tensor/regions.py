@@ -1,0 +1,321 @@
+"""Regions of a trace that begin with column-parallel layers and end in row-parallel ones.
+
+A region is grown from one linear layer by the rules of `rules` until nothing more is implied: the query layer implies
+the key and value layers, the relative position bias and the output layer. A region that reaches an operation that
+cannot be divided is dropped, so the remaining ones are right by construction (Shoeybi et al., 2019, arXiv:1909.08053,
+found by search instead of by hand).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import gcd, prod
+
+from paceline.planning.model.recording.graph import UNSEEN_GRADIENT, Entry, Graph, Node, Unfollowable
+from paceline.planning.model.tensor.rules import Label, bound, implied, is_row
+from paceline.planning.model.tensor.shared_heads import SharedHeads, find_shared_heads
+
+# operations that `sequence` adds to a graph; they sum or cut gradients themselves
+EXCHANGES = ("enter", "scatter", "collect")
+_ATTENTION = {"scaled_dot_product_attention", "bmm", "matmul", "baddbmm", "einsum", "softmax", "_softmax"}
+
+
+@dataclass
+class Region:
+    """Values that are divided together.
+
+    Attributes:
+        columns, rows: paths of its column- and row-parallel linear layers.
+        heads: sizes of the dimensions that attention divides, without those of `shared`.
+        sizes: sizes of all dimensions that are divided, without those of `shared`.
+        shared: keys and values that fewer ranks can divide than the other values.
+    """
+
+    labels: dict[int, Label]
+    columns: list[str]
+    rows: list[str]
+    attention: bool
+    heads: set[int]
+    sizes: set[int]
+    shared: list[SharedHeads] = field(default_factory=list)
+
+    def divides(self, ranks: int) -> bool:
+        """True if `ranks` divides all sizes, and the shared heads or the number of ranks."""
+        return all(size % ranks == 0 for size in self.sizes) and all(heads.fits(ranks) for heads in self.shared)
+
+    @property
+    def degrees(self) -> list[int]:
+        """Numbers of ranks that the region can be divided over."""
+        return [n for n in range(1, gcd(*self.sizes) + 1) if self.divides(n)]
+
+    def labels_over(self, ranks: int) -> dict[int, Label]:
+        """The labels over `ranks` ranks, of which several may have the same shared heads."""
+        found = dict(self.labels)
+        for heads in self.shared:
+            found |= heads.labels(self.labels, ranks)
+        return found
+
+
+@dataclass
+class TensorRegions:
+    """All regions of a model.
+
+    Attributes:
+        regions: the regions, in the order of the computation.
+        why_whole: path of a linear layer in no region -> reason.
+    """
+
+    regions: list[Region] = field(default_factory=list)
+    why_whole: dict[str, str] = field(default_factory=dict)
+
+
+def find_regions(graph: Graph, hints: dict[str, str] | None = None) -> TensorRegions:
+    """Find every region of a graph, in the order of the computation.
+
+    Layers that `hints` calls row-parallel begin none.
+    """
+    found, taken = TensorRegions(), set[int]()
+    for node in graph.nodes:
+        if node.name != "linear" or isinstance(node.op, str) is False:
+            continue
+        weight, out = node.inputs[1], node.outputs[0]
+        if weight in taken or (hints or {}).get(node.path) == "rowwise":
+            continue
+        for sections in _sections(graph, out):
+            label = Label.of(len(graph.values[out].shape) - 1, sections)
+            try:
+                region = _grown(graph, out, label)
+                if taken & region.labels.keys():
+                    raise Unfollowable("it would reach into another pair")
+            except Unfollowable as error:
+                found.why_whole.setdefault(node.path, str(error))
+                continue
+            found.why_whole.pop(node.path, None)
+            taken |= region.labels.keys()
+            found.regions.append(region)
+            break
+    for region in found.regions:
+        for path in (*region.columns, *region.rows):
+            found.why_whole.pop(path, None)
+    return found
+
+
+def _sections(graph: Graph, value: int) -> Iterator[tuple[int, ...]]:
+    """Candidate sections of a linear layer's output: one, or its users' cuts."""
+    size = graph.values[value].shape[-1]
+    yield (size,)
+    for number, _ in graph.values[value].uses:
+        node = graph.nodes[number]
+        if node.name in {"split", "chunk", "split_with_sizes"}:
+            yield tuple(graph.values[v].shape[-1] for v in node.outputs)
+        elif node.name in {"view", "reshape", "unflatten"}:
+            into = graph.values[node.outputs[0]].shape
+            start = next((d for d in range(len(into)) if prod(into[d:]) == size), len(into))
+            yield from ((size // prod(into[start:d]),) * prod(into[start:d]) for d in range(start + 1, len(into)))
+        elif node.name == "contiguous":
+            yield from _sections(graph, node.outputs[0])
+    slices = [graph.nodes[n] for n, _ in graph.values[value].uses if graph.nodes[n].name == "slice"]
+    edges = {0, size}
+    for node in slices:
+        given = bound(node)
+        if int(given["dim"]) % len(graph.values[value].shape) == len(graph.values[value].shape) - 1:
+            edges |= {n % size if n < 0 else min(n, size) for n in (given.get("start") or 0, given.get("end") or size)}
+    ordered = sorted(edges)
+    if len(ordered) > 2:
+        yield tuple(b - a for a, b in pairwise(ordered))
+
+
+def _grown(graph: Graph, value: int, label: Label) -> Region:
+    labels, queue = {value: label}, [value]
+    touched: set[int] = set()
+    while queue:
+        for number in _around(graph, queue.pop()):
+            touched.add(number)
+            for other, wanted in implied(graph, graph.nodes[number], labels).items():
+                if other not in labels:
+                    if graph.values[other].kind in {"input", "constant"}:
+                        raise Unfollowable("it would divide a tensor that is not a parameter")
+                    labels[other] = wanted
+                    queue.append(other)
+                elif labels[other] != wanted:
+                    raise Unfollowable(
+                        f"{graph.nodes[number].name} in {graph.nodes[number].path} wants a tensor divided in two ways"
+                    )
+    if labels.keys() & set(graph.outputs):
+        raise Unfollowable("what would be divided is the model's output")
+    nodes = [graph.nodes[n] for n in sorted(touched)]
+    rows = [node.path for node in nodes if is_row(node, labels)]
+    if not rows:
+        raise Unfollowable("no linear layer takes what would be divided")
+    columns = [
+        node.path for node in nodes if node.name == "linear" and node.inputs[1] in labels and not is_row(node, labels)
+    ]
+    attention = any(node.name in _ATTENTION and len(graph.values[node.outputs[0]].shape) > 3 for node in nodes)
+    shared = find_shared_heads(graph, nodes, labels)
+    own = labels.keys() - {v for heads in shared for v in heads.values}
+    sizes = {size for v in own for size in labels[v].sizes}
+    heads = {
+        size
+        for node in nodes
+        if node.name in {"view", "reshape", "unflatten"}
+        for v in node.outputs
+        if v in own
+        for size in labels[v].sizes
+    }
+    merged = {
+        size for node in nodes if node.name == "linear" for v in node.inputs if v in own for size in labels[v].sizes
+    }
+    return Region(
+        labels, list(dict.fromkeys(columns)), list(dict.fromkeys(rows)), attention, heads - merged, sizes, shared
+    )
+
+
+def _around(graph: Graph, value: int) -> set[int]:
+    entry = graph.values[value]
+    return {number for number, _ in entry.uses} | ({entry.producer} if entry.producer >= 0 else set())
+
+
+@dataclass
+class Boundaries:
+    """Places where gradients are partial sums that must be summed over ranks.
+
+    Attributes:
+        copies: module calls whose argument is read by divided layers only: (entry, value).
+        parameters: names of replicated parameters used in divided operations; their gradients are partial sums.
+        results: row-parallel layers whose joined output is read by divided operations only.
+    """
+
+    copies: list[tuple[Entry, int]] = field(default_factory=list)
+    parameters: set[str] = field(default_factory=set)
+    results: set[str] = field(default_factory=set)
+
+
+def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
+    """Places where replicated tensors enter divided computations.
+
+    Going backwards from the divided operations: an activation whose gradient is a partial sum is summed at the
+    outermost module call that takes it as an argument and in which nothing else reads it; if there is none, at the
+    row-parallel layer that made it; otherwise the inputs of the operation that made it have partial sums, too, down to
+    its parameters. So every path from a parameter or an input to a divided operation has one sum.
+
+    Raises:
+        Unfollowable: a tensor is read by divided and by undivided operations in one module, or a parameter is; there is
+            no place between.
+    """
+    result, learns = Boundaries(), _learned(graph)
+    # value -> the nodes whose gradient for it is a partial sum
+    partial: dict[int, set[int]] = {}
+    for number, node in enumerate(graph.nodes):
+        if node.op not in EXCHANGES and any(v in labels for v in (*node.inputs, *node.outputs)):
+            joined_whole = is_row(node, labels) and node.outputs[0] not in labels
+            bias = node.inputs[2] if joined_whole and len(node.inputs) > 2 else None
+            for v in node.inputs:
+                if v not in labels and v != bias and learns[v]:
+                    partial.setdefault(v, set()).add(number)
+    for value in range(len(graph.values) - 1, -1, -1):
+        producer = graph.values[value].producer
+        if value not in partial or (producer >= 0 and graph.nodes[producer].op in EXCHANGES):
+            continue
+        entry = graph.values[value]
+        uses = {number for number, _ in entry.uses if number in partial[value] or not _is_unread(graph, number)}
+        open_uses = set(partial[value])
+        if entry.kind != "parameter":
+            for boundary in _boundaries(graph, value, uses, open_uses):
+                result.copies.append((boundary, value))
+                open_uses -= set(range(boundary.start, boundary.stop))
+        if not open_uses:
+            continue
+        if open_uses != uses or value in graph.outputs:
+            raise Unfollowable(
+                f"{graph.nodes[min(open_uses)].path or 'the model'}: a tensor is read by divided and by "
+                "undivided operations"
+            )
+        if entry.kind == "parameter":
+            result.parameters.add(entry.name)
+        elif entry.producer < 0:
+            raise Unfollowable("an input of the model is read by divided operations outside of any module")
+        elif is_row(graph.nodes[entry.producer], labels):
+            result.results.add(graph.nodes[entry.producer].path)
+        else:
+            _walk_back(graph.nodes[entry.producer], entry.producer, labels, learns, partial)
+    result.copies = _once_a_module(graph, result.copies, learns)
+    for node in graph.nodes:
+        if node.path in result.results and node.outputs[0] not in partial:
+            raise Unfollowable(
+                f"{node.path} is called several times, for divided and for undivided operations", node.path
+            )
+    return result
+
+
+def _is_unread(graph: Graph, number: int) -> bool:
+    """True for a slice that nothing reads, as a sliding window's cache keeps."""
+    node = graph.nodes[number]
+    return node.name == "slice" and not any(graph.values[v].uses or v in graph.outputs for v in node.outputs)
+
+
+def _walk_back(
+    node: Node, number: int, labels: dict[int, Label], learns: list[bool], partial: dict[int, set[int]]
+) -> None:
+    """Propagate partial sums of gradients from a node's outputs to its inputs. Gradients are linear in later ones.
+
+    Raises:
+        Unfollowable: the operation's gradient is unknown, or an input is divided.
+    """
+    if node.name in UNSEEN_GRADIENT:
+        raise Unfollowable(f"{node.name} in {node.path or 'the model'} would see a part of a gradient only", node.path)
+    for v in node.inputs:
+        if learns[v] and v in labels:
+            raise Unfollowable(
+                f"{node.name} in {node.path or 'the model'} makes a whole tensor of a divided one", node.path
+            )
+        if learns[v]:
+            partial.setdefault(v, set()).add(number)
+
+
+def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[bool]) -> list[tuple[Entry, int]]:
+    """Keep the first call of a module that is called repeatedly. A change applies to all its calls.
+
+    Raises:
+        Unfollowable: the calls need different changes.
+    """
+    wanted = {
+        (entry.path, place, value) for entry, value in copies for place, v in entry.arguments.items() if v == value
+    }
+    for path, place in {(path, place) for path, place, _ in wanted}:
+        for entry in graph.entries:
+            value = entry.arguments.get(place)
+            if entry.path == path and value is not None and learns[value] and (path, place, value) not in wanted:
+                raise Unfollowable(f"{path} is called several times, with divided and with undivided tensors", path)
+    first: dict[tuple[str, tuple[int | str, ...]], tuple[Entry, int]] = {}
+    for entry, value in copies:
+        first.setdefault(
+            (entry.path, tuple(place for place, v in entry.arguments.items() if v == value)), (entry, value)
+        )
+    return list(first.values())
+
+
+def _boundaries(graph: Graph, value: int, uses: set[int], wanted: set[int]) -> list[Entry]:
+    """Outermost calls with the value as an argument, read by `wanted` nodes only."""
+    found: list[Entry] = []
+    # longest first
+    for entry in sorted(graph.entries, key=lambda e: e.start - e.stop):
+        inside = {n for n in uses if entry.start <= n < entry.stop}
+        covered = any(outer.start <= entry.start and entry.stop <= outer.stop for outer in found)
+        if value in entry.arguments.values() and inside and inside <= wanted and not covered:
+            found.append(entry)
+    return found
+
+
+def _learned(graph: Graph) -> list[bool]:
+    """Flags of the values that may have a gradient.
+
+    They depend on a parameter, or on an input, whose gradient a penalty may use.
+    """
+    learns = [value.kind in {"parameter", "input"} and value.floating for value in graph.values]
+    for node in graph.nodes:
+        if any(learns[v] for v in node.inputs):
+            for v in node.outputs:
+                learns[v] = graph.values[v].floating
+    return learns

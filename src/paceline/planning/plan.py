@@ -1,0 +1,253 @@
+"""A plan: *how* a job runs on a cluster.
+
+Every parallel choice, explicit, in one line of text: `dp=2 microbatches=4 precision=bf16`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, get_args
+
+from paceline.cluster.cluster import Cluster, Host
+from paceline.errors import PlanError
+from paceline.job.job import Job, Precision
+from paceline.nearest import nearest
+from paceline.planning.axes import DEGREES
+from paceline.planning.choices import (
+    REMATS,
+    SCHEDULES,
+    Balance,
+    Compile,
+    MemoryFormat,
+    Remat,
+    Schedule,
+    stages_per_rank,
+)
+from paceline.planning.sync_info import problem_with, sync_info
+from paceline.planning.transport_info import devices_of_ranks, problem_with_transport
+
+T = TypeVar("T")
+_LEAST = {**dict.fromkeys((*DEGREES, "microbatches"), 1), "threads": 0, "num_workers": 0, "zero": 1, "virtual": 2}
+_MOST = {"zero": 3}
+_CHOICES = {
+    "schedule": SCHEDULES,
+    "remat": REMATS,
+    "precision": get_args(Precision),
+    "memory_format": get_args(MemoryFormat),
+    "compile": get_args(Compile),
+    "balance": get_args(Balance),
+}
+_TEXTS = ("cut", "sync", "compress", "transport")
+_EXAMPLES = {
+    "compile": "on",
+    "balance": "off",
+    "transport": "gloo",
+    "cut": "blocks.2",
+    "sync": "allreduce:ring",
+    "compress": "int8",
+    **dict.fromkeys(_LEAST, "2"),
+    "virtual": "3",
+}
+_SWITCHES = {"on": True, "off": False}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parallel choices that say how to run a job.
+
+    The text form leaves defaults out, takes keys in any order, and round-trips: `Plan.parse(str(p)) == p`.
+
+    Raises:
+        PlanError: a value that the field does not take.
+    """
+
+    dp: int = 1  # replicas, each with a share of the global batch
+    # ranks that shard a replica's parameters, gradients and optimizer state, each with a share of its batch (FSDP2)
+    fsdp: int = 1
+    tp: int = 1  # tensor-parallel ranks, which shard the matrices of every layer
+    pp: int = 1  # pipeline stages
+    cp: int = 1  # context-parallel ranks, which shard the tokens of every sequence
+    ep: int = 1  # expert-parallel ranks, which shard the experts of every mixture, each with a share of the batch
+    zero: int = 3  # fsdp: what is sharded: 1 optimizer state, 2 also gradients, 3 also parameters
+    offload: bool = False  # fsdp: keep the shards in host memory
+    sequence: bool = False  # tp: shard the tokens between the matrices as well (sequence parallel)
+    schedule: Schedule = "1f1b"  # pp: the order in which microbatches pass the stages
+    virtual: int = 2  # schedule=interleaved: stages of each rank
+    # pp: the modules that begin the second and later stages, separated by commas; "": balanced by measured cost
+    cut: str = ""
+    remat: Remat = "none"  # activation checkpointing: what the backward pass recomputes
+    microbatches: int = 1  # parts of a data-parallel rank's share, computed one after the other
+    precision: Precision | None = None  # compute dtype; None: the job's
+    memory_format: MemoryFormat = "contiguous"  # layout of images and convolutions
+    compile: Compile = "off"  # torch.compile; `reduce-overhead` is its mode that replays graphs of kernels
+    threads: int = 0  # per rank; 0: the host's physical cores, divided evenly
+    pin: bool = False  # bind each rank to cores of its own
+    fused: bool = False  # torch's fused optimizer step
+    onednn: bool = False  # float32 matrix products on CPUs by oneDNN instead of MKL
+    num_workers: int = 0  # loader processes per rank, which read ahead; 0: as many as the job says
+    # the rule that synchronises replicas: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or one's own
+    sync: str = "allreduce"
+    balance: Balance = "auto"  # whether the replicas' shares of the batch follow their measured speeds
+    # codec of what the rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
+    compress: str = "none"
+    transport: str = "auto"  # between ranks on CPUs; auto: shared memory within a host. GPUs use NCCL
+
+    def __post_init__(self) -> None:
+        problems = [p for field in fields(self) if (p := _problem(field.name, getattr(self, field.name)))]
+        if problems:
+            raise PlanError("\n".join(problems))
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read the text form.
+
+        Raises:
+            PlanError: every wrong key and value, with the nearest or the valid ones, one per line of the message.
+        """
+        values: dict[str, Any] = {}
+        problems = [] if text.strip() else ["nothing is in it; one replica is dp=1"]
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            problem = _problem_of_key(key, equals, known=values)
+            if problem is None:
+                values[key] = _value(key, value)
+                problem = _problem(key, values[key])
+            if problem:
+                problems.append(problem)
+        if problems:
+            raise PlanError("\n".join(f'plan "{text}": {problem}' for problem in problems))
+        return cls(**values)
+
+    def __str__(self) -> str:
+        words = [f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join(words) or "dp=1"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that the plan needs: one per device, where there are enough."""
+        return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of data-parallel ranks, each with its own share of the batch: dp × fsdp × ep.
+
+        Along the other axes ranks read the same samples.
+        """
+        return self.dp * self.fsdp * self.ep
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of pipeline stages on each rank; 1 without a pipeline."""
+        return stages_per_rank(self.schedule, self.virtual) if self.pp > 1 else 1
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages of the model."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def splits(self) -> bool:
+        """True if a replica takes more than one rank or recomputes activations (remat)."""
+        return self.ranks > self.dp or self.remat != "none"
+
+    @property
+    def inexact(self) -> str:
+        """The plan's inexact choices as text, e.g. `compress=int8`; "" if there are none.
+
+        With an inexact choice, replicas do not apply the exact mean of all gradients in every step.
+        """
+        local = f"sync={self.sync}" if not sync_info(self.sync).exact else ""
+        coded = f"compress={self.compress}" if self.compress != "none" else ""
+        return " ".join(word for word in (local, coded) if word)
+
+    def precision_for(self, job: Job) -> Precision:
+        """The precision that the job is computed in under this plan."""
+        return self.precision or job.precision
+
+    def threads_for(self, host: Host, local_ranks: int) -> int:
+        """Compute threads of each of `local_ranks` ranks on `host`, at least 1."""
+        return self.threads or max(1, host.physical_cores // local_ranks)
+
+
+def threads_on(cluster: Cluster, plan: Plan) -> int:
+    """Threads of each rank's torch operations, the same on all hosts."""
+    if cluster.emulate is not None:  # all hosts share this machine's cores
+        return plan.threads_for(cluster.hosts[0], plan.ranks)
+    counts = zip(cluster.hosts, cluster.ranks_per_host(plan.ranks), strict=True)
+    return min(plan.threads_for(host, count) for host, count in counts if count)
+
+
+def cores_of(local_rank: int, local_ranks: int, host: Host) -> list[int]:
+    """Ids of the cores that a rank is pinned to, physical ones first.
+
+    They are a contiguous part of the cores this process may use. No two ranks share a core, nor a physical core while
+    there is one for each; with more ranks than cores, they take turns. Where control groups allow less time than there
+    are cores, the ranks still spread over all of them.
+    """
+    physical = host.affinity or tuple((core,) for core in range(host.cores))
+    if local_ranks <= len(physical):
+        own = _part(physical, local_rank, local_ranks)
+        return [group[0] for group in own] + [core for group in own for core in group[1:]]
+    logical = [core for group in physical for core in group]
+    if local_ranks <= len(logical):
+        return list(_part(logical, local_rank, local_ranks))
+    return [logical[local_rank % len(logical)]]
+
+
+def _part(whole: Sequence[T], index: int, parts: int) -> Sequence[T]:
+    return whole[len(whole) * index // parts : len(whole) * (index + 1) // parts]
+
+
+def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> str | None:
+    available = [field.name for field in fields(Plan)]
+    if key in available:
+        return (
+            f"{key} is given twice"
+            if key in known
+            else None
+            if equals
+            else f"{key} needs a value, e.g. {key}={_example(key)}"
+        )
+    if key in ("device", "backend"):
+        return f'unknown key "{key}": leave it out. {devices_of_ranks()}'
+    return f'unknown key "{key}". {nearest(key, available)}'
+
+
+def _value(key: str, text: str) -> Any:
+    """The value with its type, or the text itself if it has none (`_problem` then says so)."""
+    if key in _LEAST:
+        return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else text
+    return text if key in _CHOICES or key in _TEXTS else _SWITCHES.get(text, text)
+
+
+def _text(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _problem(key: str, value: Any) -> str | None:
+    if key in _LEAST:
+        most = _MOST.get(key, 10**9 - 1)
+        wrong = type(value) is not int or not _LEAST[key] <= value <= most
+        limits = f"at least {_LEAST[key]}" + (f" and at most {most}" if key in _MOST else "")
+        return f'{key} is a whole number, {limits}, not "{value}"' if wrong else None
+    if key in _CHOICES:
+        return _not_one_of(key, value, _CHOICES[key]) if value is not None or key != "precision" else None
+    if key in ("sync", "compress"):
+        return problem_with(key, value)
+    if key == "transport":
+        return problem_with_transport(value)
+    if key == "cut":
+        named = isinstance(value, str) and (not value or all(value.split(",")))
+        if named:
+            return None
+        return f'cut is names of modules with commas between, e.g. cut={_EXAMPLES["cut"]}, not "{value}"'
+    return None if isinstance(value, bool) else _not_one_of(key, value, tuple(_SWITCHES))
+
+
+def _not_one_of(key: str, value: Any, choices: tuple[str, ...]) -> str | None:
+    return None if value in choices else f'{key} is {" or ".join(choices)}, not "{value}"'
+
+
+def _example(key: str) -> str:
+    return _EXAMPLES.get(key) or (_CHOICES[key][-1] if key in _CHOICES else "on")

@@ -1,0 +1,166 @@
+"""Predicted cost of a plan on a cluster, before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil
+from typing import TYPE_CHECKING
+
+from paceline.cluster.cluster import Cluster
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.planning.adjustment import Adjustment, adjusted
+from paceline.planning.axes import DEGREES
+from paceline.planning.check.state import moments
+from paceline.planning.codec_info import CompressSpec
+from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.frameworks import PACELINE, PACELINE_COMPILED
+from paceline.planning.cost.layout import BYTES, Layout, Machines
+from paceline.planning.cost.prediction import Prediction
+from paceline.planning.history import corrected
+from paceline.planning.machines import machines
+from paceline.planning.model.build import trace
+from paceline.planning.model.graph import ModelTrace
+from paceline.planning.plan import Plan
+from paceline.planning.sync_info import SyncSpec
+from paceline.units import count
+
+if TYPE_CHECKING:
+    from paceline.planning.adjustment import Basis
+
+
+def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Basis | None = None) -> Prediction:
+    """Predicted step time, memory, throughput and cost of a plan, without running it.
+
+    Known errors of such predictions on this hardware correct it; the notes say so.
+
+    Args:
+        calibration: measurements of the machines, or the factors of measured runs (`paceline.calibrate_on`); without,
+            the catalogue's figures are used.
+
+    Raises:
+        JobError: the model cannot be built.
+        ClusterError: a device is not in the catalogue, and nothing was measured.
+        PlanError: the text is not a plan.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    found = modelled(job, cluster, plan, calibration)
+    if isinstance(calibration, Adjustment):
+        return found
+    return corrected(found, job, cluster, plan, calibrated=calibration is not None)
+
+
+def modelled(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None = None) -> Prediction:
+    """Prediction of the cost model alone, without corrections from earlier runs. Raises as `predict` does."""
+    layout = layout_of(job, cluster, plan, calibration)
+    return priced(estimate(layout), job, cluster, plan, layout)
+
+
+def layout_of(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None = None) -> Layout:
+    """The plan as numbers for the cost model. Raises as `predict` does."""
+    return Layouts(job, machines(cluster, calibration)).of(plan, _threads(plan, cluster))
+
+
+class Layouts:
+    """Layouts of many plans of one job on the same machines. Common parts are computed once."""
+
+    def __init__(self, job: Job, on: Machines) -> None:
+        self.job, self.machines = job, on
+        self._traces: dict[tuple[str, int], ModelTrace] = {}
+        self.trace = self.trace_at(job.precision)
+        self._places = {name: i for i, name in enumerate(self.trace.names) if name}
+
+    def trace_at(self, precision: str, tp: int = 1) -> ModelTrace:
+        """The trace in a precision, as `tp` ranks divide it.
+
+        That of one rank is divided as the smallest degree would.
+        """
+        if (precision, tp) not in self._traces:
+            usual = self.trace_at(precision) if tp > 1 else None
+            found = trace(self.job, precision, None if usual is None else tp)
+            self._traces[precision, tp] = usual if usual is not None and usual == found else found
+        return self._traces[precision, tp]
+
+    def of(self, plan: Plan, threads: int = 1) -> Layout:
+        """Layout of a plan. On CPUs its ranks compute with `threads` threads each."""
+        blocks = len(self.trace.blocks)
+        if plan.stages > max(blocks, 1):
+            apart = f"no more than {count(blocks, 'block')} of the model can be predicted apart"
+            raise PlanError(f"plan {plan} makes {plan.stages} stages, and {apart}")
+        precision, sync = plan.precision_for(self.job), SyncSpec.parse(plan.sync)
+        # bf16 is autocast's: parameters, gradients and moments stay fp32
+        number = float(BYTES["fp64" if precision == "fp64" else "fp32"])
+        return Layout(
+            trace=self.trace_at(precision, plan.tp),
+            machines=self.machines,
+            **{axis: getattr(plan, axis) for axis in DEGREES},
+            zero=plan.zero,
+            sequence=plan.sequence,
+            samples=_fullest_share(self.job, plan) / plan.microbatches,
+            microbatches=plan.microbatches,
+            schedule=plan.schedule,
+            chunks=plan.stages_per_rank,
+            remat=plan.remat,
+            precision=precision,
+            parameter_bytes=number,
+            gradient_bytes=number,
+            optimizer_bytes=number * moments(self.job),
+            offload=plan.offload,
+            cut=_cut(plan, self.trace, self._places),
+            sync_bytes=_sent_bytes(plan, self.trace, number),
+            sync_every=sync.period,
+            servers=sync.servers.parts if sync.servers else 0,
+            served=sync.info.served,
+            framework=PACELINE if plan.compile == "off" else PACELINE_COMPILED,
+            threads=threads,
+            transport=plan.transport,
+            fused=plan.fused,
+        )
+
+
+def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, layout: Layout) -> Prediction:
+    """Prediction with its interval, the step's real samples, and the cost of the whole run.
+
+    The global batch may not divide evenly. The cost is None if the cluster has no price or the job's stop rule names no
+    steps.
+    """
+    even = job.global_batch / (_fullest_share(job, plan) * plan.data_ranks)
+    mfu = prediction.mfu and prediction.mfu * even
+    prediction = adjusted(replace(prediction, throughput=prediction.throughput * even, mfu=mfu), layout)
+    if cluster.price_per_hour is None or job.stop.steps is None:
+        return prediction
+    hours = prediction.step_time_s * job.stop.steps / 3600
+    return replace(prediction, cost_per_run=hours * plan.ranks * cluster.price_per_hour)
+
+
+def _fullest_share(job: Job, plan: Plan) -> int:
+    """Samples of the data-parallel rank that has the most; the others wait for it."""
+    return ceil(job.global_batch / plan.data_ranks)
+
+
+def _threads(plan: Plan, cluster: Cluster) -> int:
+    """Threads of each rank on the host that has the most ranks."""
+    most = max(cluster.ranks_per_host(plan.ranks))
+    return plan.threads_for(cluster.hosts[0], most)
+
+
+def _cut(plan: Plan, of: ModelTrace, places: dict[str, int]) -> tuple[int, ...]:
+    """Number of blocks of each virtual stage, from the plan's cuts.
+
+    () if there are none, or the trace does not know them.
+    """
+    starts = [places.get(name) for name in plan.cut.split(",")] if plan.cut else []
+    known = [start for start in starts if start is not None]
+    if not starts or len(known) < len(starts):
+        return ()
+    edges = [0, *known, len(of.blocks)]
+    return tuple(later - earlier for earlier, later in pairwise(edges))
+
+
+def _sent_bytes(plan: Plan, of: ModelTrace, number: float) -> float:
+    """Bytes sent per gradient between replicas."""
+    if plan.compress in ("none", "auto"):
+        return number
+    matrices = [(gemm.n, gemm.k, gemm.times) for block in of.blocks for gemm in block.gemms if not gemm.batch]
+    return CompressSpec.parse(plan.compress).sent_bytes(number, matrices)

@@ -1,0 +1,301 @@
+"""Space of a search: every legal combination of degrees and microbatches, as columns of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.cluster.cluster import Cluster, spread
+from paceline.job.job import Job
+from paceline.planning.choices import REMATS, SCHEDULES, Schedule, stages_per_rank
+from paceline.planning.limits import microbatches_fit, shares_heads
+from paceline.planning.model.graph import ModelTrace
+from paceline.planning.plan import Plan
+from paceline.planning.search.legal import LegalPlans, Refusal
+from paceline.planning.transport_info import BETWEEN_HOSTS, WITHIN_HOST, carriers
+
+Ints = NDArray[np.int64]
+# numbers of interleaved stages of a rank; those above 2 only where all stages get as many layers
+_VIRTUAL = (2, 3, 4, 6, 8, 12)
+COLUMNS = ("tp", "cp", "ep", "pp", "shared", "microbatches")
+
+
+class Pipeline(NamedTuple):
+    """A schedule with its number of stages on each rank."""
+
+    schedule: Schedule
+    virtual: int = Plan.virtual
+
+    def chunks(self, pp: int) -> int:
+        """Stages of a rank; 1 without a pipeline."""
+        return stages_per_rank(self.schedule, self.virtual) if pp > 1 else 1
+
+
+PIPELINES = tuple(
+    Pipeline(schedule, virtual)
+    for schedule in SCHEDULES
+    for virtual in (_VIRTUAL if schedule == "interleaved" else (Plan.virtual,))
+)
+
+
+@dataclass(frozen=True)
+class RefusedValues:
+    """Values of a degree that cannot work."""
+
+    key: str
+    values: tuple[int, ...]
+    reason: str
+
+
+class Space:
+    """All plans of a job on a cluster that a search may choose.
+
+    Attributes:
+        devices: upper limit on ranks; oversubscribed cores never win.
+        degrees: values of tp, cp, ep and pp that may work.
+        refused: values that cannot, with the reason.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster, base: Plan, trace: ModelTrace) -> None:
+        self.job, self.cluster, self.base, self.trace = job, cluster, base, trace
+        self.legal = LegalPlans(job, cluster, base, len(trace.blocks))
+        self.devices = self.legal.context.devices
+        self.refused: list[RefusedValues] = []
+        self.degrees = {key: self._fitting(key) for key in ("tp", "cp", "ep", "pp")}
+
+    @cached_property
+    def rows(self) -> dict[str, NDArray[Any]]:
+        """Table with a row for each legal tp, cp, ep, pp, dp × fsdp (`shared`) and microbatches.
+
+        Further columns are the samples of a microbatch (`size` is equal if they are), and the threads of a rank on
+        CPUs.
+        """
+        pieces = [piece for degrees in self._inner_degrees() if len(piece := self._with_data_ranks(*degrees))]
+        table = np.concatenate(pieces) if pieces else np.empty((0, len(COLUMNS)), np.int64)
+        rows: dict[str, NDArray[Any]] = {
+            key: np.ascontiguousarray(column) for key, column in zip(COLUMNS, table.T, strict=True)
+        }
+        if not self.legal.allows_microbatches():
+            rows = {key: column[rows["microbatches"] == 1] for key, column in rows.items()}
+        rows["ranks"] = rows["tp"] * rows["cp"] * rows["ep"] * rows["pp"] * rows["shared"]
+        several, place = numbered(rows["ranks"])
+        threads = [self._threads(*key) for key in several]
+        rows["threads"] = np.array(threads, np.int64)[place]
+        rows["knobs"] = np.array(
+            [len(self._knobs(ranks, most)) for (ranks,), most in zip(several, threads, strict=True)], np.int64
+        )[place]
+        # of the data-parallel rank that has the most
+        share = -(-self.job.global_batch // (rows["shared"] * rows["ep"]))
+        rows["samples"] = share / np.maximum(rows["microbatches"], 1)
+        rows["size"] = np.unique(rows["samples"], return_inverse=True)[1]
+        return rows
+
+    @cached_property
+    def factorisations(self) -> Ints:
+        """Number of variants of each row.
+
+        They are factorisations into dp × fsdp, each with its `zero` stages and knobs.
+        """
+        shared, place = np.unique(self.rows["shared"], return_inverse=True)
+        ways = np.array([len(divisors(int(n))) for n in shared], np.int64)[place]
+        return np.asarray((ways + np.where(self.rows["pp"] == 1, 2 * (ways - 1), 0)) * self.rows["knobs"])
+
+    @cached_property
+    def plans_per_row(self) -> Ints:
+        """Number of plans of each row."""
+        every = np.arange(len(self.rows["tp"]))
+        pipelines = sum(self.runs(every, pipeline).astype(np.int64) for pipeline in PIPELINES)
+        variants = sum(
+            self.allows(every, sequence, remat).astype(np.int64) for sequence in (False, True) for remat in REMATS
+        )
+        return np.asarray(pipelines * variants * self.factorisations)
+
+    def allows(self, rows: Ints, sequence: bool, remat: str) -> NDArray[np.bool_]:
+        """Mask of the rows that are legal with sequence parallelism and remat."""
+        allowed = self._divides_sequence[rows] if sequence else np.ones(len(rows), np.bool_)
+        return allowed & (self.rows["pp"][rows] > 1) if remat != "none" and not self.recomputes else allowed
+
+    @cached_property
+    def _divides_sequence(self) -> NDArray[np.bool_]:
+        both, place = numbered(self.rows["tp"], self.rows["cp"])
+        return np.array([self.legal.divides_sequence(*key) for key in both], np.bool_)[place]
+
+    def runs(self, rows: Ints, pipeline: Pipeline) -> NDArray[np.bool_]:
+        """Mask of the rows that a schedule can run; without a pipeline only 1f1b."""
+        return np.asarray(self._schedules[pipeline.schedule][rows] & self._suited[pipeline][self.rows["pp"][rows]])
+
+    @cached_property
+    def _suited(self) -> dict[Pipeline, NDArray[np.bool_]]:
+        """For each schedule, by pp, whether the model has layers for its stages."""
+        layers = max((count for _, count in self.trace.runs), default=0)
+
+        def suits(pipeline: Pipeline, pp: int) -> bool:
+            stages = pp * pipeline.chunks(pp)
+            # the first and the last stage may have one layer less, beside embedding and head
+            even = layers % stages == 0 or (layers + 2) % stages == 0
+            return (even or pipeline.virtual == Plan.virtual) and self.legal.schedule_fits(*pipeline, pp)
+
+        values = range(max(self.degrees["pp"]) + 1)
+        return {
+            pipeline: np.array([pp in self.degrees["pp"] and suits(pipeline, pp) for pp in values], np.bool_)
+            for pipeline in PIPELINES
+        }
+
+    @cached_property
+    def _schedules(self) -> dict[str, NDArray[np.bool_]]:
+        both, place = numbered(self.rows["pp"], self.rows["microbatches"])
+        return {name: np.array([_runs(name, *key) for key in both], np.bool_)[place] for name in SCHEDULES}
+
+    def shards_refused(self, rows: Ints, pipelines: Ints) -> Iterator[tuple[NDArray[np.bool_], Refusal]]:
+        """Masks of the rows whose stages under these pipelines (of `PIPELINES`) fsdp cannot shard, with reasons."""
+        keys, place = numbered(self.rows["pp"][rows], pipelines)
+        for i, (pp, pipeline) in enumerate(keys):
+            if refusal := self.legal.fsdp_refusal(PIPELINES[pipeline].schedule, pp):
+                yield place == i, refusal
+
+    def knobs(self, row: int) -> list[dict[str, Any]]:
+        """Knobs of a row: on CPUs, transports and numbers of threads, in trying order."""
+        return self._knobs(int(self.rows["ranks"][row]), int(self.rows["threads"][row]))
+
+    def _knobs(self, ranks: int, most: int) -> list[dict[str, Any]]:
+        if self.cluster.has_accelerators:
+            return [{}]
+        transports = self._transports if ranks > 1 and self.base.transport == "auto" else [{}]
+        threads = (
+            [0, *(2**n for n in range(most.bit_length()) if 2**n < most)]
+            if self.base.threads == 0
+            else [self.base.threads]
+        )
+        return [{"threads": n, **transport} for transport in transports for n in threads]
+
+    @cached_property
+    def _transports(self) -> list[dict[str, Any]]:
+        """Values of `transport`: `auto`, and what it does not take by itself."""
+        others = carriers(several_hosts=len(self.cluster.hosts) > 1)
+        return [{"transport": name} for name in ("auto", *others) if name not in (WITHIN_HOST, BETWEEN_HOSTS)]
+
+    def _threads(self, ranks: int) -> int:
+        """Threads of each rank on the host with the most of `ranks`; 1 on GPUs."""
+        if self.cluster.has_accelerators:
+            return 1
+        return self.base.threads_for(self.cluster.hosts[0], max(spread(ranks, self.legal.context.per_host)))
+
+    @cached_property
+    def recomputes(self) -> bool:
+        """True if the model has blocks that can be recomputed."""
+        return bool(self.legal.context.model_info.blocks)
+
+    def _fitting(self, key: str) -> list[int]:
+        fitting = [n for n in self._worth_asking(key) if n == 1 or self.legal.refusal_of_value(key, n) is None]
+        self._note_refused(key, fitting)
+        return fitting
+
+    def _worth_asking(self, key: str) -> list[int]:
+        """Values of a degree that divide what it divides."""
+        context = self.legal.context
+        most = self.devices
+        if key == "pp":
+            pieces = len(context.model_info.blocks) or sum(
+                len(shape.sizes) > 1 for shape in context.model_info.parameters
+            )
+            return list(range(1, min(most, max(pieces, 1)) + 1))
+        if key == "cp" and not context.model_info.takes_parts_of_sequences:
+            return [1]
+        numbers: tuple[int, ...] = {
+            "tp": context.model_info.heads,
+            "cp": (context.tokens or self.trace.tokens,),
+            "ep": context.model_info.experts or (1,),
+        }[key]
+        # a model without heads: every power of two may divide
+        if not numbers:
+            return [1, *(2**n for n in range(1, most.bit_length()) if 2**n <= most)]
+        fitting = [n for n in range(1, min(most, min(numbers)) + 1) if not any(number % n for number in numbers)]
+        return [n for n in fitting if key != "tp" or shares_heads(context.model_info.key_value_heads, n)]
+
+    def _note_refused(self, key: str, fitting: list[int]) -> None:
+        """Add one refusal for all values of a degree that cannot work. Its reason is that of the first power of two."""
+        powers = [2**n for n in range(1, self.devices.bit_length()) if 2**n <= self.devices]
+        wrong = [value for value in (*powers, *range(2, min(self.devices, 16) + 1)) if value not in fitting]
+        for value in wrong:
+            if refusal := self.legal.refusal_of_value(key, value):
+                self.refused.append(RefusedValues(key, tuple(sorted(set(wrong))), refusal[1]))
+                return
+
+    def _inner_degrees(self) -> Iterator[tuple[int, int, int, int]]:
+        for tp in self.degrees["tp"]:
+            for cp in (n for n in self.degrees["cp"] if tp * n <= self.devices):
+                for ep in (n for n in self.degrees["ep"] if tp * cp * n <= self.devices):
+                    yield from ((tp, cp, ep, pp) for pp in self.degrees["pp"] if tp * cp * ep * pp <= self.devices)
+
+    def _with_data_ranks(self, tp: int, cp: int, ep: int, pp: int) -> Ints:
+        """Rows of these degrees with all dp × fsdp and microbatches."""
+        shared = self._shared(ep, self.devices // (tp * cp * ep * pp), pp > 1)
+        if not shared:
+            return np.empty((0, len(COLUMNS)), np.int64)
+        table = np.concatenate([_parts(self.job.global_batch, n * ep, pp > 1) for n in shared])
+        head = np.tile(np.array([tp, cp, ep, pp], np.int64), (len(table), 1))
+        table[:, 0] //= ep
+        return np.concatenate([head, table], axis=1)
+
+    def _shared(self, ep: int, most: int, equal: bool) -> list[int]:
+        """Values of dp × fsdp: numbers of data-parallel ranks that divide the batch evenly.
+
+        Without a pipeline also numbers with uneven parts that no smaller one matches: the fullest data-parallel rank
+        sets the pace, so of equally full ones the fewest data-parallel ranks win.
+        """
+        weights = self.job.partition.weights
+        if weights is not None:
+            return [len(weights) // ep] if len(weights) % ep == 0 and len(weights) // ep <= most else []
+        return [
+            data_ranks // ep
+            for data_ranks in _useful_data_ranks(self.job.global_batch, equal)
+            if data_ranks % ep == 0 and data_ranks // ep <= most
+        ]
+
+
+@cache
+def _useful_data_ranks(batch: int, equal: bool) -> tuple[int, ...]:
+    if equal:
+        return tuple(n for n in range(1, batch + 1) if batch % n == 0)
+    fullest: set[int] = {-(-batch // share) for share in range(1, int(batch**0.5) + 2)}
+    few = {n for n in range(1, int(batch**0.5) + 2) if n <= batch and -(-batch // -(-batch // n)) == n}
+    return tuple(sorted(fullest | few))
+
+
+@cache
+def _parts(batch: int, data_ranks: int, equal: bool) -> Ints:
+    """Rows of (data-parallel ranks, microbatches) whose microbatches divide a rank's samples evenly.
+
+    Uneven parts are divided as evenly as possible. Ranks without a pipeline compute one microbatch after the other, so
+    of numbers with equally large microbatches only the least is listed.
+    """
+    share, smallest = -(-batch // data_ranks), batch // data_ranks
+    if equal:
+        counts = [n for n in range(1, share + 1) if share % n == 0]
+    else:
+        counts = sorted({-(-share // size) for size in range(1, share + 1)})
+    return np.array([(data_ranks, n) for n in counts if n <= smallest], np.int64).reshape(-1, 2)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Divisors of a number, ascending."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def _runs(schedule: str, pp: int, microbatches: int) -> bool:
+    return microbatches_fit(schedule, pp, microbatches) if pp > 1 else schedule == "1f1b"
+
+
+def numbered(*columns: Ints) -> tuple[list[tuple[int, ...]], Ints]:
+    """The distinct rows of some columns, and each row's index among them."""
+    key = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        key = key * (int(column.max(initial=0)) + 1) + column
+    _, first, place = np.unique(key, return_index=True, return_inverse=True)
+    return list(zip(*(column[first].tolist() for column in columns), strict=True)), place

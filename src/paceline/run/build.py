@@ -1,0 +1,226 @@
+"""Model, data share and engine of a run, built from its job and plan."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import Group
+from paceline.data.loader import Loader
+from paceline.device import DEVICE_VARIABLE, has_pinned_memory
+from paceline.engine.engine import Engine
+from paceline.engine.settings import Settings
+from paceline.errors import ClusterError, DataError
+from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.job.partition import Partition
+from paceline.planning.plan import Plan
+from paceline.run.checkpoint.convert import WeightSource, fitted, load_weights, weights_from
+from paceline.split.layout import ShardLayout
+from paceline.split.memory import predicted_bytes
+from paceline.split.mesh import Mesh
+from paceline.split.parts import Part
+from paceline.storage.url import is_url
+
+if TYPE_CHECKING:
+    from paceline.run.record.run import Run
+    from paceline.split.deferred_init.initialise import DeferredModel
+
+
+def check_device(run: Run, group: Group) -> None:
+    """Refuse a group whose devices are not those of the run's cluster."""
+    if run.cluster.kind != group.device.type:
+        raise ClusterError(
+            f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. "
+            f"Install a build of torch for the accelerators, or set {DEVICE_VARIABLE}=cpu to train on the CPU."
+        )
+
+
+def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
+    """The job's model, drawn with the job's seed.
+
+    It is on the meta device where the plan divides it.
+    """
+    seed_all(job.seed)
+    if not plan.splits:
+        return job.model.build()
+    from paceline.split.deferred_init.initialise import record
+
+    return record(job.model.build)
+
+
+def begin_engine(
+    job: Job,
+    plan: Plan,
+    data: DataSets,
+    group: Group,
+    build: Callable[[], nn.Module | DeferredModel] | None = None,
+) -> Engine:
+    """This rank's engine for a job that begins: `build_engine`, with a model built here.
+
+    It is built after the loader processes are started, so it is not in their memory.
+
+    Args:
+        build: builds the model; None is `built`.
+    """
+    mesh = Mesh.of(plan, group)
+    loader = loader_of(job, mesh, data, plan.num_workers)
+    try:
+        loader.start()
+        return _engine(job, plan, build() if build is not None else built(job, plan), mesh, loader)
+    except BaseException:
+        loader.close()
+        raise
+
+
+def build_engine(
+    job: Job,
+    plan: Plan,
+    model: nn.Module | DeferredModel,
+    data: DataSets,
+    group: Group,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    goes_on: bool = False,
+) -> Engine:
+    """This rank's engine for a job: its model part, optimizer, loss and data share.
+
+    Args:
+        optimizer: of a whole model that was trained before, in another epoch of the run; None makes a new one.
+        goes_on: the model has, or gets, the state of an earlier epoch; else it begins with the job's weights.
+
+    Raises:
+        PlanError: the plan cannot divide this model so, or has another number of ranks.
+    """
+    mesh = Mesh.of(plan, group)
+    return _engine(job, plan, model, mesh, loader_of(job, mesh, data, plan.num_workers), optimizer, goes_on=goes_on)
+
+
+def _engine(
+    job: Job,
+    plan: Plan,
+    model: nn.Module | DeferredModel,
+    mesh: Mesh,
+    loader: Loader,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    goes_on: bool = False,
+) -> Engine:
+    loss = job.loss.build()
+    by_loss = job.stop.loss_below is not None or job.stop.plateau is not None
+    settings = Settings(
+        job.clip_norm,
+        job.nonfinite,
+        job.batch_norm,
+        job.precision,
+        job.seed,
+        job.buffers,
+        compare_every=job.compare_every,
+        run_ahead=not by_loss,
+        spike=job.spike,
+    )
+    source = None if goes_on else _published(job, model)
+    if plan.splits:
+        from paceline.engine.split_model import divide
+
+        split = divide(model, plan, mesh, loader, loss, settings, weights=not goes_on)
+        if source is not None:
+            load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, source)
+        optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
+        return Engine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
+    assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
+    if source is not None:
+        _load_whole(model, source)
+    optimizer = optimizer or job.optimizer.build(model.parameters(), fused=plan.fused)
+    return Engine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
+
+
+def load_published(job: Job, model: nn.Module) -> None:
+    """Load the pretrained weights that the job names, if any, into a whole model."""
+    source = _published(job, model)
+    if source is not None:
+        _load_whole(model, source)
+
+
+def _load_whole(model: nn.Module, source: WeightSource) -> None:
+    load_weights({**dict(model.named_parameters()), **_kept(dict(model.named_buffers()), source)}, None, source)
+
+
+def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None:
+    """The pretrained weights that the job names, matched to the model; None without any."""
+    if job.model.weights is None:
+        return None
+    weights: Path | str = job.model.weights
+    if is_url(weights):
+        from paceline.storage.data import at_hand
+
+        weights = at_hand(weights)
+    return fitted(weights_from(Path(weights)), model if isinstance(model, nn.Module) else model.model)
+
+
+def _kept(buffers: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]:
+    names = set(source)
+    return {name: buffer for name, buffer in buffers.items() if name in names}
+
+
+def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loader:
+    """This data-parallel rank's share of the data.
+
+    Read by so many loader processes; 0: as many as the job says.
+    """
+    hosts = mesh.data_rank_hosts
+    host_samples = _host_samples(job, data, mesh.world)
+    partition = Partition(
+        job.partition,
+        samples=len(data.train) if host_samples is None else sum(host_samples),  # type: ignore[arg-type]
+        global_batch=job.global_batch,
+        seed=job.seed,
+        replica=mesh.data_rank,
+        replicas=mesh.data_ranks,
+        hosts=hosts,
+        host_samples=host_samples,
+        labels=getattr(data.train, "labels", None),
+        drop_last=job.drop_last,
+    )
+    workers = num_workers or job.data.num_workers
+    return Loader(data.train, partition, num_workers=workers, pin_memory=has_pinned_memory(mesh.world.device))
+
+
+def predicted_state_bytes(job: Job, engine: Engine) -> int:
+    """Predicted bytes of this rank's parameters, gradients and optimizer state.
+
+    The recorder's lines have the measured ones.
+    """
+    held = engine.named_parameters()
+    parts = engine.parts or {name: Part(name, ShardLayout.whole(p.shape)) for name, p in held.items()}
+    return predicted_bytes(parts, held, job.optimizer).total
+
+
+def seed_all(seed: int) -> None:
+    """Start every source of random numbers that models and data sets draw from."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # the same, without the traces of its caller that it keeps for each kind of accelerator
+        torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _host_samples(job: Job, data: DataSets, group: Group) -> list[int] | None:
+    """Number of samples on each host, where hosts have their own files; else None."""
+    if not job.partition.host_files:
+        return None
+    lengths = group.gather_json(len(data.train))  # type: ignore[arg-type]
+    of_host: dict[int, set[int]] = {}
+    for host, length in zip(group.hosts, lengths, strict=True):
+        of_host.setdefault(host, set()).add(length)
+    for host, found in of_host.items():
+        if len(found) > 1:
+            raise DataError(f"the ranks of host {host} see training sets of different lengths: {sorted(found)}")
+    return [of_host[host].pop() for host in sorted(of_host)]

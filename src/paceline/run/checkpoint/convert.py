@@ -1,0 +1,345 @@
+"""Export to, and import from, safetensors files and Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from paceline.errors import JobError, RunError
+from paceline.files import short_name
+from paceline.run.checkpoint.manifest import MANIFEST, TensorEntry, TensorPiece, sync_folder
+from paceline.run.checkpoint.reader import Loaded, TensorPieces, load, load_latest
+from paceline.run.checkpoint.shard import described_bytes, write_one_by_one
+from paceline.split.layout import ShardLayout
+from paceline.split.parts import Part, local
+
+HF_SHARD = "5GB"  # what Hugging Face's hub asks large models to be cut into
+_HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# Out of a run
+
+
+def export(run_or_folder: Path, out: Path) -> None:
+    """Write the model of the newest whole checkpoint as one safetensors file.
+
+    For `model.load_state_dict(load_file(out))`.
+
+    It is the model that the run evaluates: floating-point buffers (statistics of batch norms) are averaged over the
+    ranks. `run_or_folder` is a run directory, its `checkpoints/`, or one checkpoint. Tied tensors are written under
+    each of their names. No more than one tensor is in memory at a time. A damaged newer checkpoint is passed over with
+    a warning.
+
+    Raises:
+        RunError: there is no checkpoint, or `out` exists or cannot be written.
+        CheckpointError: none is whole.
+    """
+    if out.exists():
+        raise RunError(f"{out} exists already and is not overwritten. Remove it, or name another file.")
+    loaded = _newest(run_or_folder)
+    _write(loaded, out, tied=True)
+
+
+def export_hf(run: Path, out: Path) -> None:
+    """Write the model of the newest whole checkpoint as a Hugging Face folder.
+
+    For transformers' `AutoModel….from_pretrained(out)`.
+
+    The folder has what `save_pretrained` writes: `config.json`, and `model.safetensors` or, beyond 5 GB, several files
+    with an index; tied weights once, all under the names of published checkpoints of the architecture. Needs room for
+    the weights twice, but no memory for them. `run` is a run directory, its `checkpoints/`, or one checkpoint in it.
+
+    Raises:
+        RunError: there is no run or no checkpoint, its model is not one of transformers', or `out` exists or cannot be
+            written.
+        CheckpointError: none is whole.
+    """
+    if out.exists():
+        raise RunError(f"{out} exists already and is not overwritten. Remove it, or name another folder.")
+    model = _hf_model(run)
+    loaded = _newest(run)
+    temporary: Path | None = None
+    try:
+        temporary = _new_folder_beside(out)
+        weights = temporary / "all-weights"
+        _write(loaded, weights, tied=False)
+        with safe_open(weights, framework="pt") as file:  # maps the file: the tensors take no memory
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
+        for alias, name in loaded.aliases.items():  # the same tensors: transformers keeps the name that it reads
+            state[_bare(alias)] = state[_bare(name)]
+        _quiet()
+        model.to(next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32))
+        model.save_pretrained(temporary, state_dict=state, max_shard_size=HF_SHARD)
+        del state
+        weights.unlink()
+        temporary.rename(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        text = f"{out} cannot be written: {error.strerror or error}"
+        raise RunError(f"{text}. Name a folder that can be made, on a disk with room for the weights twice.") from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _new_folder_beside(out: Path) -> Path:
+    """A new folder with an unguessable name and mode 0700, on the disk of `out`."""
+    return Path(tempfile.mkdtemp(prefix=f".{short_name(out, 100)}.", dir=out.parent))
+
+
+def _entries(loaded: Loaded, *, tied: bool) -> dict[str, TensorEntry]:
+    """Entries of the model's state dict; with `tied`, tied tensors under all names."""
+    everything = {**loaded.shared.entries, **loaded.own_entries(loaded.coordinate)}
+    if tied:
+        everything |= {alias: everything[name] for alias, name in loaded.aliases.items() if name in everything}
+    return {_bare(name): entry for name, entry in everything.items() if name.startswith(("model/", "buffer/"))}
+
+
+def _bare(name: str) -> str:
+    return name.partition("/")[2]
+
+
+def _write(loaded: Loaded, out: Path, *, tied: bool) -> None:
+    tensors = TensorPieces(_entries(loaded, tied=tied), loaded.shared.files)
+    averaged = {_bare(name): buffer for name, buffer in loaded.averaged_buffers().items()}
+    if tied:
+        averaged |= {
+            _bare(alias): averaged[_bare(name)] for alias, name in loaded.aliases.items() if _bare(name) in averaged
+        }
+    described = {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in tensors.entries.items()}
+    folder: Path | None = None
+    try:
+        folder = _new_folder_beside(out)
+        write_one_by_one(
+            folder / "weights", described, lambda name: averaged[name] if name in averaged else tensors[name]
+        )
+        os.replace(folder / "weights", out)
+        sync_folder(out.parent)
+    except OSError as error:
+        text = (
+            f"{out} cannot be written ({sum(map(described_bytes, described.values())):,} bytes): "
+            f"{error.strerror or error}"
+        )
+        raise RunError(f"{text}. Name a file in a folder that can be written and has the room.") from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _newest(run_or_folder: Path) -> Loaded:
+    if (run_or_folder / MANIFEST).exists():
+        return load(run_or_folder, rank=0, world=1)
+    inner = run_or_folder / "checkpoints"
+    folder = inner if inner.is_dir() else run_or_folder
+
+    def warn(event: str, facts: dict[str, Any]) -> None:
+        warnings.warn(f"{facts['reason']}. An older one is exported instead.", stacklevel=5)
+
+    loaded = load_latest(folder, rank=0, world=1, report=warn)
+    if loaded is None:
+        what = "holds no checkpoint" if run_or_folder.exists() else "does not exist"
+        raise RunError(f"{run_or_folder} {what}. Name a run directory, or a folder of checkpoints.")
+    return loaded
+
+
+def _hf_model(run: Path) -> Any:
+    """The run's model without memory for its weights."""
+    from paceline.run.record.run import Run
+
+    path = next((path for path in (run, *run.absolute().parents[:2]) if (path / "job.yaml").exists()), None)
+    if path is None:
+        raise RunError(
+            f"{run} is not in the directory of a run, whose job.yaml says what the model is. Name a run directory."
+        )
+    job = Run(path).job
+    with torch.device("meta"):
+        model = job.model.build()
+    if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
+        raise RunError(
+            f"the model of {path} ({type(model).__name__}) is not one of transformers', so there is no Hugging Face "
+            "layout for it. Export one safetensors file instead: paceline export RUN model.safetensors"
+        )
+    return model
+
+
+# Into a run
+
+
+class WeightSource(Protocol):
+    """Full tensors by the names of a model, readable in parts."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
+        """Read a rank's part of a tensor into `own`, converting dtype and device.
+
+        Without a layout, `own` is the whole tensor.
+        """
+
+
+def weights_from(path: Path) -> TensorPieces:
+    """Tensors of a safetensors file or a Hugging Face folder, read on access.
+
+    They have the names in the files.
+
+    Raises:
+        JobError: there are no weights, or their files cannot be read.
+    """
+    files = _weight_files(path)
+    entries: dict[str, TensorEntry] = {}
+    for number, file in enumerate(files):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is not a mapping
+                    stored = opened.get_slice(name)
+                    shape = stored.get_shape()
+                    piece = TensorPiece(shard=number, key=name, offset=[0] * len(shape), shape=shape)
+                    entries[name] = TensorEntry(dtype=stored.get_dtype(), shape=shape, pieces=[piece])
+        except (OSError, SafetensorError) as error:
+            raise JobError(f"{file}: no weights can be read from it: {error}") from error
+    return TensorPieces(entries, files)
+
+
+def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
+    """Tensors of `source` under the parameter and buffer names of `model`.
+
+    The model may be on the meta device, but not divided yet; its whole state dict is covered. A tied tensor
+    may stand in the source under any of its names, and the names of a transformers model with or without the
+    prefix of its body. Where transformers fuses several published tensors into one parameter (the experts of
+    Mixtral), it reads them by itself: that takes memory for the whole model on each rank meanwhile.
+
+    Raises:
+        JobError: they are of another model. Names what is missing, unknown or of another shape.
+    """
+    wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    entries, unknown = _renamed(source, model, wanted)
+    missing = [name for name in wanted if name not in entries]
+    if missing and unknown and hasattr(model, "from_pretrained") and (source.files[0].parent / "config.json").exists():
+        return _read_by_transformers(source, model)
+    other = [(name, entry.shape, wanted[name]) for name, entry in entries.items() if entry.shape != wanted[name]]
+    _refuse(source, missing, unknown, other)
+    return TensorPieces(entries, source.files)
+
+
+def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, source: WeightSource) -> None:
+    """Load this rank's part of the model from a `fitted` source.
+
+    Args:
+        named: parameters and persistent buffers by their names in the undivided model; plain tensors or
+            FSDP2's.
+        parts: which part of each the rank holds; one that is not named is whole.
+    """
+    for name, tensor in named.items():
+        own = local(tensor).detach()
+        source.fill(name, own, parts[name].layout if parts is not None and name in parts else None)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (path / _HF_FILE).is_file():
+        return [path / _HF_FILE]
+    try:
+        index = json.loads((path / _HF_INDEX).read_bytes())
+        return [path / name for name in sorted(set(index["weight_map"].values()))]
+    except FileNotFoundError:
+        what = f"holds neither {_HF_FILE} nor {_HF_INDEX}" if path.is_dir() else "does not exist"
+        raise JobError(
+            f"{path} {what}. Name a safetensors file, or a folder in Hugging Face's layout with safetensors weights."
+        ) from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise JobError(f"{path / _HF_INDEX} is not an index of weights: {error}") from error
+
+
+def _renamed(
+    source: TensorPieces, model: nn.Module, wanted: Mapping[str, object]
+) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Entries by the model's names, tied ones under all, and unknown names."""
+    prefix = f"{getattr(model, 'base_model_prefix', None) or ''}."
+    entries: dict[str, TensorEntry] = {}
+    unknown: list[str] = []
+    for name, entry in source.entries.items():
+        found = next((n for n in (name, prefix + name, name.removeprefix(prefix)) if n in wanted), None)
+        if found is None:
+            unknown.append(name)
+        else:
+            entries[found] = entry
+    for names in _tied(model):
+        there = next((entries[name] for name in names if name in entries), None)
+        if there is not None:
+            entries |= {name: entries.get(name, there) for name in names if name in wanted}
+    return entries, unknown
+
+
+def _tied(model: nn.Module) -> Iterator[list[str]]:
+    """The groups of names that share one tensor."""
+    for named in (model.named_parameters, model.named_buffers):
+        names: dict[Tensor, list[str]] = {}
+        for name, tensor in named(remove_duplicate=False):
+            names.setdefault(tensor, []).append(name)
+        yield from (several for several in names.values() if len(several) > 1)
+
+
+class _WeightsInMemory:
+    """A source whose tensors are in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
+        """Read a rank's part of a tensor into `own`."""
+        with torch.no_grad():
+            own.copy_(self.tensors[name] if layout is None else layout.take(self.tensors[name]))
+
+
+def _read_by_transformers(source: TensorPieces, model: Any) -> WeightSource:
+    """The weights of a folder, read by transformers."""
+    _quiet()
+    read = type(model).from_pretrained
+    whole, info = read(
+        source.files[0].parent,
+        config=model.config,
+        dtype=torch.float32,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    _refuse(source, sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), sorted(info["mismatched_keys"]))
+    return _WeightsInMemory(whole.state_dict())
+
+
+def _refuse(
+    source: TensorPieces,
+    missing: Sequence[str],
+    unknown: Sequence[str],
+    other: Sequence[tuple[str, Sequence[int], Sequence[int]]],
+) -> None:
+    """Raise where the weights are not those of the model.
+
+    Args:
+        other: name, shape in the source and shape in the model of each tensor whose shapes differ.
+    """
+    wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown to the model" for name in unknown]
+    wrong += [f"{name} has shape {tuple(there)}, the model wants {tuple(here)}" for name, there, here in other]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise JobError(f"the weights in {source.where} are of another model: {'; '.join(wrong[:5])}{more}")
+
+
+def _quiet() -> None:
+    """Keep transformers' progress bars from the screen."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()

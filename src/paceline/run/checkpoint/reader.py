@@ -1,0 +1,378 @@
+"""Loading a checkpoint: the newest whole one, all bytes checked, only this rank's part read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+from paceline.run.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    ShardEntry,
+    TensorEntry,
+    TensorPiece,
+    checkpoints,
+    shard_name,
+)
+from paceline.run.checkpoint.shard import DTYPES
+from paceline.run.checkpoint.shard_assignment import MeshCoordinate, assign_writers, uncovered
+from paceline.split.layout import ShardLayout
+
+# before the names of what belongs to one rank and no other: its rule's tensors, and its replica's
+SYNC, OWN = "sync/", "own/"
+
+Report = Callable[[str, dict[str, Any]], None]
+Agree = Callable[[Any], list[Any]]
+
+
+class TensorPieces(Mapping[str, Tensor]):
+    """Full tensors stored in pieces in safetensors files, as a read-only mapping.
+
+    Indexing assembles a whole tensor in new memory; `fill` reads a part. The files are mapped into memory:
+    only the pages of what is asked for are read, and nothing of them stays.
+
+    Args:
+        entries: dtype, shape and pieces of every tensor.
+        files: the files, indexed by `TensorPiece.shard`.
+    """
+
+    def __init__(self, entries: Mapping[str, TensorEntry], files: Sequence[Path]) -> None:
+        self.entries, self.files = entries, files
+        self._opened: dict[int, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        full = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.fill(name, full)
+        return full
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
+        """Read a rank's part of a tensor into `own`, converting dtype and device.
+
+        Args:
+            layout: the part that `own` holds; None: the whole tensor.
+
+        Raises:
+            CheckpointError: a file cannot be read, or its pieces do not hold all of the part.
+        """
+        layout = layout or ShardLayout.whole(own.shape)
+        filled = 0
+        with torch.no_grad():
+            for box in layout.boxes():
+                place = box.of(own)
+                for piece in self.entries[name].pieces:
+                    shared = _overlap(box.full, box.shape, piece)
+                    if shared is not None:
+                        begin, shape = shared
+                        source = _narrow(
+                            self._stored(piece), [a - b for a, b in zip(begin, piece.offset, strict=True)], shape
+                        )
+                        _narrow(place, [a - b for a, b in zip(begin, box.full, strict=True)], shape).copy_(source)
+                        filled += prod(shape)
+        if filled != layout.numel:
+            raise CheckpointError(
+                f"{self.where}: {layout.numel - filled:,} of {layout.numel:,} elements wanted of {name} are in no piece"
+            )
+
+    def _stored(self, piece: TensorPiece) -> Tensor:
+        """A piece as a memory-mapped tensor: only the bytes accessed are read."""
+        path = self.files[piece.shard]
+        try:
+            if piece.shard not in self._opened:
+                self._opened[piece.shard] = safe_open(path, framework="pt")
+            stored: Tensor = self._opened[piece.shard].get_tensor(piece.key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return stored
+
+    @property
+    def where(self) -> Path:
+        """The file, or the folder of the files."""
+        return self.files[0].parent if len(self.files) != 1 else self.files[0]
+
+
+@dataclass
+class Loaded:
+    """A checkpoint with checked files, whose tensors are read on access.
+
+    Attributes:
+        path: its folder.
+        step: the optimizer steps that it stands for.
+        world: how many ranks wrote it.
+        mesh: how many ranks there were along each mesh axis that had more than one.
+        shared: the tensors of the undivided model and of its optimizer.
+        values: what was the same on all ranks.
+        own_values: what each rank had of its own, in the order of the ranks that wrote it.
+        aliases: names of tied tensors, each with the name in `shared`.
+        coordinate: of the rank that reads it, unless another is given to `own_of`.
+    """
+
+    path: Path
+    step: int
+    world: int
+    mesh: dict[str, int]
+    shared: TensorPieces
+    values: dict[str, Any]
+    own_values: list[dict[str, Any]]
+    aliases: dict[str, str]
+    coordinate: MeshCoordinate
+    data_ranks: int
+    shards: list[ShardEntry] = field(repr=False)
+
+    @cached_property
+    def own(self) -> dict[str, Tensor]:
+        """Buffers and random states for a rank that holds the whole model."""
+        return self.own_of(self.coordinate)
+
+    def own_of(self, coordinate: MeshCoordinate) -> dict[str, Tensor]:
+        """Buffers and random states for the rank at `coordinate`.
+
+        On the mesh that saved them, each rank gets its own. On another mesh it gets those of the rank with
+        the same data-parallel rank; where the number of data-parallel ranks differs, those of the first one,
+        with the floating-point buffers of an evaluation (`averaged_buffers`). Each has the buffers of its
+        pipeline stage.
+        """
+        own = dict(TensorPieces(self.own_entries(coordinate), self.shared.files))
+        if self.data_ranks != coordinate.data_ranks:
+            own |= {name: buffer for name, buffer in self.averaged_buffers().items() if name in own}
+        return own
+
+    def averaged_buffers(self) -> dict[str, Tensor]:
+        """Floating-point buffers averaged over the data-parallel ranks, as evaluations use them."""
+        found: dict[str, dict[int, TensorEntry]] = {}
+        for rank, shard in enumerate(self.shards):
+            for name, entry in self._entries_of(rank):
+                if name.startswith("buffer/"):
+                    found.setdefault(name, {}).setdefault(shard.data_rank, entry)
+        averaged = {}
+        for name, entries in found.items():
+            same = len({(entry.dtype, tuple(entry.shape)) for entry in entries.values()}) == 1
+            dtype = DTYPES[next(iter(entries.values())).dtype]
+            if len(entries) > 1 and same and dtype.is_floating_point:
+                read = TensorPieces({str(data_rank): entry for data_rank, entry in entries.items()}, self.shared.files)
+                averaged[name] = torch.stack([read[key].double() for key in read]).mean(dim=0).to(dtype)
+        return averaged
+
+    def own_entries(self, coordinate: MeshCoordinate) -> dict[str, TensorEntry]:
+        """The entries of the tensors that `own_of` returns: dtypes, shapes and shards."""
+        data_rank = coordinate.data_rank if self.data_ranks == coordinate.data_ranks else 0
+        chosen = [rank for rank, shard in enumerate(self.shards) if shard.data_rank == data_rank]
+        if self.mesh == coordinate.sizes:
+            # the others only for what is of another stage now: the model may be cut elsewhere
+            chosen.insert(0, coordinate.rank)
+        entries: dict[str, TensorEntry] = {}
+        for rank in reversed(chosen):
+            entries |= {name: entry for name, entry in self._entries_of(rank) if not name.startswith((SYNC, OWN))}
+        return entries
+
+    def of_rank(self, rank: int) -> dict[str, Tensor]:
+        """Tensors that only one rank can use: its rule's and its own replica's.
+
+        A replica's are there only where replicas trained on local parameters.
+        """
+        return dict(
+            TensorPieces(
+                {name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))},
+                self.shared.files,
+            )
+        )
+
+    def _entries_of(self, rank: int) -> Iterator[tuple[str, TensorEntry]]:
+        for name, own in self.shards[rank].own.items():
+            piece = TensorPiece(shard=rank, key=name, offset=[0] * len(own.shape), shape=own.shape)
+            yield name, TensorEntry(dtype=own.dtype, shape=own.shape, pieces=[piece])
+
+
+def load_latest(
+    folder: Path,
+    *,
+    rank: int,
+    world: int,
+    report: Report,
+    agree: Agree | None = None,
+    fetch: Callable[[Path], None] = lambda _: None,
+) -> Loaded | None:
+    """The newest whole checkpoint in `folder`; None where there is none at all.
+
+    Damaged ones are skipped, each after `report("checkpoint_damaged", {"path": …, "reason": …})`.
+
+    Args:
+        agree: gives a value of every rank to all of them (`Group.gather_json`). With it every rank checks its share of
+            the files, and all take the same checkpoint, which is read from the disk once. Without it this rank checks
+            every file alone.
+        fetch: called with a checkpoint before it is read, to have it here.
+
+    Raises:
+        CheckpointError: there are some, but none is whole.
+    """
+    names = [path.name for _, path in reversed(checkpoints(folder))]
+    reasons: list[str] = []
+    for name in names if agree is None else agree(names)[0]:
+        loaded, found = None, None
+        try:
+            fetch(folder / name)
+            manifest = Manifest.read(folder / name)
+            share = range(len(manifest.shards)) if agree is None else _share(manifest, rank, world)
+            loaded = _checked(folder / name, manifest, share, MeshCoordinate.plain(rank, world))
+        except CheckpointError as error:
+            found = str(error)
+        trouble = [reason for reason in ([found] if agree is None else agree(found)) if reason is not None]
+        if not trouble:
+            return loaded
+        report("checkpoint_damaged", {"path": name, "reason": trouble[0]})
+        reasons.append(trouble[0])
+    if reasons:
+        listed = "\n".join(f"  {reason}" for reason in reasons)
+        raise CheckpointError(
+            f"no checkpoint in {folder} is whole:\n{listed}\nRestore one from a copy, or start a new run."
+        )
+    return None
+
+
+def load(path: Path, rank: int, world: int) -> Loaded:
+    """The checkpoint at `path`, as `rank` of `world` needs it, every file of it checked.
+
+    Raises:
+        CheckpointError: a part is missing, truncated or altered. Names the file.
+    """
+    manifest = Manifest.read(path)
+    return _checked(path, manifest, range(len(manifest.shards)), MeshCoordinate.plain(rank, world))
+
+
+def _share(manifest: Manifest, rank: int, world: int) -> list[int]:
+    """The files that a rank checks: nearly equal bytes for each."""
+    checker = assign_writers({str(r): entry.bytes for r, entry in enumerate(manifest.shards)}, world)
+    return [r for r in range(len(manifest.shards)) if checker[str(r)] == rank]
+
+
+def _checked(path: Path, manifest: Manifest, share: Sequence[int], coordinate: MeshCoordinate) -> Loaded:
+    """The checkpoint, after every byte of the shards in `share` was checked."""
+    if wrong := next(_contradictions(manifest), None):
+        raise CheckpointError(f"{path / MANIFEST} contradicts itself: {wrong}")
+    expected: dict[int, dict[str, tuple[str, list[int]]]] = {
+        rank: {name: (entry.dtype, entry.shape) for name, entry in manifest.shards[rank].own.items()} for rank in share
+    }
+    for entry in manifest.tensors.values():
+        for piece in entry.pieces:
+            if piece.shard in expected:
+                expected[piece.shard][piece.key] = (entry.dtype, piece.shape)
+    files = [path / shard_name(rank) for rank in range(len(manifest.shards))]
+    for rank in share:
+        _check(files[rank], manifest.shards[rank], expected[rank])
+    return Loaded(
+        path,
+        manifest.step,
+        manifest.world,
+        manifest.mesh,
+        TensorPieces(manifest.tensors, files),
+        manifest.values,
+        [entry.own_values for entry in manifest.shards],
+        manifest.aliases,
+        coordinate,
+        manifest.data_ranks,
+        manifest.shards,
+    )
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Contradictions in a manifest; loading would fill tensors in part, twice or never."""
+    shards = len(manifest.shards)
+    if (
+        manifest.step < 0
+        or shards != manifest.world
+        or not all(n >= 1 for n in (manifest.data_ranks, *manifest.mesh.values()))
+    ):
+        ranks = f"{manifest.world} ranks, {manifest.data_ranks} of them data-parallel"
+        yield f"step {manifest.step}, {shards} shards of {ranks}, mesh {manifest.mesh}"
+    taken: set[tuple[int, str]] = set()
+    for rank, shard in enumerate(manifest.shards):
+        if shard.bytes < 0 or not 0 <= shard.data_rank < manifest.data_ranks:
+            yield (
+                f"shard {rank} has {shard.bytes} bytes and data-parallel rank {shard.data_rank} of "
+                f"{manifest.data_ranks}"
+            )
+        for name, own in shard.own.items():
+            taken.add((rank, name))
+            if own.dtype not in DTYPES or any(n < 0 for n in own.shape):
+                yield f"{name} of shard {rank} is {own.dtype} {own.shape}"
+    for name, entry in manifest.tensors.items():
+        if entry.dtype not in DTYPES or any(n < 0 for n in entry.shape):
+            yield f"{name} is {entry.dtype} {entry.shape}"
+            continue
+        for piece in entry.pieces:
+            if not 0 <= piece.shard < shards:
+                yield f"{name} has a piece in shard {piece.shard}, and there are {shards}"
+            if (
+                len(piece.offset) != len(entry.shape)
+                or len(piece.shape) != len(entry.shape)
+                or any(n < 0 for n in piece.shape)
+            ):
+                yield f"{name} has the shape {entry.shape}, and a piece of the shape {piece.shape} at {piece.offset}"
+                return
+            if (piece.shard, piece.key) in taken:
+                yield f"{piece.key} of shard {piece.shard} stands for two pieces"
+            taken.add((piece.shard, piece.key))
+        if wrong := uncovered(entry.shape, entry.pieces):
+            yield f"the pieces of {name} do not make up the tensor of shape {entry.shape}: {wrong}"
+
+
+def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list[int]]]) -> None:
+    """Raise unless a file has the written bytes and the tensors that the manifest lists."""
+    try:
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise CheckpointError(f"{path} has {size:,} bytes instead of {entry.bytes:,}: truncated or altered")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != entry.sha256:
+            raise CheckpointError(
+                f"{path} was altered or damaged: it does not have the SHA-256 that the manifest names"
+            )
+        with safe_open(path, framework="pt") as opened:
+            if missing := expected.keys() - set(opened.keys()):
+                raise CheckpointError(
+                    f"{path.parent / MANIFEST} names {sorted(missing)[0]}, which {path.name} does not hold"
+                )
+            for key, said in expected.items():
+                stored = opened.get_slice(key)
+                if (stored.get_dtype(), stored.get_shape()) != said:
+                    raise CheckpointError(
+                        f"{path}: {key} is {stored.get_dtype()} {stored.get_shape()}, but the manifest says {said}"
+                    )
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _overlap(begin: Sequence[int], shape: Sequence[int], piece: TensorPiece) -> tuple[list[int], list[int]] | None:
+    """The overlap of a block and a piece as (first element, shape); None if empty.
+
+    Both are given in the full tensor's coordinates.
+    """
+    low = [max(a, b) for a, b in zip(begin, piece.offset, strict=True)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(begin, shape, piece.offset, piece.shape, strict=True)]
+    extent = [b - a for a, b in zip(low, high, strict=True)]
+    return None if any(n <= 0 for n in extent) else (low, extent)
+
+
+def _narrow(tensor: Tensor, begin: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(begin, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor

@@ -1,0 +1,325 @@
+"""Checkpoints of a run: when they are due, saving, resuming and rewinding."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from paceline.comm import Group
+from paceline.data.loader import changed_data
+from paceline.elastic.hosts.fetch import fetch
+from paceline.engine.agreement import StepSignals
+from paceline.engine.engine import Engine, StepResult
+from paceline.engine.meter import CHECKPOINT
+from paceline.errors import CheckpointError, DataError, NonFiniteError
+from paceline.job.data import DataSets
+from paceline.job.job import CheckpointSpec
+from paceline.job.stop import StopRule
+from paceline.run.checkpoint.manifest import checkpoints
+from paceline.run.checkpoint.reader import Loaded, load_latest
+from paceline.run.checkpoint.writer import Checkpointer, Snapshot
+from paceline.run.record.callback import Callback, StepInfo
+from paceline.run.record.events import Events
+from paceline.run.record.run import Run
+from paceline.run.recovery.last_good import LastGood
+from paceline.run.state import restore, snapshot
+
+# of the time between two checkpoints: after a longer wait for one, the next is begun earlier
+_WORTH_IT, _WORTH_IT_S = 0.01, 2.0
+_PACE = 10.0  # writing beside the training takes so many times as long as alone
+
+
+class CheckpointSchedule:
+    """Begins a rank's checkpoints when due, waits for them, and retries failed ones.
+
+    With `every_steps`, training never completes a step that lies more than so many steps behind the last
+    whole checkpoint: it waits for the one that is being written. Where that wait is long, the next one is
+    begun some steps earlier.
+
+    Attributes:
+        at: the step of the newest checkpoint begun; -1 before the first.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        rule: CheckpointSpec,
+        signals: StepSignals,
+        report: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self.checkpointer, self.rule, self.signals, self.report = checkpointer, rule, signals, report
+        self.at = -1
+        self._whole = 0  # the step of the newest checkpoint that was there when training began, or 0
+        self._failures = 0  # in a row
+        self._clock_s = 0.0  # of the stop rule, when the newest one was begun
+        self._begun = time.monotonic()
+        self._lead_steps = 0  # rank 0's: so much earlier a checkpoint is begun
+        self._early = False  # whether the newest one was
+        self._in_flight = False  # until the newest one's tensors are released and its writer has ended
+        self._released = True
+
+    def resumed(self, step: int, clock_s: float) -> None:
+        """Training goes on from the checkpoint of `step`, or begins."""
+        self.at = self._whole = step
+        self._clock_s, self._begun = clock_s, time.monotonic()
+
+    def ask(self, step: int, clock_s: float) -> None:
+        """On rank 0, vote for a checkpoint after `step`.
+
+        It is due by the clock, or begun early because the last one took long.
+        """
+        every = self.rule.every_steps
+        if every is None:
+            ahead_s = min(self.checkpointer.write_s, self.rule.every_seconds / 2)
+            wanted = clock_s - self._clock_s >= self.rule.every_seconds - ahead_s
+        else:
+            wanted = self._lead_steps > 0 and step - max(self.at, 0) >= every - self._lead_steps
+        if wanted:
+            self.signals.vote("checkpoint")
+
+    def falls_on(self, step: int) -> bool:
+        """True if a checkpoint may be due after `step` by its number alone."""
+        every = self.rule.every_steps
+        return every is not None and (step % every == 0 or step - max(self.at, 0) >= every)
+
+    def due(self, step: int, votes: dict[str, int]) -> bool:
+        """True if a checkpoint begins after `step`; equal on all ranks with equal votes."""
+        every = self.rule.every_steps
+        if every is None:
+            return "checkpoint" in votes
+        asked = "checkpoint" in votes
+        shortly_after = self._early and step - self.at <= every // 2
+        self._early = asked or (self._early and shortly_after)
+        return asked or (step % every == 0 and not shortly_after) or step - max(self.at, 0) >= every
+
+    def begin(self, step: int, snapshot: Snapshot, clock_s: float) -> None:
+        """Begin a checkpoint, which is written while the next steps run."""
+        self.settle()
+        self.at = step
+        self._clock_s, self._begun = clock_s, time.monotonic()
+        self._in_flight, self._released = True, False
+        self.checkpointer.save(step, snapshot)
+
+    def release(self) -> None:
+        """Wait until the weights may change."""
+        if self._in_flight:
+            self.checkpointer.release()
+            self._released = True
+
+    def before_update(self, step: int) -> None:
+        """Wait until the weights may change, and `step` may be completed."""
+        if not self._in_flight:
+            return
+        self.release()
+        every = self.rule.every_steps
+        if (
+            every is None
+            or step - max(self._whole, self.checkpointer.completed) <= every
+            or not self.checkpointer.under_way
+        ):
+            return
+        waited_s = self.checkpointer.complete()
+        step_s = max(time.monotonic() - self._begun - waited_s, 1e-6) / max(step - self.at, 1)
+        if waited_s > max(_WORTH_IT_S, _WORTH_IT * every * step_s):
+            self._lead_steps = min(every // 2, max(self._lead_steps, math.ceil(_PACE * waited_s / step_s)))
+
+    def poll(self) -> None:
+        """Count a checkpoint that failed in the background.
+
+        Raises:
+            CheckpointError: as many in a row as the job allows.
+        """
+        if self._in_flight:
+            # looked at first: a writer that has ended has left its error
+            over = self._released and not self.checkpointer.busy
+            self._note(self.checkpointer.poll)
+            self._in_flight = not over
+
+    def settle(self) -> None:
+        """Finish the checkpoint under way; one that fails is noted as in `poll`."""
+        self._note(self.checkpointer.close)
+
+    def finish(self) -> None:
+        """Finish the last one of the run, which must not fail.
+
+        Raises:
+            CheckpointError: it did.
+        """
+        self.checkpointer.close()
+
+    def _note(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except CheckpointError as error:
+            if self.checkpointer.rank != 0:
+                return  # rank 0 reads the reason where it waits for this rank's part, and tells it
+            self._failures = 1 if self.checkpointer.completed > self._whole else self._failures + 1
+            self._whole = max(self._whole, self.checkpointer.completed)
+            most = self.rule.max_failures
+            if self._failures >= most:
+                allowed = f"{most} in a row have failed" if most > 1 else "It failed"
+                raise CheckpointError(
+                    f"{error} {allowed} (checkpoint.max_failures), so the run ends; continue with --resume "
+                    "when there is room."
+                ) from error
+            details = {"reason": str(error), "failures": self._failures, "max_failures": most}
+            self.report("checkpoint_failed", details)
+
+
+# in a row, without a new checkpoint between them
+MAX_REWINDS = 3
+
+
+class Checkpoints(Callback):
+    """Saves a run when that is due, and restores it.
+
+    Attributes:
+        writer: writes this rank's part of each checkpoint.
+        saving: when a checkpoint is due, and what happens where one fails.
+        memory: the last good state in memory; None where the job does not rewind.
+        rejected: steps whose batch a rewind leaves out.
+    """
+
+    def __init__(self, run: Run, engine: Engine, data: DataSets, stop: StopRule, group: Group, events: Events) -> None:
+        self.run, self.engine, self.data, self.stop, self.group, self.events = run, engine, data, stop, group, events
+        job = run.job
+        self.writer = Checkpointer(
+            run.checkpoints,
+            rank=group.rank,
+            world=group.size,
+            keep=job.checkpoint.keep,
+            deadline_s=job.deadline_s,
+            report=events,
+        )
+        self.saving = CheckpointSchedule(self.writer, job.checkpoint, engine.signals, events)
+        engine.before_update = self.saving.before_update
+        rewinds = "rewind" in (job.nonfinite, job.spike.policy)
+        self.memory = LastGood(engine, group, job.checkpoint.memory_every_steps) if rewinds else None
+        self.rejected: list[int] = []
+        self._fingerprint = engine.loader.fingerprint()
+        self._rewinds = 0
+
+    def after_step(self, info: StepInfo) -> str | None:
+        """See `Callback`; begins a due checkpoint unless the run ends with one anyway."""
+        if self.saving.due(info.result.step, info.result.votes) and info.ending is None:
+            self.save()
+        if self.memory is not None and info.ending is None and self.memory.after_step(info, self._values):
+            self._rewinds = 0
+            self.engine.meter.mark(CHECKPOINT)
+        return None
+
+    def begin(self) -> None:
+        """Have a state to go back to before the first step, where the job rewinds."""
+        if self.memory is None:
+            return
+        if self.saving.at < 0:
+            self.save()
+        self.memory.take(self._values())
+
+    def save(self) -> None:
+        """Begin a checkpoint of this moment; it is written while the next steps run."""
+        self.engine.on_phase("checkpoint", self.engine.step_count)
+        self.saving.begin(self.engine.step_count, snapshot(self.engine, self._values()), self.stop.elapsed_s)
+        self._rewinds = 0
+        self.engine.meter.mark(CHECKPOINT)
+
+    def finish(self) -> None:
+        """Save the final state, unless it is saved already, and wait for the writer."""
+        if self.saving.at != self.engine.step_count:
+            self.save()
+        self.saving.finish()
+
+    def resume(self) -> bool:
+        """Go on from the newest whole checkpoint; False where there is none."""
+        loaded = self._newest()
+        if loaded is None:
+            return False
+        try:
+            self._refuse_other_data(loaded.values["loop"].get("data"))
+            values = restore(self.engine, loaded, self.events)
+            self.stop.load_state_dict(values["stop"])
+            self.rejected = values["rejected"]
+            if self.engine.step_count != loaded.step:
+                raise ValueError(f"step {self.engine.step_count!r}")
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            # It is whole, but not as any version of ours writes it.
+            text = f"{loaded.path} holds values that no run writes ({error!r:.200})"
+            raise CheckpointError(f"{text}. Remove that folder to go on from the checkpoint before.") from error
+        self.saving.resumed(loaded.step, self.stop.elapsed_s)
+        return True
+
+    def _refuse_other_data(self, saved: list[int] | None) -> None:
+        """Refuse a changed data set.
+
+        Its split into training and validation samples differs, so the run would train on validation samples.
+        """
+        if (what := changed_data(saved, self._fingerprint)) is None:
+            return
+        raise DataError(
+            f"the data set of {self.run.path} has changed: {what}. The validation samples and the order of training "
+            "would change too. Restore the data set, or start a new run without --resume"
+        )
+
+    def rewind(self, result: StepResult) -> None:
+        """Go back to the last good state, and skip this step's batch from then on.
+
+        That is the one in memory, or the newest checkpoint where that is newer, or going back to memory did not help.
+
+        Raises:
+            NonFiniteError: there were too many rewinds in a row, or there is no checkpoint.
+        """
+        self._rewinds += 1
+        if self._rewinds > MAX_REWINDS:
+            raise NonFiniteError(
+                f"{result.problem}, after {MAX_REWINDS} rewinds in a row. Lower the learning rate or set clip_norm."
+            )
+        state = self.memory.newest(since=self.saving.at) if self.memory is not None else None
+        if self.memory is not None and state is not None:
+            self.saving.release()
+            values = self.memory.restore(state)
+        else:
+            values = self._from_disk(result)
+        self.stop.rewind(values["stop"])
+        self.rejected = [*self.rejected, result.step]
+        self.engine.meter.restart()
+        kept = "memory" if state is not None else "disk"
+        self.events("rewind", {"from_step": result.step, "to_step": self.engine.step_count, "kept": kept})
+
+    def _from_disk(self, result: StepResult) -> dict[str, Any]:
+        """Go back to the newest checkpoint; returns the loop's values."""
+        self.saving.settle()
+        # Every rank's part of the checkpoint is written before any rank reads it.
+        self.group.barrier()
+        loaded = self._newest()
+        if loaded is None:
+            # That of before the first step could not be written.
+            raise NonFiniteError(f"{result.problem}, and there is no checkpoint to go back to.")
+        values = restore(self.engine, loaded)
+        self.saving.resumed(loaded.step, self.stop.elapsed_s)
+        return values
+
+    def _values(self) -> dict[str, Any]:
+        """The loop's own state."""
+        return {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic} | {
+            "data": self._fingerprint
+        }
+
+    def continued(self) -> None:
+        """Count from the newest whole checkpoint, after going on from memory."""
+        found = [step for step, _ in checkpoints(self.run.checkpoints)]
+        self.saving.resumed(max(self.group.gather_json(max(found, default=0))), self.stop.elapsed_s)
+
+    def _newest(self) -> Loaded | None:
+        """The newest checkpoint that is whole; the ranks agree which that is."""
+        group, folder = self.group, self.run.checkpoints
+        return load_latest(
+            folder,
+            rank=group.rank,
+            world=group.size,
+            report=self.events,
+            agree=group.gather_json,
+            fetch=partial(fetch, copy=self.run.path, deadline_s=self.run.job.deadline_s),
+        )

@@ -1,0 +1,374 @@
+"""Dry run of a plan: one step of every pipeline stage, without memory or peers.
+
+The model is divided by the same code as in a run, and the same engine takes the step; only memory is never
+taken (PyTorch's `FakeTensor`s have shapes alone) and nobody answers (PyTorch's `fake` process group). So one
+process checks a plan for thousands of ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import resource
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode, UnsupportedOperatorException
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.comm import Group
+from paceline.data.loader import Loader
+from paceline.engine.agreement import Agreed, StepSignals
+from paceline.engine.compute import LocalLoss
+from paceline.engine.engine import Engine
+from paceline.engine.meter import Meter
+from paceline.engine.settings import Settings
+from paceline.engine.split_model import without_memory
+from paceline.errors import BatchError, DataError, PacelineError, PlanError
+from paceline.job.batch import Batch
+from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.job.zoo.models.moe import by_expert
+from paceline.own_random import kept_random
+from paceline.planning.axes import AXES
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.model.blocks import find_blocks, mixtures
+from paceline.planning.model.recording.quiet import without_logs
+from paceline.planning.plan import Plan
+from paceline.run.build import loader_of
+from paceline.run.dry_run.memory_watch import MemoryWatch
+from paceline.split.apply import Split
+from paceline.split.deferred_init.initialise import DeferredModel, record
+from paceline.split.expert import sent_to_experts
+from paceline.split.memory import StateBytes, predicted_bytes
+from paceline.split.mesh import Mesh
+
+DEVICES_PER_HOST = 8
+_BEYOND_ANY = 2**60  # bytes: how much memory the devices have, nobody said
+_WITHOUT_VALUES = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
+
+
+class StepFailed(PlanError):
+    """A step without memory raised an error that is not a `PacelineError`.
+
+    Either the divided model's code is at fault, or it cannot run on tensors without values.
+    """
+
+
+@dataclass(frozen=True)
+class StageDryRun:
+    """A dry run's result for the ranks of one pipeline stage.
+
+    Without a pipeline there is one stage, with all ranks.
+
+    Attributes:
+        stage: 0-based.
+        rank: the rank whose step was tried.
+        report: how the model was divided, a line each.
+        state: bytes that stay from step to step.
+        peak_bytes: peak of state and activations in a step, without the workspace of a device's kernels.
+        sent_bytes: sent by each rank in a step, along each axis of the mesh, without the gradient norm and
+            other single numbers.
+        asked: kinds of modules whose code read values of tensors, and got "no" or 1.
+        stopped_by: why the step could not be taken to its end, or None.
+    """
+
+    stage: int
+    rank: int
+    report: list[str]
+    state: StateBytes
+    peak_bytes: int
+    sent_bytes: dict[str, int]
+    asked: list[str]
+    stopped_by: str | None
+
+
+@dataclass
+class DryRun:
+    """Result of a dry run of a plan that can run.
+
+    Attributes:
+        plan: as asked for.
+        stages: one for each pipeline stage.
+        notes: differences between the dry run and a real one, a sentence each.
+        seconds, memory_bytes: what the dry run itself took; the memory is the most that this process ever
+            had.
+    """
+
+    plan: Plan
+    stages: list[StageDryRun] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    memory_bytes: int = 0
+
+
+def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
+    """Dry-run one step of a plan on `DEVICES_PER_HOST` imaginary devices per host.
+
+    Args:
+        say: called with the name of each phase.
+
+    Raises:
+        PlanError: the plan cannot run; every reason, a line each.
+        JobError, DataError: the job's model or data cannot be built.
+    """
+    started = time.monotonic()
+    say("holding the plan against the job")
+    if reasons := check_plan(plan, job, _cluster_for(plan)):
+        raise PlanError("\n".join(reasons))
+    found = DryRun(plan)
+    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+    dry_plan = for_dry_run(job, plan, found.notes)
+    job = with_data_at_hand(job)
+    with kept_random():
+        for stage in range(plan.pp):
+            say(f"trying a step of stage {stage + 1} of {plan.pp}" if plan.pp > 1 else "trying a step")
+            found.stages.append(dry_run_stage(job, dry_plan, data, stage))
+    found.seconds = time.monotonic() - started
+    found.memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return found
+
+
+def _cluster_for(plan: Plan) -> Cluster:
+    """A cluster with as many devices as the plan has ranks.
+
+    Plans that name a transport are for CPUs, and all others can run on GPUs.
+    """
+    gpus = tuple(Device(index=i, name="device", memory_bytes=_BEYOND_ANY) for i in range(DEVICES_PER_HOST))
+    hosts: list[Host] = []
+    for first in range(0, plan.ranks, DEVICES_PER_HOST):
+        here = min(plan.ranks - first, DEVICES_PER_HOST)
+        has = gpus[:here] if plan.transport == "auto" else ()
+        hosts.append(Host(name=f"host {len(hosts)}", cores=DEVICES_PER_HOST, memory_bytes=_BEYOND_ANY, gpus=has))
+    return Cluster(name=f"a cluster of {plan.ranks} devices", hosts=tuple(hosts))
+
+
+def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
+    """The plan without choices that need values or time; `notes` names them."""
+    if plan.compile != "off":
+        notes.append(f"compile={plan.compile} is left out of the dry run: blocks run as they are written")
+    model = _recorded(job).model
+    if any(mixtures(model)):
+        notes.append(
+            "tokens go to all experts in turn; where a router prefers some, their ranks take more memory and time"
+        )
+    if job.partition.host_files:
+        notes.append("partition.host_files is left out of the dry run: what files the hosts hold is not known here")
+    if plan.pp > 1 and not plan.cut:
+        blocks, stages = find_blocks(model), plan.stages
+        if len(blocks) >= stages:
+            notes.append("stages are cut evenly by the number of blocks; a run measures the blocks and cuts by that")
+            cut = ",".join(blocks[round(len(blocks) * i / stages)] for i in range(1, stages))
+            plan = replace(plan, cut=cut)
+    return replace(plan, compile="off", threads=0)
+
+
+def with_data_at_hand(job: Job) -> Job:
+    """A job without other hosts' files, and without processes that read ahead."""
+    partition, data = (
+        job.partition.model_copy(update={"host_files": False}),
+        job.data.model_copy(update={"num_workers": 0}),
+    )
+    return job.model_copy(update={"partition": partition, "data": data})
+
+
+def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryRun:
+    """Dry-run the first rank of a pipeline stage, under a plan from `for_dry_run`.
+
+    Raises:
+        PlanError: the plan cannot divide the model, or (`StepFailed`) the step fails.
+    """
+    rank = stage * (plan.ranks // plan.dp // plan.pp)
+    with _as_rank(rank, plan.ranks) as world:
+        mesh = Mesh.of(plan, world)
+        loader = loader_of(job, mesh, data)
+        batch = _first(loader)
+        recorded = _recorded(job)
+        loss, settings = (
+            job.loss.build(),
+            Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers),
+        )
+        experts = {name for name, _ in mixtures(recorded.model)}
+        split = _only_plan_errors(lambda: without_memory(recorded, plan, mesh, loader, loss, settings), plan, batch)
+        watch = MemoryWatch()
+        with without_logs(), FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
+            split.allocate(DeferredModel(recorded.model, None, _nothing))
+            route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
+            optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
+            engine = Engine(split.model, optimizer, loss, loader, plan, world, settings, split)
+            engine.agreement.signals = _DryRunSignals(world)
+            watch.begin()
+            problem = _stepped(engine, batch, split.modules)
+            sent = _by_axis(watch.sent_bytes, mesh)
+            state = predicted_bytes(split.parts, split.parameters, job.optimizer)
+            engine.close()
+    return StageDryRun(
+        stage, rank, [*split.report, *engine.messages], state, watch.peak_bytes, sent, sorted(watch.asked), problem
+    )
+
+
+def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | None) -> Split:
+    """The divided model; errors of dividing it or its first batch become PlanErrors."""
+    try:
+        split = divide()
+        if split.context is not None and batch is not None:
+            split.context.shard(batch)
+    except BatchError:
+        raise  # under every plan
+    except DataError as error:
+        raise PlanError(f"plan {plan}: {error}") from error
+    except PacelineError:
+        raise
+    except Exception as error:
+        what = next(iter(str(error).splitlines()), "")
+        raise PlanError(f"plan {plan}: this model cannot be divided so: {type(error).__name__}: {what}") from error
+    return split
+
+
+def _recorded(job: Job) -> DeferredModel:
+    """The model on the meta device.
+
+    A transformers model computes its experts one by one: the faster code has no shapes in fp32.
+    """
+    recorded = record(job.model.build)
+    if hasattr(recorded.model, "set_experts_implementation") and any(mixtures(recorded.model)):
+        recorded.model.set_experts_implementation("eager")  # type: ignore[operator]
+    return recorded
+
+
+@contextmanager
+def _as_rank(rank: int, ranks: int) -> Iterator[Group]:
+    """A group of all ranks as one of them sees it, where nobody answers.
+
+    Received data is whatever is in memory.
+    """
+    if ranks == 1:
+        yield Group()
+        return
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield Group(rank, ranks, dist.group.WORLD, hosts=tuple(r // DEVICES_PER_HOST for r in range(ranks)))
+    finally:
+        dist.destroy_process_group()
+
+
+def _first(loader: Loader) -> Batch | None:
+    """This rank's share of the first global batch."""
+    batches = iter(loader)
+    batch: Batch | None = next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    return batch
+
+
+def _own(names: Container[str], modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The named modules that have parameters on this rank."""
+    named = [entry for root in modules for entry in root.named_modules()]
+    return [module for name, module in named if name in names and any(True for _ in module.parameters())]
+
+
+def _nothing(wanted: Callable[[str], bool], take: Any) -> None:
+    """Loads no weights: parts without memory take none."""
+
+
+class _DryRunSignals(StepSignals):
+    """Signals for a dry run, whose numbers have no values.
+
+    They read as if every rank had reported a loss of 1.
+    """
+
+    def seal(self, meter: Meter, local: LocalLoss) -> float:
+        return meter.busy_s()
+
+    def own(self, local: LocalLoss) -> list[float | Tensor]:
+        return [1.0, 1.0]
+
+    def sums(self, local: LocalLoss) -> list[float | Tensor]:
+        return self.own(local)
+
+    def scaled(self, loss: float, items: float) -> Agreed:
+        return self.read([loss, items])
+
+    def read(self, sums: Sequence[float]) -> Agreed:
+        return Agreed(loss=1.0, rescale=1.0, votes={}, slowest_busy_s=0.0)
+
+
+def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) -> str | None:
+    """Take a step; returns why it could not finish without values, if so.
+
+    Raises:
+        PlanError: it fails.
+    """
+    try:
+        engine.step(batch)
+    except Exception as raised:
+        # the explanation of a batch does not name the module that fails
+        error = raised.__cause__ if isinstance(raised, BatchError) and raised.__cause__ is not None else raised
+        if isinstance(error, PacelineError):
+            raise
+        what = next(iter(str(error).splitlines()), "")
+        where = _place_of(error.__traceback__, modules, engine)
+        if isinstance(error, _WITHOUT_VALUES):
+            return f"{where} needs the values of tensors, not only their shapes ({type(error).__name__}: {what})"
+        raise StepFailed(
+            f"a step of rank {engine.group.rank} fails in {where}: {type(error).__name__}: {what}"
+        ) from error
+    return None
+
+
+def _place_of(trace: TracebackType | None, modules: Sequence[nn.Module], engine: Engine) -> str:
+    """The innermost module in a traceback, by its name; or the sync rule."""
+    names, found = {module: name for root in modules for name, module in root.named_modules()}, "the model"
+    while trace is not None:
+        asking = trace.tb_frame.f_locals.get("self")
+        if isinstance(asking, nn.Module):
+            found = names.get(asking) or found
+        elif asking is engine.rule:
+            found = f"sync={engine.plan.sync}"
+        trace = trace.tb_next
+    return found
+
+
+def _by_axis(sent: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+    groups = {axis: mesh.group(axis).backend for axis in AXES}
+    return {
+        axis: sent[group.group_name]
+        for axis, group in groups.items()
+        if group is not None and sent.get(group.group_name)
+    }
+
+
+def route_evenly(experts: Iterable[Any], ep: Group, watch: TorchDispatchMode) -> None:
+    """Have `experts`, split over `ep` or not, take tokens in turn instead of by router.
+
+    The indices are real, so the module's own code can look at them, for which the modes of tensors without values are
+    left; `watch` stays.
+    """
+    for module in experts:
+        if ep.size > 1:
+            own, signature, total, _ = module.forward.args  # as `divide_experts` leaves it
+        else:
+            own, signature, total = module.forward, inspect.signature(module.forward), module.num_experts
+        module.__dict__["forward"] = partial(_in_turn, own, signature, total, ep, watch)
+
+
+def _in_turn(
+    own: Any, signature: inspect.Signature, total: int, ep: Group, watch: TorchDispatchMode, *args: Any, **kwargs: Any
+) -> Tensor:
+    hidden, index, weights = signature.bind(*args, **kwargs).args
+    with _disable_current_modes(), watch:
+        even = (torch.arange(index.numel()) % total).view(index.shape)
+        if ep.size == 1:
+            made: Tensor = own(hidden, even, weights)
+            return made
+        order, counts = by_expert(even, total)
+        of_experts = counts.view(ep.size, -1)
+        return sent_to_experts(own, hidden, order, of_experts, of_experts[ep.rank].repeat(ep.size, 1), weights, ep)

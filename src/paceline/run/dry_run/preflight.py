@@ -1,0 +1,175 @@
+"""Preflight of a plan: one process checks that ranks can divide model and batches.
+
+The model is divided as the ranks will divide it, for a rank of every pipeline stage, and takes a step without
+memory (see `dry_run.py`). What the division refuses is refused here. An error of the model's own code on
+tensors without values says nothing about real ones; then the ranks are started and tell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from paceline.cluster.cluster import Cluster
+from paceline.comm import Group
+from paceline.engine.engine import Engine
+from paceline.engine.model_loss import SAMPLES
+from paceline.engine.settings import Settings
+from paceline.errors import PacelineError, PlanError
+from paceline.job.batch import target_of
+from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.own_random import kept_random
+from paceline.planning.axes import DEGREES
+from paceline.planning.check.nearest import nearest_plan
+from paceline.planning.check.plan_context import Check, PlanContext, loss_is_tried
+from paceline.planning.model.model_info import model_info
+from paceline.planning.plan import Plan
+from paceline.run.build import loader_of
+from paceline.run.dry_run.dry_run import StepFailed, dry_run_stage, for_dry_run, with_data_at_hand
+from paceline.split.mesh import Mesh
+
+BUDGET_S = 60.0  # of looking for another plan that works, and of dividing the model for one rank after the other
+LOOK_S = 20.0  # of asking which of several plans can divide a model, before the fastest of them is sought
+_SMALL = 20_000_000  # parameters
+_MOST_CANDIDATES = 12  # other plans that are divided in the search for the nearest one that works
+_KEYS = ("sequence", "remat", *DEGREES[1:])  # plan keys that decide how a model is divided
+
+
+def refused_of(job: Job, plans: Sequence[Plan], seconds: float) -> set[Plan]:
+    """The plans known, within `seconds`, to be unable to divide the job's model."""
+    preflight, until = Preflight(job), time.monotonic() + seconds
+    refused = set()
+    for plan in plans:
+        if time.monotonic() < until:
+            with suppress(Exception):  # what is wrong with the job itself is told where it is trained
+                refused |= {plan} if preflight.reasons(plan) else set()
+    return refused
+
+
+class Preflight:
+    """Divides one job's model under several plans; each is tried once."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._known: dict[Plan, list[str]] = {}
+        self._runs_whole: bool | None = None
+
+    @cached_property
+    def _data(self) -> DataSets:
+        return self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
+
+    def refusal(self, plan: Plan, cluster: Cluster, world: int | None = None) -> list[str]:
+        """Reasons against a plan, then the nearest plan that works; empty if it can start."""
+        divided = self.reasons(plan)
+        reasons = divided or reasons_of_loss(self.job, plan, self._data)
+        if not reasons:
+            return []
+        until = time.monotonic() + BUDGET_S
+
+        def division(context: PlanContext) -> str | None:
+            if not context.plan.splits:
+                return None
+            if context.plan not in self._known and (len(self._known) > _MOST_CANDIDATES or time.monotonic() > until):
+                return "there was no time to try it"
+            return "\n".join(self.reasons(context.plan)) or None
+
+        def loss(context: PlanContext) -> str | None:
+            return "\n".join(reasons_of_loss(self.job, context.plan, self._data)) or None
+
+        further = (Check(division, _KEYS), Check(loss, ("microbatches", *DEGREES)))
+        nearest = nearest_plan(plan, self.job, cluster, world, further=further)
+        return [*reasons, f"Nearest plan that works: {nearest}."] if nearest is not None else reasons
+
+    def reasons(self, plan: Plan) -> list[str]:
+        """Reasons why ranks would fail or refuse to divide the model; empty without any."""
+        if plan not in self._known:
+            self._known[plan] = self._divided(plan) if plan.splits else []
+        return self._known[plan]
+
+    def _divided(self, plan: Plan) -> list[str]:
+        job = with_data_at_hand(self.job)
+        dry_plan = for_dry_run(job, plan, [])
+        # without cuts by number: the blocks of a small model are soon measured
+        as_it_is = replace(dry_plan, cut=plan.cut)
+        if dry_plan.cut != plan.cut and sum(shape.numel for shape in model_info(job.model).parameters) > _SMALL:
+            return self._of_stages(job, dry_plan) and self._of_stages(job, as_it_is)  # those cuts alone may be at fault
+        return self._of_stages(job, as_it_is)
+
+    def _of_stages(self, job: Job, plan: Plan) -> list[str]:
+        until = time.monotonic() + BUDGET_S
+        with kept_random():
+            for stage in range(plan.pp):
+                if stage and time.monotonic() > until:
+                    break
+                if found := self._of_stage(job, plan, stage):
+                    return found
+        return []
+
+    def _of_stage(self, job: Job, plan: Plan, stage: int) -> list[str]:
+        try:
+            dry_run_stage(job, plan, self._data, stage)
+        except StepFailed as error:
+            return [f"plan {plan}: {error}"] if self._whole_runs(job) else []
+        except PlanError as error:
+            return str(error).splitlines()
+        except PacelineError:
+            raise  # the job itself is wrong
+        except Exception:  # noqa: BLE001 - of tensors without values, where the model was divided already: the ranks will tell
+            return []
+        return []
+
+    def _whole_runs(self, job: Job) -> bool:
+        """True if the undivided model can take a step without memory.
+
+        Where it cannot, that says nothing about a divided one.
+        """
+        if self._runs_whole is None:
+            try:
+                self._runs_whole = dry_run_stage(job, Plan(), self._data, 0).stopped_by is None
+            except Exception:  # noqa: BLE001 - whatever the user's model raises
+                self._runs_whole = False
+        return self._runs_whole
+
+
+_TRIED_HERE = 50_000_000  # parameters; of a larger model, the ranks try the loss before their first step
+
+
+def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[str]:
+    """Reasons why the plan would train another loss; empty if none is found.
+
+    The loss is computed by the undivided model in one process, from its first weights. Empty also where only
+    the ranks can tell.
+    """
+    if not loss_is_tried(job, plan) or sum(shape.numel for shape in model_info(job.model).parameters) > _TRIED_HERE:
+        return []
+    try:
+        with kept_random():
+            _try(job, plan, data)
+    except PlanError as error:
+        return str(error).splitlines()
+    except Exception:  # noqa: BLE001 - whatever the user's model or loss raises: the ranks tell it with its place
+        return []
+    return []
+
+
+def _try(job: Job, plan: Plan, data: DataSets) -> None:
+    torch.manual_seed(job.seed)
+    alone, group, model = Plan(precision=plan.precision), Group(), job.model.build()
+    loader, settings = loader_of(job, Mesh.of(alone, group), data), Settings(precision=job.precision, seed=job.seed)
+    engine = Engine(model, job.optimizer.build(model.parameters()), job.loss.build(), loader, alone, group, settings)
+    try:
+        engine.plan = plan  # whose parts the loss is held against
+        engine.compute.weighing.prepare()
+        batch = engine.compute.place(loader.example(SAMPLES))
+        if not engine.compute.weighing.by_model:
+            with torch.no_grad(), engine.compute.autocast():
+                output = engine.compute.call(batch)
+            engine.compute.weighing.hold(output, target_of(batch))
+    finally:
+        engine.close()

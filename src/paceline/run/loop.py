@@ -1,0 +1,463 @@
+"""The loop of a run: epochs, steps, evaluations, the stop rule, and signals."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.data.loader import Position
+from paceline.engine.engine import Engine, StepResult
+from paceline.engine.run_ahead import UnreadStep
+from paceline.epoch import ends_epoch
+from paceline.errors import NonFiniteError, SyncError, tell_of_failure
+from paceline.job.batch import Batch
+from paceline.job.data import DataSets
+from paceline.job.partition import Partition
+from paceline.job.stop import StopRule
+from paceline.job.zoo.models.moe import add_counts
+from paceline.planning.plan import Plan
+from paceline.rank_environment import is_our_rank
+from paceline.run.build import begin_engine, check_device, predicted_state_bytes, seed_all
+from paceline.run.checkpoints import Checkpoints
+from paceline.run.evaluations import Evaluations
+from paceline.run.record.callback import Callback, StepInfo
+from paceline.run.record.events import Events, Remarks
+from paceline.run.record.progress import PlainProgress
+from paceline.run.record.recorder import StepRecorder, Unwritten
+from paceline.run.record.run import Run
+from paceline.run.record.witness import WITNESS, Witness
+from paceline.run.recovery.balancing import Balancing
+from paceline.run.recovery.border import Border
+from paceline.run.recovery.recutting import Recutting, follows_times
+from paceline.run.stop_signals import stop_signals
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Train the run in the directory `arguments[0]` as this process's rank."""
+    run = Run(arguments[0])
+    with joined(deadline_s=run.job.deadline_s, transport=run.plan.transport) as group:
+        train_in(run, group)
+
+
+def train_in(run: Run, group: Group) -> None:
+    """Train a run as one rank of `group`. Every rank of the group calls this."""
+    job = run.job
+    check_device(run, group)
+    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+    loop, border, signals = _loop(run, run.plan, data, group), None, list[str]()
+    with stop_signals(signals.append):
+        while not loop.run(border, recut=True):
+            border, plan = loop.border(), replace(run.plan, cut=loop.recutting.cut)
+            signals += [loop.signal] if loop.signal else []
+            loop.engine.on_phase("starting", border.step)
+            loop.engine.close()
+            unwritten = loop.recorder.unwritten
+            del loop
+            gc.collect()  # the weights
+            loop = _loop(run, plan, data, group, unwritten)
+            loop.signal = next(iter(signals), None)
+            border = border if loop.resumed(border) else None
+    loop.engine.close()
+
+
+def _loop(run: Run, plan: Plan, data: DataSets, group: Group, unwritten: Unwritten = ()) -> Loop:
+    """The loop of a plan, whose pipelines may be cut anew."""
+    begun = time.monotonic()
+    engine = begin_engine(run.job, plan, data, group)
+    # from here on every data-parallel rank draws numbers of its own
+    seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
+    loop = Loop(run, engine, data, group, unwritten=unwritten)
+    loop.recutting.on, loop.recutting.built_s = follows_times(run.plan), time.monotonic() - begun
+    return loop
+
+
+class Loop:
+    """One rank's training of one run, from its newest checkpoint to the stop rule.
+
+    Attributes:
+        callbacks: the run's callbacks, in the order of their calls.
+        another_is_wanted: whether the ranks are to meet again in another epoch of the run, with more of them.
+        at_border: called before each batch is read.
+        recutting: decides on other cuts of pipelines.
+        leaving: whether all ranks have agreed to meet again, or to cut their pipelines anew.
+    """
+
+    def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group, *, unwritten: Unwritten = ()) -> None:
+        """Make a loop; `unwritten` is what TensorBoard has not got of this process's epoch before."""
+        self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
+        self.epoch_steps = engine.loader.partition.steps_per_epoch
+        self.stop = StopRule(self.job.stop, self.epoch_steps)
+        self.total_steps = self.job.stop.total_steps(self.epoch_steps)
+        first = group.rank == 0
+        progress = PlainProgress(self.total_steps) if first and not is_our_rank() else None
+        self.events = Events(run, progress, writes=first)
+        self.recorder = StepRecorder(run.path, engine, epoch_steps=self.epoch_steps, unwritten=unwritten)
+        self.balancing = Balancing(engine, run.job, self.events, self.epoch_steps)
+        self.remarks = Remarks(engine, self.events, self.balancing.at_even_shares)
+        self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events)
+        self.evaluations = Evaluations(self.job, engine, data, self.stop, self.events, self.epoch_steps)
+        self.evaluations.told = self._tell_metrics
+        self.callbacks: list[Callback] = [self.recorder, self.events, self.remarks, self.balancing]
+        self.recutting = Recutting(engine, self.checkpoints, self.events, self.total_steps)
+        self.callbacks += [self.evaluations, self.checkpoints, self.recutting]
+        if WITNESS in os.environ:
+            self.callbacks.append(Witness(engine, writes_starts=first))
+        self._on_step = [c.on_step for c in self.callbacks if type(c).on_step is not Callback.on_step]
+        self._after_step = [c.after_step for c in self.callbacks if type(c).after_step is not Callback.after_step]
+        self.signal: str | None = None
+        self.another_is_wanted: Callable[[], bool] = lambda: False
+        self.at_border: Callable[[], None] = lambda: None
+        self.leaving = False
+        self._last: StepInfo | None = None
+        self._before: list[StepInfo] = []  # steps before it that the replicas did not agree on
+        self._acted = -1
+        self._begun: _Begun | None = None  # the step whose numbers are not read
+
+    def run(self, border: Border | None = None, *, recut: bool = False, has_position: bool = False) -> bool:
+        """Train until the stop rule or a signal ends the run, then save.
+
+        Args:
+            border: where the ranks go on from, whose state the engine has; None begins, or resumes from a checkpoint.
+            recut: the same ranks go on, with another cut of the model; the loader is in its place.
+            has_position: the loader is in its place, where ranks meet anew.
+
+        Returns:
+            False where the ranks left before the end: to meet again in another epoch of the run, or to go on with
+            another cut of their pipelines (`Recutting.cut`).
+
+        Raises:
+            PacelineError: anything that keeps the run from going on. Checkpoints written before stay valid.
+            EpochOver: a rank was lost.
+        """
+        try:
+            with stop_signals(self._note_signal):
+                reason = (
+                    self._begin() if border is None else self._go_on(border, recut=recut, has_position=has_position)
+                )
+                while reason is None and not self.leaving:
+                    reason = self._epoch()
+                if reason is None:
+                    # before the record is closed, which tells of the checkpoint under way
+                    self.checkpoints.saving.settle()
+                    self.recorder.goes_on = True
+                    return False
+                self._finish(reason)
+            return True
+        except BaseException as error:
+            self.recorder.goes_on = ends_epoch(error)
+            if not self.recorder.goes_on:
+                tell_of_failure(error)
+            raise
+        finally:
+            self.engine.loader.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the files of the record."""
+        for callback in self.callbacks:
+            callback.close()
+
+    def _epoch(self) -> str | None:
+        """Train to the end of the epoch, a reason to stop, or a rewind."""
+        try:
+            return self._steps()
+        except (NonFiniteError, SyncError):
+            raise
+        except Exception as error:
+            begun, self._begun = self._begun, None
+            try:
+                if begun is not None:
+                    self._recorded(begun)
+            except NonFiniteError:
+                # what failed computed with weights that are not finite
+                raise
+            except Exception:  # noqa: BLE001 - the device may be lost, or the other ranks
+                raise error from None
+            raise
+
+    def _steps(self) -> str | None:
+        self.at_border()
+        for batch in self.engine.loader:
+            reason = None
+            for info in self.advance(batch):
+                if info.result.problem is not None and self._rewound(info.result):
+                    return None
+                reason = self.after_step(info) or reason
+            if self.engine.step_count in self.checkpoints.rejected:
+                reason = self.stop.ended(self.engine.step_count)
+            if reason is not None:
+                return reason
+            if self.engine.step_count % self.epoch_steps:
+                self._acted = self.engine.step_count
+                if self.leaving:
+                    return None
+            self.at_border()
+        reason = self.evaluations.after_epoch()
+        self._acted = self.engine.step_count
+        return reason
+
+    def advance(self, batch: Batch | None) -> Iterator[StepInfo]:
+        """Take one step on this rank's share of a global batch.
+
+        A step is recorded when its numbers are known: at once, or, where the host runs ahead of an accelerator, after
+        the next one is queued. Before anything acts on the model the newest one is known, too. A batch that a rewind
+        left out is no step.
+
+        Yields:
+            What callbacks are told of each recorded step, in order; the caller then calls `after_step`.
+        """
+        engine = self.engine
+        step = engine.step_count + 1
+        if step in self.checkpoints.rejected:
+            engine.step_count = step
+            return
+        lr = self._set_learning_rate(step - 1)
+        self._ask()
+        before, self._begun = self._begun, _Begun(engine.begin(batch), engine.loader.position, lr)
+        votes: dict[str, int] = {}
+        acts = not engine.runs_ahead or self._acts_after(step)
+        if before is not None:
+            info = self._recorded(before)
+            # what was asked for is done once model, data and record are at one step
+            votes, info.result.votes = info.result.votes, {}
+            yield info
+            acts = acts or bool(votes) or info.ending is not None
+        if acts:
+            begun, self._begun = self._begun, None
+            info = self._recorded(begun)
+            info.result.votes = votes | info.result.votes
+            yield info
+
+    def _recorded(self, begun: _Begun) -> StepInfo:
+        """A step that was begun, once its numbers are known to be finite."""
+        assert begun.position is not None
+        result = self.engine.settle(begun.step)
+        info = StepInfo(result, begun.position.epoch, begun.position.local, begun.lr)
+        info.busy_s = self.engine.signals.take_busy()
+        if self._last is not None and not self._last.result.agreed:
+            self._before.append(self._last)
+        else:
+            self._before.clear()
+        self._last = info
+        for on_step in self._on_step:
+            on_step(info)
+        self.engine.on_phase("data", self.engine.step_count + 1)
+        return info
+
+    def _acts_after(self, step: int) -> bool:
+        """True if something acts on the model after this step, or waits in the next."""
+        every = self.job.evaluate.every_steps
+        return (
+            step == self.total_steps
+            or step % self.epoch_steps == 0
+            or (every is not None and step % every == 0)
+            or self.checkpoints.saving.falls_on(step)
+            or self.engine.examines(step + 1)
+            or step + 1 in self.checkpoints.rejected
+        )
+
+    def after_step(self, info: StepInfo) -> str | None:
+        """Run the callbacks' evaluations and checkpoints; returns the reason if the run ends."""
+        self.checkpoints.saving.poll()
+        self.events.missing(self.recorder.lines)
+        info.ending = self._ending(info.result)
+        self.leaving = self.leaving or "epoch" in info.result.votes
+        return self._act(info)
+
+    def _act(self, info: StepInfo) -> str | None:
+        for after_step in self._after_step:
+            reason = after_step(info)
+            info.ending = info.ending or reason
+        self.leaving = self.leaving or bool(self.recutting.cut)
+        return info.ending
+
+    def _ending(self, result: StepResult) -> str | None:
+        """Reason why the run ends after this step: a signal, stop rule or clock."""
+        if "interrupted" in result.votes:
+            return self.signal or "interrupted"
+        # A loss that only this replica knows must not end the run of this replica alone.
+        reason = self.stop.after_step(result.step, result.loss) if result.agreed else self.stop.ended(result.step)
+        if reason is None and "out_of_time" in result.votes:
+            reason = f"seconds: {self.job.stop.seconds:g} s are over"
+        return reason
+
+    def _tell_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        for callback in self.callbacks:
+            callback.on_evaluation(step, metrics)
+
+    def resumed(self, border: Border) -> bool:
+        """Load the newest checkpoint; False where it is not of this step."""
+        return self.checkpoints.resume() and self.engine.step_count == border.step
+
+    @property
+    def begun(self) -> bool:
+        """True once the ranks have a state to go on from."""
+        return self._acted >= 0
+
+    def border(self) -> Border:
+        """Position of the loop, for the ranks of another epoch to go on from."""
+        pipeline = self.engine.split.pipeline if self.engine.split is not None else None
+        return Border(
+            step=self.engine.step_count,
+            acted=self._acted,
+            stop=self.stop.state_dict(),
+            evaluated_at=self.evaluations.at,
+            rejected=list(self.checkpoints.rejected),
+            items_per_sample=self.engine.compute.weighing.items_per_sample,
+            corrupted=list(self.engine.replica_state.corruption.times),
+            last=None if self._last is None else self._last.as_json(),
+            before=[info.as_json() for info in self._before],
+            recuts=self.recutting.recuts + bool(self.recutting.cut),
+            outcome=None if self.engine.outcome is None else asdict(self.engine.outcome),
+            cut="" if pipeline is None else pipeline.cut,
+        )
+
+    def _go_on(self, border: Border, *, recut: bool, has_position: bool) -> str | None:
+        """Go on with the ranks of another epoch; returns the reason if the run ends."""
+        engine = self.engine
+        engine.step_count, self._acted = border.step, border.acted
+        if not (recut or has_position):
+            engine.loader.load_state_dict(self._position(border.step))
+        engine.compute.weighing.items_per_sample = border.items_per_sample
+        engine.compute.weighing.prepare()
+        # alike on all ranks, which were broken off in different places
+        engine.updates = 0
+        if engine.guard.spikes is not None:
+            engine.guard.spikes.load_state_dict((border.outcome or {}).get("last_losses", []))
+        self.stop.load_state_dict(border.stop)
+        self.evaluations.at, self.checkpoints.rejected = border.evaluated_at, border.rejected
+        engine.replica_state.corruption.times, self.recutting.recuts = list(border.corrupted), border.recuts
+        self.checkpoints.continued()
+        self.checkpoints.begin()
+        self._last = None if border.last is None else StepInfo.from_json(border.last)
+        self._before = [StepInfo.from_json(info) for info in border.before]
+        for info in (*self._before, self._last):
+            if info is not None:
+                self.recorder.complete(info)
+        if not recut:
+            ranks = {"step": border.step, "replicas": engine.plan.dp, "ranks": self.group.size}
+            self.events("epoch", {**ranks, "transport": self.group.transport.name})
+            self._tell_start(border.step)
+        engine.meter.restart()
+        reason = None
+        if self._last is not None and border.acted < border.step:
+            # what follows this step was broken off
+            reason = self._act(self._last)
+            if reason is None and border.step % self.epoch_steps == 0:
+                reason = self.evaluations.after_epoch()
+            self._acted = border.step
+        return reason or self.stop.ended(border.step)
+
+    def _tell_start(self, step: int) -> None:
+        for callback in self.callbacks:
+            callback.on_start(step)
+
+    def _position(self, step: int) -> dict[str, Any]:
+        """The loader's state before the batch that follows `step`."""
+        epoch, within = divmod(step, self.epoch_steps)
+        return self.engine.loader.state_dict() | {"epoch": epoch, "step": within, "reader": None}
+
+    def _begin(self) -> str | None:
+        """Resume from the newest checkpoint, if any, and record the start event.
+
+        Returns the reason if the run has ended before.
+        """
+        resumed = self.checkpoints.resume()
+        engine = self.engine
+        self.events(
+            "resume" if resumed else "start",
+            {
+                "step": engine.step_count,
+                "plan": str(self.run_directory.plan),
+                "replicas": engine.plan.dp,
+                "ranks": self.group.size,
+                "transport": self.group.transport.name,
+                "samples_per_epoch": cast(Partition, engine.loader.partition).samples,
+                "steps_per_epoch": self.epoch_steps,
+                "total_steps": self.total_steps,
+                "parameters": engine.parameter_count,
+                "synthetic": self.data.synthetic,
+                "balance_off": self.balancing.off,
+                "predicted_state_bytes": predicted_state_bytes(self.job, engine),
+            },
+        )
+        self._tell_start(engine.step_count)
+        engine.compute.weighing.prepare()
+        self.remarks.tell()
+        if self.group.transport_note is not None:
+            self.events("transport", {"transport": self.group.transport.name, "reason": self.group.transport_note})
+        self.checkpoints.begin()
+        engine.meter.restart()
+        self._acted = engine.step_count
+        return self.stop.ended(engine.step_count)
+
+    def _finish(self, reason: str) -> None:
+        """Measure, save and record why the run ended."""
+        interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
+        if not interrupted and self.evaluations.at != self.engine.step_count:
+            self.evaluations.measure()
+        elapsed_s = self.stop.elapsed_s
+        self.checkpoints.finish()
+        if any(found := self.group.gather_json(self.engine.compute.experts.counts())):
+            self.events("experts", {"step": self.engine.step_count, **add_counts(found)})
+        reasons = self.group.gather_json(reason)
+        if strangers := sum(self.group.gather_json(self.group.transport.strangers)):
+            self.events("strangers", {"connections": strangers})
+        named = next((r for r in reasons if r != "interrupted"), reason)
+        self.events(
+            "end",
+            {
+                "reason": named,
+                "step": self.engine.step_count,
+                "elapsed_s": round(elapsed_s, 3),
+                "interrupted": interrupted,
+            },
+        )
+        self.engine.on_phase("done", self.engine.step_count)
+
+    def _rewound(self, result: StepResult) -> bool:
+        """Apply the job's policy to an update that was left out; True after a rewind."""
+        event, policy = ("spike", self.job.spike.policy) if result.is_spike else ("nonfinite", self.job.nonfinite)
+        self.events(event, {"step": result.step, "problem": result.problem, "policy": policy})
+        if policy != "rewind":
+            return False
+        self.checkpoints.rewind(result)
+        self.evaluations.at = -1
+        return True
+
+    # Cadence
+
+    def _set_learning_rate(self, step: int) -> float:
+        lr = self.job.optimizer.lr * self.job.schedule.factor_at(step, self.total_steps)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _ask(self) -> None:
+        """Vote, with the next step's gradients, for this rank's clock or signal."""
+        if self.signal is not None:
+            self.engine.signals.vote("interrupted")
+        if self.another_is_wanted():
+            self.engine.signals.vote("epoch")
+        if self.group.rank == 0:
+            if self.stop.out_of_time():
+                self.engine.signals.vote("out_of_time")
+            self.checkpoints.saving.ask(self.engine.step_count + 1, self.stop.elapsed_s)
+
+    def _note_signal(self, name: str) -> None:
+        self.signal = name
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A step that is not recorded yet."""
+
+    step: StepResult | UnreadStep
+    position: Position | None
+    lr: float

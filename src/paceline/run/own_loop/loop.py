@@ -1,0 +1,437 @@
+"""The engine of a user's own loop: `engine.backward(loss)`, then `engine.update()` or `optimizer.step()`.
+
+After `backward`, `.grad` is the gradient of the global batch on every rank, so what torch has for gradients
+works as in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, overload
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.comm import Group
+from paceline.comm.gather import gather
+from paceline.data.loader import Loader
+from paceline.engine.engine import Engine, StepResult
+from paceline.engine.guard import explain, stop
+from paceline.engine.no_gradient import NoGradient
+from paceline.engine.settings import Settings
+from paceline.errors import JobError
+from paceline.job.batch import Batch
+from paceline.job.loss import Loss, Metric
+from paceline.planning.plan import Plan
+from paceline.run.own_loop import state as own_state
+from paceline.run.own_loop.evaluate import Measure, evaluate, own_batches
+from paceline.run.own_loop.gradients import clip, summed_apart, total_norm
+from paceline.run.own_loop.optimizer_steps import Optimizers, OptimizerSteps
+from paceline.run.own_loop.refusals import NoLoader, Refusals, check_all_step, check_backward, no_loss
+from paceline.run.own_loop.shares import LossShares
+from paceline.sync.rows import numbers_of
+
+OnStep = Callable[[StepResult], object]
+
+_OPEN: WeakSet[OwnLoop] = WeakSet()  # the open engines of this process
+
+
+class OwnLoop(Engine):
+    """The engine that `paceline.setup` returns: `step`, or `backward` and `update`.
+
+    Attributes:
+        models: the modules as `setup` was given them: one, a list, or a dict.
+        optimizers: in the order in which `setup` was given them.
+        steps: which of the optimizers may step.
+        refusals: errors for what would train something else.
+        on_step: called with the `StepResult` of every `step` and `update`, on every rank; the place for
+            trackers.
+        is_main: True on the first rank, which prints and logs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        loss: Loss | None,
+        loader: Loader | None,
+        plan: Plan,
+        group: Group,
+        settings: Settings,
+        split: Any = None,
+        extra: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.steps = OptimizerSteps(optimizers)
+        self.optimizers = self.steps.optimizers
+        self.loaders: list[Loader] = [] if loader is None else [loader]
+        optimizer: Any = self.optimizers[0] if len(self.optimizers) == 1 else Optimizers(self.optimizers)
+        self.refusals = Refusals()
+        batches: Any = loader or NoLoader(group)
+        super().__init__(model, optimizer, loss or no_loss, batches, plan, group, settings, split, extra)
+        self.models: Any = model
+        self.on_step: list[OnStep] = []
+        self.is_main = group.rank == 0
+        self.has_loss = loss is not None
+        self.counts_measures = split is None or split.owns_loss  # of ranks that compute the same, one counts
+        self.example: Any = None  # a batch to be measured, and not counted, where this rank has none left
+        for dealt in self.loaders:
+            if loss is None:
+                self._serve(dealt)
+        self.shares = LossShares(self.loaders, self.data_group, self.device)
+        self._casting = False
+        self._newest_loss = torch.zeros((), dtype=torch.float64)
+        self.guard.remember()
+        self.compute.weighing.warns = self.is_main
+        self.steps.watch(
+            self._before_own_step,
+            self._after_own_step,
+            lambda: self._newest_loss,
+            ranks=group.size,
+            divided_by=None if split is None else plan,
+        )
+        if split is not None:
+            split.begin_microbatch(last=True)
+            self.refusals.refuse_copies(self.model, plan, group.size)
+        _OPEN.add(self)
+
+    # A step in two calls
+
+    def backward(
+        self,
+        loss: Tensor,
+        *optimizers: Optimizer,
+        items: float | Tensor | None = None,
+        sync: bool = True,
+        retain_graph: bool = False,
+    ) -> Tensor:
+        """Add the gradient of the global mean loss to `.grad`; every rank calls it.
+
+        It reaches the parameters that the loss reaches.
+
+        Args:
+            loss: this rank's mean over its samples of the batch. It counts by its share of the global batch.
+            optimizers: those for whose parameters the gradients are meant (a GAN's generator has one, its
+                discriminator another); the loss leaves no gradient elsewhere. None: all that it reaches.
+            items: what the mean was taken over, where that is not the samples of the loader's last batch:
+                tokens, valid labels, samples of another batch. The loss then counts by its share of all
+                ranks' items; a loss with 0 items adds nothing, whatever its value.
+            sync: False leaves the gradients this rank's own, and saves the communication, until a later call
+                with True, or `update` (gradient accumulation).
+            retain_graph: as in `Tensor.backward`.
+
+        Returns:
+            The mean loss over all ranks, the same number on each, without a gradient.
+
+        Raises:
+            JobError, PlanError, DataError: the call cannot give the numbers of one process, with what to
+                write instead.
+        """
+        check_backward(self, loss, casts=self._casting or self.compute.casts, sync=sync)
+        if items is None:
+            self.shares.check_data()
+        self._follow_changes(forward_is_done=True)
+        if self.compute.reads is not None:
+            newest = self.step_count + 1
+            everywhere = type(loss) is not Tensor or not newest & (newest - 1)
+            self.compute.reads.check(loss, everywhere=everywhere)
+        targets = self.steps.numbers(optimizers)
+        self.steps.refuse_leftovers(targets, named=bool(optimizers))
+        parameters = self.steps.parameters_of(targets) if optimizers else None
+        share, self._newest_loss = self.shares.weigh(loss, items, local_steps=self.local_steps)
+        for parameter in self._untrained:
+            parameter.grad = None  # nobody steps on them; they would add up from pass to pass
+        self.replica.backward.only = set(parameters) if parameters is not None else None
+        self.replica.backward.last = sync and self.split is None
+        gradients = self._gradients("collected" if sync else "kept")
+        summed = [] if self.group.size == 1 or self.local_steps else self.steps.parameters_of(targets - self.steps.kept)
+        with summed_apart(summed), gradients, self._in_backward():
+            scale = 1.0 if self.compute.loss_scale is None else self.compute.loss_scale.value
+            # a rank without items takes part in the backward pass and adds nothing
+            empty = None if (share if items is None else items) else NoGradient(loss)
+            scaled = empty.loss if empty is not None else loss * share * scale
+            torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=parameters)
+            if empty is not None:
+                empty.release()
+            if sync:
+                self._agree()
+        self.steps.computed(targets, agreed=sync)
+        self.replica.backward.only = None
+        return self._newest_loss
+
+    def update(
+        self, *optimizers: Optimizer, clip_norm: float | None = None, clip_value: float | None = None
+    ) -> StepResult:
+        """Clip the gradients, step the optimizers and clear their gradients; every rank calls it.
+
+        Args:
+            optimizers: those to step; all, if none is named.
+            clip_norm: largest L2 norm of their gradients together; `setup`'s where none is given.
+            clip_value: largest absolute value of a gradient's element; before the norm.
+
+        Raises:
+            NonFiniteError: a gradient or the loss is not finite, and the policy is to stop. Nothing was
+                updated.
+            JobError: there is no gradient to step by.
+        """
+        stepped = self.steps.numbers(optimizers)
+        self.steps.check_no_closure(stepped)
+        if self.steps.kept & stepped:
+            self._agree_late(stepped)
+        if not self.steps.agreed & stepped:
+            raise JobError("update has no gradient to step by: call engine.backward(loss) before it, in every update")
+        parameters = self.steps.parameters_of(stepped)
+        if self.compute.loss_scale is not None:
+            self.compute.loss_scale.unscale(numbers_of(parameters))
+        if clip_value is not None:
+            gradients = numbers_of(parameters)
+            torch._foreach_clamp_min_(gradients, -clip_value)
+            torch._foreach_clamp_max_(gradients, clip_value)
+        norm = total_norm(parameters, self.split, self.group)
+        loss, step = float(self._newest_loss), self.step_count + 1
+        problem = self.guard.problem(self.agreement.deciders, None, [], step=step, loss=loss, norm=norm)
+        if problem is None:
+            clip(parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm)
+            self._step_optimizers(stepped)
+        self._end_update(stepped, step, updated=problem is None)
+        position = self.loader.position
+        result = StepResult(step, loss, 0 if position is None else position.total, norm, problem, {}, None)
+        for callback in self.on_step:
+            callback(result)
+        return result
+
+    def step(self, batch: Batch | None) -> StepResult:
+        """Take a step as `Engine.step`, then call `on_step`."""
+        if not self.has_loss:
+            raise JobError(
+                "step needs a loss: paceline.setup(model, optimizer, loss, loader); or call engine.backward "
+                "and engine.update"
+            )
+        self.steps.check_no_closure(self.steps.numbers(()))
+        with self.steps.by_the_engine():
+            result = super().step(batch)
+        for callback in self.on_step:
+            callback(result)
+        return result
+
+    # What else a loop has
+
+    def agree(self) -> None:
+        """Broadcast parameters added to an optimizer since `setup` from rank 0; every rank calls it."""
+        self._follow_changes()
+
+    def deal(self, loader: DataLoader[Any]) -> Loader:
+        """Deal a loader as `Engine.deal`; `save` keeps its position, too."""
+        dealt = super().deal(loader)
+        self._serve(dealt)
+        self.loaders.append(dealt)
+        return dealt
+
+    def _serve(self, loader: Loader) -> None:
+        """Have a loader's batches arrive as a loop that computes its own loss needs them."""
+        loader.fills_empty, loader.device = True, self.device
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """All ranks' rows (dim 0) in rank order, for a loss over the global batch.
+
+        Gradients flow back to every rank's own rows.
+        """
+        counts = torch.zeros(self.data_group.size, dtype=torch.int64, device=self.device)
+        counts[self.data_group.rank] = len(rows)
+        self.data_group.all_reduce(counts)
+        return gather(self.data_group, rows, counts.tolist())
+
+    def mean(self, value: float | Tensor, items: float | Tensor | None = None) -> float:
+        """Mean over all ranks of a number, weighted by samples or `items`."""
+        _, mean = self.shares.weigh(torch.as_tensor(value, device=self.device), items, local_steps=self.local_steps)
+        return float(mean)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Context for forward pass and loss in the precision given to `setup`.
+
+        Nothing changes with fp32.
+        """
+        self._casting = True
+        with self.compute.autocast():
+            yield
+
+    def print(self, *values: object, **keywords: Any) -> None:
+        """`print`, on the first rank only."""
+        if self.is_main:
+            print(*values, **keywords)
+
+    def ignore(self, optimizer: Optimizer) -> None:
+        """Exempt an optimizer whose parameters every rank trains by itself.
+
+        For instance a probe for a measurement.
+        """
+        self.steps.ignore(optimizer)
+
+    @overload
+    def evaluate(self, data: DataLoader[Any] | Iterable[Any], metrics: Measure | None = None) -> dict[str, float]: ...
+
+    @overload
+    def evaluate(self, data: DataLoader[Any] | Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]: ...
+
+    def evaluate(self, data: Any, metrics: Any = None) -> dict[str, float]:
+        """Measure the model on a validation set; every rank calls it.
+
+        Each result is the mean over all samples, the same on any number of ranks. The model is in eval mode
+        without gradients meanwhile, and in `setup`'s precision. Replicas with local parameters take those
+        that they agree on, and batch-norm statistics are averaged.
+
+        Args:
+            data: a `DataLoader` as one process would use it; its batches are dealt to the ranks in turn.
+            metrics: `measure(batch)`, which computes a batch and returns a dict of numbers: each is the mean
+                over the batch's samples, or a 1-D tensor with one value per sample, or a pair (sum, count).
+                None: the loss given to `setup`. A list of metrics (`paceline.job.loss.Metric`) is called with
+                the model's output and the target; if `data` is not a `DataLoader`, it has this rank's batches.
+        """
+        if isinstance(metrics, list):
+            return super().evaluate(own_batches(data, self) if isinstance(data, DataLoader) else data, metrics)
+        return evaluate(self, data, metrics)
+
+    def save(self, folder: str | Path, *, keep: int = 2, **objects: Any) -> Path:
+        """Write a checkpoint into `folder`, for any plan; every rank calls it.
+
+        It holds models, optimizers, the position in the data, random states, and `objects`: anything with a
+        `state_dict` (schedulers, averages, samplers) and plain values. safetensors and JSON; nothing is
+        pickled.
+
+        Args:
+            folder: the same for all ranks, on storage that they share.
+            keep: how many of the newest checkpoints stay in it.
+        """
+        return own_state.save(self, Path(folder), objects, keep)
+
+    def load(self, folder: str | Path, **objects: Any) -> dict[str, Any] | None:
+        """Resume from the newest whole checkpoint in `folder`; None where there is none.
+
+        Every rank calls it, before the first step. The next iteration of the loaders continues behind the
+        last batch. `objects` get their state by `load_state_dict`; what else was saved by name is returned. A
+        data set is refused if its number of samples, or its first, middle or last sample, has changed.
+        """
+        return own_state.load(self, Path(folder), objects)
+
+    def export(self, path: str | Path) -> None:
+        """Write the model that `evaluate` measures as one safetensors file.
+
+        For `model.load_state_dict(load_file(path))`.
+        """
+        own_state.export(self, Path(path))
+
+    def clear(self) -> None:
+        """Drop gradients that no optimizer has stepped on."""
+        self._clear_gradients()
+        self.steps.forget()
+        self.shares.forget()
+
+    def close(self) -> None:
+        """Let go of the model and the optimizers: no hooks of paceline remain."""
+        _OPEN.discard(self)
+        self.steps.close()
+        self.refusals.close()
+        super().close()
+
+    # Backward
+
+    def _agree(self) -> None:
+        """Sum this rank's gradients with the others' into those of the global batch."""
+        if self.group.size == 1:
+            return
+        self.signals.tensor.zero_()
+        self.agreement.apply_rule(self.step_count + 1)
+
+    def _agree_late(self, stepped: set[int]) -> None:
+        """Run the gradient sum that `sync=False` put off."""
+        self.replica.backward.only = set(self.steps.parameters_of(stepped))
+        self._agree()
+        self.replica.backward.only = None
+        self.steps.computed(stepped, agreed=True)
+
+    # Update
+
+    def _step_optimizers(self, stepped: set[int]) -> None:
+        self._prepare_update(self.step_count + 1)
+        with self.steps.by_the_engine():
+            for number in sorted(stepped):
+                self.optimizers[number].step()
+        if self.compute.loss_scale is not None:
+            self.compute.loss_scale.grow()
+
+    def _end_update(self, stepped: set[int], step: int, *, updated: bool) -> None:
+        """Clear the gradients, and let the rule act on the parameters."""
+        for parameter in self.steps.parameters_of(stepped):
+            parameter.grad = None
+        self.steps.stepped(stepped)
+        if self.local_steps:
+            check_all_step(self.plan, len(stepped), len(self.optimizers))
+            self._follow_changes()
+        # a replica that left its update out takes part in an average, since others wait for it
+        if updated or self.local_steps:
+            self.rule.after_step(step)
+        self.step_count = step
+        self._casting = False
+        self.guard.remember()
+
+    # Steps that the loop takes by `optimizer.step()`
+
+    def _before_own_step(self) -> None:
+        if self.compute.loss_scale is not None:
+            raise JobError(
+                "precision=fp16: the gradients are scaled; write engine.update() in the place of optimizer.step()"
+            )
+        if not math.isfinite(loss := float(self._newest_loss)):
+            raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
+        self._prepare_update(self.step_count + 1)
+
+    def _after_own_step(self, number: int) -> None:
+        if self.local_steps:
+            check_all_step(self.plan, 1, len(self.optimizers))
+            self._follow_changes()
+        self.rule.after_step(self.step_count + 1)
+        self.step_count += 1
+        self._casting = False
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        self.on_phase("compute", self.step_count + 1)
+        yield
+        self.on_phase("data", self.step_count + 1)
+
+    # Which parameters are whose
+
+    def _owners(self) -> dict[Tensor, int]:
+        if len(self.optimizers) == 1:
+            return {}
+        return {
+            p: i for i, optimizer in enumerate(self.optimizers) for g in optimizer.param_groups for p in g["params"]
+        }
+
+    def _attach(self, *, identical: bool = False) -> None:
+        super()._attach(identical=identical)
+        held = set(self._held_by_optimizer())
+        self._untrained = [p for p in self.replica.trainable if p not in held]
+        # where the rule has no hooks that refuse
+        refuses = self.group.size > 1 and not self.local_steps and not getattr(self.rule, "hooks", None)
+        divided = self._parameters if self.split is None else self.split.divided.values()
+        self.refusals.refuse_backward(divided if refuses else (), self.replica)
+
+
+def refuse_model_of_another_engine(model: nn.Module, group: Group) -> None:
+    """Raise JobError if an open engine trains a parameter of `model`.
+
+    On several ranks both engines would handle the gradients of the parameter.
+    """
+    own = {id(p) for p in model.parameters() if p.requires_grad}
+    if any(id(p) in own for engine in _OPEN if group.size > 1 for p in engine.named_parameters().values()):
+        raise JobError(
+            "an engine of an earlier paceline.setup still trains this model: write engine.close() before the second "
+            "setup, or set it up once, outside of the loop"
+        )

@@ -1,0 +1,324 @@
+"""Save, load and export of a user's own loop, on any plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.data.loader import changed_data
+from paceline.device import widened
+from paceline.errors import CheckpointError, DataError, RunError
+from paceline.files import short_name
+from paceline.run.checkpoint.convert import export as export_checkpoint
+from paceline.run.checkpoint.manifest import step_name, sync_folder
+from paceline.run.checkpoint.reader import Loaded, load_latest
+from paceline.run.checkpoint.shard import describe, write_one_by_one
+from paceline.run.checkpoint.shard_assignment import MeshCoordinate
+from paceline.run.checkpoint.writer import Checkpointer
+from paceline.run.state import restore, snapshot
+from paceline.split.parts import local
+
+if TYPE_CHECKING:
+    from paceline.run.own_loop.loop import OwnLoop
+
+_EXTRA = "extra/"  # before the names of tensors of the user's own objects
+
+
+def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -> Path:
+    """Write a checkpoint and return when it is on the disk. Every rank calls it.
+
+    Raises:
+        CheckpointError: it cannot be written, or something in `objects` is neither plain nor a tensor.
+    """
+    _check_folder(engine, folder)
+    tensors: dict[str, Tensor] = {}
+    encoded = {name: encode(_state_of(value), f"{_EXTRA}{name}", tensors) for name, value in objects.items()}
+    shared, own = _shared_and_own(engine, encoded, tensors)
+    values = {
+        "objects": encoded,
+        "loaders": [loader.state_dict() for loader in engine.loaders[1:]],
+        "data": [loader.fingerprint() for loader in engine.loaders],
+        **({} if engine.compute.loss_scale is None else {"loss_scale": engine.compute.loss_scale.state_dict()}),
+    }
+    taken = snapshot(engine, values)
+    taken.shared |= shared
+    taken.own |= own
+    group = engine.group
+    made: list[Checkpointer] = []
+
+    def claim() -> None:
+        made.append(
+            Checkpointer(
+                folder,
+                rank=group.rank,
+                world=group.size,
+                keep=keep,
+                deadline_s=group.deadline_s,
+                report=lambda *_: None,
+            )
+        )
+
+    def write() -> None:
+        made[0].save(engine.step_count, taken)
+        made[0].close()
+
+    _together(engine, claim)  # rank 0 removes what a crash left half-written; nobody may have begun before that
+    _together(engine, write)
+    return folder / step_name(engine.step_count)
+
+
+def _together(engine: OwnLoop, do: Callable[[], None]) -> None:
+    """Call `do` on every rank; an error on one rank is raised on all."""
+    problem = None
+    try:
+        do()
+    except CheckpointError as error:
+        problem = str(error)
+    if problems := [said for said in engine.group.gather_json(problem) if said is not None]:
+        raise CheckpointError(problems[0])
+
+
+def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Resume from the newest whole checkpoint in `folder`; returns its plain values.
+
+    None where there is no checkpoint.
+
+    Raises:
+        CheckpointError: it is of another model, optimizer or set of objects, or there are some and none is
+            whole.
+        DataError: a data set of the loop has changed.
+    """
+    group = engine.group
+    _check_folder(engine, folder)
+    for loader in engine.loaders:
+        loader.fingerprint()  # now, since training may change what a data set returns
+    if not any(group.gather_json(folder.is_dir())):
+        return None
+    loaded = load_latest(folder, rank=group.rank, world=group.size, report=lambda *_: None, agree=group.gather_json)
+    if loaded is None:
+        return None
+    saved = loaded.values["loop"].get("objects")
+    if saved is None:
+        raise CheckpointError(f"{loaded.path} is of a run of paceline.train; engine.load reads what engine.save wrote")
+    _check_objects(loaded, saved, objects)
+    _refuse_other_data(engine, loaded)
+    engine.clear()
+    values = restore(engine, loaded)
+    for loader, state in zip(engine.loaders[1:], values["loaders"], strict=False):
+        loader.load_state_dict(state)
+    if engine.compute.loss_scale is not None and "loss_scale" in values:
+        engine.compute.loss_scale.load_state_dict(values["loss_scale"])
+    engine.guard.remember()
+    own_tensors_here = loaded.own_of(
+        MeshCoordinate.of(engine.split.mesh) if engine.split is not None else loaded.coordinate
+    )
+    found = {name: decode(value, lambda key: _read(loaded, own_tensors_here, key)) for name, value in saved.items()}
+    for name, value in objects.items():
+        value.load_state_dict(found[name])
+    return {name: value for name, value in found.items() if name not in objects}
+
+
+def export(engine: OwnLoop, path: Path) -> None:
+    """Write the model that `evaluate` measures as one safetensors file.
+
+    Every rank calls it; rank 0 writes.
+
+    Raises:
+        RunError: the file exists or cannot be written.
+    """
+    problem = None
+    if engine.is_main and path.exists():
+        problem = f"{path} exists already and is not overwritten. Remove it, or name another file."
+    if problem := engine.group.gather_json(problem)[0]:
+        raise RunError(problem)
+    with engine.rule.in_agreement(), engine.evaluation.averaged_buffers():
+        try:
+            _export_divided(engine, path) if engine.split is not None else _export_whole(engine, path)
+        except OSError as error:
+            problem = (
+                f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that can be written "
+                "and has the room."
+            )
+        if problem := next((said for said in engine.group.gather_json(problem) if said), None):
+            raise RunError(problem)
+
+
+def _check_folder(engine: OwnLoop, folder: Path) -> None:
+    """Raise where the ranks name different folders, in which their parts would never meet."""
+    everyones = engine.group.gather_json(str(folder.absolute()))
+    for rank, other in enumerate(everyones):
+        if other != everyones[0]:
+            raise CheckpointError(
+                f"the folder of checkpoints is {everyones[0]} on rank 0 and {other} on rank {rank}; all ranks write "
+                "into one: name it alike on each (a temporary folder is made by every rank for itself)"
+            )
+
+
+def _export_whole(engine: OwnLoop, path: Path) -> None:
+    if not engine.is_main:
+        return
+    state = {name: tensor.detach() for name, tensor in engine.model.state_dict().items() if isinstance(tensor, Tensor)}
+    with tempfile.TemporaryDirectory(prefix=f".{short_name(path, 100)}.", dir=path.parent) as folder:
+        file = Path(folder) / "weights"
+        write_one_by_one(
+            file, {name: describe(name, tensor) for name, tensor in state.items()}, lambda name: state[name].cpu()
+        )
+        os.replace(file, path)
+        sync_folder(path.parent)
+
+
+def _export_divided(engine: OwnLoop, path: Path) -> None:
+    """Export by way of a checkpoint, which assembles the ranks' parts."""
+    made = (
+        tempfile.TemporaryDirectory(prefix=f".{short_name(path, 100)}.", dir=path.parent)
+        if engine.is_main
+        else nullcontext("")
+    )
+    with made as own:
+        folder = Path(engine.group.gather_json(own)[0])
+        save(engine, folder, {}, keep=1)
+        if engine.is_main:
+            export_checkpoint(folder, path)
+        engine.group.barrier()
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _shared_and_own(
+    engine: OwnLoop, encoded: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors equal on all ranks, and those of this rank alone (batch-norm averages).
+
+    Raises:
+        CheckpointError: plain values differ between the ranks, or a tensor is divided.
+    """
+    for name, tensor in tensors.items():
+        if local(tensor) is not tensor:
+            raise CheckpointError(
+                f"{name} is divided over the ranks by the plan; keep such state out of engine.save, or use dp"
+            )
+    # A sum and a sum of squares: enough to tell what every rank keeps for itself from what all have.
+    marks = {
+        name: [float(widened(t).sum()), float(widened(t).square().sum()), list(t.shape)] for name, t in tensors.items()
+    }
+    everyones = engine.group.gather_json([encoded, {name: repr(mark) for name, mark in marks.items()}])
+    for rank, (other, _) in enumerate(everyones):
+        if differs := [
+            name for name in encoded if json.dumps(other.get(name)) != json.dumps(everyones[0][0].get(name))
+        ]:
+            raise CheckpointError(
+                f"{differs[0]} differs between rank 0 and rank {rank}: what is saved by name is to be the same on "
+                "every rank. Make it from engine.mean(…) or from numbers that all have"
+            )
+    alike = {name for name in tensors if len({other.get(name) for _, other in everyones}) == 1}
+    shared = {name: tensor for name, tensor in tensors.items() if name in alike}
+    return shared, {name: tensor.clone() for name, tensor in tensors.items() if name not in alike}
+
+
+def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    if unknown := [name for name in objects if name not in saved]:
+        there = ", ".join(saved) or "nothing by name"
+        raise CheckpointError(f"{loaded.path} holds no {unknown[0]!r}; engine.save was given {there}")
+    if plain := [name for name, value in objects.items() if not hasattr(value, "load_state_dict")]:
+        raise CheckpointError(
+            f"engine.load was given {plain[0]!r}, which has no load_state_dict: leave it out, and take it from "
+            "what engine.load returns"
+        )
+
+
+def _refuse_other_data(engine: OwnLoop, loaded: Loaded) -> None:
+    """Refuse a changed data set, on all ranks if it changed on one."""
+    problem = None
+    for loader, saved in zip(engine.loaders, loaded.values["loop"].get("data", ()), strict=False):
+        if what := changed_data(saved, loader.fingerprint()):
+            problem = (
+                f"the data set {loader.name} has changed since {loaded.path} was written: {what}. The saved position "
+                "and order of training belong to the earlier data set. Restore the data set. Or train on the new one "
+                "from these weights: engine.export(file) in the earlier loop, then "
+                "model.load_state_dict(safetensors.torch.load_file(file)) before paceline.setup, and no engine.load"
+            )
+            break
+    if problems := [said for said in engine.group.gather_json(problem) if said is not None]:
+        raise DataError(problems[0])
+
+
+def _read(loaded: Loaded, own: Mapping[str, Tensor], name: str) -> Tensor:
+    return loaded.shared[name] if name in loaded.shared else torch.clone(own[name])
+
+
+_KIND = "!"  # marks a JSON object that stands for something else than a dict with names
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "Size": torch.Size,
+}
+_MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda items: Counter(dict(items)),
+    "defaultdict": dict,
+}
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON, with its tensors moved into `tensors`, named `name…`.
+
+    Raises:
+        CheckpointError: something in it is neither plain nor a tensor. Names where.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {_KIND: "tensor", "name": name}
+    if isinstance(value, (np.ndarray, np.generic)):
+        tensors[name] = torch.from_numpy(np.array(value))
+        return {_KIND: "number" if isinstance(value, np.generic) else "array", "name": name}
+    kind = type(value).__name__
+    if isinstance(value, (list, tuple, set, frozenset, deque)) and (kind == "list" or kind in _SEQUENCES):
+        entries = [encode(entry, f"{name}.{i}", tensors) for i, entry in enumerate(value)]
+        return entries if kind == "list" else {_KIND: kind, "entries": entries}
+    if isinstance(value, (dict, Counter, OrderedDict, defaultdict)) and kind in _MAPPINGS:
+        if kind == "dict" and all(type(key) is str and key != _KIND for key in value):
+            return {key: encode(entry, f"{name}.{key}", tensors) for key, entry in value.items()}
+        pairs = [
+            [encode(key, f"{name}.key{i}", tensors), encode(entry, f"{name}.{i}", tensors)]
+            for i, (key, entry) in enumerate(value.items())
+        ]
+        return {_KIND: kind, "entries": pairs}
+    raise CheckpointError(
+        f"{name} is a {type(value).__module__}.{kind}, which a checkpoint cannot hold: give numbers, text, lists, "
+        "dicts and tensors, or an object whose state_dict has only these"
+    )
+
+
+def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """Rebuild a value from `encode`; `read` returns a tensor by its name."""
+    if isinstance(value, list):
+        return [decode(entry, read) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_KIND)
+    if kind is None:
+        return {key: decode(entry, read) for key, entry in value.items()}
+    if kind == "tensor":
+        return read(value["name"])
+    if kind in ("array", "number"):
+        array = read(value["name"]).numpy()
+        return array if kind == "array" else array[()]
+    entries = [decode(entry, read) for entry in value["entries"]]
+    return _SEQUENCES[kind](entries) if kind in _SEQUENCES else _MAPPINGS[kind](entries)

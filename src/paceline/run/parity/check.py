@@ -1,0 +1,406 @@
+"""`paceline check`: comparison of a plan with one process, before anything long is trained."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import to_run_on
+from paceline.elastic.run_on_ranks import run_on_plan
+from paceline.errors import LaunchError, PlanError
+from paceline.files import scratch_folder
+from paceline.job.job import Job, Precision
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.plan import Plan
+from paceline.run.parity.steps import Compared, Comparison, Parts, Reference, Steps
+from paceline.run.preflight import refuse_what_cannot_divide
+from paceline.run.tuning.auto import choose
+from paceline.units import percent
+
+Verdict = Literal["holds", "differs", "cannot tell"]
+
+
+class Tolerance(NamedTuple):
+    """Relative differences to one process in float64, of tensors in the L2 norm."""
+
+    loss: float
+    gradient: float
+    parameter: float
+    buffer: float
+
+
+TOLERANCES = {
+    "fp64": Tolerance(1e-9, 1e-7, 1e-7, 1e-7),
+    "fp32": Tolerance(1e-5, 1e-4, 1e-4, 1e-4),
+    "bf16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
+}
+# Where rounding alone may move a job by more than this, a mistake of that size (a rank's gradient left out) would pass
+# for rounding.
+CAP = Tolerance(2e-2, 3e-1, 3e-2, 3e-2)
+# Times what one process in the plan's precision differs by: as much is rounding, which some jobs magnify from step to
+# step.
+ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0}
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class LargestDifference:
+    """The tensor that differs most in a step, and the rank that holds that piece."""
+
+    difference: float
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class StepParity:
+    """Comparison of one step of the plan with the same step of one process."""
+
+    loss: float
+    reference_loss: float
+    gradient: LargestDifference
+    parameter: LargestDifference
+    buffer: LargestDifference
+
+    @property
+    def loss_difference(self) -> float:
+        """Relative to the reference."""
+        return abs(self.loss - self.reference_loss) / (abs(self.reference_loss) or 1.0)
+
+    @property
+    def differences(self) -> Tolerance:
+        """The largest difference of each quantity."""
+        return Tolerance(
+            self.loss_difference, self.gradient.difference, self.parameter.difference, self.buffer.difference
+        )
+
+
+@dataclass
+class Parity:
+    """Result of `check` for a plan.
+
+    Attributes:
+        tolerance: those of the precision, or more where one process in that precision is that far from float64.
+        steps: in order.
+        parameters: for every parameter its largest gradient difference over the steps.
+        first_module: the first module, in the order in which they ran, whose output differs in the first step; None
+            where none does, or where the stages of a pipeline run apart.
+        report: what the plan divided, in words.
+        undecided: why the numbers can tell nothing of the plan; None where they can.
+        reference_precision: that of the one process; `fp32` only where the model cannot run in float64.
+    """
+
+    plan: Plan
+    tolerance: Tolerance
+    steps: list[StepParity]
+    parameters: dict[str, float] = field(default_factory=dict)
+    first_module: str | None = None
+    report: list[str] = field(default_factory=list)
+    undecided: str | None = None
+    reference_precision: Precision = "fp64"
+
+    @property
+    def largest(self) -> Tolerance:
+        """The largest differences over the steps."""
+        return Tolerance(*map(max, zip(*(step.differences for step in self.steps), strict=True)))
+
+    @classmethod
+    def of(cls, plan: Plan, found: Sequence[Compared], reference: Reference, tolerance: Tolerance) -> Parity:
+        """Parity of what the plan's ranks found with the one process."""
+        parity = cls(plan, tolerance, [_step(found, i, loss) for i, loss in enumerate(reference.losses)])
+        parity.parameters = _largest(found)
+        parity.report = found[0].report
+        if reference.random is not None:
+            parity.undecided = _drawn(reference.random)
+        parity.undecided = _other_inputs(found, reference, plan) or parity.undecided
+        if not parity.holds:
+            parity.first_module = _first_difference(reference.outputs, found, tolerance[1])
+        return parity
+
+    @property
+    def verdict(self) -> Verdict:
+        """`holds` or `differs`; `cannot tell` where rounding, or random numbers, could hide a mistake."""
+        if self.undecided is not None:
+            return "cannot tell"
+        # Where rounding moves one quantity beyond its cap, how far it moves the others is chance: a difference within
+        # their caps says nothing either.
+        limits = self.tolerance if self.why_undecided is None else Tolerance(*map(max, self.tolerance, CAP))
+        if any(found > limit for found, limit in zip(self.largest, limits, strict=True)):
+            return "differs"
+        return "holds" if self.why_undecided is None else "cannot tell"
+
+    @property
+    def holds(self) -> bool:
+        """True if every step is within a tolerance that tells something."""
+        return self.verdict == "holds"
+
+    @property
+    def why_undecided(self) -> str | None:
+        """Reason why a match could be a coincidence, and what to do; else None."""
+        if self.undecided is not None:
+            return self.undecided
+        beyond = [name for name, limit, cap in zip(Tolerance._fields, self.tolerance, CAP, strict=True) if limit > cap]
+        if not beyond:
+            return None
+        amounts = ", ".join(f"{name} {percent(getattr(self.tolerance, name), 0)}" for name in beyond)
+        return (
+            f"rounding alone may move this job that far ({amounts}), so a mistake as large would pass for rounding. "
+            "Check the plan with precision=fp64, over fewer steps (--steps 1), or with a smaller learning rate"
+        )
+
+
+def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = None, *, steps: int = STEPS) -> Parity:
+    """Train a few steps under a plan and in one process, and compare them.
+
+    Args:
+        job: a `Job`, or the YAML file of one.
+        plan: a `Plan`, its text, or `"auto"`: what `train` would choose.
+        cluster: where to train; None is this machine.
+
+    Raises:
+        PlanError: the plan cannot run the job here; every reason.
+        LaunchError: a rank failed.
+        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+    """
+    job, cluster = job if isinstance(job, Job) else Job.load(job), to_run_on(cluster)
+    job.model.must_be_at_hand()
+    job.fetch()
+    chosen = choose(job, cluster).plan if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
+    with Checks(job, cluster, steps=steps).opened() as checks:
+        return checks.check(chosen)
+
+
+class Checks:
+    """Parity checks of one job.
+
+    The steps of one process are taken once for all plans that divide batches for batch norm alike.
+
+    Attributes:
+        reference_precision: that of the one process: float64, or float32 where the model cannot run in float64.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS) -> None:
+        self.job, self.cluster, self.steps = job, to_run_on(cluster), steps
+        self.reference_precision: Precision = "fp64"
+        self._references: dict[Parts, tuple[Path, Reference]] = {}
+        self._roundings: dict[tuple[Parts, str], Tolerance] = {}
+        self._perturbed: dict[Parts, list[StepParity]] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[Checks]:
+        """A folder for what the checks write; removed at the end."""
+        with scratch_folder() as folder:
+            self._folder = Path(folder)
+            yield self
+
+    def check(self, plan: Plan) -> Parity:
+        """Train the steps under the plan, and compare.
+
+        Raises:
+            PlanError: the plan cannot run the job here; every reason.
+            LaunchError: a rank failed.
+        """
+        if reasons := check_plan(plan, self.job, self.cluster):
+            raise PlanError("\n".join(reasons))
+        refuse_what_cannot_divide(self.job, plan, self.cluster)
+        parts, precision = self._parts(plan), plan.precision_for(self.job)
+        self._reference(parts)
+        if precision != "fp64" and (parts, precision) not in self._roundings:
+            alone = Plan(precision=precision, microbatches=parts.microbatches)
+            self._roundings[parts, precision] = self._compared(alone, TOLERANCES[precision], parts).largest
+        rounding = self._roundings.get((parts, precision), Tolerance(0.0, 0.0, 0.0, 0.0))
+        factor = ROUNDING[precision]
+        tolerance = Tolerance(*(max(t, factor * r) for t, r in zip(TOLERANCES[precision], rounding, strict=True)))
+        parity = self._compared(plan, tolerance, parts)
+        parity.reference_precision = self.reference_precision
+        if parity.verdict == "differs" and precision == self.reference_precision:
+            if parts not in self._perturbed:
+                alone = Plan(precision=precision, microbatches=parts.microbatches)
+                self._perturbed[parts] = self._compared(alone, tolerance, parts, perturbed=True).steps
+            parity.undecided = _amplified(parity, self._perturbed[parts], factor)
+            if parity.undecided is not None:
+                parity.first_module = None
+        return parity
+
+    def _compared(self, plan: Plan, tolerance: Tolerance, parts: Parts, *, perturbed: bool = False) -> Parity:
+        folder, reference = self._reference(parts)
+        comparison = Comparison(Steps(self.job, plan, self.steps, folder, parts, perturbed), reference)
+        found = run_on_plan(_compare, comparison, job=self.job, cluster=self.cluster, plan=plan, folder=folder)
+        return Parity.of(plan, found, reference, tolerance)
+
+    def _parts(self, plan: Plan) -> Parts:
+        """Parts in which one process computes a batch, so that it can be compared.
+
+        Batch norms couple the samples of a part; and what a forward pass writes (spectral norm) is written once for
+        each microbatch.
+        """
+        from paceline.planning.model.model_info import model_info
+
+        if model_info(self.job.model).normalises_batches:
+            return Parts(plan.microbatches, plan.data_ranks, together=self.job.batch_norm == "sync")
+        if plan.microbatches > 1 and self._reference(Parts(1, 1))[1].written:
+            return Parts(plan.microbatches, plan.data_ranks, together=True)
+        return Parts(1, 1)
+
+    def _reference(self, parts: Parts) -> tuple[Path, Reference]:
+        """Steps of one process that computes a batch in these parts, with its tensors' folder."""
+        if parts not in self._references:
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
+            self._references[parts] = folder, self._taken(folder, parts, self.reference_precision)
+        return self._references[parts]
+
+    def _taken(self, folder: Path, parts: Parts, precision: Precision) -> Reference:
+        plan = Plan(precision=precision, microbatches=parts.microbatches)
+        steps = Steps(self.job, plan, self.steps, folder, parts)
+        try:
+            return run_on_plan(_take_reference, steps, job=self.job, cluster=self.cluster, plan=plan, folder=folder)[0]
+        except LaunchError:
+            # Some models name float32 in their code and raise in float64; of these float32 is the most exact that there
+            # is.
+            if precision != "fp64" or self._references:
+                raise
+            reference = self._taken(folder, parts, "fp32")
+            self.reference_precision = "fp32"
+            return reference
+
+
+def _take_reference(steps: Steps, folder: Path) -> Reference:
+    from paceline.run.parity.ranks import take_reference
+
+    return take_reference(replace(steps, folder=folder))
+
+
+def _compare(comparison: Comparison, folder: Path) -> Compared:
+    from paceline.run.parity.ranks import compare
+
+    return compare(replace(comparison, steps=replace(comparison.steps, folder=folder)))
+
+
+def check_all(
+    job: Job,
+    most_ranks: int,
+    cluster: Cluster | None = None,
+    *,
+    steps: int = STEPS,
+    say: Callable[[Plan, Parity | Exception], None],
+) -> bool:
+    """Check every legal plan of up to `most_ranks` ranks.
+
+    `say` gets each as it is done, a refused one as its `PlanError`.
+
+    Returns whether every plan that runs holds.
+    """
+    from paceline.errors import PacelineError
+    from paceline.planning.legal_plans import legal_plans
+
+    checks, hold = Checks(job, cluster, steps=steps), True
+    with checks.opened():
+        for plan in legal_plans(job, checks.cluster, range(min(2, most_ranks), most_ranks + 1)):
+            try:
+                found: Parity | Exception = checks.check(plan)
+            except PacelineError as error:
+                found = PlanError(str(error)) if getattr(error, "rank_error", None) == "PlanError" else error
+            hold = hold and (isinstance(found, PlanError) or (isinstance(found, Parity) and found.holds))
+            say(plan, found)
+    return hold
+
+
+def _other_inputs(found: Sequence[Compared], reference: Reference, plan: Plan) -> str | None:
+    """Explain why the inputs of ranks differ from the reference; None if they do not."""
+    for compared in found:
+        for step, (own, expected) in enumerate(zip(compared.inputs, reference.inputs, strict=True), 1):
+            for index, digest in own.items():
+                if expected.get(index) != digest:
+                    return (
+                        f"the inputs differ, so the numbers say nothing about the plan: sample {index} of "
+                        f"{reference.dataset} in step {step} is not the same in two processes. Draw random numbers in "
+                        "the data set from torch, numpy.random or random, not from os.urandom, the time or its own "
+                        "generator: paceline seeds those three by the job's seed, the epoch and the index"
+                    )
+    if reference.collate_draws and plan.data_ranks > 1:
+        return (
+            f"the collate function draws random numbers, and each of {plan.data_ranks} data-parallel ranks draws for "
+            "its own part of a batch, so the inputs differ from one process. Check the job with a collate function "
+            "without random numbers"
+        )
+    return None
+
+
+def _amplified(parity: Parity, perturbed: Sequence[StepParity], factor: float) -> str | None:
+    """Explain a difference by amplified rounding.
+
+    None if a step differs by more than that.
+
+    Args:
+        parity: of a plan that differs.
+        perturbed: steps of one process that began with weights changed by one unit in the last place.
+        factor: how many times as far as that process a plan may differ by rounding.
+    """
+    moved = Tolerance(0.0, 0.0, 0.0, 0.0)
+    for own, other in zip(parity.steps, perturbed, strict=True):
+        moved = Tolerance(*map(max, moved, other.differences))
+        limits = [max(t, factor * m) for t, m in zip(parity.tolerance, moved, strict=True)]
+        if any(found > limit for found, limit in zip(own.differences, limits, strict=True)):
+            return None
+    amounts = ", ".join(
+        f"{name} {m:.1e} (this plan: {found:.1e})"
+        for name, found, m, tolerance in zip(Tolerance._fields, parity.largest, moved, parity.tolerance, strict=True)
+        if found > tolerance
+    )
+    return (
+        "the job amplifies rounding, which explains the difference. A change of all weights by one unit in the last "
+        f"place moves one process by this much: {amounts}. A mistake as large would pass for rounding. Check the plan "
+        "over fewer steps (--steps 1), with a smaller learning rate, or with more samples for each batch norm"
+    )
+
+
+def _drawn(module: str) -> str:
+    return (
+        f"{module} draws random numbers when it is called, and every rank draws others. Switch that off for the check "
+        "(torch's own dropout, and what modules call drop, are off already)"
+    )
+
+
+def _step(found: Sequence[Compared], i: int, reference_loss: float) -> StepParity:
+    gradient, parameter, buffer = (_worst(found, i, kind) for kind in ("gradient", "parameter", "buffer"))
+    return StepParity(found[0].losses[i], reference_loss, gradient, parameter, buffer)
+
+
+def _worst(found: Sequence[Compared], i: int, kind: str) -> LargestDifference:
+    worst = LargestDifference(0.0, "", 0)
+    for rank, compared in enumerate(found):
+        for name, piece in compared.steps[i].items():
+            if kind not in piece:
+                continue
+            difference = math.inf if math.isnan(piece[kind]) else piece[kind]
+            if not worst.name or difference > worst.difference:
+                worst = LargestDifference(difference, name, rank)
+    return worst
+
+
+def _largest(found: Sequence[Compared]) -> dict[str, float]:
+    largest: dict[str, float] = {}
+    for compared in found:
+        for pieces in compared.steps:
+            for name, piece in pieces.items():
+                if "gradient" in piece:
+                    largest[name] = max(largest.get(name, 0.0), piece["gradient"])
+    return largest
+
+
+def _first_difference(reference: dict[str, list[float]], found: Sequence[Compared], tolerance: float) -> str | None:
+    """First module, in order of execution, whose outputs have another mean square."""
+    for name, (count, _, square) in reference.items():
+        ours = [compared.outputs[name] for compared in found if name in compared.outputs]
+        if not ours or not count:
+            continue
+        expected, mean = square / count, sum(o[2] for o in ours) / (sum(o[0] for o in ours) or 1.0)
+        if abs(mean - expected) > tolerance * (abs(expected) or 1.0):
+            return name
+    return None

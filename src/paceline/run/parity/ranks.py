@@ -1,0 +1,341 @@
+"""Ranks of a parity check: steps under a plan against one process in float64.
+
+The one process writes down what it computed; every rank of the plan then holds its own pieces against it, so nothing is
+gathered, and replicas that drifted apart show as well. Gradients are those that the optimizer was given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo as _not_compiled  # imports the compiler when it is first called, not here
+
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.data.loader import Loader
+from paceline.device import widened
+from paceline.elastic.hosts.fetch import fetch
+from paceline.engine.comparable import all_in_float64, in_float64, nothing_dropped, random_module, without_dropout
+from paceline.engine.engine import Engine
+from paceline.job.batch import Batch
+from paceline.job.data import DataSets
+from paceline.job.job import Job
+from paceline.job.partition import Partition
+from paceline.planning.plan import Plan
+from paceline.run.build import build_engine, built
+from paceline.run.parity.steps import Compared, Comparison, Reference, Steps
+from paceline.split.layout import ShardLayout
+from paceline.split.parts import local
+
+# Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at
+# zero, so nothing is measured by less than this share of the norm of all gradients, of all parameters, or of all
+# buffers that the forward pass writes.
+VANISHING = 1e-3
+_LOOKED_AT = 4  # samples, to see whether the model draws at random
+
+
+def take_reference(steps: Steps) -> Reference:
+    """Take the steps in this process alone, and write the tensors into the folder."""
+    with _comparable(steps.job, steps.plan):
+        engine = _engine(steps, Group())
+        drawn = random_module(engine.compute, engine.loader.example(_LOOKED_AT))
+        initial, losses, inputs = _tensors(engine), [], []
+        outputs = _Outputs(engine.model)
+        for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
+            losses.append(engine.step(batch).loss)
+            inputs.append(engine.loader.digests())
+            outputs.close()
+            file = _file(steps, step)
+            file.parent.mkdir(mode=0o700)
+            save_file(_as_real(_tensors(engine)), file)
+        now = _tensors(engine)
+        buffers = [name for name in now if name.startswith("buffer/")]
+        written = sorted({name.split("/", 2)[2] for name in buffers if not torch.equal(now[name], initial[name])})
+        dataset, collate_draws = engine.loader.random_inputs()
+        engine.close()
+        return Reference(losses, outputs.found, written, drawn, inputs, dataset, collate_draws)
+
+
+def compare(comparison: Comparison) -> Compared:
+    """Take the steps as a rank of the plan, and compare each with the reference."""
+    steps, reference = comparison.steps, comparison.reference
+    job, plan = steps.job, steps.plan
+    with joined(deadline_s=job.deadline_s, transport=plan.transport) as group, _comparable(job, plan):
+        engine = _engine(steps, group)
+        found = Compared()
+        found.report = engine.split.report if engine.split is not None else []
+        outputs = _Outputs(engine.model) if engine.split is None or engine.split.pipeline is None else None
+        for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
+            found.losses.append(engine.step(batch).loss)
+            found.inputs.append(engine.loader.digests())
+            if outputs is not None:
+                outputs.close()
+            tensors = _reference(steps, step)
+            found.steps.append(_compare(engine, tensors, set(reference.written)))
+        found.outputs = outputs.found if outputs is not None else {}
+        engine.close()
+        return found
+
+
+@contextmanager
+def _comparable(job: Job, plan: Plan) -> Iterator[None]:
+    """Within, models drop nothing; and in float64 they compute all in it."""
+    with nothing_dropped(), all_in_float64() if plan.precision_for(job) == "fp64" else nullcontext():
+        yield
+
+
+def _engine(steps: Steps, group: Group) -> Engine:
+    job, plan = steps.job, steps.plan
+    model = built(job, plan)
+    without_dropout(model if isinstance(model, nn.Module) else model.model)
+    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+    alone = job
+    if group.size == 1 and job.partition.weights is not None:  # the same batches, dealt to one
+        alone = job.model_copy(update={"partition": job.partition.model_copy(update={"weights": None})})
+    engine = build_engine(alone, plan, model, data, group)
+    if engine.precision == "fp64":
+        engine.compute.step_loss = in_float64(engine.compute.step_loss)
+    if steps.perturbed:
+        _perturb(engine)
+    if group.size == 1 and steps.parts.data_ranks > 1:
+        _Dealt(engine, job, data, steps.parts.data_ranks, together=steps.parts.together)
+    return engine
+
+
+def _perturb(engine: Engine) -> None:
+    """Change every weight by one unit in the last place, up or down at random."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in engine.named_parameters().values():
+            held = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            if held.is_floating_point():
+                signs = torch.randint(0, 2, held.shape, generator=random).to(held) * 2 - 1
+                held.copy_(held.nextafter(signs * math.inf))
+
+
+class _Dealt:
+    """Has one process compute the parts of a batch that several data-parallel ranks would.
+
+    Apart, the parts come one after the other, each with that rank's own buffers; together, the ranks' n-th microbatches
+    are one part.
+    """
+
+    def __init__(self, engine: Engine, job: Job, data: DataSets, ranks: int, *, together: bool) -> None:
+        self.together = together
+        self.engine, self.microbatches = engine, engine.plan.microbatches
+        labels = getattr(data.train, "labels", None)
+        spec: dict[str, Any] = {"samples": len(data.train), "global_batch": job.global_batch, "seed": job.seed}  # type: ignore[arg-type]
+        spec |= {"replicas": ranks, "labels": labels, "drop_last": job.drop_last}
+        self.partitions = [Partition(job.partition, replica=rank, **spec) for rank in range(ranks)]
+        self.buffers = [[b.clone() for b in engine.model.buffers()] for _ in range(ranks)]
+        self.waiting: list[int] = []  # the ranks of the parts to come
+        engine.compute.microbatches = self.parts  # type: ignore[attr-defined]
+        if together:
+            return
+        # the engine weighs parts, not whole batches
+        engine.plan = replace(engine.plan, microbatches=self.microbatches * ranks)
+        engine.model.register_forward_pre_hook(lambda *_: self._take())
+        engine.model.register_forward_hook(lambda *_: self._keep())
+        engine.dealt = self  # type: ignore[attr-defined]
+
+    def parts(self, batch: Batch) -> list[Batch]:
+        """The microbatches of every rank, in the order of ranks."""
+        position, indices = self.engine.loader.position, self.engine.loader.indices
+        assert position is not None
+        of_ranks: list[list[list[int]]] = []  # the rows of every microbatch of every rank
+        for partition in self.partitions:
+            own = torch.tensor(
+                [indices.index(i) for i in next(partition.batches(position.epoch, position.step))], dtype=torch.int64
+            )
+            of_ranks.append([part.tolist() for part in own.tensor_split(self.microbatches) if len(part)])
+        if self.together:
+            parts = [
+                [row for part in parts for row in part] for parts in itertools.zip_longest(*of_ranks, fillvalue=[])
+            ]
+        else:
+            parts = [part for rank in of_ranks for part in rank]
+            self.waiting += [rank for rank, own in enumerate(of_ranks) for _ in own]
+        return [
+            {k: v[rows] for k, v in batch.items()} if isinstance(batch, Mapping) else tuple(t[rows] for t in batch)
+            for rows in parts
+        ]
+
+    def named_buffers(self, rank: int) -> dict[str, Tensor]:
+        """The buffers of one of the ranks."""
+        return dict(zip(dict(self.engine.model.named_buffers()), self.buffers[rank], strict=True))
+
+    def _take(self) -> None:
+        if not self.waiting:  # no step, but a look at the model
+            return
+        for buffer, own in zip(self.engine.model.buffers(), self.buffers[self.waiting[0]], strict=True):
+            buffer.copy_(own)
+
+    def _keep(self) -> None:
+        if not self.waiting:
+            return
+        rank = self.waiting.pop(0)
+        for buffer, own in zip(self.engine.model.buffers(), self.buffers[rank], strict=True):
+            own.copy_(buffer)
+
+
+def _buffers(engine: Engine) -> list[tuple[int, dict[str, Tensor]]]:
+    """Buffers by data-parallel rank: this one's, or those of all that one process stands for."""
+    dealt: _Dealt | None = getattr(engine, "dealt", None)
+    if dealt is None:
+        return [(engine.loader.partition.replica, engine.named_buffers())]
+    return [(rank, dealt.named_buffers(rank)) for rank in range(len(dealt.buffers))]
+
+
+def _reference(steps: Steps, step: int) -> dict[str, Tensor]:
+    """The tensors of one process after a step."""
+    file = _file(steps, step)
+    if not file.exists():  # host 0 has it
+        fetch(file.parent, steps.folder, steps.job.deadline_s)
+    return _as_complex(load_file(file))
+
+
+def _as_real(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Turn complex tensors into pairs of real numbers, named `complex/NAME`.
+
+    safetensors has no complex128.
+    """
+    return {
+        f"complex/{n}" if t.is_complex() else n: torch.view_as_real(t) if t.is_complex() else t
+        for n, t in tensors.items()
+    }
+
+
+def _as_complex(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `_as_real`."""
+    return {
+        n.removeprefix("complex/"): torch.view_as_complex(t) if n.startswith("complex/") else t
+        for n, t in tensors.items()
+    }
+
+
+def _file(steps: Steps, step: int) -> Path:
+    return steps.folder / f"reference-{step}" / "tensors"
+
+
+def _tensors(engine: Engine) -> dict[str, Tensor]:
+    """Parameters, gradients and persistent buffers (others are caches and counters); the last as `buffer/RANK/NAME`."""
+    held, kept = engine.named_parameters(), engine.model.state_dict(keep_vars=True).keys()
+    found = {f"parameter/{name}": _copy(p) for name, p in held.items()}
+    found |= {f"gradient/{name}": _copy(p.grad) for name, p in held.items() if p.grad is not None}
+    return found | {
+        f"buffer/{rank}/{name}": _copy(b)
+        for rank, buffers in _buffers(engine)
+        for name, b in buffers.items()
+        if name in kept
+    }
+
+
+def _compare(engine: Engine, reference: dict[str, Tensor], written: set[str]) -> dict[str, dict[str, float]]:
+    parts = engine.parts
+    found: dict[str, dict[str, float]] = {}
+    least, least_parameter = (
+        _whole_norm(reference, "gradient/") * VANISHING,
+        _whole_norm(reference, "parameter/") * VANISHING,
+    )
+    for name, held in engine.named_parameters().items():
+        layout = parts[name].layout if parts is not None else ShardLayout.whole(held.shape)
+        gradient = _distance(held.grad, reference.get(f"gradient/{name}"), layout, least)
+        found[name] = {
+            "gradient": gradient,
+            "parameter": _distance(held, reference[f"parameter/{name}"], layout, least_parameter),
+        }
+    ranks = len({name.split("/")[1] for name in reference if name.startswith("buffer/")})
+    for rank, buffers in _buffers(engine):
+        prefix = f"buffer/{rank if rank < ranks else 0}/"
+        least = (
+            _whole_norm({n: t for n, t in reference.items() if n.removeprefix(prefix) in written}, prefix) * VANISHING
+        )
+        for name, buffer in buffers.items():
+            expected = reference.get(prefix + name)
+            if expected is not None and expected.shape == buffer.shape:  # else it is divided, and the parameters tell
+                distance = _buffer_distance(buffer, expected, least if name in written else 0.0)
+                entry = found.setdefault(name, {})
+                entry["buffer"] = max(distance, entry.get("buffer", 0.0))
+    return found
+
+
+def _buffer_distance(own: Tensor, reference: Tensor, least: float) -> float:
+    """The relative L2 distance of buffers, which may hold infinities."""
+    held = _copy(own)
+    if torch.equal(held, reference):
+        return 0.0
+    finite = reference.isfinite()
+    if not torch.equal(held.isfinite(), finite) or not torch.equal(held[~finite], reference[~finite]):
+        return math.inf
+    return _distance(held[finite], reference[finite], ShardLayout.whole(held[finite].shape), least)
+
+
+def _whole_norm(reference: dict[str, Tensor], kind: str) -> float:
+    tensors = [t for name, t in reference.items() if name.startswith(kind)]
+    return math.hypot(*(norm.item() for norm in torch._foreach_norm(tensors))) if tensors else 0.0
+
+
+def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout, least: float) -> float:
+    """Relative L2 distance; infinite where only one of the two is there and not zero."""
+    if own is None or reference is None:
+        there = own if own is not None else reference
+        return 0.0 if there is None or not _copy(local(there)).any() else math.inf
+    norm = max(float(torch.linalg.vector_norm(reference)), least)
+    difference = float(torch.linalg.vector_norm(_copy(local(own)) - layout.take(reference)))
+    return difference / norm if norm else difference
+
+
+class _Outputs:
+    """Adds up what every module puts out.
+
+    A mean does not depend on who computed which part, nor on how many computed the same.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: dict[str, list[float]] = {}
+        self._hooks = [m.register_forward_hook(self._add(name)) for name, m in model.named_modules() if name]
+
+    def _add(self, name: str) -> Any:
+        @_not_compiled
+        def add(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if not isinstance(first, Tensor) or not (first.is_floating_point() or first.is_complex()):
+                return
+            numbers = torch.view_as_real(first.detach().resolve_conj()) if first.is_complex() else first.detach()
+            wide = widened(numbers)
+            sums = self.found.setdefault(name, [0.0, 0.0, 0.0])
+            for i, value in enumerate((wide.numel(), wide.sum().item(), wide.square().sum().item())):
+                sums[i] += value
+
+        return add
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _steps(loader: Loader, steps: int) -> Iterator[Batch | None]:
+    done = 0
+    while True:
+        for batch in loader:
+            if done == steps:
+                return
+            yield batch
+            done += 1
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    dense = dense.detach()
+    if dense.is_complex():
+        return dense.cpu().resolve_conj().to(torch.complex128, memory_format=torch.contiguous_format, copy=True)
+    return dense.cpu().double().clone(memory_format=torch.contiguous_format)

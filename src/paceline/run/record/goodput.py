@@ -1,0 +1,295 @@
+"""Goodput of a run: useful step time over wall-clock, and the losses.
+
+A pure function of the record, so it can be read while a run trains and after a crash. The wall-clock is divided
+into spans without gaps, so the parts sum to it exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.run.record.run import WARM_UP_STEPS, Run, read_lines
+from paceline.units import percent, seconds
+
+USEFUL = "useful"
+# Parts of the wall-clock, with their names for people. Useful steps come first, the others are lost.
+PARTS: Mapping[str, str] = {
+    USEFUL: "useful steps",
+    "start": "start-up",
+    "restart": "restarts",
+    "recovery": "recovery",
+    "recut": "re-cut pipelines",
+    "replay": "replayed steps",
+    "checkpoint": "checkpoint stall",
+    "evaluation": "evaluation",
+    "between": "between steps",
+}
+_FAILURE = ("restart", "recovery", "replay")  # parts that only a run with failures has
+_LEAST_STALL = 0.01  # of the wall-clock: a shorter checkpoint stall is not worth a line
+_LEAST_TOLD = 0.005  # of the wall-clock
+_ROUNDING_S = 2e-3  # of the times in the record
+_HELD_S = 0.5  # of records of a followed run, at least
+_TYPICAL_STEPS = 500  # of which a followed run's usual step is the median
+
+
+class Span(NamedTuple):
+    """A stretch of the wall-clock that belongs to one of `PARTS`."""
+
+    start_s: float
+    end_s: float
+    part: str
+
+
+class Failure(NamedTuple):
+    """A failure or its end, at its place on the wall-clock."""
+
+    at_s: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The wall-clock of a run, divided.
+
+    The time in which no command of the run was under way (after an end, before `--resume`) is left out.
+
+    Attributes:
+        spans: without gaps, in order; the first starts at 0.
+        failures: restarts, lost and healed ranks, and rewinds, in order.
+    """
+
+    spans: Sequence[Span]
+    failures: Sequence[Failure] = ()
+
+    @property
+    def wall_s(self) -> float:
+        """Wall-clock of all commands of the run together, in seconds."""
+        return self.spans[-1].end_s if self.spans else 0.0
+
+    @cached_property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds of each of `PARTS`; they sum to `wall_s`."""
+        found = dict.fromkeys(PARTS, 0.0)
+        for span in self.spans:
+            found[span.part] += span.end_s - span.start_s
+        return found
+
+    @property
+    def share(self) -> float:
+        """Useful step time over wall-clock; 0 before the first step."""
+        return self.parts_s[USEFUL] / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """True if failures or checkpoints cost time that is worth a line."""
+        return any(self.parts_s[part] for part in _FAILURE) or (self.parts_s["checkpoint"] > _LEAST_STALL * self.wall_s)
+
+    def sentence(self) -> str:
+        """Summary, such as `91 % of 63.1 s; lost: restarts 4.2 s, replayed steps 1.5 s`."""
+        lost = sorted(((s, PARTS[part]) for part, s in self.parts_s.items() if part != USEFUL), reverse=True)
+        told = ", ".join(f"{name} {seconds(s)}" for s, name in lost if s > _LEAST_TOLD * self.wall_s)
+        return f"{percent(self.share)} of {seconds(self.wall_s)}" + (f"; lost: {told}" if told else "")
+
+    def over_time(self, stretches: int) -> list[tuple[float, float]]:
+        """The end of each equal stretch of the wall-clock, and the goodput within it."""
+        width_s = self.wall_s / stretches
+        useful = [0.0] * stretches
+        for start_s, end_s, part in self.spans:
+            if part != USEFUL:
+                continue
+            first = min(int(start_s / width_s), stretches - 1)
+            for number in range(first, min(int(end_s / width_s), stretches - 1) + 1):
+                useful[number] += max(0.0, min(end_s, (number + 1) * width_s) - max(start_s, number * width_s))
+        return [((number + 1) * width_s, s / width_s) for number, s in enumerate(useful)]
+
+
+def goodput(run: Run) -> Goodput:
+    """Goodput of a run so far, from the files of its directory."""
+    steps = run.path / "steps"
+    ranks = {0: _timed_lines(steps / "rank-0.jsonl")}
+    numbers = {line["step"] for line in ranks[0]}
+    if numbers and len(numbers) < max(numbers):  # rank 0 was away for some steps; the others were not
+        files = {path.stem[5:]: path for path in steps.glob("rank-*.jsonl")}
+        ranks |= {int(name): _timed_lines(path) for name, path in files.items() if name.isdecimal() and name != "0"}
+    return goodput_of(ranks, [event for event in run.events() if "time" in event])
+
+
+def goodput_of(ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequence[Mapping[str, Any]]) -> Goodput:
+    """Goodput from the events and each rank's lines, also those of repeated steps."""
+    lines = _steps_of_the_run(ranks)
+    timed = [_own_s(line) - line.get("checkpoint_s", 0.0) for line in lines if line.get("step_s", 0.0) > 0]
+    clock = _Clock(statistics.median(timed) if timed else 0.0)
+    moments = [(float(line["time"]), line, True) for line in lines]
+    moments += [(float(event["time"]), event, False) for event in events]
+    for time, record, is_step in sorted(moments, key=lambda moment: moment[0]):
+        clock.take(time, record, is_step=is_step)
+    return Goodput(clock.spans, clock.failures)
+
+
+class GoodputSoFar:
+    """Goodput of a run that is followed.
+
+    It takes no more memory for a longer run. The newest records wait for the next look: events and steps are in files
+    of their own, which are not read at one moment.
+    """
+
+    def __init__(self) -> None:
+        self._clock = _Clock(0.0)
+        self._times: deque[float] = deque(maxlen=_TYPICAL_STEPS)
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._pending: list[tuple[float, Mapping[str, Any], bool]] = []
+        self._newest = -math.inf  # Unix time
+
+    def add(
+        self, steps: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], *, took_s: float, ended: bool
+    ) -> None:
+        """Take in what a look has found, which took so long.
+
+        All of it counts at once where the run has `ended`.
+        """
+        timed = (line for line in steps if line.get("step_s", 0.0) > 0)
+        self._times.extend(_own_s(line) - line.get("checkpoint_s", 0.0) for line in timed)
+        self._pending += [(float(line["time"]), line, True) for line in steps]
+        self._pending += [(float(event["time"]), event, False) for event in events]
+        if len(self._times) <= WARM_UP_STEPS and not ended:
+            return  # what a step usually takes is not known
+        self._pending.sort(key=lambda moment: moment[0])
+        self._newest = max([self._newest, *(at for at, _, _ in self._pending[-1:])])
+        until = math.inf if ended else self._newest - took_s - _HELD_S
+        self._clock.typical_s = statistics.median(self._times) if self._times else 0.0
+        ready = bisect_right(self._pending, until, key=lambda moment: moment[0])
+        for time, record, is_step in self._pending[:ready]:
+            self._clock.take(time, record, is_step=is_step)
+        self._pending = self._pending[ready:]
+        *past, last = self._clock.spans or [Span(0.0, 0.0, USEFUL)]
+        for start_s, end_s, part in past:
+            self._parts[part] += end_s - start_s
+        self._clock.spans = [last]
+
+    def goodput(self) -> Goodput:
+        """The wall-clock so far; of each part one span, not at its place."""
+        spans, end_s = [], 0.0
+        for part, seconds_of in self._parts.items():
+            last = sum(span.end_s - span.start_s for span in self._clock.spans if span.part == part)
+            spans.append(Span(end_s, end_s + seconds_of + last, part))
+            end_s = spans[-1].end_s
+        return Goodput(spans, self._clock.failures)
+
+
+def _timed_lines(file: Path) -> list[dict[str, Any]]:
+    return [line for line in read_lines(file) if "time" in line]
+
+
+def _steps_of_the_run(ranks: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+    """Lines of rank 0, and of other ranks for steps that it lacks."""
+    found: list[Mapping[str, Any]] = []
+    known: set[int] = set()
+    for rank in sorted(ranks):
+        found += [line for line in ranks[rank] if line["step"] not in known]
+        known |= {line["step"] for line in ranks[rank]}
+    return found
+
+
+def _own_s(line: Mapping[str, Any]) -> float:
+    return max(float(line.get("step_s", 0.0)), 0.0)
+
+
+class _Clock:
+    """Divides the wall-clock while the record is read in order.
+
+    Args:
+        typical_s: a step's usual time. What the first step after a start or a failure takes beyond it counts as part
+            of that: allocation, compilation, new connections.
+    """
+
+    def __init__(self, typical_s: float) -> None:
+        self.typical_s = typical_s
+        self.spans: list[Span] = []
+        self.failures: list[Failure] = []
+        self._at: float | None = None  # Unix time up to which all is divided; None where no command is under way
+        self._until = "start"  # the part of the time before the next step
+        self._furthest = 0  # step
+        self._owed_s = 0.0  # useful time that rounding kept out of a span
+
+    def take(self, time: float, record: Mapping[str, Any], *, is_step: bool) -> None:
+        """Divide the time up to a record, which is a step's line or an event."""
+        if is_step:
+            self.step(time, record)
+        else:
+            self.event(time, record)
+
+    def step(self, time: float, line: Mapping[str, Any]) -> None:
+        """Divide the time up to the end of a step."""
+        own_s = _own_s(line)
+        if self._at is None:
+            self._at = time - own_s
+        length_s = max(time - self._at, 0.0)
+        stall_s = min(max(line.get("checkpoint_s", 0.0), 0.0), own_s, length_s)
+        work_s = own_s - stall_s if own_s else self.typical_s
+        if self._until in ("start", "restart", "recovery", "recut"):
+            work_s = min(work_s, self.typical_s)
+        work_s += self._owed_s
+        fits_s = min(work_s, length_s - stall_s)
+        self._owed_s = min(work_s - fits_s, _ROUNDING_S)
+        self._add(time - fits_s - stall_s, self._until)
+        self._add(time - fits_s, "checkpoint")
+        self._add(time, USEFUL if line["step"] > self._furthest else "replay")
+        self._furthest, self._until = max(self._furthest, line["step"]), "between"
+
+    def event(self, time: float, event: Mapping[str, Any]) -> None:
+        """Divide the time up to an event, where it says what that time was."""
+        match event["event"]:
+            case "launch":
+                self._at, self._until = time, "start"
+            case "start" | "resume" if self._at is None:
+                self._at, self._until = time, "start"
+            case "start" | "resume" if self._until == "between":  # started again by somebody else
+                self._failed(time, "restart", "restart")
+            case "restart":
+                self._failed(time, "restart", "restart")
+            case "lost" if not event.get("alone"):
+                self._failed(time, "recovery", f"rank {event.get('rank')} lost")
+            case "host_lost":
+                self._failed(time, "recovery", f"host {event.get('host')} lost")
+            case "recut":  # behind a checkpoint that was waited for
+                self._add(time, "checkpoint")
+                self._until = "recut"
+            case "epoch":  # the ranks have met anew, without a lost one or with a healed one
+                self._add(time, "recovery")
+                self._until = "recovery"
+            case "healed":
+                self.failures.append(Failure(self._place(time), f"rank {event.get('rank')} healed"))
+            case "rewind":
+                self._failed(time, "recovery", "rewind")
+            case "evaluation" if self._until == "between":
+                self._add(time, "evaluation")
+            case "end" if self._at is not None:
+                # a run ends with a checkpoint that is waited for
+                self._add(time, "checkpoint" if self._until == "between" else self._until)
+                self._at = None
+
+    def _failed(self, time: float, part: str, text: str) -> None:
+        self._add(time, part)
+        self._until = part
+        self.failures.append(Failure(self._place(time), text))
+
+    def _add(self, time: float, part: str) -> None:
+        """Give the time up to `time` to a part; none if the clock went back."""
+        if self._at is None or time <= self._at:
+            return
+        start_s = self._place(self._at)
+        self.spans.append(Span(start_s, start_s + time - self._at, part))
+        self._at = time
+
+    def _place(self, time: float) -> float:
+        """Seconds of wall-clock at a Unix time."""
+        told_s = self.spans[-1].end_s if self.spans else 0.0
+        return told_s + (max(time - self._at, 0.0) if self._at is not None else 0.0)

@@ -1,0 +1,296 @@
+"""Records of a training rank: a line per step, resource use, TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import psutil
+import torch
+
+from paceline.cluster.doctor.energy import Energy, Telemetry, cpu_energy, telemetry_of
+from paceline.device import is_accelerator
+from paceline.device_info import memory
+from paceline.engine.meter import PARTS, Timing
+from paceline.errors import RunError
+from paceline.run.record.callback import Callback, StepInfo
+from paceline.run.record.run import JsonLines
+from paceline.run.tensorboard import TensorBoard
+from paceline.split.memory import held_bytes
+from paceline.sync.traffic import Traffic
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine, StepResult
+
+# A line costs a step of a few milliseconds less this way than through a JSON encoder.
+_STEP = '"step":%d,"epoch":%d,"time":%.6f,"loss":%s,"samples":%d,"local_samples":%d,"lr":%.6g,"grad_norm":%s'
+_TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
+
+USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.2 ms
+# of the time, at most, to read the proportional set size: it costs milliseconds, more for larger processes
+_PSS_SHARE = 0.001
+# until TensorBoard is imported: a stall of a tenth of a second is then a percent of the time
+_FIRST_EVENTS_S = 10.0
+_LONGEST_LINE = 2**14
+
+Unwritten: TypeAlias = Sequence[tuple[int, dict[str, float], float]]
+
+
+class StepRecorder(Callback):
+    """Writes `steps/rank-R.jsonl`, one line per step.
+
+    A step's times stand in its own line, also where they are known one step later.
+
+    Attributes:
+        unwritten: what TensorBoard has not got yet: steps, their values, Unix seconds.
+        goes_on: True if another recorder of this process takes that over, when this one is closed.
+    """
+
+    def __init__(self, run: Path, engine: Engine, *, epoch_steps: int, unwritten: Unwritten = ()) -> None:
+        self.engine = engine
+        self.lines = JsonLines(run / "steps" / f"rank-{engine.group.rank}.jsonl", lossy=True)
+        self.epoch_steps = epoch_steps
+        self.use = ResourceUse(engine)
+        self._run = run
+        self._writes_events = engine.group.rank == 0
+        self._board: TensorBoard | None = None
+        self.unwritten, self.goes_on = list(unwritten), False
+        if not self._writes_events:
+            self._to_board()
+        self._waiting: dict[int, str] = {}
+
+    def on_step(self, info: StepInfo) -> None:
+        """Write down a step."""
+        result, lr = info.result, info.lr
+        epoch = (result.step - 1) // self.epoch_steps
+        loss, norm = _json(result.loss), _json(result.grad_norm)
+        self._waiting[result.step] = _STEP % (
+            result.step,
+            epoch,
+            time.time() if info.ended_at is None else info.ended_at,
+            loss,
+            result.samples,
+            info.local_samples,
+            lr,
+            norm,
+        )
+        if result.timing is not None:
+            self._write(result.timing)
+        if self._writes_events and self.use.fresh:
+            self._to_tensorboard(result, lr)
+
+    def complete(self, info: StepInfo) -> None:
+        """Write down a step that only another rank took, unless its line is there."""
+        if self._writes_events and _last_step(self.lines.path) < info.result.step:
+            self.on_step(info)
+            self._write(Timing(info.result.step))  # now: a later look takes the newest line for the newest step
+
+    @property
+    def last_step(self) -> int:
+        """The newest step in the file; -1 where there is none."""
+        return _last_step(self.lines.path)
+
+    def close(self) -> None:
+        """Write what still waits for its times, and end the files."""
+        for step in sorted(self._waiting):
+            self._write(Timing(step))
+        self.lines.close()
+        if not self.goes_on:
+            self._to_board()
+        if self._board is not None:
+            self._board.close()
+
+    def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Validation metrics for TensorBoard (the run's own record of them is an event)."""
+        self._scalars(step, {f"held_out/{name}": value for name, value in metrics.items()})
+
+    def _write(self, timing: Timing) -> None:
+        start = self._waiting.pop(timing.step, None)
+        if start is None:
+            return
+        self.lines.write("{" + start + _TIMES % (timing.step_s, *timing.parts_s) + self.use.read() + "}")
+
+    def _to_tensorboard(self, result: StepResult, lr: float) -> None:
+        self.use.fresh = False
+        values = {"train/loss": result.loss, "train/lr": lr, "train/grad_norm": result.grad_norm}
+        if result.timing is not None and result.timing.step_s > 0:
+            values["speed/samples_per_s"] = result.samples / result.timing.step_s
+            values |= {f"step_s/{name}": seconds for name, seconds in zip(PARTS, result.timing.parts_s, strict=True)}
+        self._scalars(result.step, values)
+
+    def _scalars(self, step: int, values: dict[str, float]) -> None:
+        """Keep values for TensorBoard until it is open.
+
+        Its library takes a tenth of a second to import, as long as many short steps.
+        """
+        if not self._writes_events:
+            return
+        self.unwritten.append((step, values, time.time()))
+        if self._board is not None or time.time() - self.unwritten[0][2] > _FIRST_EVENTS_S:
+            self._to_board()
+
+    def _to_board(self) -> None:
+        """Write what is kept for TensorBoard; on a full disk its file ends.
+
+        Half a record would make everything after it unreadable.
+        """
+        unwritten, self.unwritten = self.unwritten, []
+        try:
+            for step, values, at in unwritten:
+                self._board = self._board or TensorBoard(self._run / "tensorboard")
+                self._board.scalars(step, values, at)
+        except ImportError:
+            self._writes_events = False
+        except RunError as error:
+            self._writes_events = False
+            print(f"{error} Training goes on without TensorBoard's file.", file=sys.stderr, flush=True)
+
+
+class ResourceUse:
+    """Resource use of this rank: CPU cores, memory, energy, GPU, network, rule traffic.
+
+    `network_…_bytes` are all of the host's, `reduced_bytes` the payload that this rank handed to sums over
+    all ranks. Of the rule: `wire_bytes` is what it put on the wire to the other replicas, `saved_bytes` what
+    compression took off that, and `compression_error` the L2 norm of what compression left out over that of
+    what was to be sent. All count from the reading before.
+
+    Read with the first step, then at twice, four times, … that age, and then every second: however short a
+    run is, it has a reading, and the newest one is from its second half.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.group, self._engine = engine.group, engine
+        self._state: dict[str, int] = {}
+        self.process = psutil.Process()
+        self.fresh = True  # so that a short run has its first step in TensorBoard
+        self._accelerator = engine.device if is_accelerator(engine.device) else None
+        self._telemetry = telemetry_of(engine.device) if self._accelerator else None
+        self._energy = self._energy_counters()
+        self._joules = 0.0
+        self._cpu_s, self._network, self._reduced = time.process_time(), psutil.net_io_counters(), 0
+        self._traffic = Traffic()
+        self._started = self._read_at = self._due = self._pss_due = time.monotonic()
+
+    def read(self) -> str:
+        """A JSON member to append, or nothing when no reading is due."""
+        now = time.monotonic()
+        if now < self._due:
+            return ""
+        passed_s = now - self._read_at
+        self._read_at, self._due, self.fresh = now, now + min(USE_EVERY_S, now - self._started), True
+        cpu_s, network = time.process_time(), psutil.net_io_counters()
+        use: dict[str, Any] = {
+            "cpu_cores": round((cpu_s - self._cpu_s) / passed_s, 3),
+            "memory_bytes": self.process.memory_info().rss,
+            **_kernel_counts("status", {"VmHWM": "peak_memory_bytes"}),
+            **self._shared_by_its_share(now),
+            **self._state_of_the_model(),
+            "network_sent_bytes": network.bytes_sent - self._network.bytes_sent,
+            "network_received_bytes": network.bytes_recv - self._network.bytes_recv,
+            "reduced_bytes": self.group.bytes_reduced - self._reduced,
+            **self._sent_by_the_rule(),
+            **self._used_energy(),
+        }
+        if self._accelerator is not None:
+            use |= _use_of(self._accelerator, self._telemetry)
+        self._cpu_s, self._network, self._reduced = cpu_s, network, self.group.bytes_reduced
+        return f',"use":{json.dumps(use)}'
+
+    def _shared_by_its_share(self, now: float) -> dict[str, int]:
+        """`pss_bytes`, unless reading it again would cost too much time."""
+        if now < self._pss_due:
+            return {}
+        found = _kernel_counts("smaps_rollup", {"Pss": "pss_bytes"})
+        self._pss_due = now + (time.monotonic() - now) / _PSS_SHARE
+        return found
+
+    def _state_of_the_model(self) -> dict[str, int]:
+        """`state_bytes`: this rank's parameters, gradients and optimizer state.
+
+        They stay as they are after the first step.
+        """
+        if not self._state and self._engine.step_count > 0:
+            held = held_bytes(self._engine.named_parameters().values(), self._engine.optimizer)
+            self._state = {"state_bytes": held.total}
+        return self._state
+
+    def _sent_by_the_rule(self) -> dict[str, float]:
+        """`wire_bytes` and `saved_bytes`; `compression_error` where anything was compressed."""
+        before, now = self._traffic, self._engine.replica.traffic
+        self._traffic = replace(now)
+        sent = now.sent_bytes - before.sent_bytes
+        found: dict[str, float] = {"wire_bytes": sent, "saved_bytes": now.plain_bytes - before.plain_bytes - sent}
+        lost = Traffic(
+            error_square=now.error_square - before.error_square, signal_square=now.signal_square - before.signal_square
+        )
+        if lost.signal_square > 0 and math.isfinite(lost.error_square):
+            found["compression_error"] = float(f"{lost.relative_error:.4g}")
+        return found
+
+    def _energy_counters(self) -> list[Energy]:
+        """Energy counters of this rank.
+
+        There are none on an accelerator without a counter, as the host's alone would pass for all.
+        """
+        found = []
+        if self._accelerator is not None:
+            if self._telemetry is None or self._telemetry.energy.why_not is not None:
+                return []
+            found.append(self._telemetry.energy)
+        if self.group.hosts.index(self.group.hosts[self.group.rank]) == self.group.rank:
+            found.append(cpu_energy())  # all of the host's, so one of its ranks notes it
+        return [counter for counter in found if counter.why_not is None]
+
+    def _used_energy(self) -> dict[str, float]:
+        """`energy_joules` since the last reading; empty unless every counter answers."""
+        readings = [joules for counter in self._energy if (joules := counter.joules()) is not None]
+        if not readings or len(readings) < len(self._energy):
+            return {}
+        before, self._joules = self._joules, sum(readings)
+        return {"energy_joules": round(self._joules - before, 3)}
+
+
+def _kernel_counts(file: str, names: dict[str, str]) -> dict[str, int]:
+    """Sizes in bytes from a file of /proc/self, under names of ours.
+
+    A size that the kernel does not show is left out.
+    """
+    try:
+        lines = Path("/proc/self", file).read_bytes().decode().splitlines()
+    except OSError:
+        return {}
+    shown = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {ours: int(shown[theirs].split()[0]) * 1024 for theirs, ours in names.items() if theirs in shown}
+
+
+def _use_of(device: torch.device, telemetry: Telemetry | None) -> dict[str, Any]:
+    """Memory of an accelerator and its utilization, each where something tells."""
+    use: dict[str, Any] = {}
+    if (held := memory(device)) is not None:
+        use |= {"gpu_memory_bytes": held.allocated, "gpu_peak_memory_bytes": held.peak}
+    if telemetry is not None and (percent := telemetry.percent()) is not None:
+        use["gpu_percent"] = percent
+    return use
+
+
+def _last_step(path: Path) -> int:
+    """The newest step in a file of steps; -1 where there is none."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _LONGEST_LINE))
+        for line in reversed(file.read().splitlines()):
+            try:
+                return int(json.loads(line)["step"])
+            except (ValueError, LookupError, TypeError):  # cut short by a crash
+                continue
+    return -1
+
+
+def _json(x: float) -> str:
+    """A JSON number that reads back as the same float; NaN and Inf become null."""
+    return repr(x) if x - x == 0.0 else "null"

@@ -1,0 +1,398 @@
+"""The record of a run: a directory of plain files, append-only, readable without paceline."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import environment
+from paceline.errors import JobError, RunError
+from paceline.files import open_to_append, private_folder, read_text, whole_lines, write_whole
+from paceline.job.job import Job
+from paceline.planning.plan import Plan
+from paceline.printable import printable
+from paceline.storage.url import checked_url, is_url
+
+DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # what ranks read before they start
+FOLDERS = ("steps", "checkpoints")
+# What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and
+# only under a schedule that decays over the whole run.
+FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s", "trackers"}
+_ALIKE = 0.1  # relative difference of two speeds that is too small to mention
+WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fill caches
+
+
+class Run:
+    """A run directory, or a copy of one that is at a URL.
+
+    `job.yaml cluster.yaml plan.txt environment.json` say what ran; `steps/rank-*.jsonl` (one line a step),
+    `events.jsonl` and `checkpoints/` are written while it runs. A step that was trained again after a crash stands
+    there twice; the later line counts.
+
+    Args:
+        path: the directory; or a URL, whose record is fetched, without the checkpoints, into a temporary directory.
+
+    Attributes:
+        url: where the directory was uploaded to while it trained, or fetched from; None without.
+
+    Raises:
+        RunError: there is no run.
+        StorageError: the store cannot be used.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.url: str | None = None
+        if is_url(path):
+            from paceline.run.object_store.fetch import record_at
+
+            self.url = checked_url(path)
+            path = record_at(self.url)
+            weakref.finalize(self, shutil.rmtree, path.parent, ignore_errors=True)
+        self.path = Path(path)
+        if not (self.path / "job.yaml").is_file():
+            raise RunError(f"{self.path} is not a run directory: it has no job.yaml")
+
+    @classmethod
+    def create(cls, path: Path, job: Job, cluster: Cluster, plan: Plan) -> Run:
+        """Make the directory and write what is known before the first step.
+
+        Raises:
+            RunError: it holds a run already, or cannot be written.
+        """
+        cls.must_be_new(path)
+        _describe(path, job, cluster, plan)
+        return cls(path)
+
+    @staticmethod
+    def must_be_new(path: Path) -> None:
+        """Raise RunError where a run is in the directory already."""
+        if (path / "job.yaml").exists():
+            raise RunError(f"{path} holds a run already. Continue it with --resume, or name another directory.")
+
+    @classmethod
+    def newest(cls, root: Path, name: str) -> Run | None:
+        """The newest run of job `name` under `root`; None where there is none.
+
+        A run that has saved something comes before one that has not.
+        """
+        # not those of a job called name-something
+        found = [cls(d) for d in root.glob(f"{name}-*") if _name(d / "job.yaml") == name]
+        # A start that failed at once leaves a directory with nothing in it, which must not hide the run that was under
+        # way before.
+        saved = [run for run in found if run.has_checkpoint]
+        return max(saved or found, key=lambda run: (run.path / "environment.json").stat().st_mtime, default=None)
+
+    def withdraw_unless_begun(self) -> None:
+        """Free the directory of a run that failed before its first step.
+
+        A corrected job can then be started in it.
+        """
+        if not any(event["event"] in ("start", "resume") for event in self.events()):
+            (self.path / "job.yaml").unlink(missing_ok=True)
+
+    def continue_with(self, job: Job, cluster: Cluster, plan: Plan) -> None:
+        """Set a job to continue this run with.
+
+        Its stop rule and cadence, the cluster and the plan may differ, its work may not.
+
+        Raises:
+            JobError: the job would train something else. Names every key that differs.
+            RunError: the directory cannot be written.
+        """
+        differing = list(differences(_work(self.job), _work(job)))
+        if differing:
+            raise JobError(
+                f"{self.path} was made by another job: {'; '.join(differing)}. Restore the values, or start a "
+                "new run without --resume."
+            )
+        _describe(self.path, job, cluster, plan)
+        for cached in ("job", "cluster", "plan"):
+            self.__dict__.pop(cached, None)
+
+    @cached_property
+    def job(self) -> Job:
+        """The job, from `job.yaml`."""
+        return Job.load(self.path / "job.yaml")
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan, from `plan.txt`."""
+        try:
+            return Plan.parse(read_text(self.path / "plan.txt", 2**16).strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(
+                f"{self.path / 'plan.txt'} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster, from `cluster.yaml`."""
+        file = self.path / "cluster.yaml"
+        try:
+            text = read_text(file, 2**20)
+            # Deep nesting costs PyYAML minutes, a few lines of aliases stand for gigabytes, and paceline writes
+            # neither.
+            if (
+                max(map(len, text.splitlines()), default=0) > 2**12
+                or max(text.count(c) for c in "[{") > 2**14
+                or _has_aliases(text)
+            ):
+                raise RunError(
+                    f"{file} is not as paceline writes it: its lines are too long, its lists too many, or it "
+                    "has YAML aliases"
+                )
+            return Cluster.load(file)
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            raise RunError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """True if there is a checkpoint, whole or not."""
+        return any(self.checkpoints.glob("step-*"))
+
+    def steps(self, rank: int = 0) -> list[dict[str, Any]]:
+        """The records of a rank's steps, each step once, in order."""
+        newest = {line["step"]: line for line in read_lines(self.path / "steps" / f"rank-{rank}.jsonl")}
+        return [newest[step] for step in sorted(newest)]
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events in order: start, resume, evaluation, checkpoint, damage, restart, end, …"""
+        return list(read_lines(self.path / "events.jsonl"))
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of every step; NaN where it was not finite."""
+        return [math.nan if line["loss"] is None else line["loss"] for line in self.steps()]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The newest validation metrics; empty before the first evaluation."""
+        return next((e["metrics"] for e in reversed(self.events()) if e["event"] == "evaluation"), {})
+
+    @property
+    def reason(self) -> str | None:
+        """Reason of the run's end: its stop rule or the signal.
+
+        None while it runs or after a crash.
+        """
+        ends = [e for e in self.events() if e["event"] in ("start", "resume", "end")]
+        return ends[-1].get("reason") if ends else None
+
+    @property
+    def training_time_s(self) -> float:
+        """Seconds from the first step to the end; 0 while it runs.
+
+        All attempts, evaluations and checkpoints are included.
+        """
+        ends = [e for e in self.events() if e["event"] == "end"]
+        return float(ends[-1]["elapsed_s"]) if ends else 0.0
+
+    @property
+    def speed(self) -> Speed | None:
+        """The run's speed; None if too few steps were made."""
+        return Speed.of(self.steps(), self.training_time_s)
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second, as `Speed` defines it; 0 if too few steps were made."""
+        speed = self.speed
+        return 0.0 if speed is None else speed.throughput
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of a run, the same on every command and page.
+
+    Attributes:
+        step_s: median step time of rank 0 in seconds, warm-up excluded.
+        samples: median number of samples of these steps.
+        overall: samples per second of the whole training, with evaluations, checkpoints and pauses; None while the
+            run goes on.
+    """
+
+    step_s: float
+    samples: float
+    overall: float | None = None
+
+    @classmethod
+    def of(cls, steps: Sequence[dict[str, Any]], training_time_s: float = 0.0) -> Speed | None:
+        """Compute the speed from the step lines of rank 0; None if no step counts."""
+        counted = timed(steps)
+        if not counted:
+            return None
+        samples, step_s = (float(statistics.median(s[key] for s in counted)) for key in ("samples", "step_s"))
+        each = {s["step"]: s["samples"] for s in steps}  # a step may have been trained twice
+        return cls(step_s, samples, sum(each.values()) / training_time_s if training_time_s else None)
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of the median step."""
+        return self.samples / self.step_s
+
+    @property
+    def overall_if_other(self) -> float | None:
+        """The overall speed; None if it is within a tenth of the throughput."""
+        overall = self.overall
+        return None if overall is None or abs(overall / self.throughput - 1) <= _ALIKE else overall
+
+
+def timed(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Select the steps that count for speeds: after the warm-up, and with a time.
+
+    On accelerators the last step of an attempt has no time.
+    """
+    return [s for s in steps[WARM_UP_STEPS:] if s["step_s"] > 0]
+
+
+class JsonLines:
+    """An append-only file of JSON lines.
+
+    Each line is one write, so a crash at any moment loses at most the last one.
+
+    Args:
+        lossy: lines that the disk cannot take are counted and reported on stderr, instead of an error.
+
+    Attributes:
+        lost: lines that the disk could not take since it last could.
+        missing: lines that were lost before the newest one, until somebody sets it back.
+    """
+
+    def __init__(self, path: Path, *, lossy: bool = False) -> None:
+        self.path, self.lossy, self.lost, self.missing = path, lossy, 0, 0
+        self._writing = threading.Lock()  # the thread that writes a checkpoint tells of it here
+        try:
+            self._fd = open_to_append(path)
+            size = os.fstat(self._fd).st_size
+            self._cut = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # by a crash
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror}") from error
+
+    def write(self, line: str) -> None:
+        """Append one line of JSON text.
+
+        Raises:
+            RunError: the disk is full or gone, and the lines are not `lossy`. What was written before stays readable.
+        """
+        with self._writing:
+            try:
+                self._append(line)
+            except OSError as error:
+                if self._fd < 0 or not self.lossy:
+                    text = f"{self.path} cannot be written: {error.strerror}. Make room, then continue with --resume."
+                    raise RunError(text) from error
+                if not self.lost:
+                    said = (
+                        f"{self.path} cannot be written: {error.strerror}. Training goes on; its lines are lost "
+                        "until there is room."
+                    )
+                    print(printable(said), file=sys.stderr, flush=True)
+                self.lost += 1
+
+    def event(self, event: str, details: dict[str, Any] | None = None) -> None:
+        """Append an event with its wall-clock time (Unix seconds)."""
+        self.write(json.dumps({"event": event, "time": round(time.time(), 3), **(details or {})}))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+        self._fd = -1  # a thread that still writes gets an error, never another file that took the number
+
+    def _append(self, line: str) -> None:
+        data = f"{chr(10) if self._cut else ''}{line}\n".encode()
+        written = os.write(self._fd, data)
+        self._cut = data[written - 1 : written] != b"\n"
+        if written < len(data):  # the last bytes of a disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.lost:
+            print(printable(f"{self.path} can be written again; lines lost: {self.lost}"), file=sys.stderr, flush=True)
+            self.missing, self.lost = self.missing + self.lost, 0
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a JSON-lines file; empty if it does not exist.
+
+    A last line that a crash cut short is left out.
+    """
+    try:
+        for line in whole_lines(path):
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError):  # cut short by a crash; the lines after it are whole again
+                continue
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[str]:
+    """Differences between two nested dicts as text: `optimizer.lr was 0.1, is 0.2`."""
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from differences(before, after, f"{where}{key}.")
+        elif before != after:
+            yield f"{where}{key} was {before}, is {after}"
+
+
+def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
+    """Write job, plan, cluster and environment files.
+
+    `job.yaml` comes last: it makes a directory a run.
+    """
+    try:
+        if not (path / "job.yaml").exists():  # a run whose owner has opened it to others stays so
+            private_folder(path)
+        for folder in FOLDERS:
+            (path / folder).mkdir(mode=0o700, exist_ok=True)
+        write_whole(path / "cluster.yaml", cluster.to_yaml())
+        write_whole(path / "plan.txt", f"{plan}\n")
+        write_whole(path / "environment.json", json.dumps(environment(), indent=1))
+        write_whole(path / "job.yaml", job.to_yaml())
+    except OSError as error:
+        raise RunError(
+            f"the run cannot be kept in {path}: {error.strerror or error}. Name a directory that can be "
+            "written with --run."
+        ) from error
+
+
+def _name(job_file: Path) -> str | None:
+    """The name in a run's job.yaml; None where there is no such file."""
+    if not job_file.is_file():
+        return None
+    name: str = yaml.safe_load(job_file.read_text()).get("name", Job.model_fields["name"].default)
+    return name
+
+
+def _has_aliases(text: str) -> bool:
+    return "*" in text and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
+
+
+def work_of_run(run: Run) -> dict[str, Any]:
+    """The keys of a run's job that bear on what a step computes."""
+    return _work(run.job)
+
+
+def _work(job: Job) -> dict[str, Any]:
+    return {k: v for k, v in job.model_dump(mode="json").items() if k not in FREE_KEYS}

@@ -1,0 +1,115 @@
+"""Detection of slow ranks from the busy time of every rank in a step."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from paceline.planning.axes import AXES
+from paceline.planning.plan import Plan
+
+WINDOW = 20  # steps over which a rank's median is taken
+WARM_UP = 5  # steps left out: compilers and allocators are slow there on one rank or another
+# of work, for which it must stay slow before it is named: on a shared machine, ranks are slow in turn for a moment
+PATIENCE_S = 10.0
+SLOW, RECOVERED = 1.5, 1.2  # times the median of the others
+_LEAST_S = 0.002  # by which it must be slower: less is noise, and nothing to gain
+
+
+class SlowRanks:
+    """Compares ranks over a window of steps; reports a slow one and its recovery.
+
+    Ranks are compared with those that do the same work: in a pipeline, with the same stage of other replicas.
+    Where no other rank has the same work, there is nothing to compare.
+    """
+
+    def __init__(self, plan: Plan, hosts: Sequence[int]) -> None:
+        self.hosts = hosts
+        stages = pipeline_ranks(plan)
+        self._others = {
+            r: [q for q, other in enumerate(stages) if other == stage and q != r] for r, stage in enumerate(stages)
+        }
+        self._seen = 0
+        self._steps: deque[tuple[int, list[float]]] = deque(maxlen=WINDOW)
+        self._slow: dict[int, int] = {}  # since which step
+        self._suspected: dict[int, tuple[int, float]] = {}  # since which step, and how much work ago
+        self._worked_s = 0.0
+
+    def step(self, step: int, busy_s: Sequence[float]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Add every rank's busy time in a step; yields the events that follow."""
+        if len(busy_s) != len(self._others):
+            return
+        self._seen += 1
+        if self._seen <= WARM_UP:
+            return
+        self._steps.append((step, list(busy_s)))
+        self._worked_s += max(busy_s)
+        if len(self._steps) < WINDOW:
+            return
+        medians = [statistics.median(column) for column in zip(*(busy for _, busy in self._steps), strict=True)]
+        for rank, others in self._others.items():
+            if not others:
+                continue
+            found = _Compared(medians[rank], statistics.median(medians[r] for r in others))
+            if rank not in self._slow and found.is_slow:
+                since, at_s = self._suspected.setdefault(rank, (self._since(rank, others), self._worked_s))
+                if self._worked_s - at_s < PATIENCE_S:
+                    continue
+                self._slow[rank] = since
+                yield "slow_rank", self._about(rank, found) | {"since_step": since, "step": step}
+            elif rank in self._slow and found.is_over:
+                since = self._slow.pop(rank)
+                yield "slow_rank_over", self._about(rank, found) | {"since_step": since, "step": step}
+            if not found.is_slow:
+                self._suspected.pop(rank, None)
+
+    def _about(self, rank: int, found: _Compared) -> dict[str, Any]:
+        host = self.hosts[rank] if rank < len(self.hosts) else 0
+        return {
+            "rank": rank,
+            "host": host,
+            "busy_s": round(found.own_s, 6),
+            "others_busy_s": round(found.others_s, 6),
+            "ratio": round(found.ratio, 3),
+        }
+
+    def _since(self, rank: int, others: Sequence[int]) -> int:
+        """The first step of the window since which the rank was mostly slow.
+
+        From there, slow steps are most of those up to each later one.
+        """
+        slow = [_Compared(busy[rank], statistics.median(busy[r] for r in others)).is_slow for _, busy in self._steps]
+        balance, best, at = 0, 0, len(slow) - 1
+        for i in reversed(range(len(slow))):
+            balance += 1 if slow[i] else -1
+            if balance >= best and slow[i]:
+                best, at = balance, i
+        return self._steps[at][0]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    own_s: float
+    others_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.own_s / self.others_s if self.others_s > 0 else 1.0
+
+    @property
+    def is_slow(self) -> bool:
+        return self.ratio > SLOW and self.own_s - self.others_s > _LEAST_S
+
+    @property
+    def is_over(self) -> bool:
+        return self.ratio < RECOVERED or self.own_s - self.others_s < _LEAST_S / 2
+
+
+def pipeline_ranks(plan: Plan) -> list[int]:
+    """The place of every rank in its pipeline."""
+    after = prod(getattr(plan, axis) for axis in AXES[AXES.index("pp") + 1 :])
+    return [rank // after % plan.pp for rank in range(plan.ranks)]

@@ -1,0 +1,61 @@
+"""Agreement of an epoch's ranks on their state, and its handover."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from paceline.comm import Group
+from paceline.comm.link_speed import GroupLinks
+from paceline.run.build import seed_all
+from paceline.run.checkpoint.shard import DTYPES
+from paceline.run.recovery.border import Border, Start, newest_of
+from paceline.run.recovery.memory_state import MemoryState
+from paceline.sync.start import broadcast_tensors
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def agree_on_start(group: Group, own: Border, replica_size: int) -> Start:
+    """Start that all ranks of the group agree on.
+
+    A rank may have taken the step that others broke off: then they take over its result, and no step is taken twice.
+    Links between hosts that were measured in an epoch before are not measured again.
+    """
+    told = group.gather_json([asdict(own), group.links and asdict(group.links)])
+    # who joins has not measured any: all choose their algorithms by the same numbers
+    links = next((links for _, links in told if links), None)
+    group.links = links and replace(msgspec.convert(links, GroupLinks), hosts=group.hosts)
+    return newest_of([Border(**border) for border, _ in told], replica_size)
+
+
+def hand_over(engine: Engine, group: Group, source: int, behind: Collection[int]) -> None:
+    """Give the state of rank `source` to the ranks that are behind. All ranks of the group call this.
+
+    These then draw random numbers of their own.
+    """
+    state = MemoryState.of(engine, {}) if group.rank == source else None
+    header = None
+    if state is not None:
+        shapes = {name: [DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in state.tensors.items()}
+        header = {"step": state.step, "values": state.values, "shapes": shapes}
+    told = group.gather_json(header)[source]
+    if state is None:
+        empty = {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in told["shapes"].items()}
+        state = MemoryState(told["step"], empty, told["values"])
+    broadcast_tensors(group, state.tensors.values(), source)
+    if group.rank in behind:
+        state.restore(engine)
+        draw_anew(engine)
+
+
+def draw_anew(engine: Engine) -> None:
+    """Seed random numbers by this rank's place in the data and the step."""
+    seed_all(engine.settings.seed * 1_000_003 + 1 + engine.data_group.rank + 7919 * (engine.step_count + 1))

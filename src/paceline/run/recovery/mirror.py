@@ -1,0 +1,273 @@
+"""Copies of each rank's state in the memory of another rank.
+
+For plans with one replica, where no other rank has the same part of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Group
+from paceline.comm.group import Pending
+from paceline.engine.meter import CHECKPOINT
+from paceline.planning.cost.constants import COPY_TRAFFIC, STATE_COPIES, STATE_SHARE
+from paceline.run.checkpoint.shard import DTYPES
+from paceline.run.recovery.border import Border, Start
+from paceline.run.recovery.free_memory import lack
+from paceline.run.recovery.handover import DTYPE_NAMES
+from paceline.run.recovery.last_good import FEWEST, MOST
+from paceline.run.recovery.memory_state import MemoryState, state_bytes
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+_ALIGNED = 16  # bytes
+
+Moment = tuple[int, int]  # optimizer steps taken, and how often pipelines were cut anew
+Shapes = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of each tensor, by its name
+
+
+@dataclass
+class Copy:
+    """State of one rank at a step border, in one piece of memory.
+
+    `border` and `values` are JSON: `Border` and `MemoryState.values`.
+    """
+
+    rank: int
+    border: dict[str, Any]
+    values: dict[str, Any]
+    shapes: Shapes
+    memory: Tensor
+
+    @classmethod
+    def of(cls, engine: Engine, border: Border, reuse: Copy | None) -> Copy:
+        """Copy the state of an engine.
+
+        Args:
+            reuse: an older copy that is not needed any more; its memory is written over where it fits.
+        """
+        state = MemoryState.of(engine, {}, reuse=None if reuse is None else reuse.state)
+        shapes = {name: (DTYPE_NAMES[t.dtype], list(t.shape)) for name, t in state.tensors.items()}
+        if reuse is not None and shapes == reuse.shapes:
+            memory = reuse.memory
+        else:
+            memory = torch.empty(_nbytes(shapes), dtype=torch.uint8)
+            for name, part in _parts(memory, shapes).items():
+                part.copy_(state.tensors[name])
+        return cls(engine.group.rank, asdict(border), state.values, shapes, memory)
+
+    @classmethod
+    def to_receive(cls, header: dict[str, Any], reuse: Copy | None) -> Copy:
+        """A copy that is yet to come, of which the header is known."""
+        size = _nbytes(header["shapes"])
+        fits = reuse is not None and len(reuse.memory) == size
+        return cls(**header, memory=reuse.memory if reuse and fits else torch.empty(size, dtype=torch.uint8))
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """All but the memory, as JSON."""
+        return {"rank": self.rank, "border": self.border, "values": self.values, "shapes": self.shapes}
+
+    @property
+    def moment(self) -> Moment:
+        """Steps and cuts of the run before it was taken."""
+        return _moment(self.border)
+
+    @property
+    def state(self) -> MemoryState:
+        """The state, whose tensors lie in the memory."""
+        return MemoryState(self.border["step"], _parts(self.memory, self.shapes), self.values)
+
+
+class Mirror:
+    """Keeps a copy of this rank's state, and one of another rank's.
+
+    All ranks copy their states at the same step borders, and they travel while the next steps are trained. Two versions
+    are kept, so one is whole whenever a rank is lost; the memory is that of four states. Where a machine has too little
+    free, no rank keeps copies.
+
+    Args:
+        every_steps: steps between two copies; None: chosen so that they cost no more than `STATE_SHARE` of the time.
+    """
+
+    def __init__(self, every_steps: int | None) -> None:
+        self.every_steps = every_steps
+        self._own: list[Copy] = []
+        self._held: list[Copy] = []  # of another rank
+        self._coming: tuple[Pending, Pending, Copy] | None = None
+        self._reached = -1
+        self._group: Group | None = None
+        self._off = False
+
+    def start(self, group: Group, saved: int) -> Start | None:
+        """Start from the newest step with copies of every part; None without one.
+
+        None, too, if the disk has a newer one. All ranks of the group call this.
+
+        Args:
+            saved: step of the newest checkpoint; -1 without any.
+        """
+        labels = [[copy.rank, copy.border] for copy in (*self._held, *self._own)]
+        told = group.gather_json({"saved": saved, "reached": self._reached, "copies": labels})
+        newest_saved = max(rank["saved"] for rank in told)
+        holders: dict[Moment, dict[int, int]] = {}
+        borders: dict[Moment, Border] = {}
+        for holder, has in enumerate(told):
+            for rank, border in has["copies"]:
+                then = holders.setdefault(_moment(border), {})
+                then[rank] = rank if then.get(rank) == rank else holder
+                borders[_moment(border)] = Border(**border)
+        for moment in sorted(holders, reverse=True):
+            if moment[0] >= newest_saved and len(holders[moment]) == group.size:
+                behind = sorted(rank for rank, holder in holders[moment].items() if holder != rank)
+                lost_steps = max(rank["reached"] for rank in told) - moment[0]
+                return Start(borders[moment], [], behind, behind, group.size, holders[moment], lost_steps)
+        self._own, self._held = [], []
+        return None
+
+    def restore(self, engine: Engine, group: Group, start: Start) -> None:
+        """Go back to the copies of a step. All ranks of the group call this."""
+        moment, me = (start.border.step, start.border.recuts), group.rank
+        given = [self._copy(rank, moment) for rank in start.behind if start.holders[rank] == me]
+        headers = {header["rank"]: header for told in group.gather_json([c.header for c in given]) for header in told}
+        own = Copy.to_receive(headers[me], None) if me in headers else self._copy(me, moment)
+        receive = [(start.holders[me], own.memory)] if me in headers else []
+        group.exchange([(copy.rank, copy.memory) for copy in given], receive)
+        own.state.restore(engine)
+        self._own, self._held = [own], [copy for copy in self._held if copy.moment == moment]
+        self._reached = -1
+
+    def begin(self, engine: Engine, group: Group, tell: Callable[[str, dict[str, Any]], None]) -> None:
+        """Take part in an epoch. All ranks of the group call this; `end` closes what it opens.
+
+        Args:
+            tell: writes an event of the run.
+        """
+        self._coming = None
+        self.engine, self._group, self._tell = engine, group.copy(), tell
+        self._next, self._newest, self._cost_s, self._ended = 0, -1, math.inf, 0.0
+        self._off = False
+        self._to, self._from = partners(group.rank, group.hosts, group.size)
+
+    def at_border(self, border: Callable[[], Border]) -> None:
+        """Copy the state between two steps, where that is due."""
+        step = self.engine.step_count
+        if self._newest < 0:  # not before a step was taken: what that takes of the memory is known then
+            self._newest, self._next, self._ended = step, step + 1, time.perf_counter()
+        if self._off or self._newest <= step < self._next:
+            return
+        now = border()
+        if now.acted < step:  # a checkpoint or an evaluation is yet to come
+            return
+        self.engine.on_phase("checkpoint", step)
+        self._take(step, now)
+        self.engine.meter.mark(CHECKPOINT)
+        self.engine.on_phase("data", step + 1)
+
+    def _take(self, step: int, border: Border) -> None:
+        """Copy the state after a step; all ranks do."""
+        assert self._group is not None
+        began = time.perf_counter()
+        step_s = (began - self._ended) / max(step - self._newest, 1)
+        self._settle()
+        if step < self._newest:  # after a rewind, older copies may have what made it necessary
+            self._own, self._held = [], []
+        if math.isinf(self._cost_s) and self._finds_no_room(self._group):
+            return
+        # no rank needs the older version any more, since all have the newer one
+        worth_it = self._group.gather_json(COPY_TRAFFIC * self._cost_s / max(step_s, 1e-6) / STATE_SHARE)
+        self._send(self._group, Copy.of(self.engine, border, self._own.pop(0) if len(self._own) > 1 else None))
+        steps = max(worth_it)
+        steps = FEWEST if math.isinf(steps) else min(max(math.ceil(steps), 1), MOST)
+        self._newest, self._next = step, step + (self.every_steps or steps)
+        self._ended = time.perf_counter()
+        self._cost_s = self._ended - began
+
+    def _finds_no_room(self, group: Group) -> bool:
+        """Let go of all copies if a machine has too little memory for them.
+
+        Every rank does, or none.
+        """
+        taken = sum(len(copy.memory) for copy in (*self._own, *self._held))
+        found = lack(group, max(STATE_COPIES * state_bytes(self.engine) - taken, 0))
+        if found is not None:
+            self._off, self._own, self._held = True, [], []
+            self._tell("not_mirrored", {"wanted_bytes": found[0], "free_bytes": found[1]})
+        return found is not None
+
+    def broken_off(self, reached: int) -> None:
+        """Note that a rank was lost, after `reached` steps."""
+        self._reached = max(self._reached, reached)
+        if self._coming is not None and all(work.is_completed() for work in self._coming[0].works):
+            with suppress(Exception):  # it ended since its sender is gone
+                self._coming[0].wait()
+                self._held.append(self._coming[2])
+        self._coming = None
+
+    def end(self) -> None:
+        """End an epoch."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _send(self, group: Group, own: Copy) -> None:
+        header = group.gather_json(own.header)[self._from]
+        self._own.append(own)
+        coming = Copy.to_receive(header, self._held.pop(0) if len(self._held) > 1 else None)
+        received = group.start_exchange([], [(self._from, coming.memory)])
+        self._coming = received, group.start_exchange([(self._to, own.memory)], []), coming
+
+    def _settle(self) -> None:
+        """Wait for the copies that are on their way."""
+        if self._coming is not None:
+            received, sent, coming = self._coming
+            received.wait()
+            sent.wait()
+            self._coming = None
+            self._held.append(coming)
+
+    def _copy(self, rank: int, moment: Moment) -> Copy:
+        return next(copy for copy in (*self._own, *self._held) if (copy.rank, copy.moment) == (rank, moment))
+
+
+def _moment(border: Mapping[str, Any]) -> Moment:
+    return border["step"], border["recuts"]
+
+
+def partners(rank: int, hosts: Sequence[int], size: int) -> tuple[int, int]:
+    """Ranks that get a rank's copy, and give it theirs.
+
+    They are on other hosts as far as possible: in the order of hosts, so is a rank as far away as the largest host has
+    ranks.
+    """
+    of = hosts if len(hosts) == size else [0] * size
+    order, most = sorted(range(size), key=lambda r: (of[r], r)), max(of.count(host) for host in of)
+    place, apart = order.index(rank), most if most < size else 1
+    return order[(place + apart) % size], order[place - apart]
+
+
+def _nbytes(shapes: Shapes) -> int:
+    return sum(_padded(dtype, shape) for dtype, shape in shapes.values())
+
+
+def _padded(dtype: str, shape: Sequence[int]) -> int:
+    return math.ceil(math.prod(shape) * DTYPES[dtype].itemsize / _ALIGNED) * _ALIGNED
+
+
+def _parts(memory: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """Tensors that lie one behind the other in a piece of memory."""
+    found, at = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        size = math.prod(shape) * DTYPES[dtype].itemsize
+        found[name] = memory[at : at + size].view(DTYPES[dtype]).view(list(shape))
+        at += _padded(dtype, shape)
+    return found

@@ -1,0 +1,168 @@
+"""Training by one process of a run that recovers, in epoch after epoch."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.comm.c10d.process_group import abort_all
+from paceline.comm.link_speed import GroupLinks
+from paceline.elastic.member import Member
+from paceline.elastic.possible import is_mirrored
+from paceline.engine.engine import Engine
+from paceline.epoch import EpochOver, ends_epoch, watch_epoch
+from paceline.run.build import check_device, seed_all
+from paceline.run.checkpoint.manifest import checkpoints
+from paceline.run.loop import Loop
+from paceline.run.record.recorder import Unwritten
+from paceline.run.record.run import Run
+from paceline.run.recovery.border import Border, Start
+from paceline.run.recovery.handover import agree_on_start
+from paceline.run.recovery.kept import Kept, KeptModel, KeptPart
+from paceline.run.recovery.mirror import Mirror
+from paceline.run.recovery.recutting import follows_times
+from paceline.run.stop_signals import stop_signals
+from paceline.wire.status import StatusBoard
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Train the run in the directory `arguments[0]`, in all epochs with this process."""
+    run = Run(arguments[0])
+    member = Member.of_this_rank()
+    trainee = Trainee(run, member)
+    gc.freeze()  # modules, model and data are never garbage: between two epochs they are not looked through
+    with watch_epoch(member.is_over), stop_signals(trainee.note_signal):
+        ended = was_frozen = False
+        while not ended:
+            epoch = member.next_epoch()
+            try:
+                with joined(deadline_s=run.job.deadline_s, transport=run.plan.transport, epoch=epoch) as group:
+                    ended = trainee.train(group)
+            except Exception as error:
+                if not ends_epoch(error):
+                    raise
+            gc.collect()  # the engine of that epoch, with its memory and descriptors: its parts refer to each other
+            if not was_frozen:
+                was_frozen = True
+                gc.freeze()  # what was imported since
+
+
+class Trainee:
+    """State, data and position of a process, which it keeps from epoch to epoch."""
+
+    def __init__(self, run: Run, member: Member) -> None:
+        self.run, self.member = run, member
+        self.kept: Kept = KeptPart() if run.plan.splits else KeptModel()
+        if isinstance(self.kept, KeptModel) and not member.is_awaited():
+            self.kept.build(run.job, run.plan)
+        self.data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
+        self.mirror = Mirror(run.job.checkpoint.memory_every_steps) if is_mirrored(run.plan) else None
+        self.border = Border()
+        self.links: GroupLinks | None = None
+        self.signal: str | None = None
+        self._unwritten: Unwritten = ()
+
+    def train(self, group: Group) -> bool:
+        """Train as one rank of an epoch's group; True if the run has ended."""
+        check_device(self.run, group)
+        group.links = self.links
+        start = agree_on_start(group, self.border, self.run.plan.ranks // self.run.plan.dp)
+        if self.mirror is not None:
+            newest = max((step for step, _ in checkpoints(self.run.checkpoints)), default=-1)
+            start = self.mirror.start(group, newest) or start
+        ended, recut = self._train(group, start)
+        while recut:
+            StatusBoard.of_this_rank().mark("starting", self.border.step)
+            gc.collect()  # the weights of the stages before
+            again = replace(start, border=replace(self.border, cut=recut), ready=[], behind=[], new=[], holders={})
+            ended, recut = self._train(group, again, saved=True)
+        return ended
+
+    def _train(self, group: Group, start: Start, *, saved: bool = False) -> tuple[bool, str]:
+        """Train with one cut of the model, from a checkpoint where the state is `saved`.
+
+        Returns:
+            Whether the run has ended; and the cut with which it is to go on in this epoch, or "".
+        """
+        run, begun = self.run, time.monotonic()
+        # as many microbatches as before, or batch norms would see other parts of the global batch
+        plan = replace(run.plan, dp=group.size // start.replica_size, cut=start.border.cut or run.plan.cut)
+        engine = self.kept.engine(run.job, plan, self.data, group, begins=start.begins)
+        self.links = group.links
+        engine.replica_state.corruption.members = self.member.epoch.members
+        ended, loop, has_state, broken = False, None, False, False
+        try:
+            if start.begins:
+                seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
+            elif not saved:
+                (self.kept if self.mirror is None else self.mirror).restore(engine, group, start)
+                self.border, has_state = start.border, True
+            loop = self._loop(engine, group, start)
+            loop.recutting.built_s = time.monotonic() - begun
+            border = None if start.begins or (saved and not loop.resumed(start.border)) else start.border
+            # from here on nothing goes back to the cut before
+            self.border, has_state = border or Border(), border is not None
+            self.kept.forget()
+            if self.mirror is not None:
+                self.mirror.begin(engine, group, loop.events)
+            ended = loop.run(border, recut=saved, has_position=bool(start.holders))
+        except Exception as error:
+            if not ends_epoch(error):
+                raise
+            broken = True
+            if self.mirror is not None:
+                self.mirror.broken_off(engine.step_count)
+            else:
+                self.kept.broken_off(engine)
+            # at once: groups that are closed wait for what peers have not acknowledged
+            abort_all(0.0)
+            if loop is not None:
+                loop.checkpoints.writer.abandon()
+        if loop is not None:
+            self._unwritten = loop.recorder.unwritten
+        if loop is not None and loop.begun:
+            self.border, self.signal, has_state = self._border(loop, start), loop.signal, True
+        if self.mirror is None and has_state and not ended:
+            self.kept.keep(engine)
+        elif self.mirror is not None and broken:
+            self.border = Border()  # without the part that is lost, the others are of no use
+        with suppress(Exception):  # its ranks may be gone
+            if self.mirror is not None:
+                self.mirror.end()
+        with suppress(Exception):
+            engine.close()
+        return ended, loop.recutting.cut if loop is not None and not broken and not ended else ""
+
+    def _loop(self, engine: Engine, group: Group, start: Start) -> Loop:
+        loop = Loop(self.run, engine, self.data, group, unwritten=self._unwritten)
+        loop.signal, mirror = self.signal, self.mirror
+        if mirror is None:
+            loop.at_border = lambda: self._at_border(engine)
+        else:
+            loop.at_border = lambda: mirror.at_border(loop.border)
+        loop.another_is_wanted, loop.recutting.on = self.member.another_is_wanted, follows_times(self.run.plan)
+        if start.holders:
+            loop.events("went_back", {"step": start.border.step, "lost_steps": start.lost_steps})
+        for rank in () if start.begins else start.new:
+            loop.events("healed", {"rank": self.member.epoch.members[rank], "step": start.border.step})
+        return loop
+
+    def _at_border(self, engine: Engine) -> None:
+        if engine.agreement_broken:
+            raise EpochOver(f"the epoch ended in step {engine.step_count}")
+        self.kept.undo.remember(engine.step_count)
+
+    def _border(self, loop: Loop, start: Start) -> Border:
+        epoch = self.member.epoch.number
+        border = replace(loop.border(), epoch=epoch)
+        if border.step == start.border.step:
+            border = replace(border, epoch=start.border.epoch, outcome=start.border.outcome)
+        return replace(border, ready=epoch if self.kept.ready else -1)
+
+    def note_signal(self, name: str) -> None:
+        """Have a signal between two epochs stop the run in the next."""
+        self.signal = name

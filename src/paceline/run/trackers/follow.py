@@ -1,0 +1,154 @@
+"""The process of one tracker, which follows the record of a run.
+
+`python -m paceline.run.trackers.follow RUN NUMBER`, started by `processes.py`; NUMBER is the tracker's place in
+the job. A line on stdin says how the run has ended; its end without one, that whoever started it is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, cast
+
+from paceline.engine.meter import PARTS
+from paceline.files import write_whole
+from paceline.printable import printable
+from paceline.run.record.progress import NewLines
+from paceline.run.record.run import JsonLines, Run
+from paceline.run.trackers.tracker import Status, TrackedRun, make, told_of
+
+EVERY_S = 1.0  # of the steps of this time the newest is logged
+_NICE = 10  # training goes first where cores are few
+_LONGEST_CLOSE_S = 300  # for a tracker to store what it has; then this process ends
+
+
+def main() -> None:
+    """Follow a run to its end."""
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the run's process tells when it is over
+        signal.signal(stop, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(_NICE)
+    run, number = Run(sys.argv[1]), int(sys.argv[2])
+    name = run.job.trackers[number].name
+    try:
+        Follower(run, number).follow()
+    except Exception as error:  # noqa: BLE001 - nothing that a tracker does ends the training
+        said = f"failed: {type(error).__name__}: {error}. Training goes on without it."
+        print(printable(f'tracker "{name}" {said}'), file=sys.stderr, flush=True)
+        with closing(JsonLines(run.path / "events.jsonl", lossy=True)) as events:
+            events.event("tracker", {"name": name, "said": said})
+
+
+class Follower:
+    """Logs the steps and evaluations of a run that were not logged before.
+
+    Attributes:
+        logged: the newest step that the tracker has; steps that are trained again after a restart are left out.
+    """
+
+    def __init__(self, run: Run, number: int) -> None:
+        self.run = run
+        spec = run.job.trackers[number]
+        folder = state_folder(run.path)
+        self._state_file = folder / f"{number}-{spec.name}.json"
+        kept = json.loads(self._state_file.read_text()) if self._state_file.exists() else {}
+        self.logged = int(kept.get("step", 0))
+        self._steps, self._events = NewLines(run.path / "steps" / "rank-0.jsonl"), NewLines(run.path / "events.jsonl")
+        self._interrupted = False
+        tracked = TrackedRun(run.path.resolve().name, run.job.name, config_of(run), folder, str(kept.get("id", "")))
+        self.tracker = make(spec.name, tracked, spec.args)
+        self._keep()
+
+    def follow(self) -> None:
+        """Log until the run is over."""
+        last = _LastWord()
+        while (word := last.within(EVERY_S)) is None:
+            self.log_new()
+        self.log_new()
+        self.tracker.close("interrupted" if self._interrupted and word == "finished" else word)
+
+    def log_new(self) -> None:
+        """Log the evaluations since the last call, and then the newest step."""
+        newest: dict[str, Any] | None = None
+        use: dict[str, float] = {}
+        for line in self._steps:
+            use = {f"use/{name}": value for name, value in line.get("use", {}).items()} or use
+            if line["step"] > self.logged:
+                newest = line
+        for event in self._events:
+            if event["event"] in ("start", "resume", "end"):
+                self._interrupted = bool(event.get("interrupted"))
+            if event["event"] == "evaluation" and event["step"] >= self.logged:
+                self._log(event["step"], {f"val/{name}": value for name, value in event["metrics"].items()})
+        if newest is not None:
+            self._log(newest["step"], {**values_of(newest), **use})
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        self.tracker.log(step, values)
+        self.logged = max(self.logged, step)
+        self._keep()
+
+    def _keep(self) -> None:
+        with suppress(OSError):  # a full disk; what is lost is that a run is one there after a restart
+            write_whole(self._state_file, json.dumps({"id": self.tracker.id, "step": self.logged}))
+
+
+def values_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a step's line, by the names that trackers get.
+
+    Those that are not finite are left out.
+    """
+    values = {"train/loss": line["loss"], "train/lr": line["lr"], "train/grad_norm": line["grad_norm"]}
+    values["train/epoch"] = line["epoch"]
+    if line["step_s"] > 0:
+        values["speed/samples_per_s"] = line["samples"] / line["step_s"]
+        values |= {f"step_s/{part}": line[f"{part}_s"] for part in PARTS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def config_of(run: Run) -> dict[str, Any]:
+    """Job, plan and environment of a run, as JSON values without environment variables."""
+    environment = json.loads((run.path / "environment.json").read_text())
+    job = run.job.model_dump(mode="json", exclude_defaults=True, exclude={"trackers"})
+    return {"job": job, "plan": {"text": str(run.plan), **asdict(run.plan)}, "environment": told_of(environment)}
+
+
+def state_folder(run: Path) -> Path:
+    """The folder in a run where trackers keep files; it is made if needed."""
+    folder = run / "trackers"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+class _LastWord(threading.Thread):
+    """Thread that waits for the line on stdin that says how the run has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.said: SimpleQueue[Status] = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        """See `threading.Thread`."""
+        word = sys.stdin.readline().strip() or "failed"
+        signal.alarm(_LONGEST_CLOSE_S)  # ends this process, whatever the tracker is at
+        self.said.put(cast(Status, word))
+
+    def within(self, wait_s: float) -> Status | None:
+        """The word; None where it does not come within the time."""
+        try:
+            return self.said.get(timeout=wait_s)
+        except Empty:
+            return None
+
+
+if __name__ == "__main__":
+    main()

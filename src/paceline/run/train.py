@@ -1,0 +1,430 @@
+"""`paceline.train`: from a job to a finished run, here or under torchrun."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import to_run_on
+from paceline.cluster.emulate.hosts import LinkBytes
+from paceline.cluster.launch_engines import is_rank
+from paceline.cluster.launch_engines.variables import HOST_DEVICES
+from paceline.console import Console as SafeConsole
+from paceline.deferred_compiler import defer_compiler
+from paceline.elastic.hosts.hosts import Hosts, current_hosts
+from paceline.elastic.hosts.over_hosts import over_hosts
+from paceline.elastic.hosts.remote import RunFolder
+from paceline.elastic.hosts.same_files import must_agree
+from paceline.elastic.hosts.takeover import Takeover, tell_successors
+from paceline.elastic.local import launch
+from paceline.elastic.place import RankPlace, cores_on, places_on, with_servers
+from paceline.elastic.possible import recovers_in_place, recovery_is_on
+from paceline.elastic.run_lock import RunLock
+from paceline.elastic.run_on_ranks import warm_up_for
+from paceline.elastic.seed import warm_up
+from paceline.errors import LaunchError, PlanError, RunError
+from paceline.files import private_folder
+from paceline.job.job import Job
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.warnings import warnings_about
+from paceline.planning.plan import Plan, threads_on
+from paceline.planning.sync_info import ServerProcesses, sync_info
+from paceline.rank_environment import is_our_rank
+from paceline.run.preflight import refuse_what_cannot_divide
+from paceline.run.record.progress import LiveProgress
+from paceline.run.record.run import DESCRIPTION, FOLDERS, JsonLines, Run
+from paceline.run.torchrun import fail
+from paceline.run.trackers.processes import RunTrackers, check_trackers
+from paceline.run.tuning.auto import AutoChoice, Say, choose, remember_run
+from paceline.storage.url import is_url
+
+if TYPE_CHECKING:
+    from paceline.comm import Group
+    from paceline.run.object_store.run import RemoteRun
+
+RUNS = Path("runs")  # under the current directory, where no other is named
+
+
+def train(
+    job: Job | str | Path,
+    cluster: Cluster | None = None,
+    plan: Plan | str = "auto",
+    *,
+    run: str | Path | None = None,
+    resume: bool = False,
+    port: int | None = None,
+    restarts: int = 0,
+    console: Console | None = None,
+) -> Run:
+    """Train a job until its stop rule ends it, and return the record.
+
+    Alone, the ranks of the plan are started on this machine, or on hosts emulated on it, and watched. Called by every
+    rank of a torchrun, those ranks are used.
+
+    Args:
+        job: a `Job`, or the YAML file of one.
+        cluster: where to train; None is this machine.
+        plan: a `Plan`, its text, or `"auto"`: the fastest of those that are predicted to be, found by measuring them
+            for a few seconds where the run is long enough for that, or at an earlier start; under torchrun, one replica
+            per rank, and a run that is resumed keeps its own.
+        run: directory of the run, or its URL in an object store (`s3://bucket/name`), to which a working directory here
+            is uploaded while it trains; None makes `runs/<job>-<time>` in the current directory.
+        resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is
+            none.
+        port: of the rendezvous between hosts, on the first one; on one machine, of torch's own store, where
+            accelerators need that. None takes a free one.
+        restarts: how often in an hour a run that failed is started again from its newest checkpoint.
+        console: where progress is shown; None is stderr.
+
+    Raises:
+        PacelineError: the job, plan or data cannot work, or a rank raised, hung or was killed; the text says which and
+            what to do.
+    """
+    if is_our_rank():
+        raise LaunchError(
+            'train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.'
+        )
+    with over_hosts():
+        return _train(job, cluster, plan, run, console, resume=resume, port=port, restarts=restarts)
+
+
+def _train(
+    job: Job | str | Path,
+    cluster: Cluster | None,
+    plan: Plan | str,
+    run: str | Path | None,
+    console: Console | None,
+    *,
+    resume: bool,
+    port: int | None,
+    restarts: int,
+) -> Run:
+    if not is_rank():
+        warm_up()  # it imports while this process reads and checks
+    hosts = current_hosts()
+    if (takeover := hosts.takeover if hosts else None) is not None:
+        run, resume, job = takeover.run, True, takeover.job_file or job
+    job = job if isinstance(job, Job) else Job.load(job)
+    job.model.must_be_at_hand()
+    check_trackers(job)
+    job.fetch()
+    must_agree(job)
+    cluster = to_run_on(cluster) if hosts is None or cluster else hosts.cluster
+    if is_rank():
+        defer_compiler()
+        return _train_as_rank(job, cluster, plan, run=run, resume=resume)
+    console = console or SafeConsole(stderr=True, soft_wrap=True)
+    with ExitStack() as held:
+        remote = _remote(run, partial(_note, console), held, resume=resume)
+        where = remote.path if remote else run
+        record = _train_here(
+            job, cluster, plan, where, console, resume=resume, port=port, restarts=restarts, remote=remote
+        )
+        record.url = remote.url if remote else None
+        return record
+
+
+def _remote(run: str | Path | None, say: Say, held: ExitStack, *, resume: bool) -> RemoteRun | None:
+    """The run at a URL, until `held` ends; None where `run` is no URL."""
+    if not is_url(run):
+        return None
+    from paceline.run.object_store.run import RemoteRun
+
+    remote = held.enter_context(RemoteRun(run, say, resume=resume))
+    say(f"run {remote.url} · its working directory is {remote.path}")
+    return remote
+
+
+def _train_here(
+    job: Job,
+    cluster: Cluster,
+    plan: Plan | str,
+    run: str | Path | None,
+    console: Console,
+    *,
+    resume: bool,
+    port: int | None,
+    restarts: int,
+    remote: RemoteRun | None = None,
+) -> Run:
+    """Choose the plan, and start its ranks on this machine or on emulated hosts."""
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    say(cluster.describe())
+    before = _to_resume(job, run) if resume else None
+    takeover = hosts.takeover if (hosts := current_hosts()) else None
+    if run is not None and before is None:
+        Run.must_be_new(Path(run))  # told before anything is measured
+    with ExitStack() as held:
+        # From here to the end the directory is this process's; of a new run, once it is known where.
+        note = partial(_note, console)
+        lock = held.enter_context(_lock_on(before, takeover, note)) if before else None
+        if lock and before and _goes_on_in_place(hosts):
+            _launch_ranks(before, lock, console, port, restarts, remote)
+            return before
+        if takeover and before:
+            plan = _fitted(before.plan, job, cluster) or "auto"
+        if hosts and hosts.absent and plan == "auto" and before is None:
+            plan = Plan(dp=cluster.devices)
+            say(f"plan auto: {plan}, a replica on each device: nothing is measured before all hosts are there")
+        choice = choice_of(job, cluster, plan, before, say)
+        warm_up_for(job, choice.plan)
+        refuse_what_cannot_divide(job, choice.plan, cluster)
+        if lock is None:
+            lock = held.enter_context(_new_run(Path(run) if run is not None else new_directory(job), note))
+        record = _record(job, cluster, choice.plan, lock.run, before)
+        say(f"plan {choice.plan} · run {record.path}")
+        for text in [
+            *warnings_about(choice.plan, job, cluster),
+            *(_note_on_idle_hosts(choice.plan, cluster) if current_hosts() else []),
+            *(_notes_on_resuming(job, run, before) if resume else []),
+        ]:
+            note(f"note: {text}")
+        try:
+            _launch_ranks(record, lock, console, port, restarts, remote)
+        except BaseException:
+            if before is None:
+                record.withdraw_unless_begun()
+            raise
+        if before is None:
+            remember_run(choice, job, cluster, record)
+        return record
+
+
+def _fitted(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
+    """A plan with as many of its replicas as fit; None where none does."""
+    fewer = (replace(plan, dp=dp) for dp in range(plan.dp, 0, -1))
+    return next((p for p in fewer if p.ranks <= cluster.devices and not check_plan(p, job, cluster)), None)
+
+
+def _note_on_idle_hosts(plan: Plan, cluster: Cluster) -> list[str]:
+    """Message for a plan that leaves hosts without a rank."""
+    per_host = cluster.ranks_per_host(plan.ranks)
+    idle = [host.name for host, ranks in zip(cluster.hosts, per_host, strict=True) if not ranks]
+    if not idle:
+        return []
+    each = -(-plan.ranks // len(per_host))
+    spread = f", or {HOST_DEVICES}={each} on each" if plan.ranks >= len(per_host) else ""
+    return [
+        f"the ranks of plan {plan} fill the hosts in their order, and leave none for {', '.join(idle)}. A plan of "
+        f"{cluster.devices} ranks uses all hosts{spread}."
+    ]
+
+
+def _notes_on_resuming(job: Job, run: str | Path | None, before: Run | None) -> list[str]:
+    """Message for a run to be resumed that has no checkpoint."""
+    if before is None:
+        where = f"in {run}" if run else f"of the job {job.name} in {RUNS.resolve()}"
+        return [f"there is no run to resume {where}; this is a new one"]
+    return [] if before.has_checkpoint else ["nothing was saved in this run; it starts again"]
+
+
+def _note(console: Console, text: str) -> None:
+    console.print(text, style="yellow", highlight=False, markup=False)
+
+
+def _launch_ranks(
+    record: Run,
+    lock: RunLock,
+    console: Console,
+    port: int | None,
+    restarts: int,
+    remote: RemoteRun | None = None,
+) -> None:
+    """Train a run from its newest checkpoint to its end, on local or emulated hosts."""
+    job, cluster, plan = record.job, record.cluster, record.plan
+    with (
+        closing(JsonLines(record.path / "events.jsonl", lossy=True)) as events,
+        _places(record, partial(_note_links, events)) as places,
+        LiveProgress(record.path, console) as progress,
+        RunTrackers(record, partial(_note, console)),
+    ):
+        events.event("launch", {"ranks": plan.ranks})
+        hosts = current_hosts() if cluster.emulate is None else None
+        run = remote.url if remote else record.path.resolve()
+        if hosts and recovery_is_on():
+            tell_successors(hosts, run)
+        if hosts and hosts.takeover:
+            events.event("coordinator", {"lost": hosts.takeover.lost, "by": hosts.takeover.by})
+
+        def tick() -> None:
+            lock.check()
+            if remote is not None:
+                remote.check()
+            progress.tick()
+
+        def note(event: str, details: dict[str, Any]) -> None:
+            events.event(event, details)
+            if event in ("lost", "host_lost", "host_back", "scaled") and hosts:
+                tell_successors(hosts, run)
+
+        sync = sync_info(plan.sync)
+        recovers = not sync.served and recovers_in_place(job, plan, cluster)
+        function = "paceline.run.recovery.run:run_rank" if recovers else "paceline.run.loop:run_rank"
+        if sync.served:
+            function = sync.run_rank
+        launch(
+            [function, str(record.path.resolve())],
+            ranks=len(places) or plan.ranks,
+            threads=threads_on(cluster, plan),
+            pin_cores=None if sync.served else cores_on(cluster, plan),
+            deadline_s=job.deadline_s,
+            places=places,
+            port=port,
+            restarts=restarts,
+            on_tick=tick,
+            on_event=note,
+            inherited=[lock.fd],
+            env=job.fetch(),
+            folder=RunFolder(record.path.resolve(), DESCRIPTION, FOLDERS),
+            recovers=recovers,
+            follows_steps=plan.compile == "off",
+            replica_ranks=plan.ranks // plan.dp,
+            workers=plan.dp if sync.served else None,
+            server_copies=ServerProcesses.of(plan.sync).each if sync.served else 1,
+            adopts=hosts if _goes_on_in_place(hosts) else None,
+        )
+
+
+@contextmanager
+def _places(record: Run, on_end: Callable[[dict[str, LinkBytes]], None]) -> Iterator[list[RankPlace]]:
+    """Places of a run's ranks; none where they are there already."""
+    if _goes_on_in_place(current_hosts()):
+        yield []
+        return
+    plan, cluster = record.plan, record.cluster
+    beside = ServerProcesses.of(plan.sync).processes if sync_info(plan.sync).served else 0
+    apart = plan.ranks + beside <= cluster.devices
+    with places_on(cluster, plan.ranks + beside if apart else plan.ranks, on_end) as places:
+        yield with_servers(places, plan) if beside and not apart else places
+
+
+def _goes_on_in_place(hosts: Hosts | None) -> bool:
+    """True if the ranks are those that hosts have kept since another was lost."""
+    return hosts is not None and hosts.takeover is not None and hosts.takeover.attempt is not None
+
+
+def choice_of(
+    job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None
+) -> AutoChoice:
+    """The plan as asked; for `auto` that of the resumed run, else a new choice.
+
+    Raises:
+        PlanError: it cannot run the job on the cluster; every reason is listed.
+    """
+    if plan == "auto":
+        kept = before.plan if before else None  # also so that a resumed run goes on bit for bit
+        fits = kept is not None and kept.ranks <= cluster.devices and not check_plan(kept, job, cluster)
+        return AutoChoice(kept) if kept is not None and fits else choose(job, cluster, say)
+    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
+    reasons = check_plan(chosen, job, cluster)
+    if reasons:
+        raise PlanError("\n".join(reasons))
+    return AutoChoice(chosen)
+
+
+def _to_resume(job: Job, run: str | Path | None) -> Run | None:
+    """The run named, or the newest of the job; None where there is none."""
+    return Run.newest(RUNS, job.name) if run is None else Run(run) if (Path(run) / "job.yaml").is_file() else None
+
+
+def _record(job: Job, cluster: Cluster, plan: Plan, path: Path, before: Run | None) -> Run:
+    """The run to write to: `before`, or a new one in `path`."""
+    if before is not None:
+        before.continue_with(job, cluster, plan)
+        return before
+    return Run.create(path, job, cluster, plan)
+
+
+def _lock_on(run: Run, takeover: Takeover | None, say: Say) -> RunLock:
+    """The lock on a run that goes on; taken already where ranks were kept."""
+    if takeover and takeover.next_epoch:
+        return takeover.next_epoch.lock
+    return RunLock(run.path, say, succeeds=takeover is not None)
+
+
+def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None = None) -> RunLock:
+    """The lock on a directory for a new run, which is made if missing."""
+    try:
+        Run.must_be_new(path)
+        private_folder(path)
+    except OSError as error:
+        raise RunError(
+            f"the run cannot be kept in {path}: {error.strerror}. Name a directory that can be written with --run."
+        ) from error
+    return RunLock(path, say, on_lost)
+
+
+def new_directory(job: Job) -> Path:
+    """A new directory's path under `runs`, named by the job and the time.
+
+    Raises:
+        RunError: a hundred runs of this second are there.
+    """
+    name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in ("", *(f"-{i}" for i in range(2, 100))):
+        if not (RUNS / f"{name}{suffix}").exists():
+            return RUNS / f"{name}{suffix}"
+    raise RunError(f"there are 99 runs named {name} in {RUNS.resolve()}; name a directory with --run")
+
+
+def _train_as_rank(job: Job, cluster: Cluster, plan: Plan | str, *, run: str | Path | None, resume: bool) -> Run:
+    from paceline.comm.backend import joined
+    from paceline.run.loop import train_in
+
+    plan = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
+    transport = plan.transport if isinstance(plan, Plan) else "auto"
+    with joined(deadline_s=job.deadline_s, transport=transport) as group, ExitStack() as held:
+        record = Run(_agreed_run(group, job, cluster, plan, held, run=run, resume=resume))
+        if group.rank == 0:
+            held.enter_context(RunTrackers(record, partial(print, file=sys.stderr), shows=True))
+        train_in(record, group)
+        return record
+
+
+def _agreed_run(
+    group: Group, job: Job, cluster: Cluster, plan: Plan | str, held: ExitStack, *, run: str | Path | None, resume: bool
+) -> str:
+    """Path of the run directory, made or found, and locked, by rank 0.
+
+    All ranks raise what went wrong there.
+    """
+    answer: tuple[str | None, str | None] = (None, None)
+    if group.rank == 0:
+        try:
+            chosen = plan if isinstance(plan, Plan) else Plan(dp=group.size)
+            if reasons := check_plan(chosen, job, cluster, group.size):
+                raise PlanError("\n".join(reasons))
+            refuse_what_cannot_divide(job, chosen, cluster, group.size)
+            say = partial(print, file=sys.stderr, flush=True)
+            remote = _remote(run, say, held, resume=resume)
+            run = remote.path if remote else run
+            before = _to_resume(job, run) if resume else None
+            path = before.path if before else Path(run) if run is not None else new_directory(job)
+            held.enter_context(RunLock(path, say, on_lost=fail) if before else _new_run(path, say, on_lost=fail))
+            record = _record(job, cluster, chosen, path, before)
+            answer = (str(record.path.resolve()), None)
+        except Exception as error:
+            answer = (None, f"{type(error).__name__}: {error}")
+            group.gather_json(answer)
+            raise
+    path, problem = group.gather_json(answer)[0]
+    if problem:
+        raise RunError(f"rank 0 could not prepare the run: {problem}")
+    return str(path)
+
+
+def _note_links(events: JsonLines, carried: dict[str, LinkBytes]) -> None:
+    """The event of what the links of emulated hosts carried, headers included."""
+    events.event("links", {"links": {host: asdict(count) for host, count in carried.items()}})

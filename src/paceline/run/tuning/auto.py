@@ -1,0 +1,291 @@
+"""`--plan auto`: predict, measure the few best plans if that repays, take the fastest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import discover
+from paceline.elastic.seed import wait_for_imports
+from paceline.errors import LaunchError, PacelineError
+from paceline.job.job import Job
+from paceline.planning import cache
+from paceline.planning.auto import auto_plan
+from paceline.planning.history import Pair, remember
+from paceline.planning.knobs import HEADING, NOT_TRIED, SHARE_OF_RUN, Trial, knobs, longest_run_s, steps_are_too_few
+from paceline.planning.plan import Plan
+from paceline.planning.shortlist import (
+    Forecast,
+    certain,
+    recorrected,
+    share_to_spend,
+    shortlist,
+    steps_per_epoch,
+    why_not_measured,
+)
+from paceline.run.tuning import result as kept
+from paceline.run.tuning.forecast import forecast
+from paceline.run.tuning.measure import measure, reason_of
+from paceline.run.tuning.result import TuningResult
+from paceline.units import percent
+from paceline.units import seconds as shown
+
+if TYPE_CHECKING:
+    from paceline.planning.calibrate import Calibration
+    from paceline.run.record.run import Run
+
+Say = Callable[[str], None]
+# seconds of calibrating, for which a long run can spend a part of its measuring time
+CALIBRATION_S = 20.0
+# of a run, for its step time to be compared with the prediction
+_LEAST_STEPS = 30
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """The plan that `auto` stands for, and why.
+
+    Attributes:
+        plan: the fastest that was found, or the one to begin with.
+        lines: the table of trials and the result, for people.
+        gain: step time of the plan over that of the plan to begin with, by the measured ratios; 1 if nothing was
+            better.
+        seconds: duration of measuring now, the start of the ranks included; 0 if nothing was measured.
+        forecast: the plan's prediction; None if there is none, or if knobs were added that no prediction knows.
+    """
+
+    plan: Plan
+    lines: list[str] = field(default_factory=list)
+    gain: float = 1.0
+    seconds: float = 0.0
+    forecast: Forecast | None = None
+
+
+def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1) -> AutoChoice:
+    """Choose the plan for a job on this machine; `say` gets the lines.
+
+    The result is cached in a file of the user, valid for the same work on the same hardware and torch.
+
+    Args:
+        runs: number of runs that will use the plan.
+
+    Raises:
+        PlanError: no plan of `auto` can run the job here.
+        SystemExit: 130 or 143, after SIGINT or SIGTERM.
+    """
+    default = auto_plan(job, cluster)
+    lines = _Lines(say)
+    too_few = steps_are_too_few(job)
+    file = kept.file_of(job, cluster, default)
+    known = kept.read(file, job, cluster)
+    if known and known.measured and (too_few or kept.enough(known, job)):
+        # told once on a screen; a report has them all
+        lines.all += [HEADING, *(row.line() for row in known.tried if row.tried)]
+        lines.add(f"plan auto: {_result(known)}, as measured before ({file}; delete it to measure again)")
+        return AutoChoice(Plan.parse(known.best), lines.all, known.gain, forecast=known.forecast_of(known.best))
+    # on GPUs, where models are large, the plan's memory is still checked
+    if too_few and not cluster.has_accelerators:
+        return _of_few_steps(job, cluster, default, known, lines, too_few)
+    return _Search(job, cluster, default, lines, file, runs).choose(known, too_few)
+
+
+def remember_run(choice: AutoChoice, job: Job, cluster: Cluster, run: Run) -> None:
+    """Record a run's measured step time beside its prediction, for later predictions."""
+    steps = len(run.steps())
+    if choice.forecast is None or steps < _LEAST_STEPS or not run.throughput:
+        return
+    measured_s = job.global_batch / run.throughput
+    remember(_pair(job, cluster, choice.forecast, measured_s), cluster)
+
+
+class _Lines:
+    """The lines so far, each reported as it comes."""
+
+    def __init__(self, say: Say | None) -> None:
+        self.all: list[str] = []
+        self._say = say
+        self._rows = 0
+
+    def add(self, line: str) -> None:
+        self.all.append(line)
+        if self._say:
+            self._say(line)
+
+    def rows(self, tried: list[Trial]) -> None:
+        """Report the new rows of the table, except untried settings."""
+        if tried and not self._rows:
+            self.add(HEADING)
+        for row in tried[self._rows :]:
+            if row.tried:
+                self.add(row.line())
+        self._rows = len(tried)
+
+    def left_out(self, tried: list[Trial]) -> None:
+        """Report the untried settings, one line for each reason."""
+        left: dict[str, list[str]] = {}
+        for row in tried:
+            if not row.tried:
+                left.setdefault(row.verdict.removeprefix(NOT_TRIED), []).append(row.knob)
+        for why, what in left.items():
+            self.add(f"  not tried ({why}): {', '.join(what)}")
+
+
+@dataclass
+class _Search:
+    """One choice that is not cached."""
+
+    job: Job
+    cluster: Cluster
+    default: Plan
+    lines: _Lines
+    file: Path
+    runs: int
+    before_s: float = 0.0
+
+    def choose(self, known: TuningResult | None, too_few: str | None) -> AutoChoice:
+        """Predict, or take a cached prediction; then measure unless there is a reason against it.
+
+        `too_few` steps are such a reason.
+        """
+        wait_for_imports()  # it is looked at how fast the machine is, and whether other work keeps it busy
+        self.before_s = known.before_s if known else 0.0
+        calibration = kept_calibration(self.job, self.cluster)
+        if known and (calibration is None or any(forecast.calibrated for forecast in known.forecasts)):
+            forecasts = recorrected(known.forecasts, self.job, self.cluster)
+        else:
+            forecasts = self._forecasts(calibration)
+        listed = shortlist(self.job, self.cluster, self.default, forecasts)
+        run_s = self._run_s(listed)
+        why = too_few or why_not_measured(listed, None if run_s is None else run_s * self.runs, self.before_s)
+        begin = Plan.parse(listed[0].plan) if listed else self.default
+        if not why and len(listed) < 2 and all(knob.untried for knob in knobs(self.job, self.cluster, begin)):
+            why = "no other plan and no knob can help here"
+        if why:
+            return self._unmeasured(forecasts, listed, run_s or 0.0, why)
+        if calibration is None and run_s is not None and SHARE_OF_RUN * run_s > 3 * CALIBRATION_S:
+            calibration = self._calibrated()
+            if calibration is not None:
+                forecasts = self._forecasts(calibration)
+                listed = shortlist(self.job, self.cluster, self.default, forecasts)
+        return self._measured(forecasts, listed, self._run_s(listed))
+
+    def _forecasts(self, calibration: Calibration | None) -> list[Forecast]:
+        """Predictions of the plans; [] with a message if they cannot be predicted."""
+        try:
+            return forecast(self.job, self.cluster, self.default, calibration)
+        except PacelineError as error:
+            self.lines.add(f"the plans could not be predicted ({reason_of(error)}); going on from plan {self.default}")
+            return []
+
+    def _calibrated(self) -> Calibration | None:
+        from paceline.run.tuning.calibrate import calibrate
+
+        try:
+            return calibrate(self.job, self.cluster, lambda line: self.lines.add(f"plan auto: {line}"))
+        except PacelineError as error:
+            self.lines.add(f"the machine could not be calibrated ({reason_of(error)})")
+            return None
+
+    def _run_s(self, listed: Sequence[Forecast]) -> float | None:
+        """Longest possible run in seconds, as far as the job and the predictions tell."""
+        return longest_run_s(self.job, listed[0].step_s, steps_per_epoch(self.job)) if listed else None
+
+    def _unmeasured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float, why: str) -> AutoChoice:
+        best = certain(listed)
+        if best is None:
+            self.lines.add(f"plan auto: {self.default}; nothing is measured: {why}")
+            return AutoChoice(self.default, self.lines.all)
+        self.lines.add(_predicted_line(best, listed, why))
+        found = TuningResult(
+            str(self.default),
+            best.plan,
+            forecasts=forecasts,
+            before_s=self.before_s + run_s * self.runs,
+            complete=False,
+        )
+        kept.write(self.file, found)
+        return AutoChoice(Plan.parse(best.plan), self.lines.all, forecast=best)
+
+    def _measured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float | None) -> AutoChoice:
+        started = time.monotonic()
+        if first := certain(listed):
+            listed = [first, *(f for f in listed if f is not first)]
+        begin = Plan.parse(listed[0].plan) if listed else self.default
+        others_s = self.before_s + (run_s or 0.0) * (self.runs - 1)
+        busy = cache.other_work()
+        self.lines.add("plan auto: measuring plans and knobs for this job, once for all starts")
+        found = TuningResult(str(begin), str(begin), forecasts=listed, share=share_to_spend(listed, run_s, others_s))
+        try:
+            found = measure(self.job, self.cluster, found, self.lines.rows)
+            self.lines.left_out(found.tried)
+        except LaunchError as error:
+            self.lines.add(f"nothing could be measured ({reason_of(error)}); going on with plan {begin}")
+            return AutoChoice(begin, self.lines.all, seconds=time.monotonic() - started)
+        seconds = time.monotonic() - started
+        found.forecasts = forecasts
+        where = kept.write(self.file, found, busy)
+        if busy <= cache.MOST_OTHER_WORK:
+            self._remember(found)
+        self.lines.add(f"plan auto: {_result(found)}; measured in {seconds:.1f} s, {where}")
+        return AutoChoice(
+            Plan.parse(found.best), self.lines.all, found.gain, seconds, forecast=found.forecast_of(found.best)
+        )
+
+    def _remember(self, found: TuningResult) -> None:
+        """Record the pairs of predicted and measured times."""
+        for row in found.tried:
+            forecast = found.forecast_of(row.knob)
+            if forecast is not None and row.step_s is not None:
+                remember(_pair(self.job, self.cluster, forecast, row.step_s.middle), self.cluster)
+
+
+def _of_few_steps(
+    job: Job, cluster: Cluster, default: Plan, known: TuningResult | None, lines: _Lines, why: str
+) -> AutoChoice:
+    """The default plan on CPUs, unless an earlier start predicted another one clearly faster.
+
+    Nothing is predicted anew: that takes seconds, more than all steps of a tiny model.
+    """
+    listed = shortlist(job, cluster, default, recorrected(known.forecasts, job, cluster)) if known else []
+    best = certain(listed)
+    if best is None or best.plan == str(default):
+        lines.add(f"plan auto: {default}; nothing is measured: {why}")
+        return AutoChoice(default, lines.all)
+    lines.add(_predicted_line(best, listed, why))
+    return AutoChoice(Plan.parse(best.plan), lines.all)
+
+
+def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str:
+    """Describe the plan that is used unmeasured, the predicted steps, and the reason."""
+    others = ", ".join(f"{f.plan} {shown(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best)
+    than = f" ({others})" if others else ""
+    faster = any(f.step_s < best.step_s for f in listed)
+    within = f", alike within the ± {percent(best.doubt, 0)} of predictions" if faster else ""
+    return f"plan auto: {best.plan}, predicted {shown(best.step_s)} a step{than}{within}; not measured: {why}"
+
+
+def _pair(job: Job, cluster: Cluster, forecast: Forecast, measured_s: float) -> Pair:
+    plan = Plan.parse(forecast.plan)
+    return Pair.of(
+        job, cluster, plan, predicted_s=forecast.raw_s, measured_s=measured_s, calibrated=forecast.calibrated
+    )
+
+
+def kept_calibration(job: Job, cluster: Cluster) -> Calibration | None:
+    """Cached calibration of this machine, if it is still valid."""
+    from paceline.planning.calibrate import cache_file, kept, key_of, reference_time_s
+
+    host = discover().hosts[0] if cluster.emulate else cluster.hosts[0]
+    if cluster.has_accelerators or not cache_file(key := key_of(job, host)).is_file():
+        return None
+    return kept(key, host, reference_s=reference_time_s())[0]
+
+
+def _result(found: TuningResult) -> str:
+    if found.best == found.default:
+        return f"{found.best}, and nothing that was tried is faster"
+    return f"{found.best}, whose step takes {found.gain:.2f} of that of {found.default}"

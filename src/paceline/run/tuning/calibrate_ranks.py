@@ -1,0 +1,417 @@
+"""Ranks of a calibration: passes of the model by segment, and steps under each split."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from paceline.cluster.cluster import Cluster
+from paceline.comm import Group
+from paceline.comm.agree import greatest
+from paceline.comm.measure.collectives import measure_collectives
+from paceline.comm.measure.speed import repeats_within
+from paceline.device import is_accelerator
+from paceline.engine.calls import prepared
+from paceline.engine.engine import Engine
+from paceline.engine.meter import BUBBLE, COMPUTE, DATA, OPTIMIZER
+from paceline.engine.sparse_tables import sparse_tables
+from paceline.errors import PacelineError, PlanError
+from paceline.job.batch import Batch, place, target_of
+from paceline.job.data import DataSets
+from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
+from paceline.job.stop import StopSpec
+from paceline.job.zoo.losses import call
+from paceline.planning.calibrate import Axis, CalibrationPoint, Collective, Measurements, PassTiming, transport_note
+from paceline.planning.model.blocks import find_blocks, submodules
+from paceline.planning.plan import Plan
+from paceline.planning.transport_info import TRANSPORTS
+from paceline.run.build import build_engine, built, loader_of, seed_all
+from paceline.run.loop import Loop
+from paceline.run.record.run import Run
+from paceline.run.tuning.segment_timer import SegmentTimer
+from paceline.split.mesh import Mesh
+from paceline.wire.status import StatusBoard
+
+# length of a pass in seconds, from which on one round of passes is enough
+_LONG_S = 0.15
+# for each size of a microbatch, after one warm-up pass
+_PASS_S, _PASSES = 0.15, (3, 30)
+# for each setting of an engine, after two steps
+_STEP_S, _STEPS = 0.25, (3, 30)
+_UPDATES = 3
+# microbatches of a calibration point's steps: with pp, and without
+_PIPELINED = (2, 4)
+_ACCUMULATED = (1, 2)
+
+
+class RankCalibration:
+    """One rank of a calibration.
+
+    Measurements of several ranks begin at the same moment on all; while one rank measures alone, the others wait.
+
+    Args:
+        here: the machine, for the record of the runs.
+        folder: for these runs; that of rank 0 is used.
+        cores: physical cores of the machine.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        here: Cluster,
+        group: Group,
+        folder: Path,
+        cores: int,
+        precisions: Sequence[str],
+        axes: Sequence[Axis],
+    ) -> None:
+        self.job, self.here, self.group, self.cores = job, here, group, cores
+        self.folder = Path(group.gather_json(str(folder))[0])
+        self.precisions, self.axes = precisions, axes
+        self.board, self.notes = StatusBoard.of_this_rank(), list[str]()
+        self.threads = max(1, cores // group.size)
+        self.segments: tuple[str, ...] = ("",)
+
+    def run(self, transports: Sequence[str]) -> Measurements:
+        """Measure everything: passes, steps, updates, and the collectives over these transports."""
+        seed_all(self.job.seed)
+        torch.set_num_threads(self.threads)
+        self.data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
+        baseline = self._memory()
+        # First, while the process has no more in it than one of a run.
+        points = [
+            point
+            for axis in self.axes
+            for precision in self._precisions(axis)
+            for point in self._points(axis, precision)
+        ]
+        timings, optimizer_s, parameters = self._timings()
+        return Measurements(
+            parameters=parameters,
+            segments=self.segments,
+            timings=tuple(timings),
+            points=tuple(points),
+            collectives=tuple(self._collectives(transports) if self.group.size > 1 else ()),
+            optimizer_s=optimizer_s,
+            baseline_bytes=baseline,
+            notes=tuple(self.notes),
+        )
+
+    def _collectives(self, transports: Sequence[str]) -> list[Collective]:
+        """Times of collectives; a package's transport that fails is noted."""
+        found: list[Collective] = []
+        for transport in transports:
+            error, measured = None, list[Collective]()
+            try:
+                measured = measure_collectives(self.group, [transport])
+            except Exception as failure:
+                if transport in TRANSPORTS.built_in:
+                    raise
+                error = f"{type(failure).__name__}: {failure}"
+            # one rank's failure counts for all
+            errors = [one for one in self.group.gather_json(error) if one]
+            found += [] if errors else measured
+            self.notes += [transport_note(transport, one) for one in errors[:1]]
+        return found
+
+    def _precisions(self, axis: Axis) -> Sequence[str]:
+        """The job's own precision; further ones if the model stays whole, which shows their difference."""
+        return self.precisions if axis in ("none", "dp") else self.precisions[:1]
+
+    # Passes of the undivided model
+
+    def _timings(self) -> tuple[list[PassTiming], dict[str, float], int]:
+        model, optimizer = self.job.model.build(), self.job.optimizer
+        by_rows = optimizer.name == "sgd" and not (optimizer.momentum or optimizer.weight_decay)
+        rows = list(sparse_tables(model).values()) if by_rows and not is_accelerator(self.group.device) else []
+        model = prepared(model, self.job.batch_norm, "fp32", Group(), rows)
+        passes = _Passes(self.job, model, self.data)
+        sizes = sorted({max(1, round(self.job.global_batch / parts)) for parts in (8, 4, 2, 1)})
+        found: list[PassTiming] = []
+        together = [1, self.group.size] if self.group.size > 1 else [1]
+        for precision in self.precisions:
+            remats = ("none", "block", "selective") if passes.blocks and precision == self.precisions[0] else ("none",)
+            for ranks in together:
+                for remat in remats:
+                    asked = sizes if remat == "none" else sizes[1:3] or sizes
+                    once = [self._timing(passes, ranks, precision, remat, samples) for samples in asked]
+                    found += [self._better(passes, timing) for timing in once]
+        self.segments = passes.timer.names
+        optimizer_s = self._updates(model)
+        return found, optimizer_s, sum(p.numel() for p in model.parameters())
+
+    def _timing(self, passes: _Passes, ranks: int, precision: str, remat: str, samples: int) -> PassTiming:
+        """Timing of one pass with `ranks` ranks at once, a median; the others wait."""
+        takes_part = self.group.rank < ranks
+        threads = self.cores if ranks == 1 else self.threads
+        torch.set_num_threads(threads)
+        _trim()
+        _forget_peak()
+        held = self._memory()
+        with passes.under(precision, remat):
+            first_s = passes.take(samples) if takes_part else 0.0
+            count = repeats_within(self._greatest(passes.take(samples) if takes_part else first_s), _PASS_S, _PASSES)
+            passes.timer.clear()
+            for _ in range(count if takes_part else 0):
+                passes.take(samples)
+            self._greatest(0.0)
+        forward_s, backward_s = passes.timer.medians() if takes_part else ((), ())
+        peak = _kib("VmHWM") - held
+        torch.set_num_threads(self.threads)
+        return PassTiming(
+            ranks,
+            threads,
+            precision,
+            remat,
+            samples,
+            self._mean(forward_s, ranks),
+            self._mean(backward_s, ranks),
+            max(0, peak),
+        )
+
+    def _better(self, passes: _Passes, once: PassTiming) -> PassTiming:
+        """Better of two rounds for short passes, which other work disturbs. For long ones one round is enough."""
+        if self._greatest(sum(once.forward_s) + sum(once.backward_s)) > _LONG_S:
+            return once
+        return _better(once, self._timing(passes, once.ranks, once.precision, once.remat, once.samples))
+
+    def _updates(self, model: nn.Module) -> dict[str, float]:
+        """Seconds of the optimizer's step over the whole model, measured on all ranks at once."""
+        found = {}
+        for fused in (False, True):
+            try:
+                optimizer = self.job.optimizer.build(model.parameters(), fused=fused)
+            # not every optimizer has a fused step
+            except (PacelineError, RuntimeError):
+                continue
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            times_s = []
+            for _ in range(_UPDATES + 1):
+                self.group.barrier()
+                started = time.perf_counter()
+                optimizer.step()
+                times_s.append(time.perf_counter() - started)
+            found["fused" if fused else "plain"] = self._greatest(statistics.median(times_s[1:]))
+            model.zero_grad(set_to_none=True)
+        return found
+
+    # Steps of the engine
+
+    def _points(self, axis: Axis, precision: str) -> list[CalibrationPoint]:
+        """Calibration points with two numbers of microbatches, on half of a global batch.
+
+        Plans are predicted at other sizes than they were measured at.
+        """
+        if axis == "none":
+            group = Group(deadline_s=self.group.deadline_s)
+            found = self._measured_steps(axis, precision, group) if self.group.rank == 0 else []
+            self._greatest(0.0)
+            return found
+        return self._measured_steps(axis, precision, self.group)
+
+    def _measured_steps(self, axis: Axis, precision: str, group: Group) -> list[CalibrationPoint]:
+        counts = _PIPELINED if axis == "pp" else _ACCUMULATED
+        chosen: dict[str, Any] = {"precision": precision} | ({} if axis == "none" else {axis: group.size})
+        plan = Plan(**chosen, microbatches=counts[0])
+        unit = plan.data_ranks * counts[1]
+        job = _quiet(self.job, max(1, self.job.global_batch // 2 // unit) * unit)
+        torch.set_num_threads(self.cores if axis == "none" else self.threads)
+        _trim()
+        try:
+            engine = build_engine(job, plan, built(job, plan), self.data, group)
+        # the same on all ranks, as it follows from shapes
+        except PlanError as error:
+            self.notes.append(f"{axis}={group.size}: {error}")
+            return []
+        try:
+            with self._loop(job, plan, engine, group) as loop:
+                once, again = ([self._measured_step(axis, loop, group, count) for count in counts] for _ in range(2))
+                return [min(pair, key=lambda point: point.step_s) for pair in zip(once, again, strict=True)]
+        finally:
+            engine.close()
+            del engine
+            gc.collect()
+            torch.set_num_threads(self.threads)
+
+    @contextmanager
+    def _loop(self, job: Job, plan: Plan, engine: Engine, group: Group) -> Iterator[Loop]:
+        """A run as in training, with its record, whose time counts to a step."""
+        path = self.folder / str(plan).replace(" ", "-")
+        if group.rank == 0:
+            Run.create(path, job, self.here, plan)
+        group.barrier()
+        loop = Loop(Run(path), engine, self.data, group)
+        loop.events.progress = None
+        try:
+            yield loop
+        finally:
+            engine.loader.close()
+            loop.checkpoints.writer.close()
+            loop.close()
+
+    def _measured_step(self, axis: Axis, loop: Loop, group: Group, microbatches: int) -> CalibrationPoint:
+        engine = loop.engine
+        engine.plan = replace(engine.plan, microbatches=microbatches)
+        if engine.split is not None:
+            engine.split.plan = engine.plan
+        _trim()
+        _forget_peak()
+        steps_of = _steps(loop)
+        engine.meter.restart()
+        for _ in range(2):
+            step_s = sum(next(steps_of))
+        count = repeats_within(greatest(group, step_s), _STEP_S, _STEPS)
+        steps = [next(steps_of) for _ in range(count)]
+        steps_of.close()
+        of_all = [statistics.median(values) for values in zip(*steps, strict=True)]
+        # makes the parts sum to the median step
+        scale = statistics.median(sum(parts) for parts in steps) / sum(of_all)
+        parts = _mean(group, [scale * part for part in of_all])
+        named = (DATA, COMPUTE, BUBBLE, OPTIMIZER)
+        share = engine.loader.partition.shares(0)[0]
+        return CalibrationPoint(
+            axis,
+            group.size,
+            engine.precision,
+            max(1, share // microbatches),
+            microbatches,
+            data_s=parts[DATA],
+            compute_s=parts[COMPUTE],
+            bubble_s=parts[BUBBLE],
+            comm_s=sum(part for i, part in enumerate(parts) if i not in named),
+            optimizer_s=parts[OPTIMIZER],
+            peak_bytes=-int(greatest(group, -_kib("VmHWM"))),
+        )
+
+    # Communication
+
+    def _greatest(self, value: float) -> float:
+        self.board.mark("sync", 0)
+        return greatest(self.group, value)
+
+    def _mean(self, values: tuple[float, ...], ranks: int) -> tuple[float, ...]:
+        """Mean over the first `ranks` ranks, on all ranks."""
+        size = int(greatest(self.group, len(values)))
+        own = torch.tensor(values or [0.0] * size, dtype=torch.float64) / ranks
+        self.group.all_reduce(own)
+        return tuple(own.tolist())
+
+    def _memory(self) -> int:
+        """Resident bytes of this process, without free heap memory."""
+        gc.collect()
+        _trim()
+        return int(psutil.Process().memory_info().rss)
+
+
+class _Passes:
+    """Forward and backward passes of a model on samples of the job's data."""
+
+    def __init__(self, job: Job, model: nn.Module, data: DataSets) -> None:
+        self.model, self.loss = model, job.loss.build()
+        self.loader = loader_of(job, Mesh.of(Plan(), Group()), data)
+        names = find_blocks(model)
+        self.blocks, self.timer = submodules(model, names), SegmentTimer(model, names)
+        self.context: Callable[[], Any] = nullcontext
+        self.wide: torch.dtype | None = None
+        self._batches: dict[int, Batch] = {}
+
+    @contextmanager
+    def under(self, precision: str, remat: str) -> Iterator[None]:
+        """Context with the model in this precision, with or without recomputation of its blocks."""
+        undo: Callable[[], object] = lambda: None  # noqa: E731 - an Undo, as `rematerialise` returns
+        if remat != "none":
+            from paceline.split.remat import rematerialise
+
+            undo = rematerialise(self.blocks, remat)  # type: ignore[arg-type]
+        if precision == "bf16":
+            self.context = lambda: torch.autocast("cpu", torch.bfloat16)
+        if precision == "fp64":
+            self.model.double()
+            self.wide = torch.float64
+        try:
+            yield
+        finally:
+            undo()
+            self.context = nullcontext
+            if precision == "fp64":
+                self.model.float()
+                self.wide = None
+            self.model.zero_grad(set_to_none=True)
+
+    def take(self, samples: int) -> float:
+        """Run one forward and one backward pass; returns seconds."""
+        if samples not in self._batches:
+            self._batches[samples] = self.loader.example(samples)
+        batch = place(self._batches[samples], torch.device("cpu"), dtype=self.wide, channels_last=False)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with self.timer.around():
+            with self.context():
+                loss: Tensor = self.loss(call(self.model, batch, loss=self.loss), target_of(batch))
+            self.timer.turn()
+            loss.backward()
+        return self.timer.seconds
+
+
+def _steps(loop: Loop) -> Generator[list[float], None, None]:
+    """Take steps forever; yields the seconds of each one's parts."""
+    while True:
+        for batch in loop.engine.loader:
+            for info in loop.advance(batch):
+                assert info.result.timing is not None, "on CPUs the times of a step are known at its end"
+                loop.after_step(info)
+                yield info.result.timing.parts_s
+
+
+def _better(one: PassTiming, other: PassTiming) -> PassTiming:
+    """Shorter of two medians, as other work only adds to them, with the larger memory."""
+    return replace(min(one, other, key=lambda timing: timing.seconds), peak_bytes=max(one.peak_bytes, other.peak_bytes))
+
+
+def _quiet(job: Job, global_batch: int) -> Job:
+    """Copy of the job with another batch, without an end, evaluations or checkpoints."""
+    ends = {
+        "stop": StopSpec(steps=10**9),
+        "evaluate": EvaluateSpec(every_epochs=10**6),
+        "checkpoint": CheckpointSpec(every_seconds=1e9),
+    }
+    return job.model_copy(update={**ends, "global_batch": global_batch})
+
+
+def _mean(group: Group, values: list[float]) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    group.all_reduce(tensor, "mean")
+    return list(tensor.tolist())
+
+
+def _kib(name: str) -> int:
+    """A size from /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _forget_peak() -> None:
+    """Reset the kernel's peak memory counter (proc(5): 5 to clear_refs)."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def _trim() -> None:
+    """Return free heap memory to the system if the C library can. Earlier measurements must not hide later ones."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,445 @@
+"""Typed messages between two processes, over TLS between hosts or a Unix socket within one.
+
+A message is a `msgspec.Struct` with a tag, packed by msgpack behind its length. Nothing is unpickled, a length beyond
+the limit ends the connection before any memory is taken, and memory grows only with bytes that have come. `frames` says
+how, and what may be attached to a message.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.errors import ChannelError, DeadlineError
+from paceline.files import user_name
+from paceline.wire.ends import has_key, name_of, short_path, user_of_peer
+from paceline.wire.frames import Frame, FrameLimits, Incoming, begin_of
+from paceline.wire.key import RunKey
+from paceline.wire.silence import end_when_silent, is_heard, patience_s, unanswered
+
+GREETING = b"pace"  # from the end that accepts, once it knows who the other is
+HANDSHAKE_S = 5.0
+_BACKLOG_LIMIT = 2**26  # bytes that wait for a peer that reads nothing
+_PIECE = 2**14  # bytes of a TLS record
+_SENT_AT_ONCE = 2**20  # bytes
+_INT_BYTES = array.array("i").itemsize
+_SEND_S = 60.0
+_LONG_RTO_S = 0.3  # the least is 0.2: then the way has held packets up
+_REACH_S = 2.0  # for the kernel of the other machine, which answers however busy its processes are
+_PAUSES_S = (0.02, 0.5)  # between attempts to connect, the first and the longest
+_LIMITS = FrameLimits()
+_CLOSED_ON_EXEC, _CUT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Connection:
+    """One end of a connection whose other end has proved to belong to the run.
+
+    Any thread may send; one at a time receives.
+
+    Args:
+        link: connected, and authenticated.
+        messages: what may come: a tagged Struct, or a union of them.
+        peer: name of the other end, for errors.
+        limits: of what may come.
+    """
+
+    def __init__(self, link: socket.socket, messages: Any, peer: str, limits: FrameLimits = _LIMITS) -> None:
+        link.setblocking(False)
+        self.peer = peer
+        self._link = link
+        self._decoder = msgspec.msgpack.Decoder(messages)
+        self._most_descriptors = limits.descriptors
+        self._descriptors_room = socket.CMSG_SPACE(limits.descriptors * _INT_BYTES)
+        self._incoming = Incoming(limits)
+        self._outgoing: deque[_Outgoing] = deque()
+        self._kept_bytes = 0  # of `_outgoing`, but for what is attached
+        self._descriptors: deque[int] = deque()
+        self._given_back: list[Any] = []
+        self._lock = threading.Lock()  # TLS serves one thread at a time
+        self._lost = False
+
+    @property
+    def lost(self) -> bool:
+        """True once it has failed or was closed: nothing comes or goes any more."""
+        return self._lost
+
+    @property
+    def is_within_host(self) -> bool:
+        """True if the peer is at the other end of a Unix socket."""
+        return self._link.family == socket.AF_UNIX
+
+    def is_unanswered(self, for_s: float, packets: int) -> bool:
+        """True if the other end's kernel has acknowledged nothing for so long.
+
+        And if nothing came from there on other connections, as it does on a link that is full. Where round trips were
+        long before, twice the retransmission timeout, if that is longer.
+
+        Args:
+            packets: that were sent since, at least, unless one was sent again.
+        """
+        with self._lock:
+            again, sent, silent_s = (False, 0, 0.0) if self._lost else unanswered(self._link)
+            if not (again or sent >= packets) or silent_s <= for_s:
+                return False
+            patience = patience_s(self._link)
+            limit_s = for_s if patience < _LONG_RTO_S else max(for_s, 2 * patience)
+            return silent_s > limit_s and not is_heard(self._link, limit_s)
+
+    def end_when_silent(self, silent_s: int) -> None:
+        """Be lost once the kernel of the other host is silent for about so long."""
+        if not self.is_within_host:
+            with self._lock, suppress(OSError):  # it has ended, as the next call says
+                end_when_silent(self._link, silent_s)
+
+    def fileno(self) -> int:
+        """The descriptor, to wait on; -1 once closed."""
+        return self._link.fileno()
+
+    def send(
+        self,
+        message: msgspec.Struct,
+        deadline_s: float = _SEND_S,
+        *,
+        attached: Sequence[memoryview] = (),
+        descriptor: int | None = None,
+    ) -> None:
+        """Send a message, and wait until the kernel has it.
+
+        Args:
+            attached: memory beside the message, sent without a copy.
+            descriptor: of a file that the other end, of this host, gets; it is closed here.
+
+        Raises:
+            ChannelError: the message is too long, or the connection is lost.
+            DeadlineError: the peer takes nothing.
+        """
+        self.post(message, attached=attached, descriptor=descriptor)
+        until = time.monotonic() + deadline_s
+        while not self.flush():
+            if not self.wait(select.POLLOUT, until):
+                self.close()
+                raise DeadlineError(f"{self.peer} took no message for {deadline_s:g} s, so the connection was closed")
+
+    def receive(self, deadline_s: float) -> Any:
+        """The next message.
+
+        Raises:
+            ChannelError: the connection is lost, or what came is no message.
+            DeadlineError: none came in time. The connection is as before.
+        """
+        return self.receive_attached(deadline_s)[0]
+
+    def receive_attached(self, deadline_s: float) -> tuple[Any, memoryview | None]:
+        """The next message, and the memory attached to it. Raises as `receive`."""
+        until = time.monotonic() + deadline_s
+        found = self.take_attached() if self.holds_bytes else None
+        while found is None:
+            if not self.wait(select.POLLIN, until):
+                raise DeadlineError(f"{self.peer} sent nothing for {deadline_s:g} s")
+            found = self.take_attached()
+        return found
+
+    def post(
+        self, message: msgspec.Struct, *, attached: Sequence[memoryview] = (), descriptor: int | None = None
+    ) -> None:
+        """Send what goes at once of a message, and keep the remainder for `flush`. Raises ChannelError as `send`.
+
+        What is attached is not copied: it has to stay as it is until `flush` says that nothing waits.
+        """
+        begin = begin_of(msgspec.msgpack.encode(message), sum(map(len, attached)))
+        with self._lock:
+            if self._outgoing or descriptor is not None or len(begin) > _SENT_AT_ONCE:
+                sent = 0
+            elif (sent := self._send(begin)) == len(begin) and not attached:
+                return
+            if sent < len(begin):
+                self._kept_bytes += len(begin) - sent
+                self._outgoing.append(_Outgoing(memoryview(begin)[sent:], True, descriptor))
+            self._outgoing.extend(_Outgoing(part, False) for part in attached if len(part))
+        if not self.flush() and self._kept_bytes > _BACKLOG_LIMIT:
+            self.close()
+            raise ChannelError(f"{self.peer} takes no messages, so the connection was closed")
+
+    def flush(self) -> bool:
+        """Send what the kernel takes of the messages that wait. True if none does."""
+        if not self._outgoing and not self._lost:
+            return True
+        with self._lock:
+            if self._lost:
+                raise ChannelError(f"the connection to {self.peer} is closed")
+            while self._outgoing:
+                piece = self._outgoing[0]
+                if not (sent := self._send(piece.data[:_SENT_AT_ONCE], piece.descriptor)):
+                    break
+                piece.close_descriptor()
+                piece.data = piece.data[sent:]
+                if piece.kept:
+                    self._kept_bytes -= sent
+                if not len(piece.data):
+                    self._outgoing.popleft()
+        return not self._outgoing
+
+    @property
+    def holds_bytes(self) -> bool:
+        """True if a message may be here of which `wait` does not tell."""
+        pending = self._link.pending() if isinstance(self._link, ssl.SSLSocket) and not self._lost else 0
+        return bool(self._given_back) or self._incoming.holds_bytes or pending > 0
+
+    def take(self) -> Any:
+        """The next message, or None if it is not here yet. Raises ChannelError as `receive`."""
+        found = self.take_attached()
+        return None if found is None else found[0]
+
+    def take_attached(self) -> tuple[Any, memoryview | None] | None:
+        """The next message and the memory attached to it, or None. Raises as `receive`."""
+        if self._given_back:
+            return self._given_back.pop(), None
+        with self._lock:
+            frame = self._frame() if self._incoming.holds_bytes else None
+            while frame is None:
+                if not self._read():
+                    return None
+                frame = self._frame()
+        try:
+            return self._decoder.decode(frame.body), frame.attached
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            self.close()
+            raise ChannelError(f"{self.peer} sent what is no message, so the connection was closed: {error}") from error
+
+    def take_descriptor(self) -> int:
+        """The next of the descriptors that came with messages; the caller closes it.
+
+        Raises:
+            ChannelError: none came.
+        """
+        try:
+            return self._descriptors.popleft()
+        except IndexError:
+            raise ChannelError(f"{self.peer} sent no descriptor where one was announced") from None
+
+    def give_back(self, message: msgspec.Struct) -> None:
+        """Have the next `take` or `receive` return a message once more, for somebody else."""
+        self._given_back.append(message)
+
+    def wait(self, events: int, until: float) -> int:
+        """Wait for events of `select.poll`, until a time of `time.monotonic`; 0 when that is over."""
+        poll = select.poll()
+        try:
+            poll.register(self._link, events)
+        except ValueError:  # closed meanwhile, as the next call says
+            return events
+        found = poll.poll(max(0.0, until - time.monotonic()) * 1000)
+        return int(found[0][1]) if found else 0
+
+    def close(self) -> None:
+        """Close the connection. Who waits for a message gets an error."""
+        with self._lock:
+            self._end()
+            self._link.close()
+            while self._descriptors:
+                os.close(self._descriptors.popleft())
+            while self._outgoing:
+                self._outgoing.popleft().close_descriptor()
+
+    def end(self) -> None:
+        """Let nothing come or go any more; for any thread. Its owner gets an error, and closes it."""
+        with self._lock:
+            self._end()
+
+    def _frame(self) -> Frame | None:
+        try:
+            return self._incoming.next()
+        except ChannelError as error:
+            self._end()
+            raise ChannelError(f"{self.peer} {error}, so the connection was closed") from None
+
+    def _send(self, data: bytes | memoryview, descriptor: int | None = None) -> int:
+        """Give the kernel what it takes at once, and return how much that is."""
+        if self._lost:
+            raise ChannelError(f"the connection to {self.peer} is closed")
+        try:
+            if descriptor is None:
+                return self._link.send(data)
+            return self._link.sendmsg([data], [_rights(descriptor)])
+        except _WOULD_BLOCK:
+            return 0
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _read(self) -> bool:
+        """Read some bytes; False if none are here."""
+        if self._lost:
+            raise ChannelError(f"the connection to {self.peer} is closed")
+        target = self._incoming.target()
+        try:
+            if self._most_descriptors:
+                count = self._read_with_descriptors(target)
+            elif target is not None:
+                count = self._link.recv_into(target)
+                self._incoming.advance(count)
+            else:
+                data = self._link.recv(_PIECE)
+                count = len(data)
+                self._incoming.add(data)
+        except _WOULD_BLOCK:
+            return False
+        except OSError as error:
+            raise self._failed(error) from error
+        if count == 0:
+            self._end()
+            raise ChannelError(f"{self.peer} has closed the connection")
+        return True
+
+    def _read_with_descriptors(self, target: memoryview | None) -> int:
+        if target is None:
+            data, beside, flags, _ = self._link.recvmsg(_PIECE, self._descriptors_room, _CLOSED_ON_EXEC)
+            count = len(data)
+            self._incoming.add(data)
+        else:
+            count, beside, flags, _ = self._link.recvmsg_into([target], self._descriptors_room, _CLOSED_ON_EXEC)
+            self._incoming.advance(count)
+        for level, kind, data in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors.extend(array.array("i", data[: len(data) - len(data) % _INT_BYTES]))
+        if flags & _CUT or len(self._descriptors) > self._most_descriptors:
+            self._end()
+            raise ChannelError(f"{self.peer} sent more descriptors than it may, so the connection was closed")
+        return count
+
+    def _failed(self, error: OSError) -> ChannelError:
+        """End the connection after an error. Returns what to raise."""
+        self._end()
+        if isinstance(error, ssl.SSLEOFError):  # without the word that TLS has for it, as by a process that was killed
+            return ChannelError(f"{self.peer} has closed the connection")
+        return ChannelError(f"the connection to {self.peer} is lost: {error.strerror or error}")
+
+    def _end(self) -> None:
+        """Let nothing come or go any more. Its descriptor is closed by whoever owns it, and wakes who waits for it."""
+        self._lost = True
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+
+
+class _Outgoing:
+    """Bytes that wait for the kernel: a message's (`kept`), or what is attached to it."""
+
+    __slots__ = ("data", "descriptor", "kept")
+
+    def __init__(self, data: memoryview, kept: bool, descriptor: int | None = None) -> None:
+        self.data, self.kept, self.descriptor = data, kept, descriptor
+
+    def close_descriptor(self) -> None:
+        """Close the descriptor that goes along, if there is one."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+def _rights(descriptor: int) -> tuple[int, int, bytes]:
+    """A descriptor as sendmsg sends it."""
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]).tobytes()
+
+
+def connect(
+    where: tuple[str, int] | Path,
+    key: RunKey | None,
+    messages: Any,
+    *,
+    deadline_s: float,
+    stopped: Callable[[], object] = lambda: False,
+    limits: FrameLimits = _LIMITS,
+) -> Connection:
+    """Connect to a listener of the run, which may still be starting.
+
+    Args:
+        where: address and port, over TLS with the run's key; or the path of a Unix socket, without a key.
+        stopped: if true, no further try is made.
+        limits: of what may come.
+
+    Raises:
+        DeadlineError: nobody with the run's key answered in time.
+        ChannelError: who answers has another key, or is another user's.
+    """
+    until = time.monotonic() + deadline_s
+    pause_s, longest_s = _PAUSES_S
+    while True:
+        left_s = until - time.monotonic()
+        try:
+            patience_s = max(0.05, min(HANDSHAKE_S, left_s))
+            if isinstance(where, Path):
+                link: socket.socket = _link_within_host(where, patience_s)
+            else:
+                link = _link_between_hosts(where, key, patience_s)
+            return Connection(link, messages, name_of(where), limits)
+        except ssl.SSLCertVerificationError:
+            raise ChannelError(
+                f"{name_of(where)}: who answers there does not have this run's key ({key and key.fingerprint}). "
+                "Every host needs a copy of the same key file."
+            ) from None
+        except OSError as error:
+            if left_s < pause_s or stopped():
+                raise DeadlineError(
+                    f"{name_of(where)}: nobody of this run answered within {deadline_s:g} s. Last: "
+                    f"{error.strerror or error}"
+                ) from error
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+
+
+def _link_within_host(path: Path, patience_s: float) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX)
+    try:
+        link.settimeout(patience_s)
+        with short_path(path) as reached:
+            link.connect(reached)
+        if (user := user_of_peer(link)) != os.geteuid():
+            raise ChannelError(f"{path}: {user_name(user)} serves this socket, and not this run")
+        _expect_greeting(link)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _link_between_hosts(where: tuple[str, int], key: RunKey | None, patience_s: float) -> socket.socket:
+    if key is None:
+        raise ChannelError(f"{name_of(where)}: without the run's key nothing is sent to other hosts")
+    try:
+        link: socket.socket = socket.create_connection(where, timeout=min(patience_s, _REACH_S))
+    except TimeoutError as error:
+        raise OSError(errno.EHOSTUNREACH, str(error)) from error
+    try:
+        link.settimeout(patience_s)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = key.client_and_server[0].wrap_socket(link)
+        if not has_key(link, key):
+            raise ssl.SSLCertVerificationError
+        _expect_greeting(link)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _expect_greeting(link: socket.socket) -> None:
+    greeting = b""
+    while len(greeting) < len(GREETING):
+        if not (data := link.recv(len(GREETING) - len(greeting))):
+            raise ConnectionResetError("it closed the connection")
+        greeting += data
+    if greeting != GREETING:
+        raise ConnectionError("it is no listener of paceline's")

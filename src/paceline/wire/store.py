@@ -1,0 +1,325 @@
+"""Rendezvous store: keys and values that only processes of the run read and write.
+
+The calls are those of torch's `TCPStore`; `paceline.comm.store` makes it one of torch's. The server waits for nobody:
+a wait is a request whose answer comes later, and ends on the client's clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.errors import ChannelError, DeadlineError
+from paceline.wire.connection import Connection, connect
+from paceline.wire.frames import LIMIT_BYTES
+from paceline.wire.key import RunKey
+from paceline.wire.listener import Listener, Where
+
+KEY_LIMIT, VALUE_LIMIT, TOTAL_LIMIT = 2**12, 2**20, 2**28  # bytes; the last of all keys and values
+_MOST_SHOWN = 8  # missing keys in an error
+
+
+class _Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A numbered request; so an answer that comes after its deadline is known as such."""
+
+    number: int
+
+
+class Set(_Request, tag="set"):
+    """Set values."""
+
+    values: dict[str, bytes]
+
+
+class Get(_Request, tag="get"):
+    """Values of keys, answered when all are there."""
+
+    keys: list[str]
+
+
+class Wait(_Request, tag="wait"):
+    """Answered when all keys are there."""
+
+    keys: list[str]
+
+
+class Check(_Request, tag="check"):
+    """The missing ones among keys."""
+
+    keys: list[str]
+
+
+class Add(_Request, tag="add"):
+    """Add to a number, 0 where there is none."""
+
+    key: str
+    amount: int
+
+
+class Append(_Request, tag="append"):
+    """Append to a value, empty where there is none."""
+
+    key: str
+    value: bytes
+
+
+class CompareSet(_Request, tag="compare_set"):
+    """Set a value where it is the expected one (empty: where there is none)."""
+
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class Delete(_Request, tag="delete"):
+    """Delete a key."""
+
+    key: str
+
+
+class Count(_Request, tag="count"):
+    """The number of keys."""
+
+
+class Answer(msgspec.Struct, array_like=True, tag="answer", forbid_unknown_fields=True):
+    """Answer to a request; `problem` says why it was refused."""
+
+    number: int
+    values: list[bytes] = []
+    keys: list[str] = []
+    count: int = 0
+    problem: str | None = None
+
+
+_Requests = Set | Get | Wait | Check | Add | Append | CompareSet | Delete | Count
+
+
+class StoreServer:
+    """Serves the store in a thread of this process.
+
+    Args:
+        key, where: as of `Listener`.
+    """
+
+    def __init__(self, key: RunKey | None, where: Where) -> None:
+        self._values: dict[str, bytes] = {}
+        self._total = 0
+        self._waiting: dict[Connection, tuple[Get | Wait, set[str]]] = {}
+        self._listener = Listener(where, key, _Requests, lambda _: None, on_message=self._obey, on_close=self._forget)
+        self.address = self._listener.address
+
+    @property
+    def strangers(self) -> int:
+        """The number of connections that were turned away."""
+        return self._listener.strangers
+
+    def close(self) -> None:
+        """Stop serving; clients get an error."""
+        self._listener.close()
+
+    def _forget(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+
+    def _obey(self, connection: Connection, request: Any) -> None:
+        self._forget(connection)  # who asks anew waits no more
+        if isinstance(request, Get | Wait) and (missing := set(request.keys) - self._values.keys()):
+            self._waiting[connection] = request, missing
+            return
+        try:
+            answer = self._answer(request)
+        except ValueError as error:
+            answer = Answer(request.number, problem=str(error))
+        connection.post(answer)
+
+    def _answer(self, request: Any) -> Answer:
+        match request:
+            case Get(number, keys):
+                values = [self._values[key] for key in keys]
+                if sum(map(len, values)) > LIMIT_BYTES // 2:
+                    raise ValueError(f"values of {len(keys)} keys are too long for one answer; ask for fewer at once")
+                return Answer(number, values=values)
+            case Wait(number):
+                return Answer(number)
+            case Check(number, keys):
+                return Answer(number, keys=[key for key in keys if key not in self._values])
+            case Set(number, values):
+                for key, value in values.items():
+                    self._set(key, value)
+                return Answer(number)
+            case Add(number, key, amount):
+                count = int(self._values.get(key, b"0")) + amount
+                if not -(2**63) <= count < 2**63:
+                    raise ValueError(f"{key[:80]!r} would have more than 64 bits")
+                self._set(key, str(count).encode())
+                return Answer(number, count=count)
+            case Append(number, key, value):
+                self._set(key, self._values.get(key, b"") + value)
+                return Answer(number)
+            case CompareSet(number, key, expected, desired):
+                found = self._values.get(key)
+                if found == expected or (found is None and not expected):
+                    self._set(key, desired)
+                    found = desired
+                return Answer(number, values=[expected if found is None else found])
+            case Delete(number, key):
+                gone = self._values.pop(key, None)
+                self._total -= 0 if gone is None else len(key) + len(gone)
+                return Answer(number, count=int(gone is not None))
+        return Answer(request.number, count=len(self._values))
+
+    def _set(self, key: str, value: bytes) -> None:
+        before = self._values.get(key)
+        total = self._total + len(value) + (len(key) if before is None else -len(before))
+        if len(key) > KEY_LIMIT or len(value) > VALUE_LIMIT or total > TOTAL_LIMIT:
+            raise ValueError(
+                f"the store holds keys of {KEY_LIMIT:,} bytes, values of {VALUE_LIMIT:,} and {TOTAL_LIMIT:,} in all; "
+                f"{key[:80]!r} has {len(value):,}"
+            )
+        self._values[key], self._total = value, total
+        if before is None:
+            self._wake(key)
+
+    def _wake(self, key: str) -> None:
+        """Answer those who have waited for this key alone."""
+        for connection, (request, missing) in list(self._waiting.items()):
+            missing.discard(key)
+            if not missing:
+                # a key that was deleted meanwhile is waited for again
+                self._obey_again(connection, request)
+
+    def _obey_again(self, connection: Connection, request: Get | Wait) -> None:
+        try:
+            self._obey(connection, request)
+        except ChannelError:  # told by its own end
+            self._forget(connection)
+
+
+class StoreClient:
+    """The store as a process of the run sees it. Any thread may call it.
+
+    Each call raises ChannelError where the server is lost, and DeadlineError where it does not answer in time.
+
+    Args:
+        where: the server's address and port, with the run's key; or its Unix socket, without.
+        deadline_s: of calls that are given none, and of connecting.
+    """
+
+    def __init__(self, where: tuple[str, int] | Path, key: RunKey | None, deadline_s: float) -> None:
+        self._where, self._key, self.deadline_s = where, key, deadline_s
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._all: list[Connection] = []
+        self._closed = False
+        self._idle = [self._connect(deadline_s)]
+
+    def set(self, key: str, value: bytes, deadline_s: float | None = None) -> None:
+        """Set a value."""
+        self.set_all({key: value}, deadline_s)
+
+    def set_all(self, values: Mapping[str, bytes], deadline_s: float | None = None) -> None:
+        """Set several values."""
+        self._ask(Set(self._number(), dict(values)), deadline_s)
+
+    def get(self, key: str, deadline_s: float | None = None) -> bytes:
+        """A value, waited for until it is there."""
+        return self.get_all([key], deadline_s)[0]
+
+    def get_all(self, keys: Sequence[str], deadline_s: float | None = None) -> list[bytes]:
+        """Several values, waited for until all are there."""
+        return self._ask(Get(self._number(), list(keys)), deadline_s).values
+
+    def wait(self, keys: Sequence[str], deadline_s: float | None = None) -> None:
+        """Wait until all keys are there. The error names those that are not."""
+        self._ask(Wait(self._number(), list(keys)), deadline_s)
+
+    def check(self, keys: Sequence[str], deadline_s: float | None = None) -> bool:
+        """True if all keys are there."""
+        return not self.missing(keys, deadline_s)
+
+    def missing(self, keys: Sequence[str], deadline_s: float | None = None) -> list[str]:
+        """The keys that are not there."""
+        return self._ask(Check(self._number(), list(keys)), deadline_s).keys
+
+    def add(self, key: str, amount: int, deadline_s: float | None = None) -> int:
+        """Add to a number, 0 where there is none; returns the sum."""
+        return self._ask(Add(self._number(), key, amount), deadline_s).count
+
+    def append(self, key: str, value: bytes, deadline_s: float | None = None) -> None:
+        """Append to a value, empty where there is none."""
+        self._ask(Append(self._number(), key, value), deadline_s)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, deadline_s: float | None = None) -> bytes:
+        """Set a value if it is the expected one (empty: if there is none). Returns the value then."""
+        return self._ask(CompareSet(self._number(), key, expected, desired), deadline_s).values[0]
+
+    def delete(self, key: str, deadline_s: float | None = None) -> bool:
+        """Delete a key; True if it was there."""
+        return bool(self._ask(Delete(self._number(), key), deadline_s).count)
+
+    def num_keys(self, deadline_s: float | None = None) -> int:
+        """The number of keys."""
+        return self._ask(Count(self._number()), deadline_s).count
+
+    def close(self) -> None:
+        """Close all connections to the server."""
+        with self._lock:
+            self._closed = True
+            for connection in self._all:
+                connection.close()
+
+    def _number(self) -> int:
+        return next(self._numbers)
+
+    def _connect(self, deadline_s: float) -> Connection:
+        connection = connect(self._where, self._key, Answer, deadline_s=deadline_s)
+        with self._lock:
+            if self._closed:
+                connection.close()
+            self._all.append(connection)
+        return connection
+
+    def _ask(self, request: Any, deadline_s: float | None) -> Answer:
+        """Send a request over a connection of this thread's own, and wait for its answer."""
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        until = time.monotonic() + deadline_s
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        connection = connection or self._connect(deadline_s)
+        try:
+            answer = _exchange(connection, request, until)
+        except DeadlineError as error:
+            if not isinstance(request, Get | Wait):
+                raise
+            raise DeadlineError(self._who_is_missing(connection, request, deadline_s)) from error
+        finally:
+            with self._lock:
+                if connection.lost:
+                    connection.close()
+                    self._all.remove(connection)
+                else:
+                    self._idle.append(connection)
+        if answer.problem is not None:
+            raise ChannelError(answer.problem)
+        return answer
+
+    def _who_is_missing(self, connection: Connection, request: Get | Wait, deadline_s: float) -> str:
+        try:
+            answer = _exchange(connection, Check(self._number(), request.keys), time.monotonic() + 1.0)
+        except ChannelError as error:
+            return f"waited {deadline_s:g} s for the store, which does not answer: {error}"
+        more = f" and {len(answer.keys) - _MOST_SHOWN} more" if len(answer.keys) > _MOST_SHOWN else ""
+        return f"waited {deadline_s:g} s for {', '.join(answer.keys[:_MOST_SHOWN])}{more}, which nobody has set"
+
+
+def _exchange(connection: Connection, request: Any, until: float) -> Answer:
+    connection.send(request, max(0.0, until - time.monotonic()) + 1.0)
+    while True:
+        answer: Answer = connection.receive(max(0.0, until - time.monotonic()))
+        if answer.number == request.number:  # else of a request whose time was over
+            return answer

@@ -1,0 +1,102 @@
+"""`paceline federate simulate job.yaml`"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.where import EXIT_CODES, JobFile
+
+if TYPE_CHECKING:
+    from paceline.job.job import Job
+    from paceline.run.record.run import Run
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback(epilog="Example: paceline federate simulate examples/federated.yaml --clients 1000")
+def about() -> None:
+    """Train a job with clients that keep their data to themselves."""
+
+
+@app.command("simulate", epilog="Example: paceline federate simulate examples/federated.yaml --clients 1000")
+def simulate(
+    job: JobFile,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="Simulated clients, in the place of the job's federate.clients.")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="DIR", help="Directory of the run.", show_default="runs/JOB-TIME")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with --run, or else with the newest run of this job.")
+    ] = False,
+    in_turn: Annotated[
+        bool, typer.Option("--in-turn", help="Train clients one by one, as real ones do, instead of side by side.")
+    ] = False,
+) -> None:
+    """Train with simulated clients, thousands in one process."""
+    from paceline.cli.train import last
+    from paceline.job.job import Job
+    from paceline.printable import printable
+    from paceline_federated.record import directory_of
+    from paceline_federated.simulation.run import simulate as simulated
+
+    what = with_clients(Job.load(job), clients)
+    path = directory_of(what, run, resume=resume)
+    record = simulated(
+        what, path, resume=resume, say=lambda line: typer.echo(printable(line), err=True), batched=not in_turn
+    )
+    typer.echo(printable(summary(record)))
+    end = last(record, "end")
+    if end["interrupted"]:
+        raise typer.Exit(EXIT_CODES.get(end["reason"], 1))
+
+
+def with_clients(job: Job, clients: int | None) -> Job:
+    """The job with another number of clients, checked like one that was written so."""
+    from paceline.job.job import Job
+    from paceline_federated.client import federated
+
+    if clients is None:
+        return job
+    federated(job)
+    values = job.model_dump(mode="json", exclude_defaults=True)
+    values["federate"] = {**values.get("federate", {}), "clients": clients}
+    return Job.model_validate(values)
+
+
+def summary(run: Run, command: str = "simulate") -> str:
+    """Result, cost, reason for the end, and directory of a federated run, as text."""
+    from paceline import units
+    from paceline.cli.train import last
+    from paceline_federated.section import federate_spec
+
+    rounds, end = run.steps(), last(run, "end")
+    begun = last(run, "start", "resume")
+    lines = [f"stopped      {end['reason']}"]
+    if run.metrics:
+        lines.append("validation   " + ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items()))
+    if rounds:
+        took_s = sum(line["step_s"] for line in rounds)
+        lines.append(
+            f"rounds       {len(rounds)} in {units.seconds(end['elapsed_s'])}, "
+            f"{len(rounds) / took_s if took_s else 0.0:.3g} a second; {begun['clients']} clients, "
+            f"rule {begun['federated']}"
+        )
+        chosen, lost = (sum(line[key] for line in rounds) for key in ("chosen", "dropped"))
+        late, refused, clipped = (sum(line[key] for line in rounds) for key in ("late", "refused", "clipped"))
+        lines.append(
+            f"clients      {chosen} times chosen, {lost} dropped out, {late} late, {refused} refused, {clipped} clipped"
+        )
+        down, up = (sum(line[key] for line in rounds) for key in ("down_bytes", "up_bytes"))
+        lines.append(f"sent         {units.size(down)} to clients, {units.size(up)} by them")
+        if "epsilon" in rounds[-1]:
+            privacy = federate_spec(run.job).privacy
+            assert privacy is not None, "epsilon is told with privacy only"
+            lines.append(f"privacy      ε = {rounds[-1]['epsilon']:.3g} at δ = {privacy.delta:g}")
+    lines.append(f"run          {run.path}")
+    if end["interrupted"]:
+        lines.append(f"continue     paceline federate {command} {run.path}/job.yaml --run {run.path} --resume")
+    return "\n".join(lines)

@@ -1,0 +1,196 @@
+"""Record of a federated run: a line per round, events, and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.cluster.discover import discover
+from paceline.engine.meter import PARTS
+from paceline.errors import CheckpointError, RunError
+from paceline.job.job import Job
+from paceline.planning.plan import Plan
+from paceline.run.checkpoint.reader import Loaded, load_latest
+from paceline.run.checkpoint.writer import Checkpointer, Snapshot
+from paceline.run.record.run import JsonLines, Run
+from paceline.run.train import RUNS, new_directory
+from paceline_federated.aggregate import Agreed
+from paceline_federated.layout import tensors_of
+from paceline_federated.server import Server
+
+_MODEL, _BUFFER, _SERVER, _EXTRA = "model/", "buffer/", "server/", "extra/"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round, as its line in the record has it.
+
+    Attributes:
+        number: from 1; with an asynchronous rule, that of the server's step.
+        agreed: None where too few clients answered.
+        chosen: clients that got the task.
+        dropped, late: those of them that never answered, or after the deadline.
+        down_bytes, up_bytes: sent to clients, and by them.
+        lr: of the clients' optimizer.
+        compute_s: seconds in which clients were trained here; 0 where they are real.
+        step_s: seconds of the whole round.
+        more: further numbers, by name.
+    """
+
+    number: int
+    agreed: Agreed | None
+    chosen: int
+    dropped: int
+    late: int
+    down_bytes: int
+    up_bytes: int
+    lr: float
+    compute_s: float
+    step_s: float
+    more: Mapping[str, float]
+
+    def line(self) -> str:
+        """JSON of the line. Rounds are steps of the run, whose parts sum to the step."""
+        agreed = self.agreed
+        parts = dict.fromkeys(PARTS, 0.0) | {"compute": self.compute_s, "comm": self.step_s - self.compute_s}
+        samples = 0 if agreed is None else agreed.samples
+        values: dict[str, Any] = {
+            "step": self.number,
+            "epoch": 0,
+            "time": round(time.time(), 3),
+            "loss": None if agreed is None or not math.isfinite(agreed.loss) else agreed.loss,
+            "samples": samples,
+            "local_samples": samples,
+            "lr": self.lr,
+            "grad_norm": None if agreed is None else float(agreed.delta.norm()),
+            "step_s": round(self.step_s, 6),
+            **{f"{part}_s": round(seconds, 6) for part, seconds in parts.items()},
+            "clients": 0 if agreed is None else agreed.clients,
+            "chosen": self.chosen,
+            "dropped": self.dropped,
+            "late": self.late,
+            "refused": 0 if agreed is None else len(agreed.refused),
+            "clipped": 0 if agreed is None else agreed.clipped,
+            "down_bytes": self.down_bytes,
+            "up_bytes": self.up_bytes,
+            **self.more,
+        }
+        return json.dumps(values)
+
+
+class FederatedRecord:
+    """Files of a federated run, open for writing.
+
+    Raises:
+        RunError: they cannot be written.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.rounds = JsonLines(run.path / "steps" / "rank-0.jsonl", lossy=True)
+        self.events = JsonLines(run.path / "events.jsonl", lossy=True)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.rounds.close()
+        self.events.close()
+
+
+def run_at(job: Job, path: Path, *, resume: bool) -> Run:
+    """The run at `path`: a new one, or the one to go on with.
+
+    Raises:
+        JobError: another job made the run.
+        RunError: there is a run already and it is not to be resumed; or it cannot be written.
+    """
+    if resume and (path / "job.yaml").exists():
+        run = Run(path)
+        run.continue_with(job, discover(), Plan())
+        return run
+    return Run.create(path, job, discover(), Plan())
+
+
+class ServerCheckpoints:
+    """Checkpoints of a server, in the format of every run.
+
+    Args:
+        model: the job's model, for names and shapes; the server's weights are put into it to be saved.
+    """
+
+    def __init__(self, run: Run, server: Server, model: nn.Module, record: FederatedRecord) -> None:
+        self.run, self.server, self.model, self.record = run, server, model, record
+        self._writer: Checkpointer | None = None
+
+    def save(self, round: int, values: Mapping[str, Any], extra: Mapping[str, Tensor]) -> None:
+        """Write a checkpoint and wait until it is on the disk.
+
+        Args:
+            extra: tensors beside those of the server.
+
+        Raises:
+            CheckpointError: it cannot be written; older ones are as they were.
+        """
+        if self._writer is None:
+            spec, job = self.run.job.checkpoint, self.run.job
+            self._writer = Checkpointer(
+                self.run.checkpoints, rank=0, world=1, keep=spec.keep, deadline_s=job.deadline_s,
+                report=self.record.events.event,
+            )  # fmt: skip
+        server, tensors = self.server, tensors_of(self.model)
+        server.layout.load(self.model, server.weights)
+        parameters = {name for name, _ in self.model.named_parameters()}
+        shared = {f"{_MODEL}{name}": tensors[name].detach() for name in parameters}
+        own = {f"{_BUFFER}{name}": tensors[name] for name in tensors if name not in parameters}
+        of_rule, state = server.state_dict()
+        shared |= {f"{_SERVER}{name}": tensor for name, tensor in of_rule.items()}
+        shared |= {f"{_EXTRA}{name}": tensor.contiguous() for name, tensor in extra.items()}
+        self._writer.save(round, Snapshot(shared, own=own, values={**values, "server": state}))
+        self._writer.release()
+        self._writer.close()
+
+    def load(self) -> tuple[Loaded, dict[str, Tensor]] | None:
+        """Restore the server from the newest whole checkpoint; returns it with the extra tensors.
+
+        Raises:
+            CheckpointError: there are some, but none is whole or fits.
+        """
+        loaded = load_latest(self.run.checkpoints, rank=0, world=1, report=self.record.events.event)
+        if loaded is None:
+            return None
+        tensors = tensors_of(self.model)
+        try:
+            for name in loaded.shared:
+                if name.startswith(_MODEL):
+                    loaded.shared.fill(name, tensors[name.removeprefix(_MODEL)].detach())
+            for name, buffer in loaded.own.items():
+                tensors[name.removeprefix(_BUFFER)].copy_(buffer)
+            of_rule = {n.removeprefix(_SERVER): loaded.shared[n] for n in loaded.shared if n.startswith(_SERVER)}
+            weights = self.server.layout.flatten(self.model)
+            self.server.load_state_dict(weights, of_rule, loaded.values["server"])
+        except (KeyError, RuntimeError) as error:
+            raise CheckpointError(f"{loaded.path} is not of this federated job: {error}") from error
+        extra = {n.removeprefix(_EXTRA): loaded.shared[n] for n in loaded.shared if n.startswith(_EXTRA)}
+        return loaded, extra
+
+
+def directory_of(job: Job, run: str | Path | None, *, resume: bool) -> Path:
+    """Directory for a run: the named one, the newest to resume, or a new one.
+
+    Raises:
+        RunError: there is nothing to resume.
+    """
+    if run is not None:
+        return Path(run)
+    if not resume:
+        return new_directory(job)
+    newest = Run.newest(RUNS, job.name) if RUNS.is_dir() else None
+    if newest is None:
+        raise RunError(f"there is no run of job {job.name} under {RUNS} to go on with; leave --resume out")
+    return newest.path

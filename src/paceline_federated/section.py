@@ -1,0 +1,182 @@
+"""The federated part of a job: clients of a round, their work, and the agreement."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, field_validator, model_validator
+
+from paceline.errors import JobError
+from paceline.job.job import Job
+from paceline.job.sections import JobSection
+from paceline.job.spec import Spec
+
+_TRIMMED = re.compile(r"trimmed:(0?\.\d+)")
+
+
+class ClientsSpec(Spec):
+    """`partition: iid`, or `{kind: dirichlet, alpha: 0.3}`: division of a data set over simulated clients.
+
+    - `iid`: nearly equal numbers of samples, drawn at random.
+    - `dirichlet`: each class is divided by shares from a Dirichlet distribution (Hsu et al., 2019, arXiv:1909.06335);
+      the smaller `alpha`, the more clients differ. Clients may get no sample.
+    - `shards`: samples in order of their class, cut into equal shards, of which each client gets `shards`.
+    - `user`: a client for each value of the data set's attribute `users`, one per sample.
+    """
+
+    short: ClassVar[str | None] = "kind"
+    kind: Literal["iid", "dirichlet", "shards", "user"] = "iid"
+    alpha: float = Field(0.5, gt=0)
+    shards: int = Field(2, ge=1)
+
+    @model_validator(mode="after")
+    def _takes_what_is_given(self) -> ClientsSpec:
+        for key, kind in (("alpha", "dirichlet"), ("shards", "shards")):
+            if key in self.model_fields_set and self.kind != kind and getattr(self, key) != _default(ClientsSpec, key):
+                raise ValueError(f"{key} belongs to kind: {kind}, and the kind is {self.kind}")
+        return self
+
+
+class PrivacySpec(Spec):
+    """Differential privacy of each client (McMahan et al., 2018, arXiv:1710.06963).
+
+    The L2 norm of an update is clipped to `clip`; the sum of a round's updates gets Gaussian noise of the standard
+    deviation `noise` × `clip`. ε is told for `delta`.
+    """
+
+    clip: float = Field(gt=0)
+    noise: float = Field(gt=0)
+    delta: float = Field(1e-5, gt=0, lt=1)
+
+
+class SecureSpec(Spec):
+    """Secure aggregation of real clients: the server sees sums of updates, and none by itself.
+
+    A client scales its update down to the L2 norm `clip`. It weighs as its samples, at most `most_samples`, none of
+    which the server is told. Groups have at most `group` clients; once they have trained, each has `phase_s` seconds
+    for an answer.
+    """
+
+    clip: PositiveFloat = 10.0
+    group: int = Field(100, ge=5, le=1000)
+    most_samples: int = Field(1000, ge=1, le=2**20)
+    phase_s: PositiveFloat = 10.0
+
+
+class SimulateSpec(Spec):
+    """Behaviour of simulated clients.
+
+    `drop_out` is the share of chosen clients that never answer. `spread` is the standard deviation of the logarithm of
+    clients' speeds; `deadline`, in units of the usual client's time for a usual task, leaves out who is later. A share
+    of `poisoners` sends ten times the opposite of its update.
+    """
+
+    drop_out: float = Field(0.0, ge=0, lt=1)
+    spread: float = Field(0.0, ge=0, le=5)
+    deadline: PositiveFloat | None = None
+    poisoners: float = Field(0.0, ge=0, lt=1)
+
+
+class FederateSpec(Spec):
+    """Federated training of the job: `paceline federate`. A step of the job's `stop` rule is then a round."""
+
+    rule: str = "fedavg"  # of the server and its clients, as in `fedprox:0.01`
+    clients: int = Field(10, ge=1)  # simulated ones, or those that a server waits for before it begins
+    per_round: int | None = Field(None, ge=1)  # clients chosen in a round; None: all
+    local_epochs: int | None = Field(None, ge=1)  # passes of a client over its samples in a round: 1 if not given
+    local_steps: int | None = Field(None, ge=1)  # or so many steps of its optimizer
+    batch: int | None = Field(None, ge=1)  # samples of a client's step; None: the job's global_batch
+    partition: ClientsSpec = ClientsSpec()
+    weigh: Literal["samples", "equal"] = "samples"  # what a client's update counts by
+    aggregate: str = "mean"  # or median, or trimmed:SHARE of each end of every number
+    norm_bound: PositiveFloat | None = None  # longer updates are scaled down to it
+    compress: str = "none"  # codec of what clients send
+    compress_down: str = "none"  # codec of the weights that they get
+    privacy: PrivacySpec | None = None
+    secure: SecureSpec | None = None  # `secure: {}` for its defaults
+    personal: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # parameters that stay at the client: "head.*"
+    held_out: float = Field(0.0, ge=0, lt=1)  # share of each client's samples on which it is measured
+    least: int = Field(1, ge=1)  # updates without which a round changes nothing
+    max_failures: int = Field(3, ge=1)  # such rounds in a row end the run
+    deadline_s: PositiveFloat = 60.0  # for a client's answer, where clients are real
+    simulate: SimulateSpec = SimulateSpec()
+
+    @field_validator("aggregate")
+    @classmethod
+    def _is_known(cls, text: str) -> str:
+        trimmed_share(text)
+        return text
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> FederateSpec:
+        if self.local_epochs is not None and self.local_steps is not None:
+            raise ValueError("give local_epochs or local_steps, not both: one of them ends a client's work")
+        if self.per_round is not None and self.partition.kind != "user" and self.per_round > self.clients:
+            raise ValueError(f"per_round is {self.per_round}, and there are {self.clients} clients")
+        if self.least > (self.per_round or self.clients):
+            raise ValueError(f"least is {self.least}, and a round has {self.per_round or self.clients} clients")
+        if self.privacy is not None and self.aggregate != "mean":
+            raise ValueError(
+                f"privacy goes with aggregate: mean; how much a {self.aggregate} shows of one client is not known"
+            )
+        if self.privacy is not None and self.norm_bound is not None:
+            raise ValueError("privacy.clip bounds the norm of updates already; leave norm_bound out")
+        self._can_be_secure()
+        return self
+
+    def _can_be_secure(self) -> None:
+        """Refuse what needs single updates, or changes numbers that must stay under their masks."""
+        if self.secure is None:
+            return
+        if self.aggregate != "mean" or self.norm_bound is not None:
+            key = "norm_bound" if self.norm_bound is not None else f"aggregate: {self.aggregate}"
+            raise ValueError(
+                f"{key} looks at single updates, which secure aggregation hides from the server; secure.clip bounds "
+                "them at the clients, and refuses sums that are beyond it"
+            )
+        if self.compress != "none":
+            raise ValueError(
+                f"compress: {self.compress} rounds numbers, and masked ones cancel only as they are; leave it out with "
+                "secure (compress_down may stay)"
+            )
+        if self.privacy is not None and self.secure.clip != SecureSpec().clip:
+            raise ValueError("privacy.clip is the bound of secure sums as well; leave secure.clip out")
+
+    @property
+    def epochs(self) -> int:
+        """Passes over a client's samples, where `local_steps` does not count."""
+        return self.local_epochs or 1
+
+
+def trimmed_share(text: str) -> float | None:
+    """Share that `aggregate` leaves out at each end: 0 for `mean`, None for `median`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if text in ("mean", "median"):
+        return 0.0 if text == "mean" else None
+    found = _TRIMMED.fullmatch(text)
+    if found is None or not 0 < float(found[1]) < 0.5:
+        raise ValueError(f"should be mean, median or trimmed:SHARE with a share below 0.5, got {text!r}")
+    return float(found[1])
+
+
+def _default(spec: type[Spec], key: str) -> Any:
+    return spec.model_fields[key].default
+
+
+def federate_spec(job: Job) -> FederateSpec:
+    """The federated section of a job.
+
+    Raises:
+        JobError: the job has none.
+    """
+    found = (job.model_extra or {}).get("federate")
+    if not isinstance(found, FederateSpec):
+        raise JobError('the job has no "federate" section; add one, e.g. `federate: {rule: fedavg, clients: 10}`')
+    return found
+
+
+SECTION = JobSection(FederateSpec)

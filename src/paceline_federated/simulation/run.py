@@ -1,0 +1,318 @@
+"""`paceline federate simulate`: all rounds of a federated job with simulated clients, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.elastic.run_lock import RunLock
+from paceline.errors import DataError, JobError
+from paceline.job.job import Job
+from paceline.job.stop import StopRule
+from paceline.job.zoo.data.samples import Selection
+from paceline.run.build import load_published
+from paceline.run.record.run import Run
+from paceline.run.stop_signals import stop_signals
+from paceline.units import count
+from paceline_federated.client import LocalTraining, federated, first_model
+from paceline_federated.fairness import Fairness
+from paceline_federated.measure import Measure
+from paceline_federated.record import FederatedRecord, Round, ServerCheckpoints, run_at
+from paceline_federated.server import Server, with_samples
+from paceline_federated.simulation.asynchronous import Flights
+from paceline_federated.simulation.behaviour import Behaviour
+from paceline_federated.simulation.deal import Deal, deal
+from paceline_federated.simulation.kept import Kept
+from paceline_federated.simulation.trainer import Trainer
+
+_MEASURED = 1000  # clients, at most, that are measured on samples of their own
+# multiplications of a step of a round's clients: for fewer, to wake a second thread takes longer than it saves
+_SMALL = 2**25
+Say = Callable[[str], object]
+
+
+def simulate(job: Job, path: Path, *, resume: bool = False, say: Say = lambda line: None, batched: bool = True) -> Run:
+    """Train a federated job with simulated clients, and return the record.
+
+    Args:
+        path: directory of the run.
+        resume: go on from the newest checkpoint in it.
+        say: takes lines for the user.
+        batched: train clients side by side where the model allows; else one by one.
+
+    Raises:
+        PacelineError: the job or its data cannot work, or too few clients answer; the text says what to do.
+    """
+    federated(job)
+    job.fetch()
+    simulation = Simulation(job, batched=batched, say=say)
+    run = run_at(job, path, resume=resume)
+    try:
+        with RunLock(path, say):
+            simulation.run(run)
+    except BaseException:
+        run.withdraw_unless_begun()
+        raise
+    return Run(path)
+
+
+class Simulation:
+    """A federated job with simulated clients, before its first round.
+
+    Attributes:
+        deal: samples that each client trains on.
+        training: local training, as one client does it.
+
+    Raises:
+        PacelineError: the job or its data cannot work.
+    """
+
+    def __init__(self, job: Job, *, batched: bool = True, say: Say = lambda line: None) -> None:
+        spec = federated(job)
+        self.job, self.spec, self.say, self._wants_batches = job, spec, say, batched
+        model = first_model(job)
+        load_published(job, model)
+        self.training = LocalTraining(job, model)
+        self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+        self.own: Deal | None
+        whole = deal(self.data.train, spec.partition, spec.clients, job.seed)
+        self.deal, self.own = whole, None
+        if spec.held_out:
+            self.deal, self.own = whole.split(spec.held_out, job.seed)
+        self.available = with_samples(self.deal.samples)
+        if not len(self.available):
+            raise DataError("no client has a sample to train on")
+        clients = len(self.deal)
+        self.server = Server(job, self.training.layout, self.training.layout.flatten(model), clients)
+        counts = self.training.work.step_counts(self.deal.samples)
+        self.behaviour = Behaviour(spec.simulate, job.seed, counts)
+        self.measure = Measure(self.training)
+        self.stop = StopRule(job.stop, steps_per_epoch=1)
+        self._signals: list[str] = []
+
+    def run(self, run: Run) -> None:
+        """All rounds, with their record in the directory of a run."""
+        with ExitStack() as held:
+            record = held.enter_context(closing(FederatedRecord(run)))
+            kept = held.enter_context(closing(Kept(self.training, len(self.deal), run.path)))
+            trainer = Trainer(
+                self.training,
+                self.data.train,
+                self.deal,
+                kept,
+                self.server,
+                self.behaviour,
+                batched=self._wants_batches,
+            )
+            held.enter_context(stop_signals(self._signals.append))
+            if self.training.layout.numel * self.training.work.batch * self.server.per_round < _SMALL:
+                held.enter_context(one_thread())
+            Rounds(self, record, kept, trainer, ServerCheckpoints(run, self.server, self.training.model, record)).run()
+
+    @property
+    def signal(self) -> str | None:
+        """The first signal to end; None without one."""
+        return self._signals[0] if self._signals else None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context in which torch computes on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Rounds:
+    """The loop over rounds: train, agree, record, measure, save."""
+
+    def __init__(
+        self, simulation: Simulation, record: FederatedRecord, kept: Kept, trainer: Trainer, saved: ServerCheckpoints
+    ) -> None:
+        self.simulation, self.record, self.kept, self.trainer, self.saved = simulation, record, kept, trainer, saved
+        self.job, self.spec, self.server = simulation.job, simulation.spec, simulation.server
+        self.round, self._failures, self._measured_at, self._saved_at = 0, 0, -1, -1
+        self._told_in_turn = False
+        self._flights: Flights | None = None
+        if self.server.rule.buffer is not None:
+            self._flights = Flights(trainer, simulation.available, simulation.behaviour, self.server)
+
+    def run(self) -> None:
+        """Go on from the newest checkpoint, if any, until the run ends."""
+        self._begin()
+        self._saved_s = self.simulation.stop.elapsed_s
+        reason = self.simulation.stop.ended(self.round)
+        while reason is None:
+            reason = self._one()
+        interrupted = reason in ("SIGINT", "SIGTERM")
+        if not interrupted and self._measured_at != self.round:
+            self._measure()
+        self._save()
+        stop = self.simulation.stop
+        details = {"reason": reason, "step": self.round, "elapsed_s": round(stop.elapsed_s, 3)}
+        self.record.events.event("end", {**details, "interrupted": interrupted})
+
+    def _one(self) -> str | None:
+        """One round; returns the reason if the run ends."""
+        stop, began = self.simulation.stop, time.perf_counter()
+        self.round += 1
+        line = self._asynchronous(began) if self._flights is not None else self._synchronous(began)
+        self._tell(line)
+        agreed, every = line.agreed, self.job.evaluate.every_steps
+        reason = stop.after_step(self.round, float("nan") if agreed is None else agreed.loss)
+        if every and self.round % every == 0:
+            reason = self._measure() or reason
+        if self._due():
+            self._save()
+        return self.simulation.signal or reason or stop.out_of_time()
+
+    def _synchronous(self, began: float) -> Round:
+        """A round in which the chosen clients train on the same weights."""
+        server = self.server
+        chosen = server.choose(self.round, self.simulation.available)
+        answers = self.simulation.behaviour.answers(self.round, chosen)
+        task, aggregator = server.task(self.round), server.aggregator(self.round)
+        for cohort in self.trainer.train(task, answers.present):
+            aggregator.add_cohort(cohort)
+        compute_s = time.perf_counter() - began
+        agreed = aggregator.agree() if aggregator.clients >= self.spec.least else None
+        self._apply(agreed, len(chosen), aggregator.refused)
+        down, up = len(chosen) * server.task_bytes, len(answers.present) * server.update_bytes
+        dropped, late = len(answers.dropped), len(answers.late)
+        took_s = time.perf_counter() - began
+        return Round(self.round, agreed, len(chosen), dropped, late, down, up, task.lr, compute_s, took_s, self._more())
+
+    def _asynchronous(self, began: float) -> Round:
+        """A step of the server on the next updates that arrive."""
+        assert self._flights is not None, "made for asynchronous rules"
+        aggregator = self.server.aggregator(self.round)
+        arrived = self._flights.fill(self.round, aggregator)
+        compute_s = time.perf_counter() - began
+        agreed = aggregator.agree() if aggregator.clients >= self.spec.least else None
+        self._apply(agreed, arrived.begun, aggregator.refused)
+        down, up = arrived.begun * self.server.task_bytes, arrived.came * self.server.update_bytes
+        lr, took_s = self.server.task(self.round).lr, time.perf_counter() - began
+        more = {"staleness": arrived.staleness, "clock": arrived.clock}
+        dropped = arrived.dropped
+        return Round(
+            self.round, agreed, arrived.begun, dropped, 0, down, up, lr, compute_s, took_s, self._more() | more
+        )
+
+    def _apply(self, agreed: Any, chosen: int, refused: dict[int, str]) -> None:
+        """Step the server, or count a round that changes nothing.
+
+        Raises:
+            JobError: too many such rounds in a row.
+        """
+        if refused:
+            named = {str(client): reason for client, reason in list(refused.items())[:10]}
+            self.record.events.event("refused", {"step": self.round, "clients": len(refused), "reasons": named})
+        if agreed is not None:
+            self._failures = 0
+            self.server.apply(agreed)
+            return
+        self._failures += 1
+        details = {"step": self.round, "chosen": chosen, "refused": len(refused), "failures": self._failures}
+        self.record.events.event("round_failed", details)
+        if self._failures >= self.spec.max_failures:
+            raise JobError(
+                f"round {self.round}: of {count(chosen, 'client')} fewer than {self.spec.least} sent an update that "
+                f"can be used, in {count(self._failures, 'round')} in a row (federate.max_failures). Choose more "
+                "clients with federate.per_round, or see why they drop out: events.jsonl tells why updates are refused"
+            )
+
+    def _more(self) -> dict[str, float]:
+        spent = self.server.privacy
+        return {} if spent is None else {"epsilon": spent.epsilon}
+
+    def _tell(self, line: Round) -> None:
+        self.record.rounds.write(line.line())
+        if self.trainer.why_in_turn and not self._told_in_turn:
+            self._told_in_turn = True
+            said = f"clients train one by one: {self.trainer.why_in_turn}"
+            self.record.events.event("sync", {"said": [said]})
+            self.simulation.say(said)
+
+    # Measuring and saving
+
+    def _measure(self) -> str | None:
+        """Measure weights and clients; returns a stop reason if a target was reached."""
+        simulation, self._measured_at = self.simulation, self.round
+        self._fairness()
+        if simulation.data.held_out is None:
+            return None
+        metrics = simulation.measure.validation(self.server.weights, simulation.data.held_out)
+        self.record.events.event("evaluation", {"step": self.round, "epoch": self.round, "metrics": metrics})
+        told = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        simulation.say(f"round {self.round}: validation {told}")
+        return simulation.stop.after_evaluation(metrics)
+
+    def _fairness(self) -> None:
+        simulation = self.simulation
+        if simulation.own is None:
+            return
+        values = list(self._values_of_clients(simulation.own))
+        fairness = Fairness.of(simulation.measure.of_clients, values)
+        if fairness is not None:
+            self.record.events.event("clients", {"step": self.round, **fairness.details()})
+            simulation.say(f"round {self.round}: {fairness.sentence()}")
+
+    def _values_of_clients(self, own: Deal) -> Iterator[float]:
+        measure, personal = self.simulation.measure, bool(self.simulation.training.layout.personal)
+        for client in with_samples(own.samples)[:_MEASURED].tolist():
+            state = self.kept.state(client) if personal else None
+            samples = Selection(self.simulation.data.train, own[client])
+            yield measure.validation(self.server.weights, samples, state)[measure.of_clients]
+
+    def _due(self) -> bool:
+        spec, stop = self.job.checkpoint, self.simulation.stop
+        if spec.every_steps is not None:
+            return self.round % spec.every_steps == 0
+        return stop.elapsed_s - self._saved_s >= spec.every_seconds
+
+    def _save(self) -> None:
+        if self._saved_at == self.round:
+            return
+        flights = self._flights.state_dict() if self._flights is not None else ({}, {})
+        extra: dict[str, Tensor] = {**self.kept.tensors(), **flights[0]}
+        values = {"stop": self.simulation.stop.state_dict(), "failures": self._failures, "flights": flights[1]}
+        self.saved.save(self.round, values, extra)
+        self._saved_at, self._saved_s = self.round, self.simulation.stop.elapsed_s
+
+    def _begin(self) -> None:
+        simulation, found = self.simulation, self.saved.load()
+        if found is not None:
+            loaded, extra = found
+            self.round, self._saved_at = loaded.step, loaded.step
+            self._failures = int(loaded.values["failures"])
+            simulation.stop.load_state_dict(loaded.values["stop"])
+            self.kept.load(extra)
+            if self._flights is not None:
+                self._flights.load_state_dict(extra, loaded.values["flights"])
+        samples = simulation.deal.samples
+        without = len(simulation.deal) - len(simulation.available)
+        details = {
+            "step": self.round,
+            "plan": str(self.saved.run.plan),
+            "federated": self.spec.rule,
+            "clients": len(simulation.deal),
+            "clients_without_samples": without,
+            "samples_per_epoch": int(samples.sum()),
+            "total_steps": self.job.stop.steps,
+            "parameters": simulation.training.layout.parameters,
+            "synthetic": simulation.data.synthetic,
+        }
+        self.record.events.event("start" if found is None else "resume", details)
+        least, most = int(samples[simulation.available].min()), int(samples.max())
+        each = f"{least} to {most} samples" if least < most else count(least, "sample")
+        nobody = f"; {count(without, 'client')} without any are never chosen" if without else ""
+        simulation.say(f"{count(len(simulation.available), 'client')} with {each} each{nobody}; rule {self.spec.rule}")

@@ -1,0 +1,20 @@
+"""Benchmarks of jobs, comparisons with other systems, simulated scaling, faults, and other systems' configurations.
+
+The public API is the function `bench`. Read `scaling/protocol.py` first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline_lab.scaling.protocol import bench
+
+__all__ = ["bench"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "bench":
+        raise AttributeError(f"module 'paceline_lab' has no attribute {name!r}")
+    return importlib.import_module("paceline_lab.scaling.protocol").bench

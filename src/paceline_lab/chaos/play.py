@@ -1,0 +1,228 @@
+"""A schedule carried out: `paceline train` is started, disturbed, and resumed where it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from paceline.errors import PacelineError
+from paceline.files import private_folder
+from paceline.planning.plan import Plan
+from paceline.run.record.witness import WITNESS
+from paceline_lab.chaos.faults import Injected, Scene, inject
+from paceline_lab.chaos.growth import Course, Growth, courses
+from paceline_lab.chaos.left_behind import Left
+from paceline_lab.chaos.progress import Progress
+from paceline_lab.chaos.schedule import Fault, Schedule
+
+STILL_SAVES = "ranks that it started still save and end"  # says a command that resumes one that was killed
+_AGAIN_S = 10.0  # until it is resumed again
+_TICK_S = 0.01
+_WAIT_FOR_PHASE = 0.08  # of the steps, after which a fault comes in whichever phase
+_OFTEN = "1000000"  # losses of a rank per hour, of which chaos makes more than life does
+_GRACE_S = 40.0  # for ranks whose launcher was killed
+_TEXT_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of the runs of a chaos command.
+
+    Attributes:
+        job: file of the job as chaos trains it.
+        cluster: file of the emulated hosts; None without.
+        quiet_s: time without any news after which a run hangs.
+    """
+
+    job: Path
+    cluster: Path | None
+    quiet_s: float
+    say: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """End of one command: exit code, and the end of what it printed."""
+
+    code: int
+    text: str
+    time: float
+
+
+@dataclass
+class Played:
+    """Course of a run under a schedule.
+
+    Attributes:
+        not_made: faults for which the run gave no occasion.
+        ends: of each command; all but the last were resumed.
+        hung: what was seen of a run that did not go on.
+        left: processes and files that stayed.
+        grown: courses of the sizes of the command that ran for longest.
+    """
+
+    schedule: Schedule
+    run: Path
+    witness: Path
+    made: list[Injected] = field(default_factory=list)
+    not_made: list[Fault] = field(default_factory=list)
+    ends: list[Ended] = field(default_factory=list)
+    hung: str | None = None
+    left: list[str] = field(default_factory=list)
+    grown: list[Course] = field(default_factory=list)
+
+
+def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Played:
+    """Train under the faults of a schedule until the run has ended.
+
+    Args:
+        folder: for what is seen of the run.
+        disk: folder for the run, on the file system that is filled.
+    """
+    private_folder(folder / "witness")
+    played = Played(schedule, disk / "run", folder / "witness")
+    left = Left()
+    with left.own_temporary_folder() as temporary:
+        player = _Player(schedule, setting, played, temporary)
+        most = 2 * len(schedule.faults) + 1
+        while len(played.ends) < most and not played.hung:
+            with player.command(resume=bool(played.ends)) as command:
+                player.watch(command)
+            if player.is_over():
+                break
+        played.not_made = player.waiting
+        played.grown = courses(max((growth.samples for growth in player.growths), key=len))
+        # what a host or a command that was killed leaves is removed there by the next start
+        switched_off = any(i.fault.kind == "kill" and i.fault.target in ("host", "command") for i in played.made)
+        played.left = left.found(_GRACE_S, files=not switched_off)
+    return played
+
+
+class _Player:
+    def __init__(self, schedule: Schedule, setting: Setting, played: Played, temporary: Path) -> None:
+        self.schedule, self.setting, self.played, self.temporary = schedule, setting, played, temporary
+        self.waiting = list(schedule.faults)
+        self.lasting: list[Injected] = []
+        self.progress = Progress(played.run, temporary)
+        self.due_at: dict[Fault, float] = {}
+        self.growths: list[Growth] = []  # of each command
+
+    @contextmanager
+    def command(self, *, resume: bool) -> Iterator[subprocess.Popen[bytes]]:
+        """A command under way, ended with all it started; faults are taken back then."""
+        schedule, setting, played = self.schedule, self.setting, self.played
+        words = ["train", str(setting.job), "--plan", schedule.plan, "--run", str(played.run)]
+        words += ["--restarts", str(len(schedule.faults) + 1), *(["--resume"] if resume else [])]
+        words += ["--cluster", str(setting.cluster)] if setting.cluster else []
+        settings = {"PACELINE_LOSSES_PER_HOUR": _OFTEN, **os.environ}
+        settings |= {WITNESS: str(played.witness), "TMPDIR": str(self.temporary)}
+        self.log = played.witness.parent / f"command-{len(played.ends)}.log"
+        with open(self.log, "wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "paceline", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=settings,
+            )
+        try:
+            yield process
+        finally:
+            self._take_back(everything=True)
+            if process.poll() is None:
+                end_tree(process)
+            process.wait()
+
+    def watch(self, command: subprocess.Popen[bytes]) -> None:
+        """Make the faults that are due until the command has ended."""
+        ranks = Plan.parse(self.schedule.plan).ranks
+        scene = Scene(
+            command.pid,
+            ranks,
+            self.schedule.hosts,
+            self.progress.pids_of,
+            self.played.run.parent,
+            self.played.run / "checkpoints",
+            self.played.witness,
+        )
+        self.progress.begin(command.pid)
+        growth = Growth(command.pid, ranks, self.temporary)
+        self.growths.append(growth)
+        news, heard = -1, time.monotonic()
+        while command.poll() is None:
+            self.progress.read()
+            growth.sample(self.progress.newest, self.progress.phases)
+            if self.progress.news != news:
+                news, heard = self.progress.news, time.monotonic()
+            if time.monotonic() - heard > self.setting.quiet_s:
+                self.played.hung = (
+                    f"nothing was heard of the run for {self.setting.quiet_s:g} s at step {self.progress.newest}; "
+                    f"ranks are in {', '.join(sorted(self.progress.phases())) or 'no phase'}"
+                )
+                return
+            self._take_back()
+            self._make_due(scene)
+            time.sleep(0.001 if any(fault in self.due_at for fault in self.waiting[:1]) else _TICK_S)
+        self.progress.read()
+        text = self.log.read_bytes()[-_TEXT_BYTES:].decode(errors="replace")
+        self.played.ends.append(Ended(command.returncode, text, time.time()))
+
+    def is_over(self) -> bool:
+        """True once the run has ended, or ends with an error without a fault."""
+        *before, last = self.played.ends or [Ended(1, "", 0.0)]
+        since = before[-1].time if before else 0.0
+        if STILL_SAVES in last.text and len(before) < 2 * len(self.schedule.faults):
+            time.sleep(_AGAIN_S)
+            return False
+        return last.code == 0 or not any(injected.time > since for injected in self.played.made)
+
+    def _make_due(self, scene: Scene) -> None:
+        for fault in list(self.waiting):
+            if not self._is_due(fault):
+                return  # those behind it come later
+            injected = inject(fault, scene)
+            if injected is None:  # not yet, or never again
+                continue
+            self.waiting.remove(fault)
+            injected.step = self.progress.newest
+            self.played.made.append(injected)
+            self.lasting.append(injected)
+            self.setting.say(f"step {injected.step}: {fault}")
+
+    def _is_due(self, fault: Fault) -> bool:
+        done = self.progress.furthest / self.schedule.steps
+        if fault.during == "start":
+            return True
+        if done < fault.at or not self.progress.furthest:
+            return False
+        since = self.due_at.setdefault(fault, done)
+        if fault.during == "any" or done - since > _WAIT_FOR_PHASE:
+            return True
+        if fault.during == "recovery":
+            return self.progress.recovers_since(self.played.made[-1].time if self.played.made else 0.0)
+        return fault.during in self.progress.phases()
+
+    def _take_back(self, *, everything: bool = False) -> None:
+        for injected in list(self.lasting):
+            if everything or time.monotonic() >= injected.until:
+                self.lasting.remove(injected)
+                with suppress(OSError, PacelineError):  # it was gone with the run
+                    injected.undo()
+
+
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    """End a command with all that it has started."""
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                child.send_signal(signal.SIGKILL)
+    process.kill()

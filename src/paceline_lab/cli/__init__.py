@@ -1,0 +1,1 @@
+"""Commands of the laboratory: `bench`, `chaos` and `config`."""

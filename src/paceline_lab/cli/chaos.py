@@ -1,0 +1,155 @@
+"""`paceline chaos job.yaml`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.command import Command
+from paceline.cli.where import not_at_a_url
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline_lab.chaos.session import Found, Session
+
+_WIDTH = 150  # of the table, at least
+
+
+def command(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    faults: Annotated[
+        str | None,
+        typer.Option(
+            help="Kinds: kill, stop, oom, partition, cut, slow, disk-full, corrupt, clock, store.",
+            show_default="all that can be made here",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Draws the schedule of the faults.")] = 1,
+    minutes: Annotated[float, typer.Option(min=0.05, help="Length of the run where nothing happens.")] = 5.0,
+    ranks: Annotated[int, typer.Option(min=1, help="Replicas on this machine, a rank each.")] = 3,
+    hosts: Annotated[
+        int, typer.Option(min=0, max=250, help="Emulated hosts, a replica each, instead; needs root.")
+    ] = 0,
+    plan: Annotated[
+        str | None, typer.Option(help="How to train, instead of a replica per rank.", show_default="dp=N")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of a run, instead of --minutes.", show_default="as --minutes says")
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Number of faults.", show_default="one for every 10 s")
+    ] = None,
+    schedule: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Play this schedule instead of one that is drawn.")
+    ] = None,
+    tries: Annotated[
+        int, typer.Option(min=0, help="Runs at most to find the shortest part of a failing schedule; 0 leaves it.")
+    ] = 16,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", metavar="DIR", help="Where runs are kept.", show_default="chaos/JOB")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
+) -> None:
+    """Train a job under faults drawn from a seed, and check what paceline promises.
+
+    The run ends; losses are those of an undisturbed run; every sample once an epoch; no checkpoint is lost;
+    nothing is left behind; over a minute, memory, processes, descriptors, threads and files do not grow.
+
+    Exit code 1: a promise was broken. The schedule is then shrunk to the shortest that still breaks it.
+    """
+    from paceline.console import Console
+    from paceline.elastic.signals import sigterm_as_exit
+    from paceline.job.job import Job
+    from paceline_lab.chaos.possible import kinds_in, possible_kinds
+    from paceline_lab.chaos.schedule import Schedule
+    from paceline_lab.chaos.session import Session, Wanted
+
+    what = Job.load(not_at_a_url(job))
+    given = Schedule.read(schedule) if schedule else None
+    hosts = given.hosts if given else hosts
+    where = folder or Path("chaos") / what.name
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    session = Session(what, hosts, where, console.print)
+    with sigterm_as_exit():
+        if given is None:
+            kinds = kinds_in(faults) if faults else possible_kinds(hosts)
+            text = plan or f"dp={hosts or ranks}"
+            given = session.drawn(Wanted(what, kinds, seed, minutes, text, hosts, steps, count, where))
+        found = session.tried(given, f"seed-{given.seed}")
+        show(found, Console(highlight=False, markup=False))
+        if not found.held:
+            _shrink(session, found, tries, job, where)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found.details))
+    if not found.held:
+        raise typer.Exit(1)
+
+
+def _shrink(session: Session, found: Found, tries: int, job: Path, where: Path) -> None:
+    """Find and show the shortest part of a schedule that still breaks a promise."""
+    given, shortest = found.schedule, found.schedule
+    file = where / f"seed-{given.seed}" / "schedule.json"
+    if tries and len(given.faults) > 1:
+        shortest, file = session.shrunk(found, tries), where / f"shortest-{given.seed}.json"
+        shortest.write(file)
+    typer.echo(f"shortest     {len(shortest.faults)} of {len(given.faults)} faults still break it:")
+    for fault in shortest.faults:
+        typer.echo(f"             {fault}, at {fault.at:.0%} of the steps")
+    typer.echo(f"again        paceline chaos {job} --schedule {file}")
+
+
+def show(found: Found, console: Console) -> None:
+    """Show faults and promises of a run."""
+    console.width = max(console.width, _WIDTH)
+    console.print(_table(found))
+    for fault in found.details["not_made"]:
+        console.print(f"not made: {fault}; the run gave no occasion for it")
+    resumed = sum(bool(end["code"]) for end in found.details["commands"])
+    console.print(f"commands that ended with an error, and were resumed: {resumed}")
+    console.print(found.why)
+    for course in found.grown:
+        console.print(str(course))
+    for invariant in found.invariants:
+        console.print(f"{'held  ' if invariant.held else 'BROKEN'}  {invariant.name}")
+        for text in invariant.broken:
+            console.print(f"        {text}")
+
+
+def _table(found: Found) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        "step",
+        "fault",
+        "named after",
+        "gap",
+        "steps lost",
+        "healed after",
+        "losses differ by",
+        box=None,
+        pad_edge=False,
+    )
+    for row in found.rows:
+        table.add_row(
+            str(row.step),
+            row.fault,
+            _seconds(row.named_s),
+            _seconds(row.gap_s),
+            str(row.steps_lost),
+            _seconds(row.healed_s),
+            "–" if row.losses_differ is None else f"{row.losses_differ:.2g}",
+        )
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} s"
+
+
+COMMAND = Command(command, "Measure", "paceline chaos examples/digits.yaml --faults kill,stop --minutes 1")

@@ -1,0 +1,258 @@
+"""Configuration of another system in paceline's words, and the plan that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from pydantic import ValidationError
+
+from paceline.errors import PlanError
+from paceline.job.job import Job, Precision
+from paceline.job.read.dimensions import Dimensions
+from paceline.messages import explain
+from paceline.planning.plan import Plan
+
+# a degree that takes all ranks that are left
+REST = -1
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lamb": "lamb"}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A configuration as it was read; None where the file does not say.
+
+    Attributes:
+        system: such as `Megatron-LM`.
+        dimensions: keys of `Dimensions` that the file states; a known model's may fill the others.
+        model_name: a name to look dimensions up by; "" if it states none.
+        ranks: number of ranks that the file is for.
+        replicas: data-parallel ranks that hold the same parameters; REST: all that are left.
+        shard: data-parallel ranks that shard them (ZeRO, FSDP); REST: all that are left.
+        zero: what they shard, 1 to 3.
+        virtual: pipeline stages of each rank.
+        microbatch: samples of a microbatch on a data-parallel rank.
+        microbatches: of a rank in a step; `accumulation` of a batch that is divided by `microbatch`.
+        precision: `fp32`, `bf16`, `fp16` or `fp8`.
+        read: keys that were understood, with their values.
+        noted: keys whose meaning is known and not part of the prediction, with what is assumed.
+        unknown: keys that may matter and are not understood.
+        problems: combinations that the system itself refuses or ignores.
+    """
+
+    system: str
+    dimensions: dict[str, Any]
+    model_name: str = ""
+    ranks: int | None = None
+    replicas: int = 1
+    shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 3
+    sequence: bool = False
+    offload: bool = False
+    schedule: str = "1f1b"
+    virtual: int = 1
+    remat: str = "none"
+    compiled: bool = False
+    microbatch: int | None = None
+    microbatches: int | None = None
+    global_batch: int | None = None
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-4
+    steps: int | None = None
+    read: tuple[tuple[str, str], ...] = ()
+    noted: tuple[tuple[str, str], ...] = ()
+    unknown: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class Planned(NamedTuple):
+    """Job and plan that a configuration stands for on a number of ranks.
+
+    Attributes:
+        notes: sentences on what is predicted otherwise than stated.
+        products: precision of matrix products, where it is another than the job's; else "".
+    """
+
+    job: Job
+    plan: Plan
+    notes: tuple[str, ...]
+    products: str = ""
+
+
+def planned(
+    configuration: Configuration,
+    devices: int,
+    name: str,
+    known: Callable[[str], Dimensions | dict[str, Any]] | None = None,
+) -> Planned:
+    """The job and the plan of a configuration.
+
+    Args:
+        devices: number of ranks, where the file does not say.
+        name: of the job.
+        known: dimensions of a model by its name.
+
+    Raises:
+        PlanError: the degrees do not multiply to the ranks, the batch does not divide, or something is missing. Names
+            every reason.
+    """
+    _positive(configuration)
+    ranks = configuration.ranks or devices
+    degrees = _degrees(configuration, ranks)
+    data = degrees["dp"] * degrees["fsdp"] * degrees["ep"]
+    microbatches, global_batch = _batch(configuration, data)
+    precision, products, notes = _precision(configuration)
+    dimensions = _dimensions(configuration, known)
+    optimizer = _OPTIMIZERS.get(configuration.optimizer.lower().removeprefix("fused"), "")
+    if not optimizer:
+        optimizer = "adamw"
+        notes.append(f"optimizer {configuration.optimizer}: predicted as AdamW")
+    values = {
+        "name": name,
+        "model": {"transformer": dimensions},
+        "data": "synthetic",
+        "loss": "cross_entropy",
+        "optimizer": {"name": optimizer, "lr": configuration.learning_rate},
+        "global_batch": global_batch,
+        "precision": precision,
+        "stop": {"steps": configuration.steps or 1000},
+    }
+    try:
+        job = Job.model_validate(values)
+    except ValidationError as error:
+        raise PlanError(
+            f"the model of the configuration: {explain(error.errors(include_url=False), Job, name='job')}"
+        ) from None
+    return Planned(job, _plan(configuration, degrees, microbatches), tuple(notes), products)
+
+
+def _positive(configuration: Configuration) -> None:
+    for name in ("ranks", "replicas", "shard", "virtual", "microbatch", "microbatches", "global_batch", "steps"):
+        value = getattr(configuration, name)
+        if value is not None and value < 1 and not (name in ("replicas", "shard") and value == REST):
+            raise PlanError(f"{configuration.system}: {name.replace('_', ' ')} is at least 1, not {value}")
+
+
+def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
+    """Degrees of paceline's axes. Experts are divided among data-parallel ranks, of which `ep` is a factor."""
+    one = configuration
+    of_model = one.tp * one.pp * one.cp
+    if ranks % of_model:
+        raise PlanError(
+            f"{one.system}: tensor × pipeline × context = {one.tp} × {one.pp} × {one.cp} = {of_model} does not divide "
+            f"{ranks} ranks"
+        )
+    data = ranks // of_model
+    fixed = {"replicas": one.replicas, "shard": one.shard}
+    known = 1
+    for degree in fixed.values():
+        known *= 1 if degree == REST else degree
+    left = REST in fixed.values()
+    if data % known or (not left and known != data):
+        raise PlanError(
+            f"{one.system}: {ranks} ranks with tensor × pipeline × context = {of_model} leave {data} data-parallel "
+            f"ranks, and the configuration has {known}{' times what is left' if left else ''}"
+        )
+    sizes = {key: data // known if degree == REST else degree for key, degree in fixed.items()}
+    if one.ep > 1:
+        of_experts = "shard" if sizes["shard"] % one.ep == 0 else "replicas"
+        if sizes[of_experts] % one.ep:
+            raise PlanError(
+                f"{one.system}: expert parallel = {one.ep} does not divide the {data} data-parallel ranks that its "
+                "experts are divided among"
+            )
+        sizes[of_experts] //= one.ep
+    return {"dp": sizes["replicas"], "fsdp": sizes["shard"], "tp": one.tp, "pp": one.pp, "cp": one.cp, "ep": one.ep}
+
+
+def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
+    """Microbatches of a rank and the global batch, from what is stated."""
+    micro, count, whole = configuration.microbatch, configuration.microbatches, configuration.global_batch
+    if whole is None and (micro is None or count is None):
+        raise PlanError(
+            f"the {configuration.system} configuration does not say the global batch: name --global-batch N"
+        )
+    if whole is None:
+        assert micro is not None
+        assert count is not None
+        return count, micro * count * data
+    if micro is None:
+        micro = max(1, whole // (data * (count or 1)))
+    if whole % (data * micro) or (count is not None and data * micro * count != whole):
+        stated = f"{data} data-parallel ranks × {micro}" + (f" × {count} microbatches" if count else "")
+        raise PlanError(f"{configuration.system}: a global batch of {whole} is not {stated} samples a microbatch")
+    return whole // (data * micro), whole
+
+
+def _precision(configuration: Configuration) -> tuple[str, str, list[str]]:
+    """Precision of the job, that of its products if it differs, and notes."""
+    stated = configuration.precision
+    if stated in get_args(Precision):
+        return stated, "", []
+    if stated == "fp8":
+        return "bf16", stated, ["fp8: matrix products in fp8 with scales of whole tensors, everything else in bf16"]
+    return "bf16", "", [f"{stated} is predicted as bf16, which is as fast"]
+
+
+def _dimensions(
+    configuration: Configuration, known: Callable[[str], Dimensions | dict[str, Any]] | None
+) -> dict[str, Any]:
+    stated = {key: value for key, value in configuration.dimensions.items() if value is not None}
+    if configuration.model_name and known is not None:
+        found = known(configuration.model_name)
+        values = found.model_dump(exclude_defaults=True) if isinstance(found, Dimensions) else dict(found)
+        return values | stated
+    missing = [key for key in ("layers", "hidden", "heads", "seq", "vocab") if key not in stated]
+    if missing:
+        raise PlanError(
+            f"the {configuration.system} configuration does not say {', '.join(missing)} of the model: name it, as in "
+            "--model llama-3.1-8b, or a job with dimensions, as in --model job.yaml"
+        )
+    return stated
+
+
+def _plan(configuration: Configuration, degrees: dict[str, int], microbatches: int) -> Plan:
+    words = [f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1]
+    words += [f"microbatches={microbatches}"] if microbatches > 1 else []
+    if degrees["fsdp"] > 1:
+        words += [f"zero={configuration.zero}", *(["offload=on"] if configuration.offload else [])]
+    if degrees["tp"] > 1 and configuration.sequence:
+        words.append("sequence=on")
+    if degrees["pp"] > 1:
+        words.append(f"schedule={configuration.schedule}")
+        if configuration.schedule == "interleaved" and configuration.virtual != 2:
+            words.append(f"virtual={configuration.virtual}")
+    if configuration.remat != "none":
+        words.append(f"remat={configuration.remat}")
+    if configuration.compiled:
+        words.append("compile=on")
+    return Plan.parse(" ".join(words) or "dp=1")
+
+
+def with_batch(configuration: Configuration, global_batch: int | None, microbatch: int | None) -> Configuration:
+    """The configuration with the user's batch in the place of its own."""
+    if global_batch is not None:
+        kept = configuration.microbatches if configuration.microbatch is None else None
+        configuration = replace(configuration, global_batch=global_batch, microbatches=kept)
+    if microbatch is not None:
+        configuration = replace(configuration, microbatch=microbatch, microbatches=None)
+    return configuration
+
+
+def text_of(file: Path) -> str:
+    """Text of a configuration's file.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{file} cannot be read: {error}") from None

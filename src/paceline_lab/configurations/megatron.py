@@ -1,0 +1,331 @@
+"""Megatron-LM: arguments in a script that launches it, its YAML, or a NeMo configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.job.read.dimensions import Dimensions
+from paceline.planning.plan import Plan
+from paceline_lab.configurations.configuration import REST, Configuration
+from paceline_lab.configurations.keys import Keys, flattened
+from paceline_lab.configurations.shell import arguments
+from paceline_lab.configurations.written import Written, ranks_per_host, refuse
+
+NAME = "Megatron-LM"
+# change neither speed nor memory: data, schedules of the learning rate, logging, saving, the launcher's meeting point
+_QUIET = (
+    r"(lr|min_lr|decoupled_(min_)?lr|weight_decay|adam_.*|sgd_.*|clip_grad|seed|init_method.*|betas|eps|sched.*)",
+    r"(lr_.*|start_weight_decay|end_weight_decay|weight_decay_incr_style|norm_epsilon|layernorm_epsilon|name)",
+    r"(data_path|.*data_.*path|data_cache_path|mock_data|split|tokenizer.*|vocab_file|merge_file|num_workers|dataloader.*)",
+    r"(save.*|load.*|no_load.*|no_save.*|ckpt.*|finetune|log_.*|eval_.*|tensorboard.*|wandb.*|timing.*|exit_.*)",
+    r"(master_addr|master_port|node_rank|rdzv.*|distributed_.*|local_rank|max_restarts|tee|redirects|standalone)",
+    r"(max_position_embeddings|rotary_.*|use_rotary.*|no_position_embedding|no_create_attention.*|no_mmap.*|tiktoken.*)",
+    r"(moe_aux_loss_coeff|moe_z_loss_coeff|moe_router_load_balancing_type|moe_router_(dtype|score.*|enable.*|bias.*))",
+    r"(qk_layernorm|normalization|apply_layernorm_1p|attention_softmax_in_fp32|no_async.*|make_vocab.*|cpu_offloading_.*)",
+    r"(train_samples|lr_decay_samples|manual_gc.*|empty_unused.*|profile.*|no_check.*|enable_experimental|use_mcore_models)",
+    r"(transformer_impl|fp8_amax.*|fp8_margin|fp8_interval|mtp_loss_scaling_factor|exp_manager.*|description|restore.*)",
+    r"(exp_manager|run|hydra|logger|enable_checkpointing|use_distributed_sampler|max_epochs|val_check_interval|accelerator)",
+    r"(strategy|benchmark|limit_.*|replace_sampler_ddp|enable_model_summary|warmup_steps|constant_steps|tensor_.*_logger)",
+)
+_NOTED = {
+    r"overlap_grad_reduce|overlap_grad_sync": "sums of gradients overlap the backward pass in every prediction",
+    r"overlap_param_gather|overlap_param_sync|overlap_p2p_comm.*": "predicted as paceline overlaps it",
+    r"tp_comm_overlap.*|ub_tp_comm_overlap": "tensor-parallel sums are predicted as they are without it",
+    r"use_flash_attn|attention_backend|flash_attention": "attention is predicted as one fused kernel",
+    r"cross_entropy_fusion_impl|.*_fusion|masked_softmax.*": "kernels are predicted as torch's",
+    r"moe_grouped_gemm|moe_permute.*|moe_token_dispatcher_type|moe_enable_deepep": "experts are one kernel here",
+    r"moe_expert_capacity_factor|moe_pad_.*|moe_token_drop.*|moe_router_(group|num|topk_).*": "tokens spread evenly",
+    r"grad_reduce_in_bf16|accumulate_allreduce.*|grad_allreduce.*": "gradients are predicted in fp32",
+    r"fp8_param_gather|fp8_recipe|fp8_wgrad|no_fp8_wgrad|first_last_layers_bf16": "predicted by the precision alone",
+    r"use_tp_pp_dp_mapping|rank_order": "ranks are placed as paceline places them",
+    r"calculate_per_token_loss|check_for_nan.*|no_rope_fusion|disable_bias_linear|add_bias_linear|bias": "of no weight",
+    r"recompute_(method|num_layers|modules)|activations_checkpoint_(method|num_layers)": "full is predicted as "
+    "recomputing all blocks",
+    r"attention_dropout|hidden_dropout|ffn_dropout": "dropout is predicted where any is above 0",
+    r"num_layers_in_(first|last)_pipeline_stage|decoder_(first|last).*|account_for_.*": "stages are cut evenly",
+    r"delay_wgrad_compute|.*graph.*|megatron_amp_O2|.*communicator.*": "not in the prediction",
+}
+# of tokenizers that stand for one vocabulary: tokens, padded to a multiple of 128
+_VOCABULARIES = {"GPT2BPETokenizer": 50304, "Llama2Tokenizer": 32000}
+
+
+def read(file: Path, text: str) -> Configuration:
+    """The configuration of a script, a list of arguments, or a YAML file.
+
+    Raises:
+        PlanError: it is not YAML, or a value is none that its key takes.
+    """
+    notes: list[str] = []
+    if file.suffix.lower() in (".yaml", ".yml"):
+        try:
+            values = flattened(yaml.safe_load(text) or {})
+        except yaml.YAMLError as error:
+            raise PlanError(f"{file} is not valid YAML: {error}") from None
+    else:
+        values, notes = arguments(text)
+    return configured(values, notes)
+
+
+def configured(values: dict[str, Any], notes: Sequence[str] = ()) -> Configuration:
+    """The configuration of arguments, by name with underscores.
+
+    Raises:
+        PlanError: a value is none that its key takes.
+    """
+    keys = Keys(NAME, values, _QUIET, _NOTED)
+    found = _configuration(keys)
+    problems = (*notes, *_problems(found, keys))
+    return Configuration(
+        **{**found, "read": keys.stated, "noted": keys.noted, "unknown": keys.unknown, "problems": tuple(problems)}
+    )
+
+
+def _configuration(keys: Keys) -> dict[str, Any]:
+    """Fields of the configuration, without the records of its keys."""
+    pp = keys.degree("pipeline_model_parallel_size")
+    layers, virtual = keys.number("num_layers"), keys.number("virtual_pipeline_model_parallel_size")
+    if (each := keys.number("num_layers_per_virtual_pipeline_stage")) and layers:
+        virtual = layers // pp // each
+    virtual = keys.number("num_virtual_stages_per_pipeline_rank") or virtual or 1
+    sharded = keys.flag("use_distributed_optimizer") or "distributed" in keys.text("optim.name")
+    fully = keys.flag("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+    strategy = keys.text("data_parallel_sharding_strategy")
+    zero = {"optim": 1, "optim_grads": 2}.get(strategy, 3) if fully else 1
+    hosts = keys.number("nnodes", "num_nodes")
+    on_each = keys.number("nproc_per_node", "trainer.devices", "gpus_per_node")
+    return {
+        "system": NAME,
+        "dimensions": _dimensions(keys),
+        "ranks": keys.number("world_size") or ((hosts or 1) * on_each if on_each else None),
+        "replicas": 1 if sharded or fully else REST,
+        "shard": REST if sharded or fully else 1,
+        "zero": zero,
+        "tp": keys.degree("tensor_model_parallel_size"),
+        "pp": pp,
+        "cp": keys.degree("context_parallel_size"),
+        "ep": keys.degree("expert_model_parallel_size"),
+        "sequence": keys.flag("sequence_parallel"),
+        "offload": keys.flag("optimizer_cpu_offload"),
+        "schedule": "interleaved" if virtual > 1 else "1f1b",
+        "virtual": virtual,
+        "remat": _remat(keys),
+        "microbatch": keys.number("micro_batch_size"),
+        "global_batch": keys.number("global_batch_size"),
+        "precision": _precision(keys),
+        "optimizer": keys.text("optimizer").replace("distributed_fused_", "") or "adam",
+        "learning_rate": keys.real("lr", 1e-4),
+        "steps": keys.number("train_iters", "max_steps"),
+    }
+
+
+def _dimensions(keys: Keys) -> dict[str, Any]:
+    gated = keys.flag("swiglu") or "swiglu" in keys.text("activation") or keys.flag("gated_linear_unit")
+    experts = keys.number("num_experts", "num_moe_experts") or 0
+    learned = keys.text("position_embedding_type") in ("", "learned_absolute")
+    tied = not keys.flag("untie_embeddings_and_output_weights")
+    share = keys.given("share_embeddings_and_output_weights")
+    dropped = keys.real("attention_dropout", 0.1) > 0 or keys.real("hidden_dropout", 0.1) > 0
+    values: dict[str, Any] = {
+        "layers": keys.number("num_layers"),
+        "hidden": keys.number("hidden_size"),
+        "ffn": keys.number("ffn_hidden_size"),
+        "heads": keys.number("num_attention_heads"),
+        "kv_heads": keys.number("num_query_groups"),
+        "head_dim": keys.number("kv_channels"),
+        "seq": keys.number("seq_length", "encoder_seq_length"),
+        "vocab": keys.number("vocab_size", "padded_vocab_size") or _VOCABULARIES.get(keys.text("tokenizer_type")),
+    }
+    keys.flag("group_query_attention")
+    if values["layers"] is None:
+        return {"seq": values["seq"]}
+    values |= {"gated": gated, "tied": tied if share is None else bool(share), "positions": learned}
+    values |= {"dropout": dropped and not gated, **_experts(keys, experts), **_latent(keys, values)}
+    if values.get("head_dim") and values["hidden"] and values["head_dim"] * (values["heads"] or 1) == values["hidden"]:
+        del values["head_dim"]
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _experts(keys: Keys, experts: int) -> dict[str, Any]:
+    if not experts:
+        return {}
+    values = {
+        "experts": experts,
+        "top_k": keys.number("moe_router_topk") or 2,
+        "expert_ffn": keys.number("moe_ffn_hidden_size"),
+        "shared_ffn": keys.number("moe_shared_expert_intermediate_size"),
+        "mtp": keys.number("mtp_num_layers"),
+    }
+    every = keys.text("moe_layer_freq")
+    if every.isdecimal():
+        values["moe_every"] = int(every)
+    elif "*" in every:  # ([0]*3+[1]*58)
+        dense = every.partition("[0]*")[2]
+        values["dense_layers"] = int("".join(c for c in dense.partition("+")[0] if c.isdecimal()) or 0)
+    return {key: value for key, value in values.items() if value is not None and key in Dimensions.model_fields}
+
+
+def _latent(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
+    if not keys.flag("multi_latent_attention"):
+        return {}
+    mla = {
+        "q_rank": keys.number("q_lora_rank"),
+        "kv_rank": keys.number("kv_lora_rank") or 512,
+        "nope": keys.number("qk_head_dim") or 128,
+        "rope": keys.number("qk_pos_emb_head_dim") or 64,
+        "value": keys.number("v_head_dim") or 128,
+    }
+    values.pop("head_dim", None)
+    values.pop("kv_heads", None)
+    return {"mla": {key: value for key, value in mla.items() if value is not None}}
+
+
+def _remat(keys: Keys) -> str:
+    granularity = keys.text("recompute_granularity", "activations_checkpoint_granularity")
+    if granularity == "full":
+        return "block"
+    return "selective" if granularity == "selective" or keys.flag("recompute_activations") else "none"
+
+
+def _precision(keys: Keys) -> str:
+    if keys.text("fp8_format", "fp8") not in ("", "False", "false"):
+        keys.flag("bf16")
+        return "fp8"
+    stated = keys.text("trainer.precision", "precision").removesuffix("-mixed")
+    if keys.flag("bf16") or "bf16" in stated:
+        return "bf16"
+    return "fp16" if keys.flag("fp16") or stated == "16" else "fp32"
+
+
+def _problems(found: dict[str, Any], keys: Keys) -> list[str]:
+    """Combinations that Megatron-LM refuses or ignores."""
+    told, model = [], found["dimensions"]
+    layers, tp, pp = model.get("layers"), found["tp"], found["pp"]
+    if keys.flag("bf16") and keys.flag("fp16"):
+        told.append("--bf16 and --fp16 exclude each other")
+    if found["sequence"] and tp == 1:
+        told.append("--sequence-parallel does nothing without tensor parallelism")
+    if model.get("experts") and tp > 1 and not found["sequence"]:
+        told.append("a mixture of experts with tensor parallelism needs --sequence-parallel")
+    if found["ep"] > 1 and model.get("experts", 0) % found["ep"]:
+        told.append(f"{model.get('experts', 0)} experts do not divide among {found['ep']} expert-parallel ranks")
+    if layers and layers % (pp * found["virtual"]):
+        told.append(f"{layers} layers do not divide into {pp} × {found['virtual']} stages")
+    if model.get("heads", 0) % tp:
+        told.append(f"{model['heads']} heads do not divide among {tp} tensor-parallel ranks")
+    if found["virtual"] > 1 and pp == 1:
+        told.append("virtual stages need a pipeline")
+    if keys.flag("overlap_param_gather") and found["shard"] == 1:
+        told.append("--overlap-param-gather needs --use-distributed-optimizer")
+    if keys.number("expert_tensor_parallel_size") not in (None, tp) and model.get("experts"):
+        told.append("experts are predicted with the tensor parallelism of the other layers")
+    return told
+
+
+# Writing
+
+
+def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) -> Written:
+    """Arguments of Megatron-LM for a plan, as a script.
+
+    Args:
+        per_host: devices of a host.
+
+    Raises:
+        PlanError: the plan has something that it cannot do; names everything.
+    """
+    _refuse(plan, job)
+    stages = getattr(plan, "virtual", 2) if plan.schedule == "interleaved" and plan.pp > 1 else 1
+    flags: dict[str, Any] = {
+        "tensor-model-parallel-size": plan.tp,
+        "pipeline-model-parallel-size": plan.pp,
+        "context-parallel-size": plan.cp,
+        "expert-model-parallel-size": plan.ep,
+        **({"num-virtual-stages-per-pipeline-rank": stages} if stages > 1 else {}),
+        **({"sequence-parallel": True} if plan.sequence and plan.tp > 1 else {}),
+        **_sharding(plan),
+        **({"recompute-granularity": "full", "recompute-method": "uniform"} if plan.remat == "block" else {}),
+        **({"recompute-num-layers": 1} if plan.remat == "block" else {}),
+        **({"recompute-granularity": "selective"} if plan.remat == "selective" else {}),
+        "micro-batch-size": job.global_batch // (plan.data_ranks * plan.microbatches),
+        "global-batch-size": job.global_batch,
+        **({"bf16": True} if plan.precision_for(job) == "bf16" else {}),
+        "optimizer": "sgd" if job.optimizer.name == "sgd" else "adam",
+        "lr": job.optimizer.lr,
+        **({"train-iters": job.stop.steps} if job.stop.steps else {}),
+        **_model_flags(dimensions),
+    }
+    lines = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items()]
+    on_each = ranks_per_host(plan.ranks, per_host)
+    start = f"#!/bin/sh\n# {plan.ranks} ranks: {plan}\nGPUS_PER_NODE={on_each}\nNNODES={plan.ranks // on_each}\n"
+    launch = "torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES pretrain_gpt.py"
+    return Written(start + " \\\n    ".join([launch, *lines]) + "\n", ".sh")
+
+
+def _sharding(plan: Plan) -> dict[str, Any]:
+    if plan.fsdp == 1:
+        return {}
+    if plan.zero == 1:
+        return {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
+    strategy = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
+    return {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": strategy, "use-distributed-optimizer": True}
+
+
+def _refuse(plan: Plan, job: Job) -> None:
+    cannot = [
+        *(["dp beside fsdp: it shards over all data-parallel ranks"] if plan.dp > 1 and plan.fsdp > 1 else []),
+        *([f"schedule={plan.schedule}: it has 1f1b and interleaved"] if plan.pp > 1 and _other(plan) else []),
+        *([f"sync={plan.sync}: it has all-reduce alone"] if plan.sync != "allreduce" else []),
+        *([f"compress={plan.compress}"] if plan.compress != "none" else []),
+        *(["cut: its stages are even"] if plan.cut else []),
+        *(["offload of parameters"] if plan.offload else []),
+        *(["compile"] if plan.compile != "off" else []),
+        *([f"precision={plan.precision_for(job)}"] if plan.precision_for(job) == "fp64" else []),
+        *(
+            ["a share of the batch that is not whole"]
+            if job.global_batch % (plan.data_ranks * plan.microbatches)
+            else []
+        ),
+    ]
+    refuse(NAME, str(plan), cannot)
+
+
+def _other(plan: Plan) -> bool:
+    return plan.schedule not in ("1f1b", "interleaved")
+
+
+def _model_flags(dimensions: Dimensions | None) -> dict[str, Any]:
+    if dimensions is None:
+        return {}
+    one = dimensions
+    flags: dict[str, Any] = {
+        "num-layers": one.layers,
+        "hidden-size": one.hidden,
+        "ffn-hidden-size": one.feed_forward,
+        "num-attention-heads": one.heads,
+        "seq-length": one.seq,
+        "max-position-embeddings": one.seq,
+        "vocab-size": one.vocab,
+    }
+    if one.kv_heads and one.kv_heads != one.heads:
+        flags |= {"group-query-attention": True, "num-query-groups": one.kv_heads}
+    flags |= {} if one.positions else {"position-embedding-type": "rope"}
+    flags |= {"swiglu": True, "disable-bias-linear": True} if one.gated else {}
+    flags |= {} if one.tied else {"untie-embeddings-and-output-weights": True}
+    if not one.dropout or one.gated:
+        flags |= {"attention-dropout": 0.0, "hidden-dropout": 0.0}
+    flags |= {"kv-channels": one.head_dim} if one.head_dim else {}
+    if one.mla:
+        ranks = {"q-lora-rank": one.mla.q_rank, "kv-lora-rank": one.mla.kv_rank, "v-head-dim": one.mla.value}
+        widths = {"qk-head-dim": one.mla.nope, "qk-pos-emb-head-dim": one.mla.rope}
+        flags |= {"multi-latent-attention": True, **{name: rank for name, rank in ranks.items() if rank}, **widths}
+    if one.experts:
+        flags |= {"num-experts": one.experts, "moe-router-topk": one.top_k}
+        flags |= {"moe-ffn-hidden-size": one.expert_ffn} if one.expert_ffn else {}
+        flags |= {"moe-shared-expert-intermediate-size": one.shared_width} if one.shared_width else {}
+    return flags

@@ -1,0 +1,203 @@
+"""torchtitan: its TOML configuration."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.job.read.dimensions import Dimensions
+from paceline.planning.plan import Plan
+from paceline_lab.configurations.configuration import REST, Configuration
+from paceline_lab.configurations.keys import Keys, flattened
+from paceline_lab.configurations.written import Written, refuse
+
+NAME = "torchtitan"
+_SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "zbvzerobubble": "zero-bubble"}
+_SCHEDULES |= {"dualpipev": "dualpipe"}
+_WRITTEN = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zero-bubble": "ZBVZeroBubble"}
+_WRITTEN |= {"dualpipe": "DualPipeV"}
+# flavors that are other models' dimensions
+_FLAVORS = {"deepseek_v3-16B": "deepseek-v2-lite"}
+_QUIET = (
+    r"(job|profiling|metrics|checkpoint|lr_scheduler|comm|experimental|fault_tolerance|validation|debug|memory_estimation)"
+    r"\..*",
+    r"model\.(tokenizer_path|hf_assets_path|print_after_conversion|tokenizer)",
+    r"optimizer\.(beta1|beta2|eps|weight_decay)",
+    r"training\.(dataset.*|max_norm|seed|deterministic|gc_.*|debug.*|warmup_steps)",
+    r"(activation_checkpoint\.(preserve_rng_state|determinism_check|debug|early_stop|per_op.*|visualize.*)|compile\.backend)",
+)
+_NOTED = {
+    r"optimizer\.(implementation|early_step_in_backward)": "not in the prediction",
+    r"parallelism\.fsdp_reshard_after_forward": "parameters are gathered again in every backward pass",
+    r"parallelism\.(enable_async_tensor_parallel|disable_loss_parallel|context_parallel_.*)": "as paceline does it",
+    r"parallelism\.(enable_compiled_autograd|pipeline_parallel_(schedule_csv|split_points)|module_fqns.*)": "not "
+    "in the prediction",
+    r"parallelism\.pipeline_parallel_layers_per_stage": "looped schedules are predicted with two stages on each rank",
+    r"activation_checkpoint\.selective_ac_option": "selective is predicted as paceline's remat=selective",
+    r"parallelism\.pipeline_parallel_(first|last)_stage_less_layers": "stages are cut evenly",
+    r"training\.(mixed_precision_reduce|dtype|enable_cpu_.*)": "gradients are predicted in fp32",
+    r"(float8|quantize|mx)\..*": "predicted by the precision alone",
+    r"compile\.components": "the whole model is predicted as compiled",
+}
+
+
+def read(file: Path, text: str) -> Configuration:
+    """The configuration of a TOML file.
+
+    Raises:
+        PlanError: it is not TOML, or a value is none that its key takes.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"{file} is not valid TOML: {error}") from None
+    return configured(values)
+
+
+def configured(values: dict[str, Any]) -> Configuration:
+    """The configuration of its groups of keys.
+
+    Raises:
+        PlanError: a value is none that its key takes.
+    """
+    keys = Keys(NAME, flattened(values), _QUIET, _NOTED)
+    found, problems = _configuration(keys)
+    return Configuration(
+        **{**found, "read": keys.stated, "noted": keys.noted, "unknown": keys.unknown, "problems": tuple(problems)}
+    )
+
+
+def _configuration(keys: Keys) -> tuple[dict[str, Any], list[str]]:
+    problems: list[str] = []
+    pp = keys.degree("parallelism.pipeline_parallel_degree")
+    schedule, virtual = _schedule(keys, pp, problems)
+    tp = keys.degree("parallelism.tensor_parallel_degree")
+    local = (
+        keys.number("training.local_batch_size", "training.batch_size") or 8
+    )  # its defaults, as in its job_config.py
+    of_pipe = keys.number("parallelism.pipeline_parallel_microbatch_size") or 1
+    converters = keys.given("model.converters") or []
+    name, flavor = keys.text("model.name"), keys.text("model.flavor")
+    known = f"{name or 'llama3'}-{flavor or 'debugmodel'}"
+    whole = keys.number("training.global_batch_size")
+    mode = keys.text("activation_checkpoint.mode") or "selective"
+    remat = {"none": "none", "full": "block", "selective": "selective"}.get(mode)
+    if remat is None:
+        problems.append(f"activation_checkpoint.mode = {mode} is not one of none, selective, full")
+    replicate = keys.number("parallelism.data_parallel_replicate_degree") or 1
+    shard = keys.number("parallelism.data_parallel_shard_degree")
+    if pp > 1 and local % of_pipe:
+        problems.append(f"local_batch_size {local} does not divide into microbatches of {of_pipe}")
+    params = keys.text("training.mixed_precision_param") or "bfloat16"
+    cp, ep = keys.degree("parallelism.context_parallel_degree"), keys.degree("parallelism.expert_parallel_degree")
+    if keys.degree("parallelism.expert_tensor_parallel_degree") not in (1, tp):
+        problems.append("expert_tensor_parallel_degree is 1 or the tensor_parallel_degree")
+    if keys.flag("parallelism.enable_async_tensor_parallel") and not keys.flag("compile.enable", "training.compile"):
+        problems.append("enable_async_tensor_parallel needs compile.enable")
+    return {
+        "system": NAME,
+        "dimensions": {"seq": keys.number("training.seq_len") or 2048},
+        "model_name": _FLAVORS.get(known, known) if name or flavor else "",
+        "replicas": replicate,
+        "shard": REST if shard in (None, -1) else shard,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "ep": ep,
+        "zero": 3,
+        "sequence": tp > 1,  # always, with its tensor parallelism
+        "offload": keys.flag("training.enable_cpu_offload"),
+        "schedule": schedule,
+        "virtual": virtual,
+        "remat": remat or "none",
+        "compiled": keys.flag("compile.enable", "training.compile"),
+        "microbatch": of_pipe if pp > 1 else local,
+        "microbatches": None if whole and whole > 0 else local // of_pipe if pp > 1 else 1,
+        "global_batch": whole if whole and whole > 0 else None,
+        "precision": "fp8"
+        if "float8" in str(converters)
+        else {"bfloat16": "bf16", "float32": "fp32"}.get(params, params),
+        "optimizer": keys.text("optimizer.name") or "AdamW",
+        "learning_rate": keys.real("optimizer.lr", 8e-4),
+        "steps": keys.number("training.steps"),
+    }, problems
+
+
+def _schedule(keys: Keys, pp: int, problems: list[str]) -> tuple[str, int]:
+    stated = keys.text("parallelism.pipeline_parallel_schedule") or "1F1B"
+    schedule = _SCHEDULES.get(stated.lower())
+    if schedule is None:
+        problems.append(f"the schedule {stated} is predicted as 1F1B")
+        schedule = "1f1b"
+    return (schedule, 2) if schedule == "interleaved" and pp > 1 else (schedule, 1)
+
+
+def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) -> Written:
+    """A torchtitan configuration for a plan.
+
+    Raises:
+        PlanError: the plan has something that it cannot do; names everything.
+    """
+    microbatch = job.global_batch // (plan.data_ranks * plan.microbatches)
+    cannot = [
+        *([f"zero={plan.zero}: it shards parameters as well (zero=3)"] if plan.fsdp > 1 and plan.zero < 3 else []),
+        *(["tp without sequence=on"] if plan.tp > 1 and not plan.sequence else []),
+        *([f"sync={plan.sync}"] if plan.sync != "allreduce" else []),
+        *([f"compress={plan.compress}"] if plan.compress != "none" else []),
+        *(["cut"] if plan.cut else []),
+        *([f"precision={plan.precision_for(job)}"] if plan.precision_for(job) not in ("bf16", "fp32") else []),
+        *([f"virtual={getattr(plan, 'virtual', 2)}"] if getattr(plan, "virtual", 2) != 2 and plan.pp > 1 else []),
+        *(
+            ["a share of the batch that is not whole"]
+            if job.global_batch % (plan.data_ranks * plan.microbatches)
+            else []
+        ),
+    ]
+    refuse(NAME, str(plan), cannot)
+    parallelism: dict[str, Any] = {
+        "data_parallel_replicate_degree": plan.dp,
+        "data_parallel_shard_degree": plan.fsdp * plan.ep,  # experts are divided among the ranks that shard
+        "tensor_parallel_degree": plan.tp,
+        "pipeline_parallel_degree": plan.pp,
+        "context_parallel_degree": plan.cp,
+        "expert_parallel_degree": plan.ep,
+    }
+    if plan.pp > 1:
+        parallelism |= {
+            "pipeline_parallel_schedule": _WRITTEN[plan.schedule],
+            "pipeline_parallel_microbatch_size": microbatch,
+        }
+    return Written(_toml(plan, job, dimensions, parallelism, microbatch), ".toml", f"on {plan.ranks} ranks")
+
+
+def _toml(plan: Plan, job: Job, dimensions: Dimensions | None, parallelism: dict[str, Any], microbatch: int) -> str:
+    local = microbatch * plan.microbatches if plan.pp > 1 else microbatch
+    precision = {"bf16": "bfloat16", "fp32": "float32"}[plan.precision_for(job)]
+    modes = {"none": "none", "selective": "selective", "block": "full"}
+    groups: dict[str, dict[str, Any]] = {
+        "optimizer": {"name": "AdamW" if job.optimizer.name != "adam" else "Adam", "lr": job.optimizer.lr},
+        "training": {
+            "local_batch_size": local,
+            "global_batch_size": job.global_batch,
+            **({"seq_len": dimensions.seq} if dimensions else {}),
+            **({"steps": job.stop.steps} if job.stop.steps else {}),
+            "mixed_precision_param": precision,
+            **({"enable_cpu_offload": True} if plan.offload else {}),
+        },
+        "parallelism": parallelism,
+        "activation_checkpoint": {"mode": modes[plan.remat]},
+        "compile": {"enable": plan.compile != "off"},
+    }
+    lines = [f"# {plan.ranks} ranks: {plan}", "# [model] name and flavor are yours to add"]
+    for name, values in groups.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,207 @@
+"""The page of `paceline bench --simulate`: curves of machines that are not here."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+
+from paceline import units
+from paceline.errors import RunError
+from paceline.files import write_whole
+from paceline.planning.cost.prediction import PART_NAMES, PARTS
+from paceline.planning.explain.explain import LEAST
+from paceline.report import plan_charts
+from paceline.report.page import Card, Cell, Chart, Row, write_page
+from paceline.stats import Interval
+from paceline.units import Shown, percent, seconds, size
+from paceline_lab.report import simulated_charts, template_named
+from paceline_lab.simulated.curve import Point, SimulatedCurve
+from paceline_lab.simulated.findings import limits, sentences
+from paceline_lab.simulated.published import Likeness
+from paceline_lab.simulated.simulation import Simulation
+
+PAGE, DATA = "simulated.html", "simulated.json"
+
+
+def write_simulated_page(simulations: Sequence[Simulation], command: str, folder: Path) -> Path:
+    """Write `simulated.html` and `simulated.json` into a folder.
+
+    Raises:
+        RunError: they cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / DATA, json.dumps([simulation.to_json() for simulation in simulations], indent=1))
+    except OSError as error:
+        raise RunError(f"{folder / DATA} cannot be written: {error.strerror or error}. Name a --out.") from error
+    facts = {
+        "command": command,
+        "paceline": version("paceline"),
+        "seed": str(simulations[0].seed),
+        "measured": "nothing on this page, but the curves that are said to be published",
+    }
+    colours = {f"part_{part}": colour for part, colour in plan_charts.TIME_COLOURS.items()}
+    return write_page(
+        folder / PAGE,
+        template_named("simulated.html.j2"),
+        facts=facts,
+        on_cores=all(simulation.device.startswith("CPU") for simulation in simulations),
+        colours=colours,
+        job=simulations[0].job,
+        created=time.strftime("%Y-%m-%d %H:%M"),
+        views=[SimulationView(simulation, number) for number, simulation in enumerate(simulations)],
+    )
+
+
+class SimulationView:
+    """A simulation as the template shows it. `number`: which of the page's."""
+
+    def __init__(self, simulation: Simulation, number: int) -> None:
+        self.simulation, self.number = simulation, number
+        self.curves = [CurveView(self, curve) for curve in simulation.curves]
+        self.last = simulation.strong.last
+
+    @property
+    def verdict(self) -> str:
+        """The most devices' result in one sentence."""
+        told = sentences(self.simulation.strong)
+        return next(
+            (sentence for sentence in told if "predicted to be" in sentence or "no faster" in sentence), told[0]
+        )
+
+    @property
+    def cards(self) -> list[Card]:
+        """Figures of the most devices, strong scaling."""
+        last, base = self.last, self.simulation.strong.base
+        assert last.candidate is not None
+        prediction = last.candidate.prediction
+        cards = [
+            Card("predicted_step", _middle(seconds, last.step_time_s), _between(seconds, last.step_time_s)),
+            Card(
+                "simulated_speedup",
+                _middle(units.ratio, last.speedup),
+                f"against {units.count(base.devices, 'device')}",
+            ),
+            Card("simulated_efficiency", _middle(percent, last.efficiency), _between(percent, last.efficiency)),
+        ]
+        if last.goodput is not None:
+            cards.append(Card("simulated_goodput", percent(last.goodput.middle, 1), _between(percent, last.goodput)))
+        if prediction.mfu is not None:
+            cards.append(Card("mfu", percent(prediction.mfu), "of the devices in use, as the planner predicts"))
+        return cards
+
+    @property
+    def badges(self) -> list[str]:
+        """Badges of the job and the cluster."""
+        job = self.simulation.job
+        assert self.last.candidate is not None
+        parameters = f"{units.large(self.last.candidate.layout.trace.parameters)} parameters"
+        return [parameters, f"global batch {job.global_batch:,}", job.precision, f"seed {self.simulation.seed}"]
+
+
+class CurveView:
+    """One kind of scaling as the template shows it."""
+
+    def __init__(self, of: SimulationView, curve: SimulatedCurve) -> None:
+        self.curve, self.scaling = curve, curve.scaling
+        self.published: list[Likeness] = of.simulation.published[curve.scaling]
+        self.key = f"{curve.scaling}-{of.number}"
+        self.sentences = sentences(curve)
+
+    @property
+    def term(self) -> str:
+        """Name of its definition."""
+        return "strong" if self.scaling == "strong" else "simulated_weak"
+
+    @property
+    def speedup(self) -> Chart:
+        """Speedup over devices."""
+        label = " ".join(
+            f"{p.devices:,} devices: {units.digits(p.speedup.middle)} times." for p in self.curve.fitting if p.speedup
+        )
+        return Chart(f"speedup-{self.key}", simulated_charts.speedup(self.curve), f"Predicted speedup. {label}")
+
+    @property
+    def efficiency(self) -> Chart:
+        """Efficiency over devices, beside published curves."""
+        label = " ".join(
+            f"{p.devices:,} devices: {percent(p.efficiency.middle)}." for p in self.curve.fitting if p.efficiency
+        )
+        figure = simulated_charts.efficiency(self.curve, self.published)
+        return Chart(f"efficiency-{self.key}", figure, f"Predicted efficiency. {label}")
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """Parts that any of the steps spends time in."""
+        return [part for part in PARTS if any(_shares(point).get(part, 0.0) >= LEAST for point in self.curve.fitting)]
+
+    @property
+    def breakdown(self) -> Chart:
+        """A step on each number of devices, by part, in percent."""
+        points = self.curve.fitting
+        shares = {part: [100 * _shares(point).get(part, 0.0) for point in points] for part in self.parts}
+        names = [f"{point.devices:,}: {point.candidate.plan}" for point in points if point.candidate]
+        figure = plan_charts.stacked(names, shares, plan_charts.TIME_COLOURS, PART_NAMES, "% of a step")
+        for note, point in zip(figure.notes, points, strict=True):  # devices stand for the rank in a list
+            note.text = f"{point.devices:,}  {point.candidate and point.candidate.plan}"
+        return Chart(f"parts-{self.key}", figure, "Where a step goes on each number of devices.")
+
+    @property
+    def heads(self) -> list[str]:
+        """Definitions' names of the table's columns."""
+        goodput = ["simulated_goodput"] if self.curve.last.goodput is not None else []
+        known = ["predicted_step", "predicted_throughput", "simulated_speedup", "simulated_efficiency", *goodput]
+        return [*known, "mfu", "device_memory"]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The figures of every number of devices."""
+        return [Row(f"{point.devices:,}", self._cells(point), self._about(point)) for point in self.curve.points]
+
+    def _cells(self, point: Point) -> list[Cell]:
+        if point.candidate is None:
+            return ["no plan fits", *[""] * (len(self.heads) - 1)]
+        prediction = point.candidate.prediction
+        cells: list[Cell] = [
+            seconds(point.step_time_s) if point.step_time_s else "",
+            units.rate(point.throughput) if point.throughput else "",
+            units.ratio(point.speedup) if point.speedup else "",
+            percent(point.efficiency) if point.efficiency else "",
+        ]
+        if "simulated_goodput" in self.heads:
+            cells.append(percent(point.goodput) if point.goodput else "")
+        mfu = "" if prediction.mfu is None else percent(prediction.mfu)
+        return [*cells, mfu, size(prediction.memory_bytes)]
+
+    def _about(self, point: Point) -> str:
+        return point.why if point.candidate is None else str(point.candidate.plan)
+
+    @property
+    def limits(self) -> list[tuple[str, str]]:
+        """Devices, and what limits them."""
+        return limits(self.curve)
+
+    @property
+    def colours(self) -> list[tuple[str, Likeness]]:
+        """Published curves with the colour of each."""
+        return list(zip(simulated_charts.PUBLISHED, self.published, strict=False))
+
+
+def _shares(point: Point) -> dict[str, float]:
+    assert point.candidate is not None
+    prediction = point.candidate.prediction
+    return {part: s / prediction.step_time_s for part, s in prediction.breakdown.items()}
+
+
+def _middle(shown: Callable[[float], Shown], interval: Interval | None) -> Shown:
+    assert interval is not None
+    return shown(interval.middle)
+
+
+def _between(shown: Callable[[float], Shown], interval: Interval | None) -> str:
+    assert interval is not None
+    return f"80 %: {shown(interval.low)} to {shown(interval.high)}"

@@ -1,0 +1,306 @@
+"""`paceline_lab.bench`: one job under several settings, run in interleaved rounds.
+
+So whatever drifts on the machine affects all settings.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import environment, to_run_on
+from paceline.cluster.launch_engines import is_rank
+from paceline.console import Console as SafeConsole
+from paceline.elastic.shown_failure import below, cause_and_traceback
+from paceline.elastic.signals import StopSignals
+from paceline.errors import LaunchError, PacelineError, RunError
+from paceline.files import write_whole
+from paceline.job.job import Job
+from paceline.planning.auto import auto_plan
+from paceline.planning.check.warnings import warnings_about
+from paceline.planning.devices import spelled_out
+from paceline.planning.plan import Plan
+from paceline.report.words import on_cores
+from paceline.run.record.run import WARM_UP_STEPS, read_lines
+from paceline.run.train import train
+from paceline.run.tuning.auto import choose
+from paceline.units import clock, count
+from paceline_lab.scaling.caveats import caveats
+from paceline_lab.scaling.directory import REPORT, BenchmarkDirectory, kept_at
+from paceline_lab.scaling.limits import limits_of
+from paceline_lab.scaling.load import OtherLoad
+from paceline_lab.scaling.result import Report
+from paceline_lab.scaling.settings import ONE, Setting, settings_for, target_of
+from paceline_lab.scaling.summary import FinishedRun, finished, measured
+
+T = TypeVar("T")
+BENCHES = Path("bench")  # under the current directory, where no other is named
+
+
+def bench(
+    job: Job | str | Path,
+    cluster: Cluster | None = None,
+    plans: Sequence[Plan | str] = (),
+    devices: Sequence[int] | None = None,
+    *,
+    repeat: int = 5,
+    steps: int | None = None,
+    weak: bool = True,
+    out: str | Path | None = None,
+    console: Console | None = None,
+) -> Report:
+    """Measure how a job scales, in interleaved runs on one device and on several.
+
+    The result is kept in `out`.
+
+    Args:
+        job: a `Job`, or the YAML file of one.
+        cluster: where to train; None is this machine.
+        plans: more settings, each run as `train(plan=…)` would.
+        devices: how many devices to compare; None is 1 and all. One is always measured, for every speedup is against
+            it.
+        repeat: runs of every setting.
+        steps: of every run; None trains to the target that the job's stop rule names, or 60 steps where it names none.
+        weak: measure N devices also with N times the global batch.
+        out: directory of the benchmark, or its URL in an object store; one that was begun there with the same
+            arguments goes on. None makes `bench/<job>-<time>`.
+        console: where progress is shown; None is stderr.
+
+    Raises:
+        PacelineError: the job, a plan or the directory cannot work, or no run at all succeeded.
+        KeyboardInterrupt: SIGINT or SIGTERM came. What was measured is kept, with a report of it.
+    """
+    console = console or SafeConsole(stderr=True, soft_wrap=True)
+    with kept_at(out, partial(console.print, highlight=False, markup=False)) as where:
+        benchmark = Benchmark(
+            job, cluster, plans, devices, repeat=repeat, steps=steps, weak=weak, out=where, console=console
+        )
+        report = benchmark.run()
+    if benchmark.stopped_by:
+        raise KeyboardInterrupt(
+            f"{benchmark.stopped_by} stopped the benchmark; {benchmark.path} keeps what was measured"
+        )
+    if report is None:
+        raise RunError("no run succeeded:\n" + "\n".join(benchmark.failures.values()))
+    return report
+
+
+class Benchmark:
+    """A benchmark in its directory. Takes the arguments of `bench`.
+
+    Attributes:
+        path: the directory.
+        failures: the error of each setting that could not be run, by its title.
+        stopped_by: the name of the signal that stopped it; None where none did.
+    """
+
+    def __init__(
+        self,
+        job: Job | str | Path,
+        cluster: Cluster | None = None,
+        plans: Sequence[Plan | str] = (),
+        devices: Sequence[int] | None = None,
+        *,
+        repeat: int = 5,
+        steps: int | None = None,
+        weak: bool = True,
+        out: Path | None = None,
+        console: Console | None = None,
+        command: str = "paceline_lab.bench",
+    ) -> None:
+        if is_rank():
+            raise LaunchError(
+                "bench starts the ranks itself: call it without torchrun, in a script under `if __name__ == "
+                "'__main__':`."
+            )
+        if repeat < 1:
+            raise RunError(f"repeat is how often each setting is run, at least 1, not {repeat}")
+        if steps is not None and steps <= WARM_UP_STEPS:
+            raise RunError(
+                f"steps is at least {WARM_UP_STEPS + 1}, not {steps}: the first {WARM_UP_STEPS} of a run "
+                "are its warm-up"
+            )
+        self.job = job if isinstance(job, Job) else Job.load(job)
+        self.job.model.must_be_at_hand()
+        self.job.fetch()
+        self.cluster = to_run_on(cluster)
+        self.repeat, self.steps, self.command = repeat, steps, command
+        self.console = console or SafeConsole(stderr=True, soft_wrap=True)
+        self.path = out if out is not None else BENCHES / f"{self.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.failures: dict[str, str] = {}
+        self.stopped_by: str | None = None
+        self._took_s: dict[str, float] = {}  # the newest run of each setting, its start included
+        self.directory = BenchmarkDirectory(self.path)
+        settings = partial(settings_for, self.job, self.cluster, plans=plans, devices=devices, steps=steps, weak=weak)
+        settings(auto_plan(self.job, self.cluster))  # what cannot run is told before anything is measured
+        self._say(self.cluster.describe())
+        self.auto, self.knobs = self._auto()
+        self.settings = settings(self.auto)
+        self.directory.begin(self._protocol())
+        self.runs = self.directory.finished(self.settings)
+
+    def run(self) -> Report | None:
+        """Make the missing runs and write `report.json`; None if there is nothing to report.
+
+        A setting whose run fails is left out from then on, and the error is shown; a signal ends the benchmark.
+        """
+        self._say(self._intention())
+        with StopSignals() as signals:
+            for round_, setting in self._missing():
+                if signals.first or self.stopped_by:
+                    self.stopped_by = self.stopped_by or signals.first
+                    break
+                if self._title(setting) not in self.failures:
+                    self._measure(setting, round_)
+            self.stopped_by = self.stopped_by or signals.first
+        report = self.report()
+        if report is not None:
+            write_whole(self.path / REPORT, report.to_json())
+        return report
+
+    def report(self) -> Report | None:
+        """The report of the finished runs; None before the first."""
+        runs = self.runs
+        settings = [s for s in self.settings if runs[s.key]]
+        if not settings:
+            return None
+        host = self.cluster.hosts[0]
+        tokens = getattr(self.job.data, "context", None)
+        results = [
+            measured(s, runs[s.key], runs.get(ONE, []), cores=host.cores, tokens_per_sample=tokens) for s in settings
+        ]
+        every = [run for each in runs.values() for run in each]
+        doubts = caveats(self.job, self.settings, runs, repeat=self.repeat, cores=host.cores)
+        doubts += [f"{title} could not be measured: {error.splitlines()[0]}" for title, error in self.failures.items()]
+        auto = str(spelled_out(self.auto, self.cluster))
+        doubts += dict.fromkeys(note for s in settings for note in warnings_about(s.plan, self.job, self.cluster))
+        return Report(
+            job=self.job.name,
+            command=self.command,
+            cluster=self.cluster.describe(),
+            created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            repeats=self.repeat,
+            steps=self.settings[0].steps,
+            target=target_of(self.job) if self.settings[0].steps is None else None,
+            settings=results,
+            limits=limits_of(results, auto),
+            warnings=doubts,
+            environment=environment(),
+            knobs=self.knobs,
+            complete=not self._missing(),
+            synthetic=any(run.synthetic for run in every),
+            kind=self.cluster.kind,
+            auto=auto,
+        )
+
+    # What is to be measured
+
+    def _auto(self) -> tuple[Plan, list[str]]:
+        """The plan that `train` would choose, and the plans tried.
+
+        A continued benchmark keeps the plan that it began with.
+        """
+        if before := self.directory.begun_with():
+            return before
+        choice = choose(self.job, self.cluster, self._say)
+        return choice.plan, choice.lines
+
+    def _protocol(self) -> dict[str, Any]:
+        known = environment()
+        return {
+            "plan": str(self.auto),
+            "knobs": self.knobs,
+            "job": self.job.model_dump(mode="json"),
+            "settings": {
+                s.key: {"plan": str(s.plan), "global_batch": s.global_batch, "steps": s.steps} for s in self.settings
+            },
+            "machine": {key: known[key] for key in ("host", "cpu", "cores", "gpus", "torch", "paceline")},
+        }
+
+    def _missing(self) -> list[tuple[int, Setting]]:
+        """The runs that are still to be made, in order."""
+        done = {(run.round, key) for key, runs in self.runs.items() for run in runs}
+        return [(round_, s) for round_, s in rounds(self.settings, self.repeat) if (round_, s.key) not in done]
+
+    def _intention(self) -> str:
+        first, missing, due = self.settings[0], len(self._missing()), self.repeat * len(self.settings)
+        what = f"{first.steps} steps" if first.steps else f"training to {target_of(self.job)}"
+        before = f"; {due - missing} are there already" if missing < due else ""
+        runs = f"{count(len(self.settings), 'setting')} × {count(self.repeat, 'repeat')} of {what}, interleaved"
+        return f"bench {self.job.name} · {runs}{before} · {self.path}"
+
+    # One run
+
+    def _measure(self, setting: Setting, round_: int) -> None:
+        if self.console.is_terminal:  # the line about the finished run takes its place
+            self.console.print(f"{self._place()} · {self._title(setting)} …", end="\r", highlight=False, markup=False)
+        path = self.directory.new_run(setting, round_)
+        started, load = time.monotonic(), OtherLoad(self.cluster.hosts[0])
+        try:
+            run = train(
+                setting.job(self.job),
+                self.cluster,
+                setting.plan,
+                run=path,
+                console=Console(file=io.StringIO(), quiet=True),
+            )
+            if self._was_stopped(path):
+                return
+            result = finished(run, setting, round_, str(path.relative_to(self.path)), load.busy_cores())
+        except SystemExit:  # a second Ctrl-C killed the ranks
+            self.stopped_by = "SIGINT"
+        except PacelineError as error:
+            if not self._was_stopped(path):
+                cause, frames = cause_and_traceback(error)
+                self.failures[self._title(setting)] = cause
+                if frames:
+                    cause += f"\n{below(frames, f'failed-{len(self.failures)}', self.path)}"
+                self._say(f"{self._title(setting)}: failed, and left out from now on:\n{cause}", style="red")
+        else:
+            # nobody goes on with a run that was made to be timed, and many of them fill a disk
+            shutil.rmtree(run.checkpoints)
+            self.directory.add(result)
+            self.runs[setting.key].append(result)
+            self._tell(setting, result, time.monotonic() - started)
+
+    def _was_stopped(self, run: Path) -> bool:
+        """True if a signal ended the run, as the launcher records."""
+        stops = [event["signal"] for event in read_lines(run / "events.jsonl") if event["event"] == "stop"]
+        self.stopped_by = stops[0] if stops else None
+        return bool(stops)
+
+    def _tell(self, setting: Setting, run: FinishedRun, took_s: float) -> None:
+        self._took_s[setting.key] = took_s
+        missing = [s for _, s in self._missing() if self._title(s) not in self.failures]
+        text = f"{self._place(-1)} · {self._title(setting)}"
+        text += f" · {run.step_time_s * 1e3:.3g} ms a step · {run.samples / run.step_time_s:,.0f} samples/s"
+        if setting.steps is None:
+            text += f" · {run.training_time_s:.1f} s {'to the target' if run.reached else f'({run.reason})'}"
+        left_s = sum(self._took_s.get(s.key, took_s) for s in missing)
+        self._say(f"{text} · {clock(left_s)} left" if missing else text)
+
+    def _place(self, before: int = 0) -> str:
+        """`run 3 of 15`"""
+        due = self.repeat * len(self.settings)
+        return f"run {due - len(self._missing()) + 1 + before} of {due}"
+
+    def _title(self, setting: Setting) -> str:
+        return setting.title if self.cluster.has_accelerators else on_cores(setting.title)
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, highlight=False, markup=False)
+
+
+def rounds(settings: Sequence[T], repeat: int) -> Iterator[tuple[int, T]]:
+    """Every setting once per round, rotated: A B C, B C A, C A B, …"""
+    for round_ in range(repeat if settings else 0):
+        first = round_ % len(settings)
+        yield from ((round_, setting) for setting in (*settings[first:], *settings[:first]))

@@ -1,0 +1,267 @@
+"""Figures from run directories: results of one run and of a setting's repeats."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from paceline.engine.meter import PARTS
+from paceline.errors import RunError
+from paceline.report.parts import typical, typical_parts
+from paceline.run.record.run import WARM_UP_STEPS, Run, Speed
+from paceline.stats import Interval, differ, median_interval
+from paceline_lab.scaling.load import stolen_share, undisturbed
+from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse
+from paceline_lab.scaling.settings import Setting
+
+PROOF_STEPS = 60  # whose losses are compared between settings: later, rounding alone drives them apart
+FINAL_STEPS = 10  # over which the last loss is averaged: that of a single batch says little
+_CURVE_POINTS = 300
+_REACHED = ("metric_above", "loss_below")  # stop rules that are a target
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """One run of a benchmark: a line of `measured.jsonl` with all the report needs.
+
+    So the run's directory may be removed.
+
+    Attributes:
+        samples: of a step, in the median: fewer than the global batch where the data set is smaller.
+        other_cores: cores that other processes kept busy meanwhile; None where the system does not tell.
+        losses: of the first 60 steps.
+        final_loss: mean of the last 10 steps; None where one of them was not finite.
+    """
+
+    setting: str
+    round: int
+    run: str
+    step_time_s: float
+    samples: float
+    steps: int
+    training_time_s: float
+    reason: str
+    reached: bool
+    other_cores: float | None
+    energy_joules: float | None
+    synthetic: bool
+    ranks: list[RankUse]
+    losses: list[float | None]
+    curve: Curve
+    final_loss: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `load` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def load(cls, values: dict[str, Any]) -> FinishedRun:
+        """A finished run from a line's values."""
+        ranks = [RankUse(**rank) for rank in values["ranks"]]
+        return cls(**(values | {"ranks": ranks, "curve": Curve(**values["curve"])}))
+
+
+def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: float | None) -> FinishedRun:
+    """The measurements of a run that has ended.
+
+    Raises:
+        RunError: it ended within the warm-up, so that no step counts.
+    """
+    per_rank = [run.steps(rank) for rank in range(setting.plan.ranks)]
+    steps = per_rank[0]
+    speed = Speed.of(steps)
+    if speed is None:
+        raise RunError(
+            f"the run of {setting.label} ended after {len(steps)} steps ({run.reason}), and the first {WARM_UP_STEPS} "
+            "are warm-up. Measure with --steps 60."
+        )
+    reason = run.reason or ""
+    energy = [joules for lines in per_rank if (joules := _per_step(lines, "energy_joules")) is not None]
+    return FinishedRun(
+        setting=setting.key,
+        round=round_,
+        run=name,
+        step_time_s=speed.step_s,
+        samples=speed.samples,
+        steps=len(steps),
+        training_time_s=run.training_time_s,
+        reason=reason,
+        reached=reason.startswith(_REACHED),
+        other_cores=other_cores,
+        energy_joules=sum(energy) if energy else None,
+        synthetic=any(event.get("synthetic") for event in run.events()),
+        ranks=[_use_of(lines) for lines in per_rank],
+        losses=[s["loss"] for s in steps[:PROOF_STEPS]],
+        curve=_curve(steps),
+        final_loss=_final_loss(steps),
+    )
+
+
+def measured(
+    setting: Setting,
+    runs: Sequence[FinishedRun],
+    one: Sequence[FinishedRun],
+    *,
+    cores: int,
+    tokens_per_sample: float | None = None,
+) -> MeasuredSetting:
+    """All repeats of a setting, compared with those of one device.
+
+    `one` is empty where there is none to compare with.
+
+    Args:
+        cores: those that we may use: what others compute on the rest costs nothing.
+    """
+    stolen = _stolen(runs, setting.devices, cores)
+    step_time_s = _times([run.step_time_s for run in runs], stolen)
+    samples = statistics.median(run.samples for run in runs)
+    to_stop = [run.training_time_s for run in runs] if setting.steps is None else []
+    reached = to_stop and all(run.reached for run in runs)
+    typical = min(runs, key=lambda run: abs(run.step_time_s - step_time_s.middle))
+    energy = [run.energy_joules for run in runs if run.energy_joules is not None]
+    result = MeasuredSetting(
+        label=setting.label,
+        plan=str(setting.plan),
+        devices=setting.devices,
+        scaling=setting.scaling,
+        global_batch=setting.global_batch,
+        step_time_s=step_time_s,
+        throughput=Interval(samples / step_time_s.high, samples / step_time_s.middle, samples / step_time_s.low),
+        training_time_s=_times(to_stop, stolen) if to_stop else None,
+        time_to_target_s=_times(to_stop, stolen) if reached else None,
+        energy_joules=statistics.median(energy) if energy else None,
+        tokens_per_sample=tokens_per_sample,
+        ranks=_all_repeats([run.ranks for run in runs], [run.step_time_s for run in runs]),
+        curve=typical.curve,
+        runs=[run.run for run in runs],
+        final_loss=_median([run.final_loss for run in runs]),
+        rounds_s=_by_round(runs),
+    )
+    return _compared(result, setting, runs, one, cores) if one and one[0].setting != setting.key else result
+
+
+def _compared(
+    result: MeasuredSetting, setting: Setting, runs: Sequence[FinishedRun], one: Sequence[FinishedRun], cores: int
+) -> MeasuredSetting:
+    """The result with its speedup over one device.
+
+    It compares training times where the job trains to its end, else times per sample.
+    """
+    whole = setting.steps is None
+    own, base = _comparable_times(runs, whole), _comparable_times(one, whole)
+    pairs = [base[round_] / own[round_] for round_ in sorted(own.keys() & base.keys())]
+    if not pairs:
+        return result
+    stolen, stolen_of_one = _stolen(runs, setting.devices, cores), _stolen(one, 1, cores)
+    ratio = median_interval(pairs)
+    speedup = Interval(ratio.low * (1 - stolen_of_one), ratio.middle, ratio.high / (1 - stolen))
+    times = _times(list(own.values()), stolen), _times(list(base.values()), stolen_of_one)
+    return dataclasses.replace(
+        result,
+        speedup=speedup,
+        is_speedup=differ(*times, repeats=len(pairs)),
+        efficiency=speedup.times(1 / setting.devices),
+        pairs=pairs,
+    )
+
+
+def _by_round(runs: Sequence[FinishedRun]) -> list[float | None]:
+    times = {run.round: run.step_time_s for run in runs}
+    return [times.get(round_) for round_ in range(max(times) + 1)]
+
+
+def _comparable_times(runs: Sequence[FinishedRun], whole: bool) -> dict[int, float]:
+    """Seconds by round, of the same work.
+
+    The whole training, or one sample (the samples of a step differ where the scaling is weak).
+    """
+    return {run.round: run.training_time_s if whole else run.step_time_s / run.samples for run in runs}
+
+
+def _stolen(runs: Sequence[FinishedRun], devices: int, cores: int) -> float:
+    known = [run.other_cores for run in runs if run.other_cores is not None]
+    return stolen_share(statistics.median(known), devices=devices, cores=cores) if known else 0.0
+
+
+def _times(seconds: Sequence[float], stolen: float) -> Interval:
+    return undisturbed(median_interval(seconds), stolen)
+
+
+# One run
+
+
+def _use_of(lines: list[dict[str, Any]]) -> RankUse:
+    readings = [line["use"] for line in lines if "use" in line]
+    gpu = [use["gpu_peak_memory_bytes"] for use in readings if "gpu_peak_memory_bytes" in use]
+    return RankUse(
+        parts_s=typical_parts(lines) or dict.fromkeys(PARTS, 0.0),
+        wire_bytes=_per_step(lines, "wire_bytes"),
+        saved_bytes=_per_step(lines, "saved_bytes"),
+        compression_error=_median([use.get("compression_error") for use in readings]),
+        memory_bytes=_memory_bytes(readings),
+        gpu_memory_bytes=max(gpu, default=None),
+    )
+
+
+def _per_step(lines: list[dict[str, Any]], counter: str) -> float | None:
+    """A counter's growth per step between first and last reading; None with fewer than two."""
+    readings = [(line["step"], line["use"][counter]) for line in lines if counter in line.get("use", {})]
+    if len(readings) < 2:
+        return None
+    return float(sum(grown for _, grown in readings[1:]) / (readings[-1][0] - readings[0][0]))
+
+
+def _memory_bytes(readings: list[dict[str, Any]]) -> int | None:
+    """Peak resident memory in bytes, corrected for shared pages by the newest reading.
+
+    The correction is the difference between resident and proportional set size.
+    """
+    peaks = [use.get("peak_memory_bytes", use.get("memory_bytes", 0)) for use in readings]
+    shared = next((use["memory_bytes"] - use["pss_bytes"] for use in reversed(readings) if "pss_bytes" in use), 0)
+    return max(peaks) - shared if peaks else None
+
+
+def _final_loss(steps: list[dict[str, Any]]) -> float | None:
+    last = [s["loss"] for s in steps[-FINAL_STEPS:]]
+    return None if None in last else fmean(last)
+
+
+def _curve(steps: list[dict[str, Any]]) -> Curve:
+    started = steps[0]["time"] - steps[0]["step_s"]
+    samples = 0
+    points = []
+    for step in steps:
+        samples += step["samples"]
+        points.append((step["step"], round(step["time"] - started, 3), samples, step["loss"]))
+    every = -(-len(points) // _CURVE_POINTS)
+    kept = points[::every] if (len(points) - 1) % every == 0 else [*points[::every], points[-1]]
+    return Curve(*(list(column) for column in zip(*kept, strict=True)))
+
+
+# All repeats
+
+
+def _all_repeats(runs: Sequence[Sequence[RankUse]], step_times_s: Sequence[float]) -> list[RankUse]:
+    """Each rank's use over all repeats."""
+    return [
+        RankUse(
+            parts_s=typical([use.parts_s for use in uses], step_times_s),
+            wire_bytes=_median([use.wire_bytes for use in uses]),
+            saved_bytes=_median([use.saved_bytes for use in uses]),
+            compression_error=_median([use.compression_error for use in uses]),
+            memory_bytes=max((use.memory_bytes for use in uses if use.memory_bytes is not None), default=None),
+            gpu_memory_bytes=max(
+                (use.gpu_memory_bytes for use in uses if use.gpu_memory_bytes is not None), default=None
+            ),
+        )
+        for uses in zip(*runs, strict=True)
+    ]
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,230 @@
+"""Simulation of a job on a cluster that is not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.job.job import Job
+from paceline.stats import Interval
+from paceline.units import count, percent
+from paceline_lab.scaling.result import Scaling
+from paceline_lab.simulated.curve import (
+    PUBLISHED_FAILURES,
+    Chances,
+    Point,
+    SimulatedCurve,
+    per_device,
+    simulated_curve,
+)
+from paceline_lab.simulated.findings import limit_of, sentences
+from paceline_lab.simulated.measured_here import MeasuredHere, ReadingSpeed
+from paceline_lab.simulated.published import Likeness, alike, kind_of
+
+if TYPE_CHECKING:
+    from paceline.planning.adjustment import Basis
+
+_CORRECTED = "corrected by"  # of a prediction's notes, what says that measured runs are behind it
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A job on one cluster: curves, published ones beside them, and what they rest on.
+
+    Attributes:
+        name: of the cluster, as it was given; `about` is the same in words.
+        device: name in the catalogue.
+        curves: strong scaling, then weak if it was asked for.
+        rests_on: sentences on the basis of the figures.
+        unknown: sentences on what they leave out.
+    """
+
+    job: Job
+    name: str
+    about: str
+    device: str
+    curves: tuple[SimulatedCurve, ...]
+    published: dict[Scaling, list[Likeness]]
+    rests_on: tuple[str, ...]
+    unknown: tuple[str, ...]
+    seed: int
+
+    @property
+    def strong(self) -> SimulatedCurve:
+        """Strong scaling."""
+        return self.curves[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sample; 1 where it is no sequence."""
+        assert self.strong.base.candidate is not None
+        return self.strong.base.candidate.layout.trace.tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """The simulation as plain JSON values. Nothing in it is measured."""
+        return {
+            "job": self.job.name,
+            "cluster": self.name,
+            "device": self.device,
+            "simulated": True,
+            "interval": 0.8,
+            "seed": self.seed,
+            "curves": [_curve(curve) for curve in self.curves],
+            "published": {scaling: [_published(one) for one in found] for scaling, found in self.published.items()},
+            "rests_on": list(self.rests_on),
+            "unknown": list(self.unknown),
+        }
+
+
+def simulate(
+    job: Job,
+    cluster: Cluster,
+    name: str,
+    chances: Chances,
+    *,
+    weak: bool = True,
+    calibration: Basis | None = None,
+    here: MeasuredHere | None = None,
+    reading: ReadingSpeed | None = None,
+) -> Simulation:
+    """Simulate a job on a cluster and on fewer of its devices.
+
+    Args:
+        name: of the cluster, as it was given.
+        calibration: factors of measured runs; a benchmark's own of the same device stand for it.
+        here: a benchmark of the job that was measured on this machine.
+        reading: how fast this machine reads the job's samples.
+
+    Raises:
+        JobError: the model cannot be built.
+        ClusterError: a device is not in the catalogue.
+        PlanError: the job fits on no number of these devices.
+    """
+    from paceline.planning.machines import machines
+
+    device = machines(cluster).device
+    if calibration is None and here is not None:
+        calibration = here.factors_for(device.name)
+    strong = simulated_curve(job, cluster, chances, calibration)
+    curves: tuple[SimulatedCurve, ...] = (strong,)
+    if weak:
+        each = per_device(strong)
+        curves = (strong, simulated_curve(job, cluster, chances, calibration, per_device=each))
+    first = curves[0].base.candidate
+    assert first is not None
+    trace = first.layout.trace
+    published = {curve.scaling: alike(trace, device, curve.scaling) for curve in curves}
+    told = [
+        f"step times: {first.interval.rests_on}; the planner's prediction of the best plan for each number of devices",
+        *_scaling_rests_on(chances),
+        *_failures_rest_on(job, chances),
+        *(
+            [here.line(device.name)]
+            if here
+            else ["nothing was measured here: --out names the directory of a benchmark"]
+        ),
+    ]
+    told += [note for note in first.prediction.notes if note.startswith(_CORRECTED)]
+    if kind_of(trace) is None:
+        told.append("no published curve is of this kind of model")
+    return Simulation(
+        job,
+        name,
+        cluster.describe(),
+        device.name,
+        curves,
+        published,
+        tuple(told),
+        _unknown(curves, reading),
+        chances.seed,
+    )
+
+
+def _scaling_rests_on(chances: Chances) -> list[str]:
+    lost = 1 - math.exp(chances.scale.quantile(0.5) * math.sqrt(3))
+    spread = [1 - math.exp(chances.scale.quantile(level) * math.sqrt(3)) for level in (0.9, 0.1)]
+    curves = count(len(chances.scale.values), "published curve")
+    usual = (
+        f"{curves} lose {percent(lost)} more on 8 times the devices than the planner says (80 % of them "
+        f"{percent(spread[0])} to {percent(spread[1])})"
+    )
+    if chances.jitter is None:
+        return [f"speedups: {usual}; that is taken off, and its spread is their interval"]
+    drawn = f"slowest ranks: every step waits for the slowest of all, drawn; step times {chances.jitter.words}"
+    return [f"speedups: {usual}; its spread is their interval, and the loss itself comes from the next line", drawn]
+
+
+def _failures_rest_on(job: Job, chances: Chances) -> list[str]:
+    rate = chances.failures_per_host_day
+    if not rate:
+        return ["failures: none, as asked for"]
+    source = "as Llama 3's pre-training had them (arXiv:2407.21783)" if rate == PUBLISHED_FAILURES else "as given"
+    every = job.checkpoint.every_steps
+    saved = count(every, "step") if every is not None else f"{job.checkpoint.every_seconds:g} s"
+    return [
+        f"failures: {rate:.3g} a day on each host, {source}, drawn {chances.draws:,} times; a checkpoint every {saved} "
+        "as in the job"
+    ]
+
+
+def _unknown(curves: Sequence[SimulatedCurve], reading: ReadingSpeed | None) -> tuple[str, ...]:
+    told = []
+    last = curves[0].last
+    if reading is not None and last.throughput is not None:
+        told.append(f"loading data: {reading.line(last.throughput.middle, last.devices, last.hosts)}")
+    assert last.candidate is not None
+    told += [note for note in last.candidate.prediction.notes if not note.startswith(_CORRECTED)]
+    told.append("other jobs on the same network, slow or broken links and switches, and how well a larger batch learns")
+    return tuple(dict.fromkeys(told))
+
+
+# JSON
+
+
+def _curve(curve: SimulatedCurve) -> dict[str, Any]:
+    return {
+        "scaling": curve.scaling,
+        "base_devices": curve.base.devices,
+        "points": [_point(point, curve.base) for point in curve.points],
+        "findings": sentences(curve),
+    }
+
+
+def _point(point: Point, base: Point) -> dict[str, Any]:
+    plain = {"devices": point.devices, "hosts": point.hosts, "global_batch": point.global_batch}
+    if point.candidate is None:
+        return plain | {"plan": None, "why": point.why}
+    prediction = point.candidate.prediction
+    figures = ("step_time_s", "throughput", "speedup", "efficiency", "goodput")
+    return plain | {
+        "plan": str(point.candidate.plan),
+        "devices_used": point.used,
+        **{name: _interval(getattr(point, name)) for name in figures},
+        "best_goodput": point.best_goodput,
+        "best_every_steps": point.best_every_steps,
+        "mfu": prediction.mfu,
+        "memory_bytes": prediction.memory_bytes,
+        "breakdown_s": prediction.breakdown,
+        "limit": limit_of(point, base),
+    }
+
+
+def _interval(interval: Interval | None) -> dict[str, float] | None:
+    return None if interval is None else dataclasses.asdict(interval)
+
+
+def _published(one: Likeness) -> dict[str, Any]:
+    curve = one.held.curve
+    return {
+        "title": curve.title,
+        "source": curve.source,
+        "url": curve.url,
+        "differences": list(one.differences),
+        "devices": curve.devices,
+        "efficiency": list(one.held.efficiency),
+        "predicted_efficiency": list(one.held.predicted),
+    }

@@ -1,0 +1,395 @@
+"""`paceline bench --systems`: one job under several systems, in interleaved runs, losses before times."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import environment, to_run_on
+from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
+from paceline.elastic.seed import ALLOCATOR
+from paceline.elastic.signals import StopSignals
+from paceline.errors import PacelineError, PlanError, RunError
+from paceline.files import scratch_folder, write_whole
+from paceline.job.job import EvaluateSpec, Job
+from paceline.job.stop import StopSpec
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.plan import Plan
+from paceline.run.tuning.auto import choose
+from paceline.units import seconds
+from paceline_lab.scaling.directory import MEASURED, REPORT, BenchmarkDirectory
+from paceline_lab.scaling.protocol import rounds
+from paceline_lab.scaling.result import Scaling
+from paceline_lab.systems.comparable import (
+    as_compared,
+    grown,
+    must_be_cpus_of_this_machine,
+    must_draw_nothing,
+    normalises_apart,
+)
+from paceline_lab.systems.compared import Comparison, TakenRun, step_time_s, time_to
+from paceline_lab.systems.environments import python_of
+from paceline_lab.systems.killed import Kill
+from paceline_lab.systems.plain import REFERENCE
+from paceline_lab.systems.proof import Proof, Reference, References
+from paceline_lab.systems.started import Finished, run
+from paceline_lab.systems.summary import summary
+from paceline_lab.systems.system import SYSTEMS, Start, System
+from paceline_lab.systems.task import JOB, Task
+
+OURS, PLAIN = "paceline", "plain"
+PROOF_STEPS = 12  # of the first run of each way, whose losses are compared before anything is timed
+STEPS = 70
+_PATIENCE = 5.0
+_PORTS = 40  # free in a row, for a run
+# Ray's, whose name has the time and a process
+_LONGEST_SOCKET = "ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A system, and how it is set up. `key` names its runs; `exact`: it is to compute what one process computes.
+
+    `global_batch` is that of its runs where it is not the comparison's.
+    """
+
+    key: str
+    system: System
+    label: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    tuned: bool = False
+    exact: bool = True
+    threads: int = 1
+    global_batch: int | None = None
+
+    @property
+    def title(self) -> str:
+        """System and set-up, for people."""
+        return f"{self.system.title}, {self.label}"
+
+
+class Compare:
+    """A comparison in its directory.
+
+    Args:
+        systems: names, as `SYSTEMS` has them; paceline and one process of PyTorch are always among them.
+        plans: of paceline, beside the one that `auto` finds; e.g. with a rule that sends less.
+        repeat: runs of every way.
+        steps: of every run.
+        weak: every rank has the job's global batch; else all ranks share it.
+        tuned: run each system also with paceline's settings for memory and data, and its own tuned ones.
+        kill: also run each system once with a rank killed half-way.
+        deadline_s: after so long a run is taken to hang, or five times what its first steps promise, if that is more.
+
+    Raises:
+        PacelineError: the job, a plan, a name or the directory cannot work.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster | None,
+        systems: Sequence[str],
+        *,
+        plans: Sequence[str] = (),
+        repeat: int = 5,
+        steps: int | None = None,
+        weak: bool = False,
+        tuned: bool = True,
+        kill: bool = False,
+        deadline_s: float = 600.0,
+        out: Path,
+        say: Say,
+        command: str = "paceline_lab.bench",
+    ) -> None:
+        self.cluster = to_run_on(cluster)
+        must_be_cpus_of_this_machine(self.cluster)
+        self.steps, self.repeat, self.deadline_s = steps or STEPS, repeat, deadline_s
+        self.hosts = self.cluster.emulate.hosts if self.cluster.emulate else 1
+        self.ranks = self.hosts if self.hosts > 1 else self.cluster.devices
+        self.scaling: Scaling = "weak" if weak else "strong"
+        self.base_batch = job.global_batch  # of the run that every speedup is against
+        job = grown(job, self.ranks) if weak else job
+        self.job, self.target = as_compared(job, self.steps, self.ranks), job.stop.loss_below
+        must_draw_nothing(self.job)
+        self.say, self.command, self.path, self.kill = say, command, out, kill
+        self.pauses: dict[str, float | None] = {}  # after a kill; None: the training ended
+        self.stopped_by: str | None = None
+        self.left_out: dict[str, str] = {}
+        self.proofs: dict[str, Proof] = {}
+        self.first_run_s: dict[str, float] = {}  # how long the first steps took, the start included
+        loaded = {name: SYSTEMS[name].load() for name in dict.fromkeys([OURS, PLAIN, *systems])}
+        self.directory = BenchmarkDirectory(out)
+        self.plan = self._plan(job)
+        self.ways = [way for system in loaded.values() for way in self._ways(system, plans, tuned=tuned)]
+        self.pythons: dict[str, Path] = {}
+        self.directory.begin(self._protocol())
+        self.runs = self._measured()
+
+    # What is to be measured
+
+    def _plan(self, job: Job) -> Plan:
+        """The plan that `auto` stands for; a continued comparison keeps its own."""
+        if begun := self.directory.begun_with():
+            return begun[0]
+        return choose(job.model_copy(update={"drop_last": True}), self.cluster, self.say, runs=self.repeat).plan
+
+    def _ways(self, system: System, plans: Sequence[str], *, tuned: bool) -> Iterator[Way]:
+        if reason := system.refuses(self.job, self.cluster):
+            self.left_out[system.title] = reason
+        elif system.name == OURS:
+            yield Way(OURS, system, "--plan auto", {"plan": str(self.plan)})
+            for number, text in enumerate(plans):
+                plan = Plan.parse(text)
+                if reasons := check_plan(plan, self.job, self.cluster):
+                    raise PlanError("\n".join(reasons))
+                yield Way(f"{OURS}-{number + 1}", system, text, {"plan": text}, exact=not plan.inexact)
+        elif system.name == PLAIN:
+            own = self.base_batch if self.scaling == "weak" else None
+            yield Way(PLAIN, system, f"one core, batch {own}" if own else "one core", global_batch=own)
+            if self.cluster.devices > 1 and self.hosts == 1:
+                yield Way(f"{PLAIN}-all", system, "all cores", threads=self.cluster.devices)
+        else:
+            yield Way(system.name, system, "as documented")
+            if tuned and not system.apart:
+                yield Way(f"{system.name}-tuned", system, "tuned", dict(system.tuned), tuned=True)
+
+    def _protocol(self) -> dict[str, Any]:
+        known = environment()
+        ways = {way.key: {"label": way.label, "settings": way.settings} for way in self.ways}
+        machine = {key: known[key] for key in ("host", "cpu", "cores", "torch", "paceline")}
+        job = self.job.model_dump(mode="json")
+        return {
+            "plan": str(self.plan),
+            "knobs": [],
+            "systems": ways,
+            "steps": self.steps,
+            "scaling": self.scaling,
+            "job": job,
+            "machine": machine,
+        }
+
+    def _measured(self) -> dict[str, list[TakenRun]]:
+        found: dict[str, list[TakenRun]] = {way.key: [] for way in self.ways}
+        file = self.path / MEASURED
+        for line in file.read_text().splitlines() if file.exists() else []:
+            taken = TakenRun(**json.loads(line))
+            found.setdefault(taken.way, []).append(taken)
+        return found
+
+    # Runs
+
+    def run(self) -> Comparison | None:
+        """Prove, then measure what is not measured yet; None if nothing was measured."""
+        self._install()
+        with StopSignals() as signals, self._places() as (hosts, emulation):
+
+            def stopped() -> bool:
+                return signals.first is not None
+
+            try:
+                self._prove(hosts, stopped)
+                for round_, way in rounds(self.ways, self.repeat):
+                    done = {taken.round for taken in self.runs[way.key]}
+                    if round_ not in done and way.title not in self.left_out:
+                        self._measure(way, round_, hosts, emulation, stopped)
+                for way in self.ways if self.kill else ():
+                    if way.system.is_killed and way.system.name != PLAIN and not way.tuned and self.runs[way.key]:
+                        self._kill(way, hosts, stopped)
+            except KeyboardInterrupt:
+                self.stopped_by = signals.first or "SIGINT"
+        found = self.comparison()
+        if found is not None:
+            write_whole(self.path / REPORT, json.dumps(found.to_json()))
+        return found
+
+    def _install(self) -> None:
+        for system in {way.system.name: way.system for way in self.ways}.values():
+            try:
+                self.pythons[system.name] = python_of(system, self.say)
+            except RunError as error:
+                self._leave_out(system.title, error)
+        self.ways = [way for way in self.ways if way.system.name in self.pythons]
+
+    @contextmanager
+    def _places(self) -> Iterator[tuple[tuple[EmulatedHost, ...], Emulation | None]]:
+        """Emulated hosts of the other systems; paceline's command makes its own alike."""
+        if self.cluster.emulate is None:
+            yield (), None
+            return
+        with Emulation(self.cluster.emulate) as emulation:
+            yield emulation.hosts, emulation
+
+    def _prove(self, hosts: tuple[EmulatedHost, ...], stopped: Callable[[], bool]) -> None:
+        """Compare every way's first losses with those of one process."""
+        steps = min(PROOF_STEPS, self.steps)
+        references = References(lambda reference: self._losses(reference, steps, stopped))
+        apart = normalises_apart(self.job)
+        for way in self.ways:
+            if way.title in self.left_out:
+                continue
+            began = time.monotonic()
+            try:
+                losses = self._one(way.system, self._task(way, steps), hosts, stopped, tuned=way.tuned).steps.losses
+            except RunError as error:
+                self._leave_out(way.title, error)
+                continue
+            self.first_run_s[way.system.name] = time.monotonic() - began
+            proof = references.prove(losses, way.global_batch, self.parts(way) if apart else 1)
+            self.proofs[way.key] = proof
+            self.say(f"{way.title}: {proof}")
+
+    def parts(self, way: Way) -> int:
+        """Parts of a batch that a way computes apart."""
+        if way.system.name == OURS:
+            plan = Plan.parse(way.settings["plan"])
+            return plan.data_ranks * plan.microbatches
+        return 1 if way.system.name == PLAIN else self.ranks
+
+    def _losses(self, reference: Reference, steps: int, stopped: Callable[[], bool]) -> list[float]:
+        """Losses of one process."""
+        task = self._task(Way(REFERENCE.name, REFERENCE, "", global_batch=reference.batch), steps)
+        task = replace(task, parts=reference.parts, disturbed=reference.disturbed)
+        return self._one(REFERENCE, task, (), stopped).steps.losses
+
+    def _measure(
+        self,
+        way: Way,
+        round_: int,
+        hosts: tuple[EmulatedHost, ...],
+        emulation: Emulation | None,
+        stopped: Callable[[], bool],
+    ) -> None:
+        before = _busiest(emulation)
+        try:
+            finished = self._one(way.system, self._task(way, self.steps), hosts, stopped, tuned=way.tuned)
+        except RunError as error:
+            self._leave_out(way.title, error)
+            return
+        ended = finished.steps.ended_s
+        carried = _busiest(emulation) - before if emulation else 0.0
+        carried = finished.steps.wire_bytes or carried
+        taken = TakenRun(
+            way.key,
+            round_,
+            step_time_s(ended),
+            ended[0] - finished.began,
+            finished.memory_bytes,
+            carried / len(ended) if emulation else None,
+            time_to(self.target, finished.steps.losses, ended),
+            finished.steps.losses,
+            [end - ended[0] for end in ended],
+        )
+        self.runs[way.key].append(taken)
+        with open(self.path / MEASURED, "a") as lines:
+            lines.write(json.dumps(asdict(taken)) + "\n")
+        self.say(
+            f"round {round_ + 1} of {self.repeat} · {way.system.title}, {way.label} · {seconds(taken.step_s)} a step · "
+            f"first step after {taken.first_step_s:.1f} s"
+        )
+
+    def _kill(self, way: Way, hosts: tuple[EmulatedHost, ...], stopped: Callable[[], bool]) -> None:
+        """One more run, of which a rank is killed half-way."""
+        kill, steps = Kill.within(self.runs[way.key])
+        try:
+            finished = self._one(way.system, self._task(way, steps), hosts, stopped, kill=kill)
+        except RunError as error:
+            if kill.time is None:
+                self.say(f"{way.title}: not killed: {error}")
+                return
+            self.pauses[way.key] = None
+            self.say(f"{way.title} ends when a rank is killed: {str(error).splitlines()[0]}")
+            return
+        if kill.time is None:
+            self.say(f"{way.title}: not killed: it has no second rank, or ended before its time")
+            return
+        self.pauses[way.key] = kill.pause_s(finished.steps.ended_s)
+        self.say(f"{way.title} goes on after {self.pauses[way.key]:.2f} s when a rank is killed")
+
+    def _task(self, way: Way, steps: int) -> Task:
+        channels_last = self.plan.memory_format == "channels_last" and way.tuned and way.system.takes_channels_last
+        return Task(
+            1 if way.system.name in (PLAIN, REFERENCE.name) else self.ranks,
+            self.hosts,
+            steps,
+            way.threads,
+            way.settings,
+            way.tuned,
+            channels_last,
+            self.plan.num_workers if way.tuned else 0,
+            global_batch=way.global_batch,
+        )
+
+    def _one(
+        self,
+        system: System,
+        task: Task,
+        hosts: tuple[EmulatedHost, ...],
+        stopped: Callable[[], bool],
+        *,
+        tuned: bool = False,
+        kill: Kill | None = None,
+    ) -> Finished:
+        """One run in a folder of its own, which is kept where it failed."""
+        folder = Path(tempfile.mkdtemp(prefix=f"{system.name}-", dir=self.path / "runs"))
+        batch = task.global_batch or self.job.global_batch
+        stop, evaluate = StopSpec(steps=task.steps), EvaluateSpec(every_steps=task.steps)
+        changes = {"stop": stop, "evaluate": evaluate, "global_batch": batch}
+        write_whole(folder / JOB, self.job.model_copy(update=changes).to_yaml())
+        task.write(folder)
+        python = self.pythons.get(system.name) or python_of(system, self.say)
+        variables = dict(ALLOCATOR) if tuned else {}
+        with scratch_folder(_LONGEST_SOCKET) as scratch:
+            start = Start(python, folder, task, self.cluster, hosts, _free_port(), scratch)
+            promised_s = self.first_run_s.get(system.name, 0.0) * task.steps / PROOF_STEPS
+            deadline_s = max(self.deadline_s, _PATIENCE * promised_s)
+            try:
+                finished = run(system, start, variables, deadline_s=deadline_s, stopped=stopped, kill=kill)
+            except KeyboardInterrupt:
+                shutil.rmtree(folder)
+                raise
+        shutil.rmtree(folder)
+        return finished
+
+    def _leave_out(self, title: str, error: PacelineError) -> None:
+        self.left_out[title] = str(error)
+        self.say(f"{title} is left out: {error}")
+
+    # What was found
+
+    def comparison(self) -> Comparison | None:
+        """The result of the finished runs; None before the first of paceline."""
+        return summary(self) if self.runs.get(OURS) else None
+
+
+def _busiest(emulation: Emulation | None) -> float:
+    """Bytes of the link that carried most."""
+    if emulation is None:
+        return 0.0
+    return float(max(max(link.sent_bytes, link.received_bytes) for link in emulation.carried().values()))
+
+
+def _free_port() -> int:
+    """The first of several ports in a row that nobody uses now."""
+    for _ in range(100):
+        with ExitStack() as held:
+            first = held.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                for number in range(1, _PORTS):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port + number))
+            except (OSError, OverflowError):
+                continue
+            return port
+    raise RunError(f"no {_PORTS} free ports in a row were found on loopback")

@@ -1,0 +1,24 @@
+"""A process of a system: `python -m paceline_lab.systems.run MODULE:FUNCTION FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from paceline.job.read.imports import load_object
+from paceline_lab.systems.work import Work
+
+
+def main() -> None:
+    """Call a system's `train` with a folder's work, and leave its record."""
+    work = Work(Path(sys.argv[2]))
+    load_object(sys.argv[1])(work)
+    work.write()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is written; what torch frees at the end of an interpreter now and then aborts or hangs it
+
+
+if __name__ == "__main__":
+    main()

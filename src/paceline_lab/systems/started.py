@@ -1,0 +1,162 @@
+"""One run of a system: commands started, watched, and ended with their children."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from paceline.cluster.emulate.hosts import enter_host
+from paceline.errors import RunError
+from paceline_lab.systems.killed import Kill
+from paceline_lab.systems.system import Command, Start, System
+from paceline_lab.systems.task import Steps
+
+MARK = "PACELINE_COMPARED"  # in the environment of every process of a run, also of those that became daemons
+_POLL_S, _MEMORY_S, _END_S = 0.05, 2.0, 10.0
+_TAIL = 6  # lines of what a failed run said
+_ERROR = re.compile(r"^(\[rank\d+\]: |\[[\w.,]+\]<stderr>: ?)?[\w.]*(Error|Exception|Interrupt): ")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that took all its steps.
+
+    Attributes:
+        began: when the command was given, in Unix seconds.
+        memory_bytes: the most that all its processes held together; of shared pages, their share.
+    """
+
+    steps: Steps
+    began: float
+    memory_bytes: int
+
+
+def run(
+    system: System,
+    start: Start,
+    environment: dict[str, str],
+    *,
+    deadline_s: float,
+    stopped: Callable[[], bool] = lambda: False,
+    kill: Kill | None = None,
+) -> Finished:
+    """Run a system once.
+
+    Args:
+        environment: variables beside those of this process.
+        deadline_s: after so long, it is taken to hang, and killed.
+        stopped: asked now and then; True ends the run.
+        kill: what is done to a rank meanwhile.
+
+    Raises:
+        RunError: it failed or hangs; with the end of what it said.
+        KeyboardInterrupt: it was `stopped`.
+    """
+    marked = f"{os.getpid()}:{start.folder}"
+    processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
+    began, most = time.time(), 0
+    try:
+        with open(start.folder / "log", "ab") as log:
+            for command in system.commands(start):
+                variables = {**_own_environment(), **_network(command), **environment, **command.environment}
+                started = subprocess.Popen(
+                    list(command.words),
+                    env={**variables, "TMPDIR": str(start.scratch), MARK: marked},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=partial(enter_host, command.host.entry if command.host else None),
+                )
+                processes.append((command, started))
+        most = _wait(system, start.folder, processes, marked, began + deadline_s, stopped, kill)
+    finally:
+        _end(marked, [process for _, process in processes])
+    try:
+        return Finished(system.steps(start), began, most)
+    except (OSError, KeyError, ValueError) as error:
+        raise RunError(f"{system.title} left no record of its steps: {error}\n{_said(start.folder)}") from error
+
+
+def _wait(
+    system: System,
+    folder: Path,
+    processes: list[tuple[Command, subprocess.Popen[bytes]]],
+    marked: str,
+    until: float,
+    stopped: Callable[[], bool],
+    kill: Kill | None,
+) -> int:
+    """Wait until all that do not serve have ended well; returns the most memory seen."""
+    began, most, look = time.time(), 0, time.monotonic() + _MEMORY_S / 2  # a short run is seen once, too
+    while True:
+        codes = [(process.poll(), command.serves) for command, process in processes]
+        if failed := [code for code, serves in codes if code or (serves and code is not None)]:
+            raise RunError(f"{system.title} failed with exit status {failed[0]}\n{_said(folder)}")
+        if all(serves or code == 0 for code, serves in codes):
+            return most
+        if stopped():
+            raise KeyboardInterrupt
+        if kill is not None:
+            kill.due(began, partial(_marked, marked))
+        if time.time() > until:
+            raise RunError(f"{system.title} hangs, and was killed\n{_said(folder)}")
+        if time.monotonic() > look:
+            most, look = max(most, sum(map(_proportional_bytes, _marked(marked)))), time.monotonic() + _MEMORY_S
+        time.sleep(_POLL_S)
+
+
+def _own_environment() -> dict[str, str]:
+    """This process's variables, but for those that tell a script that it is a rank."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in ranks}
+
+
+def _network(command: Command) -> dict[str, str]:
+    """Variables by which gloo finds the interface of an emulated host, which has no GPU."""
+    if command.host is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": command.host.interface, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _marked(marked: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == marked:
+                yield process
+
+
+def _proportional_bytes(process: psutil.Process) -> int:
+    with suppress(psutil.Error):
+        return int(process.memory_full_info().pss)
+    return 0
+
+
+def _end(marked: str, processes: list[subprocess.Popen[bytes]]) -> None:
+    """End every process of the run: SIGTERM, and SIGKILL for those that stay."""
+    for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _END_S), (signal.SIGKILL, _END_S)):
+        there = list(_marked(marked))
+        for process in there:
+            with suppress(psutil.Error):
+                process.send_signal(number)
+        psutil.wait_procs(there, patience_s if there else 0)
+    for started in processes:
+        started.wait()
+
+
+def _said(folder: Path) -> str:
+    """The first error of its processes; without one, the end of what they said."""
+    text = (folder / "log").read_text(errors="replace") if (folder / "log").exists() else ""
+    told = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in told if _ERROR.search(line)]
+    return "\n".join(errors[:1] or told[-_TAIL:]) + f"\n(all of it: {folder / 'log'})"

@@ -1,0 +1,173 @@
+"""The job as a plain PyTorch script uses it: its model, optimizer, batches and loss.
+
+The scripts of the systems that train PyTorch models take all of these from here, so that they differ in nothing but
+what the system asks for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Imported by the first step of an optimizer, it keeps a process group that is there, whose threads then abort the exit.
+import torch.distributed.nn.functional
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from paceline.engine.calls import to_channels_last
+from paceline.engine.sparse_tables import sparse_tables
+from paceline.job.batch import Batch, place, split, target_of
+from paceline.job.job import Job
+from paceline.job.partition import Partition
+from paceline.run.build import load_published, seed_all
+from paceline_lab.systems.task import JOB, Steps, Task
+
+
+class Work:
+    """A job, and the record of its steps.
+
+    Attributes:
+        settings: of the system's own.
+        rank: of this process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.task, self.job = folder, Task.read(folder), Job.load(folder / JOB)
+        self.settings, self.rank = self.task.settings, 0
+        torch.set_num_threads(self.task.threads)
+        seed_all(self.job.seed)
+        self._loss = self.job.loss.build()
+        self._model: nn.Module | None = None
+        self._rows = False
+        self._data: Any = None
+        self._losses: list[float] = []
+        self._ended_s: list[float] = []
+
+    def model(self) -> nn.Module:
+        """The job's model with its first weights, the same in every process."""
+        seed_all(self.job.seed)
+        model = self.job.model.build()
+        load_published(self.job, model)
+        self._rows = bool(sparse_tables(model))
+        if self.task.disturbed:
+            _disturb(model)
+        if self.task.channels_last:
+            to_channels_last(model)
+        return model
+
+    def optimizer(self, parameters: Iterable[nn.Parameter], *, fused: bool = True) -> torch.optim.Optimizer:
+        """The job's optimizer; a tuned one takes fused steps, where its system has them."""
+        # torch's fused steps take no sparse gradients
+        return self.job.optimizer.build(parameters, fused=fused and self.task.tuned and not self._rows)
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """The job's learning-rate schedule, by torch's scheduler."""
+        total = self.job.stop.steps
+        return LambdaLR(optimizer, lambda step: self.job.schedule.factor_at(step, total))
+
+    def batches(self, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
+        """A rank's part of each global batch, until all steps are taken.
+
+        By torch's `DataLoader` as it is; a tuned one copies a batch at once out of a data set in memory, and has loader
+        processes where paceline's plan has.
+        """
+        self.rank = rank
+        data, part = self._dealt(rank, ranks)
+        whole = getattr(data, "__getitems__", None) if self.task.tuned else None
+        taken, workers = 0, self.task.num_workers
+        indices: list[list[int]] = []  # of the epoch
+        loader = DataLoader(_OneByOne(data), batch_sampler=indices, num_workers=workers, persistent_workers=workers > 0)
+        for epoch in count():
+            indices[:] = part.batches(epoch)
+            for batch in map(partial(_at_once, whole), indices) if whole and not workers else loader:
+                if taken == self.task.steps:
+                    return
+                taken += 1
+                yield place(batch, torch.device("cpu"), dtype=None, channels_last=self.task.channels_last)
+
+    def batch(self, step: int, rank: int, ranks: int) -> Batch:
+        """A rank's part of the batch of one step (0-based)."""
+        data, part = self._dealt(rank, ranks)
+        epoch, place_in_epoch = divmod(step, part.steps_per_epoch)
+        found: Batch = default_collate([data[index] for index in next(iter(part.batches(epoch, place_in_epoch)))])
+        return found
+
+    def _dealt(self, rank: int, ranks: int) -> tuple[Any, Partition]:
+        """The data set, and which samples of it a rank reads in each step."""
+        if self._data is None:
+            self._data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed).train
+        part = Partition(
+            self.job.partition,
+            samples=len(self._data),
+            global_batch=self.job.global_batch,
+            seed=self.job.seed,
+            replica=rank,
+            replicas=ranks,
+            labels=getattr(self._data, "labels", None),
+            drop_last=True,
+        )
+        return self._data, part
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The job's loss of a model on a batch."""
+        self._model = model  # kept: torch 2.13 may hang where DDP's reducer is freed after its process group
+        output = model(**batch) if isinstance(batch, Mapping) else model(*batch[:-1])
+        return self._loss(output, target_of(batch))
+
+    def parts(self, batch: Batch) -> list[Batch]:
+        """Equal parts of a batch; one, but for replicas that normalise alone."""
+        return list(split(batch, self.task.parts))
+
+    def clip(self, model: nn.Module) -> None:
+        """Clip the norm of the gradient where the job says so."""
+        if self.job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.job.clip_norm)
+
+    def took(self, loss: Tensor) -> None:
+        """Read the loss of a step that was taken, and keep the time."""
+        self._losses.append(loss.item())
+        self._ended_s.append(time.time())
+
+    def record(self, losses: list[float], ended_s: list[float]) -> None:
+        """All steps, where another process took them."""
+        self._losses, self._ended_s = losses, ended_s
+
+    def write(self) -> None:
+        """Leave the record of this rank, if it took any step."""
+        if self._losses:
+            Steps(self._losses, self._ended_s).write(self.folder, self.rank)
+
+
+@torch.no_grad()
+def _disturb(model: nn.Module) -> None:
+    """Move each weight by a few roundings, up or down."""
+    drawn = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        up = torch.randint(0, 2, parameter.shape, generator=drawn) * 2 - 1
+        parameter.mul_(1 + 4 * torch.finfo(parameter.dtype).eps * up)
+
+
+def _at_once(whole: Callable[[list[int]], Any], indices: list[int]) -> Any:
+    """A batch by a data set's access to many samples, collated where it was not."""
+    found = whole(indices)
+    return default_collate(found) if isinstance(found, list) else found
+
+
+class _OneByOne(Dataset[Any]):
+    """A data set without its access to many samples at once, which is rare."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]

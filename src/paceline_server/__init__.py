@@ -1,0 +1,54 @@
+"""Functions, parameters and modules in other processes of the run.
+
+Read `service` (what serves functions), `client` (what calls them), then `values` (what they may be given and return);
+`modules` is on top of them, and what users see of it are the names here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline_server.modules.context import context
+    from paceline_server.modules.host import connect
+    from paceline_server.modules.microbatches import microbatches
+    from paceline_server.modules.module import module
+    from paceline_server.modules.optimizer import optimizer
+    from paceline_server.modules.reference import attach, call, create, stream
+    from paceline_server.modules.serve import serve
+    from paceline_server.values import sendable
+
+__all__ = [
+    "attach",
+    "call",
+    "connect",
+    "context",
+    "create",
+    "microbatches",
+    "module",
+    "optimizer",
+    "sendable",
+    "serve",
+    "stream",
+]
+
+_HOMES = {
+    "attach": "paceline_server.modules.reference",
+    "call": "paceline_server.modules.reference",
+    "connect": "paceline_server.modules.host",
+    "context": "paceline_server.modules.context",
+    "create": "paceline_server.modules.reference",
+    "microbatches": "paceline_server.modules.microbatches",
+    "module": "paceline_server.modules.module",
+    "optimizer": "paceline_server.modules.optimizer",
+    "sendable": "paceline_server.values",
+    "serve": "paceline_server.modules.serve",
+    "stream": "paceline_server.modules.reference",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline_server' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

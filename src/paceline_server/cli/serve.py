@@ -1,0 +1,56 @@
+"""`paceline serve IMPORT_PATH… --at ADDRESS:PORT|PATH`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.command import Command
+
+
+def command(
+    what: Annotated[
+        list[str], typer.Argument(metavar="WHAT…", help="What clients may use: pkg.mod:name or file.py:name.")
+    ],
+    at: Annotated[
+        str, typer.Option("--at", metavar="WHERE", help="ADDRESS:PORT, or the path of a Unix socket to make.")
+    ],
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            "--key", metavar="FILE", help="Key of the run.", show_default="PACELINE_KEY_FILE, ~/.paceline/key"
+        ),
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=2, help="Number of calls that may run at a time.")] = 32,
+    grace: Annotated[
+        float, typer.Option("--grace", metavar="S", min=0.0, help="Seconds that a lost client has to come back.")
+    ] = 30.0,
+) -> None:
+    """Serve modules, objects and functions to other processes until Ctrl-C or SIGTERM.
+
+    Clients can name what is listed here and nothing else. Between hosts both ends prove the run's key; a Unix socket
+    is private to this user.
+    """
+    import threading
+
+    from paceline.run.stop_signals import stop_signals
+    from paceline.wire.ends import name_of
+    from paceline.wire.key import default_key_file, own_key, read_key
+    from paceline_server.modules.host import place_of
+    from paceline_server.modules.serve import serve
+
+    place = place_of(at)
+    run_key = None
+    if not isinstance(place, Path):
+        run_key = read_key(key) if key else own_key() or read_key(default_key_file())
+    stop = threading.Event()
+    with stop_signals(lambda _: stop.set()), serve(what, place, run_key, threads=threads, grace_s=grace) as serving:
+        typer.echo(f"serving {', '.join(what)} at {name_of(serving.address)}")
+        stop.wait()
+    if serving.strangers:
+        typer.echo(f"closed connections that did not show the run's key: {serving.strangers}")
+
+
+COMMAND = Command(command, "Operate", "paceline serve ranking.py:Table --at 10.0.0.2:7000 --key run.key")

@@ -1,0 +1,203 @@
+"""A module whose forward pass, parameters and buffers are in another process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline_server.modules.autograd import ForwardPass, attach
+from paceline_server.modules.context import current_context
+from paceline_server.modules.host import Host, host_of
+from paceline_server.modules.reference import HasReference, Named, Reference, path_of, sent_to
+from paceline_server.modules.served_module import HasAnchor
+from paceline_server.modules.tensors import tensors_of, with_tensors
+
+_PIECE_BYTES = 2**26  # of a state, in a call
+_STATE_TRIES = 5
+_graphs = itertools.count()  # of this process: their numbers
+
+
+def module(
+    host: str | Host, factory: Named, *args: Any, name: str | None = None, seed: int | None = None, **kwargs: Any
+) -> RemoteModule:
+    """A module that `factory(*args, **kwargs)` makes in another process, as an `nn.Module` of this one.
+
+    Args:
+        host: name of a connection (`remote.connect`).
+        factory: what the serving process was told to serve, by its import path, or itself.
+        name: under which clients share one module: the first makes it, the others get it, too.
+        seed: from which its weights are initialised (as after `torch.manual_seed(seed)`), and from which it draws in
+            its forward passes, whatever else the process does. Without one it draws from that process's generator.
+
+    Raises:
+        RemoteError: it is not served there, raised, or made no module.
+    """
+    at = host_of(host)
+    what = path_of(factory)
+    made = at.call("make", "make", what, *sent_to(at, (args, kwargs)), name, seed, True, what=what)
+    return RemoteModule(Reference(at, made, what), made)
+
+
+class PendingOutput:
+    """Output of a forward pass under way."""
+
+    def __init__(self, forward: ForwardPass, anchor: Tensor | None, inputs: list[Tensor], device: torch.device) -> None:
+        self._forward, self._anchor, self._inputs, self._device = forward, anchor, inputs, device
+
+    def result(self) -> Any:
+        """Wait for the output. Once: autograd goes through it."""
+        output = attach(self._forward, self._anchor, self._inputs)
+        if self._device.type == "cpu":
+            return output
+        return with_tensors(output, [tensor.to(self._device) for tensor in tensors_of(output)])
+
+
+class RemoteModule(nn.Module, HasReference, HasAnchor):
+    """Stands for a module in another process.
+
+    Calls go there and autograd goes through them, with the gradients of its parameters kept there; `remote.optimizer`
+    steps them. It has no parameters here, so optimizers and data parallelism of this process pass it over. Its mode
+    (`train`, `eval`), autocast and `no_grad` go along with each call; `state_dict` and `load_state_dict` reach its
+    parameters and buffers.
+    """
+
+    def __init__(self, reference: Reference, about: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.reference = reference
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.training = bool(about["training"])
+        self._state: dict[str, tuple[list[int], str, int]] = about["state"]  # shape, dtype, bytes by name
+
+    @property
+    def host(self) -> Host:
+        """Connection to the process where it is."""
+        return self.reference.host
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the module there.
+
+        Raises:
+            RemoteError: its forward pass raised.
+            DeadlineError: it did not end in time.
+        """
+        return self.begin(*args, **kwargs).result()
+
+    def begin(self, *args: Any, **kwargs: Any) -> PendingOutput:
+        """Send a forward pass, and wait for its output by `result()`.
+
+        Passes of one module run in the order sent.
+        """
+        given = tensors_of((args, kwargs))
+        graphs = torch.is_grad_enabled()
+        needs = [n for n, tensor in enumerate(given) if graphs and tensor.requires_grad]
+        args, kwargs = sent_to(self.host, with_tensors((args, kwargs), [tensor.detach() for tensor in given]))
+        number = next(_graphs)
+        device = given[0].device if given else torch.device("cpu")
+        how = (number, current_context(), self.training, graphs, _autocast(device), tuple(needs))
+        module = self.reference.number
+        what = self.reference.what
+        answer = self.host.begin("forward", module, module, how, args, kwargs, what=f"the forward pass of {what}")
+        forward = ForwardPass(self.host, module, what, number, answer)
+        return PendingOutput(forward, self.anchor if graphs else None, [given[n] for n in needs], device)
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """The result of another public method of the module, without gradients."""
+        return self.reference.call(method, *args, **kwargs)
+
+    @property
+    def state_names(self) -> list[str]:
+        """Names of its parameters and buffers."""
+        return list(self._state)
+
+    def extra_repr(self) -> str:
+        """Its factory and host, for `print`."""
+        return f"{self.reference.what} on {self.host.name}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, tensor in self._fetch_state().items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        missing_keys += [prefix + name for name in self._state if name not in given]
+        unexpected_keys += [prefix + name for name in given if name not in self._state]
+        fitting = {}
+        for name, (shape, _, _) in self._state.items():
+            if name in given and list(given[name].shape) != list(shape):
+                error_msgs.append(f"size mismatch for {prefix}{name}: {list(given[name].shape)} is not {list(shape)}")
+            elif name in given:
+                fitting[name] = given[name].detach()
+        if not error_msgs and not (strict and (missing_keys or unexpected_keys)):
+            for names in self._pieces(fitting):
+                self._call("load", {name: fitting[name] for name in names})
+
+    def _fetch_state(self) -> dict[str, Tensor]:
+        """The whole state, all of one version."""
+        for _ in range(_STATE_TRIES):
+            state: dict[str, Tensor] = {}
+            versions = set()
+            for names in self._pieces(self._state):
+                version, piece = self._call("state", names)
+                versions.add(version)
+                state |= piece
+            if len(versions) <= 1:
+                return state
+        raise PacelineError(f"{self.reference!r} is stepped faster than its state can be read; pause its optimizers")
+
+    def _pieces(self, names: Iterable[str]) -> list[list[str]]:
+        """Names in groups of limited bytes."""
+        groups: list[list[str]] = []
+        size = _PIECE_BYTES
+        for name in names:
+            size += self._state[name][2]
+            if size > _PIECE_BYTES:
+                groups.append([])
+                size = self._state[name][2]
+            groups[-1].append(name)
+        return groups
+
+    def _call(self, function: str, *args: Any) -> Any:
+        number = self.reference.number
+        return self.host.call(function, number, number, *args, what=f"{function} of {self.reference.what}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        probe = torch.zeros(1)
+        if fn(probe).dtype != probe.dtype:
+            raise PacelineError(
+                f"{self.reference!r} cannot be converted from here: let its factory make it with that dtype, or run "
+                "it under autocast"
+            )
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Refuse: what is trained is decided where the module is."""
+        raise PacelineError(
+            f"{self.reference!r}: which of its parameters are trained is decided by its factory, there. To leave it as "
+            "it is, make no optimizer for it"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise PacelineError(f"{self.reference!r} cannot be copied; make another one with remote.module")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PacelineError(f"{self.reference!r} cannot be pickled; save its state_dict()")
+
+
+def _autocast(device: torch.device) -> str | None:
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")

@@ -1,0 +1,26 @@
+"""A parameter server: a process that owns parameters, and clients that come and go.
+
+Read `machine` (what it does, without sockets), then `process` and `client` (the two ends), then `log` (how nothing is
+lost with a server).
+"""
+
+from paceline_server.parameters.client import Pulled, Pushed, ServerClient
+from paceline_server.parameters.process import ParameterServer
+from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
+from paceline_server.parameters.tickets import Ticket
+from paceline_server.parameters.views import OwnViews, StoreViews, View, Views
+
+__all__ = [
+    "GroupSettings",
+    "OwnViews",
+    "ParameterServer",
+    "Pulled",
+    "Pushed",
+    "ServerClient",
+    "ServerSettings",
+    "StoreViews",
+    "TensorSpec",
+    "Ticket",
+    "View",
+    "Views",
+]

@@ -1,0 +1,404 @@
+"""Client of the parameter servers of a run: it pulls, pushes, takes tickets and sums.
+
+An operation has its number before it is sent, and keeps it however often it is sent again, to whichever process of the
+server answers: so it is applied once. Large tensors are cut between the servers by `settings.slices_of`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from paceline.errors import ServerRefused
+from paceline.wire.key import RunKey
+from paceline_server.parameters.line import Asked, Line, NoMember
+from paceline_server.parameters.operations import (
+    Action,
+    GiveBack,
+    Initialize,
+    Join,
+    Leave,
+    Load,
+    Open,
+    Push,
+    Take,
+    plain,
+)
+from paceline_server.parameters.process import MOST_WAIT_S
+from paceline_server.parameters.settings import ServerSettings, Slice, slices_of
+from paceline_server.parameters.tickets import Ticket
+from paceline_server.parameters.views import Address, Views
+
+Encode = Callable[[str, Tensor], Tensor | None]
+_Place = tuple[weakref.ref[Tensor], int]  # a tensor, and which of its changes was the last
+
+
+class Pushed(NamedTuple):
+    """Result of a push.
+
+    Attributes:
+        version: of the first server's parameters, after it.
+        staleness: steps since the version that the push was computed with.
+        accepted: False: the ticket was dealt to another client meanwhile, and nothing was applied.
+        stepped: the optimizer took a step.
+        next: a ticket that was dealt with the answer, where one was asked for and there was one.
+    """
+
+    version: int
+    staleness: int
+    accepted: bool
+    stepped: bool
+    next: Ticket | None = None
+
+
+class Pulled(NamedTuple):
+    """Result of a pull: the first server's version, and the bytes that came."""
+
+    version: int
+    nbytes: int
+
+
+class ServerClient:
+    """A client of all servers of a run. One thread at a time calls it, but for sums.
+
+    Args:
+        servers: for each server the addresses of its processes, in any order; more are learnt.
+        views: of each server, to find processes that were started later. Without, they are learnt from the servers.
+        name: unique among living clients; one that comes again under it takes the place of the former.
+        deadline_s: longest time of each call without an answer from the server.
+        patience_s: longest time of each call that waits for other clients; None: the deadline.
+        encode: codes the dense numbers of a push, which have a name, as the settings say; None: they go as they are.
+
+    Raises:
+        ServerRefused: the servers have another model or other settings.
+        ServerLost: a server is not reached in time.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Sequence[Address]],
+        key: RunKey | None,
+        *,
+        name: str,
+        settings: ServerSettings,
+        identity: str | None = None,
+        deadline_s: float = 60.0,
+        patience_s: float | None = None,
+        views: Sequence[Views] = (),
+        encode: Encode | None = None,
+    ) -> None:
+        self._encode = encode
+        self.settings, self.name, self.deadline_s = settings, name, deadline_s
+        identity = identity or secrets.token_hex(16)
+        self._owned = slices_of(settings, len(servers))
+        self._specs = {spec.name: spec for spec in settings.tensors()}
+        self.lines = [
+            Line(addresses, key, name, identity, settings, deadline_s, views[part] if views else None, patience_s)
+            for part, addresses in enumerate(servers)
+        ]
+        self._read = [-1] * len(servers)  # versions that the next push is computed with
+        self._since = [-1] * len(servers)  # versions that the tensors of the last pull hold
+        self._places: dict[str, _Place] = {}  # of the last pull
+        self._tables: dict[str, _Place] = {}  # of the last pulls of changed rows
+        self._rows_read: dict[tuple[int, str], int] = {}
+        self._sequence = 0
+
+    def join(self) -> int:
+        """Become a member; returns the version."""
+        return int(self._act_everywhere(Join())[0][0])
+
+    def leave(self) -> None:
+        """End the membership. Tickets that are held are dealt again."""
+        self._act_everywhere(Leave())
+
+    def expel(self, name: str) -> None:
+        """End the membership of a client that died."""
+        self._act_everywhere(Leave(name))
+
+    def initialize(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the parameters their first values; where another client has, nothing changes."""
+        parts = [{piece.name: _cut(tensors[piece.name], piece) for piece in owned} for owned in self._owned]
+        self._act([Initialize(part) for part in parts])
+
+    def pull(self, into: Mapping[str, Tensor], *, at_least: int = 0) -> Pulled:
+        """Copy the dense parameters into tensors of the same names.
+
+        Where these are the tensors of the last pull, as it left them, only what has changed since comes.
+
+        Args:
+            into: all of them.
+            at_least: global batches that must be in them; wait until they are (`Ticket.needs`).
+        """
+        self._note(into)
+        asked = [
+            line.ask("pull", since, at_least, waits_s=MOST_WAIT_S)
+            for line, since in zip(self.lines, self._since, strict=True)
+        ]
+        return self._received([one.result() for one in asked], into)
+
+    def pull_rows(self, name: str, rows: Tensor, *, at_least: int = 0) -> Tensor:
+        """Rows of a sparse tensor, in the order asked for."""
+        found: list[tuple[Tensor, Asked]] = []
+        for line, piece in self._pieces(name):
+            at = torch.nonzero((rows >= piece.first) & (rows < piece.stop)).flatten()
+            if len(at):
+                found.append(
+                    (at, line.ask("pull_rows", name, rows[at] - piece.first, -1, at_least, waits_s=MOST_WAIT_S))
+                )
+        if sum(len(at) for at, _ in found) < len(rows):
+            raise ServerRefused(f"{self.name} named rows that {name} does not have; it has {self._specs[name].rows}")
+        values = torch.empty((len(rows), *self._specs[name].shape[1:]), dtype=self._specs[name].torch_dtype)
+        for at, asked in found:
+            version, _, values[at] = asked.result()
+            self._note_rows(asked.line, version)
+        return values
+
+    def pull_changed_rows(self, name: str, into: Tensor, *, at_least: int = 0) -> int:
+        """Copy the rows of a sparse tensor that changed since the last call.
+
+        All of them where this is another tensor, or was changed. Returns how many.
+        """
+        count = 0
+        if not _as_it_was(self._tables.get(name), into):
+            self._rows_read = {key: read for key, read in self._rows_read.items() if key[1] != name}
+        for line, piece in self._pieces(name):
+            key = (self.lines.index(line), name)
+            since = self._rows_read.get(key, -1)
+            version, numbers, values = line.ask("pull_rows", name, None, since, at_least, waits_s=MOST_WAIT_S).result()
+            into.detach().index_copy_(0, numbers + piece.first, values.to(into.dtype))
+            self._rows_read[key] = version
+            self._note_rows(line, version)
+            count += len(numbers)
+        self._tables[name] = _place(into)
+        return count
+
+    def push(self, gradients: Mapping[str, Tensor], *, ticket: Ticket | None = None, delta: bool = False) -> Pushed:
+        """Push gradients, dense or sparse (COO), or with `delta` changes of the parameters.
+
+        Raises:
+            ServerRefused: NaN, wrong shapes or names, too old a version. Nothing was applied.
+        """
+        return self._pushed(gradients, None, ticket, delta)
+
+    def push_and_pull(
+        self,
+        gradients: Mapping[str, Tensor],
+        into: Mapping[str, Tensor],
+        *,
+        ticket: Ticket | None = None,
+        delta: bool = False,
+        take: bool = False,
+    ) -> Pushed:
+        """Push, and pull what has changed, in one round trip. Raises as `push`.
+
+        With `take` the next ticket comes with it, where there is one now.
+        """
+        return self._pushed(gradients, into, ticket, delta, take)
+
+    def take(self) -> Ticket | None:
+        """Take a ticket, waited for; None: all tickets up to the border are applied."""
+        (reply,) = self._act([Take()])
+        return None if reply[4] is None else Ticket(*reply[4])
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Return a ticket that was not computed."""
+        self._act([GiveBack(ticket.number, ticket.attempt)])
+
+    def open(self, until_batch: int) -> None:
+        """Allow tickets of global batches below `until_batch`; the largest of all calls counts."""
+        self._act([Open(until_batch)])
+
+    def sum(
+        self, space: tuple[int, str], number: int, tensor: Tensor, *, index: int, members: int, bucket: int = 0
+    ) -> Tensor:
+        """The sum over the members' tensors, in place; see `begin_sum`."""
+        return self.begin_sum(space, number, tensor, index=index, members=members, bucket=bucket)()
+
+    def begin_sum(
+        self,
+        space: tuple[int, str],
+        number: int,
+        tensor: Tensor,
+        *,
+        index: int,
+        members: int,
+        bucket: int = 0,
+        coded: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
+        """Begin a sum over all members; call the result for it. The tensor holds the sum then.
+
+        Args:
+            space: an epoch of the run by its number and name; a newer one ends the sums of those before.
+            number, bucket: which sum: that of a step, and of a part of the gradients.
+            coded: what is sent in the place of the tensor.
+            index: of this member among `members`. The sum is taken in this order, so it is the same in every run.
+
+        Raises:
+            DeadlineError: some members have given nothing; it names their indices.
+            ServerRefused: the space is over, or the tensors do not fit.
+        """
+        line = self.lines[bucket % len(self.lines)]
+        sent, numel = (tensor, 0) if coded is None else (coded, tensor.numel())
+        asked = line.ask("sum", list(space), [number, bucket], index, members, sent, numel, waits_s=self.deadline_s)
+
+        def result() -> Tensor:
+            tensor.copy_(asked.result())
+            return tensor
+
+        return result
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Counts of each server and its clients."""
+        return [asked.result() for asked in [line.ask("statistics") for line in self.lines]]
+
+    def state(self) -> dict[str, Any]:
+        """Parameters and optimizer state of each server, and the global batches applied, for a checkpoint."""
+        parts = [asked.result() for asked in [line.ask("state") for line in self.lines]]
+        return {"parts": [part["parameters"] for part in parts], "batches": parts[0]["batches"]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, by one client and at a border."""
+        if len(state["parts"]) != len(self.lines):
+            raise ServerRefused(f"the state is of {len(state['parts'])} servers, and there are {len(self.lines)}")
+        self._act([Load(part, state["batches"]) for part in state["parts"]])
+        self._since = [-1] * len(self.lines)
+        self._rows_read.clear()
+
+    def close(self) -> None:
+        """Hang up. The membership stays a while: `leave` ends it."""
+        for line in self.lines:
+            line.close()
+
+    def __enter__(self) -> ServerClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _pushed(
+        self,
+        gradients: Mapping[str, Tensor],
+        into: Mapping[str, Tensor] | None,
+        ticket: Ticket | None,
+        delta: bool,
+        take: bool = False,
+    ) -> Pushed:
+        if into is not None:
+            self._note(into)
+        pushes = [self._push_for(part, gradients, ticket, delta) for part in range(len(self.lines))]
+        actions: list[Action] = [msgspec.structs.replace(pushes[0], take=take), *pushes[1:]]
+        try:
+            replies = self._act(actions, pull=into is not None, first_last=ticket is not None)
+        except NoMember:
+            self.join()
+            if ticket is None:
+                raise
+            # which of the servers have it already is not known: those take it no second time
+            replies = self._act(actions, pull=into is not None, first_last=True)
+        if into is not None:
+            if all(len(reply) > 5 for reply in replies):
+                self._received([reply[5:] for reply in replies], into)
+            else:  # others have not pushed yet
+                self.pull(into)
+        version, accepted, stepped, staleness, dealt = replies[0][:5]
+        return Pushed(version, staleness, accepted, stepped, None if dealt is None else Ticket(*dealt))
+
+    def _push_for(self, part: int, gradients: Mapping[str, Tensor], ticket: Ticket | None, delta: bool) -> Push:
+        dense, rows = {}, {}
+        for piece in self._owned[part]:
+            if (gradient := gradients.get(piece.name)) is None:
+                continue
+            if gradient.is_sparse:
+                gradient = gradient.coalesce()
+                numbers = gradient.indices()[0]
+                mine = (numbers >= piece.first) & (numbers < piece.stop)
+                rows[piece.name] = (numbers[mine] - piece.first, gradient.values()[mine])
+            else:
+                dense[piece.name] = _cut(gradient, piece)
+        if part == 0 and (unknown := gradients.keys() - self._specs.keys()):
+            raise ServerRefused(f"{self.name} pushed {', '.join(sorted(unknown)[:8])}, which no server owns")
+        push = Push(dense, rows, self._read[part], ticket and (ticket.number, ticket.attempt), delta)
+        return push if self._encode is None or not dense else self._coded(part, push, self._encode)
+
+    def _coded(self, part: int, push: Push, encode: Encode) -> Push:
+        names = list(push.dense)
+        numbers = torch.cat([push.dense[name].reshape(-1) for name in names])
+        coded = encode(f"{part}/{','.join(names)}", numbers)
+        return push if coded is None else msgspec.structs.replace(push, dense={}, coded=(names, coded))
+
+    def _note(self, into: Mapping[str, Tensor]) -> None:
+        """Have everything pulled where tensors come that do not hold what was pulled last."""
+        if missing := {spec.name for spec in self._specs.values() if not spec.sparse} - into.keys():
+            raise ServerRefused(f"{self.name} pulled without a tensor for {', '.join(sorted(missing)[:8])}: name all")
+        for name, tensor in into.items():
+            if not _as_it_was(self._places.get(name), tensor):
+                self._since = [-1] * len(self.lines)
+
+    def _note_rows(self, line: Line, version: int) -> None:
+        """Note the version of rows, where there are no dense tensors that say which."""
+        if all(spec.sparse for spec in self._specs.values()):
+            self._read[self.lines.index(line)] = version
+
+    def _received(self, answers: Sequence[Sequence[Any]], into: Mapping[str, Tensor]) -> Pulled:
+        nbytes = 0
+        for part, (version, tensors) in enumerate(answers):
+            for piece in self._owned[part]:
+                if piece.name in tensors:
+                    _cut(into[piece.name].detach(), piece).copy_(tensors[piece.name])
+                    nbytes += tensors[piece.name].nbytes
+            self._read[part] = self._since[part] = version
+        self._places = {name: _place(tensor) for name, tensor in into.items()}
+        return Pulled(self._read[0], nbytes)
+
+    def _pieces(self, name: str) -> list[tuple[Line, Slice]]:
+        if name not in self._specs or not self._specs[name].sparse:
+            raise ServerRefused(f"{self.name} pulled rows of {name!r}, which has none: set sparse=True, or pull")
+        return [
+            (line, piece)
+            for line, owned in zip(self.lines, self._owned, strict=True)
+            for piece in owned
+            if piece.name == name
+        ]
+
+    def _act_everywhere(self, action: Action) -> list[list[Any]]:
+        return self._act([action] * len(self.lines))
+
+    def _act(self, actions: Sequence[Action], pull: bool = False, first_last: bool = False) -> list[list[Any]]:
+        """Have the first servers apply an action each; returns their replies.
+
+        Args:
+            first_last: the first server, which deals tickets, gets its action when all others have theirs. So a client
+                that dies between leaves no ticket that counts as applied, and is not everywhere.
+        """
+        self._sequence += 1
+
+        def ask(part: int) -> Asked:
+            more = [[self._since[part], 0]] if pull else []
+            return self.lines[part].ask("act", self._sequence, plain(actions[part]), waits_s=MOST_WAIT_S, more=more)
+
+        parts = range(min(len(actions), len(self.lines)))
+        if first_last:
+            others = [one.result() for one in [ask(part) for part in parts[1:]]]
+            return [ask(0).result(), *others]
+        return [one.result() for one in [ask(part) for part in parts]]
+
+
+def _place(tensor: Tensor) -> _Place:
+    return weakref.ref(tensor), tensor._version
+
+
+def _as_it_was(place: _Place | None, tensor: Tensor) -> bool:
+    """True if it is the tensor that was noted, and nobody has changed it."""
+    return place is not None and place[0]() is tensor and place[1] == tensor._version
+
+
+def _cut(tensor: Tensor, piece: Slice) -> Tensor:
+    """The rows of a tensor that a server owns."""
+    return tensor[piece.first : piece.stop] if tensor.dim() else tensor

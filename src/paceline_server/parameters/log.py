@@ -1,0 +1,347 @@
+"""Log of a server: the order of its operations, and their copies elsewhere.
+
+What a client is told has happened is in the backup, or on the disk. A read shows nothing that is not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from paceline.errors import ChannelError, DeadlineError, PacelineError, RemoteError, ServerLost, ServerRefused
+from paceline.wire.key import RunKey
+from paceline_server.client import Client
+from paceline_server.parameters.backup import STATE_S, Backup
+from paceline_server.parameters.journal import Journal
+from paceline_server.parameters.machine import Machine
+from paceline_server.parameters.operations import Operation, Reply, plain, read_action
+from paceline_server.parameters.views import Address, View, Views, as_address
+from paceline_server.service import Caller
+
+_BEAT_S, _BEAT_DEADLINE_S = 0.25, 0.7  # how long the primary holds a beat, and how long the backup waits for it
+_LOOK_S = 0.5  # between looks of a primary at its view and its backup
+_PAUSE_S = 0.05  # between attempts to become somebody's backup
+
+
+class Elsewhere(Exception):
+    """This process is not the primary."""
+
+
+class Mark(NamedTuple):
+    """Position in the log, which must be confirmed before a read is told."""
+
+    position: int
+    applied: int
+    backup: Backup | None
+
+
+class Log:
+    """Operations in their order, applied to a machine, by the primary or its backup.
+
+    Args:
+        new_machine: makes one without state.
+        on_lead: called when this process becomes the primary, with the lock held.
+
+    Attributes:
+        turn: lock of everything here and of the machine, notified whenever something has changed.
+        machine: what the operations are applied to.
+        index: operations that were applied.
+        view: the newest that this process knows.
+        primary: this process serves clients.
+        problem: why it serves nobody any more.
+    """
+
+    def __init__(
+        self,
+        new_machine: Callable[[], Machine],
+        views: Views,
+        key: RunKey | None,
+        journal: Journal | None,
+        name: str,
+        on_lead: Callable[[], object],
+    ) -> None:
+        self.turn = threading.Condition()
+        self.machine = new_machine()
+        self.index = 0
+        self.view: View | None = None
+        self.primary = False
+        self.problem: str | None = None
+        self._new_machine, self._views, self._key, self._journal = new_machine, views, key, journal
+        self._name, self._on_lead = name, on_lead
+        self._own = ""  # address
+        self._closing = False
+        self._deposed = threading.Event()  # not primary
+        self._deposed.set()
+        self._installed: int | None = None  # epoch in which this process is the backup
+        self._backup: Backup | None = None
+        self._thread: threading.Thread | None = None
+        if journal:
+            journal.replay(self._load, self._apply)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the view; 0 before the first."""
+        return self.view.epoch if self.view else 0
+
+    @property
+    def has_backup(self) -> bool:
+        """True while every answered operation is in another process, too."""
+        backup = self._backup
+        return backup is not None and backup.counts and not backup.lost
+
+    @property
+    def is_copied(self) -> bool:
+        """True if answers wait for the disk or a backup."""
+        return self._journal is not None or self._backup is not None
+
+    def start(self, address: str) -> None:
+        """Take a role, primary or backup, and keep to the views until `close`."""
+        self._own = address
+        self._thread = threading.Thread(target=self._follow_views, name=f"{self._name}: views", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Serve nobody any more."""
+        with self.turn:
+            self._closing = True
+            self._step_down()
+            self.turn.notify_all()
+        if self._backup:
+            self._backup.close()
+        if self._thread:
+            self._thread.join()
+        if self._journal:
+            self._journal.close()
+
+    def must_be_primary(self) -> None:
+        """Raise where clients are not served here: Elsewhere, or ServerLost."""
+        if self.problem:
+            raise ServerLost(self.problem)
+        if not self.primary:
+            raise Elsewhere
+
+    def verify(self) -> None:
+        """Ask whether this still is the primary. Raises Elsewhere where it is not; ChannelError where nobody says."""
+        view = self._views.read()
+        with self.turn:
+            if self.primary and view is not None and view.epoch > self.epoch:
+                self._backup, self._installed = None, None
+                self._step_down()
+                self.turn.notify_all()
+            self.must_be_primary()
+
+    def commit(self, operation: Operation) -> Reply:
+        """Put an operation into the log, and apply it; `turn` is held. Raises ServerRefused on a full disk."""
+        if self._journal:
+            self._journal.add(_entry(operation))  # first: where it fails, nothing has happened
+        self.index += 1
+        if self._backup:
+            self._backup.post(self.index, operation)
+        reply = self.machine.apply(operation)
+        if self._journal and self._journal.due:
+            self._journal.write_state(self.machine.state())
+        self.turn.notify_all()
+        return reply
+
+    def mark(self) -> Mark:
+        """Position in the log now; `turn` is held."""
+        backup = self._backup if self._backup and self._backup.counts else None
+        return Mark(self._journal.length if self._journal else 0, self.index, backup)
+
+    def confirm(self, mark: Mark) -> None:
+        """Wait until everything up to a mark is on the disk and in the backup.
+
+        A backup that fails is one no more.
+        """
+        if self._journal:
+            self._journal.sync(mark.position)
+        if mark.backup is None:
+            return
+        try:
+            mark.backup.wait(mark.applied)
+        except (ChannelError, RemoteError):
+            self._go_on_without(mark.backup)
+
+    def fail(self, problem: str) -> None:
+        """Serve nobody any more, and say why."""
+        with self.turn:
+            self.problem = problem
+            self._step_down()
+            self.turn.notify_all()
+
+    # What the other process of this server calls
+
+    def attend(self, caller: Caller, address: str) -> int:
+        """Take a process as the backup: it gets the state, then every operation. Returns the epoch."""
+        with self.turn:
+            self.must_be_primary()
+            if self._backup and not self._backup.lost:
+                raise ServerRefused(f"{self._name} has a backup already, at {self._backup.address}")
+            assert self.view is not None
+            backup = Backup(address, self._key, self.view.epoch + 1, self._name)
+            backup.install(self.index, self.machine.state())
+            self._backup, index = backup, self.index
+        try:
+            backup.wait(index)
+            with self.turn:  # from here on nobody is answered before the backup has
+                backup.counts, index = True, self.index
+            backup.wait(index)
+            with self.turn:
+                self.must_be_primary()
+                together = View(backup.epoch, self._own, address)
+                if backup.lost or not self._views.replace(self.view, together):
+                    raise ChannelError(f"{address} is not the backup of epoch {backup.epoch}")
+                self.view = together
+                return backup.epoch
+        except (ChannelError, RemoteError) as error:
+            backup.close()
+            with self.turn:
+                if self._backup is backup:
+                    self._backup = None
+            raise ServerRefused(str(error)) from None
+
+    def beat(self, caller: Caller, epoch: int) -> bool:
+        """Answer, a while later, whether this is the primary of an epoch.
+
+        The caller waits meanwhile, and sees the end of this process at once.
+        """
+        self._deposed.wait(_BEAT_S)  # without the lock, which is held while a large push is applied
+        return self.primary and self.epoch == epoch
+
+    def install(self, caller: Caller, epoch: int, index: int, state: dict[str, Any]) -> None:
+        """Begin with the state of the primary."""
+        with self.turn:
+            if self.primary or (self.view and epoch <= self.view.epoch):
+                raise ServerRefused(f"{caller.name} sent the state of epoch {epoch}, which is over")
+            self.machine = self._new_machine()
+            self.machine.load(state)
+            self.index, self._installed = index, epoch
+
+    def repeat(self, caller: Caller, epoch: int, index: int, entry: Any) -> None:
+        """Apply an operation of the primary."""
+        with self.turn:
+            if self.primary or epoch != self._installed or index != self.index + 1:
+                raise ServerRefused(f"{caller.name} sent operation {index} of epoch {epoch}: it is deposed")
+            self._apply(entry)
+
+    def alive(self, caller: Caller, epoch: int) -> bool:
+        """True if this process is the backup in an epoch."""
+        return self._installed == epoch and not self.primary
+
+    def _apply(self, entry: Any) -> None:
+        name, identity, sequence, values = entry
+        self.machine.apply(Operation(name, identity, sequence, read_action(values)))
+        self.index += 1
+
+    def _load(self, state: Any) -> None:
+        self.machine.load(state)
+
+    # Roles
+
+    def _follow_views(self) -> None:
+        while not self._closing:
+            try:
+                if self.primary:
+                    self._look_around()
+                else:
+                    self._take_a_role()
+            except (ChannelError, RemoteError, ServerRefused, Elsewhere):
+                pass  # the primary, or the store, is on its way
+            except PacelineError as error:
+                self.fail(str(error))
+                return
+            with self.turn:
+                self.turn.wait_for(lambda: self._closing, _LOOK_S if self.primary else _PAUSE_S)
+
+    def _look_around(self) -> None:
+        """Find out that this process is deposed, or has no backup, while nobody asks."""
+        self.verify()
+        backup = self._backup
+        if backup is not None and backup.counts and not backup.answers():
+            self._go_on_without(backup)
+
+    def _take_a_role(self) -> None:
+        view = self._views.read()
+        if view is None or not view.primary or (view.primary == self._own and self._journal):
+            with self.turn:
+                self._lead(view, View(1 if view is None else view.epoch + 1, self._own))
+        else:
+            self._be_backup(view)
+
+    def _lead(self, before: View | None, after: View) -> None:
+        """Become the primary of an epoch, if nobody else has."""
+        if self._views.replace(before, after):
+            self.view, self.primary, self._installed = after, True, None
+            self._deposed.clear()
+            self._on_lead()
+            self.turn.notify_all()
+
+    def _step_down(self) -> None:
+        self.primary = False
+        self._deposed.set()
+
+    def _be_backup(self, view: View) -> None:
+        """Be the backup until one of both is lost; then lead in its place."""
+        with self.turn:
+            self.view = view
+        with suppress(ChannelError, RemoteError, ServerRefused):
+            self._attend(as_address(view.primary))
+        newest = self._views.read()
+        with self.turn:
+            # a primary may be lost once the view says that this is its backup, and before it could say so itself
+            ours = newest is not None and newest.backup == self._own and newest.epoch == self._installed
+            if newest is not None and ours and not self._closing:
+                self._lead(newest, View(newest.epoch + 1, self._own))
+            else:
+                self._installed = None
+
+    def _attend(self, address: Address) -> None:
+        """Be the backup of a primary until one of both is lost. Raises where it takes none, or is lost."""
+        with Client(address, self._key, name=self._name, deadline_s=_BEAT_DEADLINE_S, reconnect=False) as primary:
+            status, epoch = primary.call("attend", self._own, deadline_s=2 * STATE_S)[:2]
+            if status != "ok":
+                raise ServerRefused(str(epoch))
+            while not self._closing and primary.call("beat", epoch)[:2] == ["ok", True]:
+                pass
+
+    def _go_on_without(self, backup: Backup) -> None:
+        """Begin an epoch without the backup; who cannot begin it is deposed."""
+        backup.close()
+        with self.turn:
+            if self._backup is not backup:
+                self.must_be_primary()
+                return  # another thread has
+            assert self.view is not None
+            alone = View(self.view.epoch + 1, self._own)
+            try:
+                ours = self._views.replace(self.view, alone)
+            except ChannelError as error:
+                raise DeadlineError(f"{self._name} lost its backup, and nobody says who goes on: {error}") from None
+            self._backup = None
+            if not ours:
+                self._installed = None
+                self._step_down()
+                self.turn.notify_all()
+                raise Elsewhere
+            self.view = alone
+
+
+def wait_for(turn: threading.Condition, attempt: Callable[[], Any], until: float) -> Any:
+    """Result of an attempt, repeated on each change while that is a reason to wait.
+
+    Raises:
+        DeadlineError: there still is a reason when the time is over.
+    """
+    while isinstance(result := attempt(), str):
+        if (left_s := until - time.monotonic()) <= 0:
+            raise DeadlineError(result)
+        turn.wait(left_s)
+    return result
+
+
+def _entry(operation: Operation) -> list[Any]:
+    name, identity, sequence, action = operation
+    return [name, identity, sequence, plain(action)]

@@ -1,0 +1,205 @@
+"""Tensors that a server owns, their optimizers, and the version of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ServerRefused
+from paceline_server.parameters.settings import GroupSettings, ServerSettings, Slice, TensorSpec
+
+
+class Rows(NamedTuple):
+    """Some rows of a tensor; `rows` are numbered from the beginning of the slice."""
+
+    rows: Tensor
+    values: Tensor
+
+
+Gradient = Tensor | Rows
+
+
+class Parameters:
+    """The tensors of one server and their optimizers.
+
+    Attributes:
+        version: pushes or rounds that were stepped; a tensor that changed in step v has version v.
+        ready: the tensors have their first values.
+    """
+
+    def __init__(self, settings: ServerSettings, owned: Sequence[Slice]) -> None:
+        specs = {spec.name: spec for spec in settings.tensors()}
+        self.version, self.ready = 0, False
+        self.specs = {piece.name: _part(specs[piece.name], piece) for piece in owned}
+        self.tensors = {
+            name: nn.Parameter(torch.zeros(spec.shape, dtype=spec.torch_dtype)) for name, spec in self.specs.items()
+        }
+        self.versions = dict.fromkeys(self.specs, 0)
+        self.row_versions = {name: torch.zeros(spec.rows, dtype=torch.int64) for name, spec in self._sparse()}
+        groups = [_Group(group, self.specs) for group in settings.groups]
+        self._groups = [group for group in groups if group.names]
+        self._snapshots: dict[str, tuple[int, Tensor]] = {}
+
+    def initialize(self, values: Mapping[str, Tensor]) -> None:
+        """Set the first values, or those of a checkpoint."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self.tensors[name].copy_(value)
+                self._changed(name, None)
+        self.ready = True
+
+    def step(self, gradients: Mapping[str, Gradient], lr_factor: float = 1.0) -> None:
+        """Take an optimizer step; tensors without a gradient stay as they are."""
+        self.version += 1
+        for group in self._groups:
+            mine = {name: gradients[name] for name in group.names if name in gradients}
+            if mine:
+                group.step(self.tensors, mine, lr_factor)
+        for name, gradient in gradients.items():
+            self._changed(name, gradient.rows if isinstance(gradient, Rows) else None)
+
+    def snapshot(self, name: str) -> Tensor:
+        """The tensor as it is now, which no later step changes. Copied once a version, however many pull it."""
+        version = self.versions[name]
+        kept = self._snapshots.get(name)
+        if kept is None or kept[0] != version:
+            self._snapshots[name] = kept = (version, self.tensors[name].detach().clone())
+        return kept[1]
+
+    def rows(self, name: str, rows: Tensor) -> Tensor:
+        """Copies of some rows."""
+        return self.tensors[name].detach().index_select(0, rows)
+
+    def changed_since(self, version: int) -> list[str]:
+        """Dense tensors that changed after a version; all of them before the first pull (version -1)."""
+        return [name for name, spec in self.specs.items() if not spec.sparse and self.versions[name] > version]
+
+    def rows_since(self, name: str, version: int) -> Tensor:
+        """Numbers of the rows of a sparse tensor that changed after a version."""
+        return torch.nonzero(self.row_versions[name] > version).flatten()
+
+    def state(self) -> dict[str, Any]:
+        """Everything here by name, copied."""
+        return {
+            "version": self.version,
+            "ready": self.ready,
+            "tensors": {name: tensor.detach().clone() for name, tensor in self.tensors.items()},
+            "versions": dict(self.versions),
+            "row_versions": {name: versions.clone() for name, versions in self.row_versions.items()},
+            "optimizer": {name: copied for group in self._groups for name, copied in group.state().items()},
+            "steps": {name: group.steps for group in self._groups for name in group.names},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned. Raises ServerRefused where it is of other tensors."""
+        theirs = {name: tuple(tensor.shape) for name, tensor in state["tensors"].items()}
+        if theirs != {name: spec.shape for name, spec in self.specs.items()}:
+            raise ServerRefused(
+                "the state is of other tensors than this server owns; use the settings it was saved with"
+            )
+        self.initialize(state["tensors"])
+        self.version, self.ready, self.versions = state["version"], state["ready"], dict(state["versions"])
+        self.row_versions = {name: versions.clone() for name, versions in state["row_versions"].items()}
+        for group in self._groups:
+            group.load(state["optimizer"], state["steps"][group.names[0]])
+        self._snapshots.clear()
+
+    def _sparse(self) -> list[tuple[str, TensorSpec]]:
+        return [(name, spec) for name, spec in self.specs.items() if spec.sparse]
+
+    def _changed(self, name: str, rows: Tensor | None) -> None:
+        self.versions[name] = self.version
+        if name in self.row_versions:
+            if rows is None:
+                self.row_versions[name].fill_(self.version)
+            else:
+                self.row_versions[name][rows] = self.version
+
+
+class _Group:
+    """One optimizer over the tensors of a group that are here.
+
+    Its state is kept by the tensor's name, so that an optimizer of torch can step some rows: they, and their rows of
+    the state, are copied out, stepped, and copied back.
+    """
+
+    def __init__(self, settings: GroupSettings, specs: Mapping[str, TensorSpec]) -> None:
+        self.names = [spec.name for spec in settings.tensors if spec.name in specs]
+        self._specs, self._schedule = specs, settings.schedule_spec()
+        self._optimizer_spec, self._total_steps = settings.optimizer_spec(), settings.total_steps
+        self.steps = 0
+        self._state: dict[str, dict[str, Any]] = {name: {} for name in self.names}
+        if self.names:
+            self._optimizer = self._optimizer_spec.build([nn.Parameter(torch.zeros(1))])
+
+    def step(self, tensors: Mapping[str, nn.Parameter], gradients: Mapping[str, Gradient], lr_factor: float) -> None:
+        """Step on the tensors that have gradients."""
+        stepped = []
+        for name, gradient in gradients.items():
+            tensor = tensors[name]
+            rows = gradient.rows if isinstance(gradient, Rows) else None
+            part = tensor if rows is None else nn.Parameter(tensor.detach().index_select(0, rows))
+            part.grad = gradient.values if isinstance(gradient, Rows) else gradient
+            stepped.append((name, rows, part))
+        optimizer, (settings,) = self._optimizer, self._optimizer.param_groups
+        settings["params"] = [part for *_, part in stepped]
+        settings["lr"] = self._optimizer_spec.lr * self._rate() * lr_factor
+        optimizer.state.clear()
+        for name, rows, part in stepped:
+            if self._state[name]:
+                optimizer.state[part] = self._taken_out(name, rows)
+        optimizer.step()
+        for name, rows, part in stepped:
+            self._put_back(name, rows, optimizer.state[part])
+            if rows is not None:
+                tensors[name].detach().index_copy_(0, rows, part.detach())
+            part.grad = None
+        self.steps += 1
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by name, copied."""
+        return {name: {key: _copy(value) for key, value in state.items()} for name, state in self._state.items()}
+
+    def load(self, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
+        """Restore what `state` returned."""
+        self.steps = steps
+        self._state = {name: {key: _copy(value) for key, value in state[name].items()} for name in self.names}
+
+    def _rate(self) -> float:
+        return self._schedule.factor_at(self.steps, self._total_steps)
+
+    def _taken_out(self, name: str, rows: Tensor | None) -> dict[str, Any]:
+        state = self._state[name]
+        if rows is None:
+            return state
+        return {
+            key: value.index_select(0, rows) if self._has_rows(name, value) else value for key, value in state.items()
+        }
+
+    def _put_back(self, name: str, rows: Tensor | None, state: Mapping[str, Any]) -> None:
+        if rows is None:
+            self._state[name] = dict(state)
+            return
+        whole = self._state[name]
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.shape[:1] != rows.shape or not value.dim():
+                whole[key] = value
+            else:
+                if key not in whole:
+                    whole[key] = value.new_zeros(self._specs[name].shape)
+                whole[key].index_copy_(0, rows, value)
+
+    def _has_rows(self, name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and tuple(value.shape) == self._specs[name].shape
+
+
+def _part(spec: TensorSpec, piece: Slice) -> TensorSpec:
+    shape = (piece.stop - piece.first, *spec.shape[1:]) if spec.shape else ()
+    return TensorSpec(spec.name, shape, spec.dtype, spec.sparse)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

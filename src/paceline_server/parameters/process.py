@@ -1,0 +1,399 @@
+"""Process of a parameter server: calls of clients, around the log and its machine."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from paceline.errors import ChannelError, DeadlineError, ServerLost, ServerRefused
+from paceline.wire.key import RunKey
+from paceline_server.marks import LATER, at_once, quick
+from paceline_server.parameters.combine import rows_must_be_owned
+from paceline_server.parameters.journal import Journal
+from paceline_server.parameters.log import Elsewhere, Log, wait_for
+from paceline_server.parameters.machine import Machine
+from paceline_server.parameters.operations import Action, Leave, Operation, Push, Reply, read_action
+from paceline_server.parameters.settings import ServerSettings
+from paceline_server.parameters.sums import Place, Sums
+from paceline_server.parameters.views import Address, OwnViews, Views, as_text
+from paceline_server.service import Caller, Limits, Service
+
+GRACE_S = 5.0  # a client without a connection is lost after it
+MOST_WAIT_S = 1.0  # in the server; the client asks again, and so finds out that a server hangs
+_MOST_SUM_S = 3600.0
+_WAITS = {"act": 2, "pull": 2, "pull_rows": 4}  # functions that may wait, and which argument says how long
+Decode = Callable[[Tensor, int], Tensor]
+_LIMITS = Limits(message_bytes=2**22, attached_bytes=2**34, calls_at_once=256, callers=4096)
+
+
+class ParameterServer:
+    """Serves one part of the parameters, as the primary or as its backup.
+
+    Args:
+        where, key: as of `Service`.
+        part, servers: which of the servers it is. Only part 0 deals tickets.
+        views: which process is primary: of those with the same views the first is, the next is its backup. None: it is
+            alone.
+        journal: folder where operations are kept, besides or instead of a backup; a server that finds one goes on.
+        grace_s: a client that has no connection for so long is lost: its tickets are dealt again.
+        threads: as of `Service`: clients that may wait at one time.
+        decode: reads coded tensors; takes their bytes and the count of numbers, and raises ServerRefused.
+
+    Raises:
+        ServerLost: the journal is damaged.
+    """
+
+    def __init__(
+        self,
+        where: Any,
+        key: RunKey | None,
+        settings: ServerSettings,
+        *,
+        part: int = 0,
+        servers: int = 1,
+        views: Views | None = None,
+        journal: Path | None = None,
+        grace_s: float = GRACE_S,
+        threads: int = 64,
+        decode: Decode | None = None,
+    ) -> None:
+        self._settings, self._grace_s, self._decode = settings, grace_s, decode
+        self._name, self._identity, self._sequence = f"parameter server {part}", secrets.token_hex(8), 0
+        self._sums = Sums()
+        self._connected: dict[str, Caller] = {}
+        self._absent: dict[str, tuple[str, float]] = {}  # clients without a connection: name, and until when
+        self._traffic: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"sent_bytes": 0, "refused": 0})
+        self._log = Log(
+            lambda: Machine(settings, servers, part),
+            views or OwnViews(),
+            key,
+            Journal(journal) if journal else None,
+            self._name,
+            self._expect_members,
+        )
+        self._turn = self._log.turn
+        self._closing = False
+        self.ended = threading.Event()
+        self._service = Service(
+            where, key, self._functions(), threads=threads, limits=_LIMITS, on_leave=self._note_absence
+        )
+        self.address: Address = self._service.address
+        self._log.start(as_text(self.address))
+        self._keeper = threading.Thread(target=self._keep_house, name=f"{self._name}: absence", daemon=True)
+        self._keeper.start()
+
+    @property
+    def is_primary(self) -> bool:
+        """True while this process serves clients."""
+        return self._log.primary
+
+    @property
+    def has_backup(self) -> bool:
+        """True while every answered operation is in another process, too."""
+        return self._log.has_backup
+
+    @property
+    def strangers(self) -> int:
+        """Connections without the run's key."""
+        return self._service.strangers
+
+    @property
+    def callers(self) -> int:
+        """Connections that are served."""
+        return self._service.callers
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts for the report: of each client, and of the server."""
+        with self._turn:
+            machine = self._log.machine
+            clients = machine.clients.statistics()
+            for name, counts in clients.items():
+                counts |= self._traffic[name]
+            return {
+                "clients": clients,
+                "version": machine.parameters.version,
+                "operations": self._log.index,
+                "batches": machine.tickets.batches if machine.tickets else 0,
+                "epoch": self._log.epoch,
+                "backup": self.has_backup,
+                "strangers": self.strangers,
+            }
+
+    def expel(self, name: str) -> None:
+        """End the membership of a client that is known to be gone.
+
+        The backup does nothing.
+
+        Raises:
+            ServerRefused: the disk is full.
+        """
+        with self._turn:
+            if self._log.primary and name in self._log.machine.clients.members:
+                self._lose(name)
+
+    def close(self) -> None:
+        """Stop serving. Clients that wait are told that the server is lost."""
+        with self._turn:
+            self._closing = True
+        self._log.close()
+        self._service.close()
+        self._keeper.join()
+        self.ended.set()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _functions(self) -> dict[str, Callable[..., Any]]:
+        """Functions that may be called. Each answer is ["ok", value, epoch], or says why there is none."""
+        functions: dict[str, Callable[..., Any]] = {
+            "hello": self._hello,
+            "act": self._act,
+            "pull": self._pull,
+            "pull_rows": self._pull_rows,
+            "sum": self._sum,
+            "statistics": lambda caller: self.statistics(),
+            "state": self._state,
+            "attend": self._log.attend,
+            "beat": self._log.beat,
+        }
+        ordered: dict[str, Callable[..., Any]] = {
+            "install": self._log.install,
+            "repeat": self._log.repeat,
+            "alive": self._log.alive,
+        }  # they wait for nobody
+        told = {name: self._told(function) for name, function in functions.items()}
+        for name, place in _WAITS.items():
+            at_once(told[name], self._trial(told[name], place))
+        return told | {name: quick(self._told(function)) for name, function in ordered.items()}
+
+    def _trial(self, told: Callable[..., list[Any]], place: int) -> Callable[..., Any]:
+        """The function where it answers without a wait, for its turn or a copy."""
+
+        def answer(caller: Caller, *args: Any) -> Any:
+            if self._log.is_copied:
+                return LATER
+            found = told(caller, *args[:place], 0.0, *args[place + 1 :])
+            return LATER if found[0] == "waits" else found
+
+        return answer
+
+    def _told(self, function: Callable[..., Any]) -> Callable[..., list[Any]]:
+        """The function with its refusals as values, which need no traceback."""
+
+        def answer(caller: Caller, *args: Any) -> list[Any]:
+            self._connected[caller.identity] = caller
+            try:
+                value = function(caller, *args)
+                return ["ok", value, self._log.epoch]
+            except Elsewhere:
+                return self._elsewhere()
+            except ServerRefused as error:
+                return self._refused(caller, error)
+            except ServerLost as error:
+                self._log.fail(str(error))
+                self.ended.set()
+                return ["lost", str(error)]
+            except ChannelError as error:  # it has waited for others, or nobody says who is the primary
+                return ["waits", str(error)]
+
+        return answer
+
+    def _elsewhere(self) -> list[Any]:
+        view = self._log.view
+        return ["elsewhere", view.addresses() if view else []]
+
+    def _refused(self, caller: Caller, error: ServerRefused) -> list[Any]:
+        """The refusal, unless this process is deposed and only knows the past."""
+        try:
+            if self._log.primary:
+                self._log.verify()
+        except Elsewhere:
+            return self._elsewhere()
+        except ChannelError as unknown:
+            return ["waits", str(unknown)]
+        with self._turn:
+            self._traffic[caller.name]["refused"] += 1
+        return ["refused", str(error)]
+
+    def _hello(self, caller: Caller, fingerprint: str, digest: str) -> list[str]:
+        """Addresses of this server's processes, for a client of the same model and settings."""
+        if fingerprint != self._settings.fingerprint:
+            raise ServerRefused(
+                f"{caller.name} trains another model ({fingerprint[:16]}) than this server has "
+                f"({self._settings.fingerprint[:16]}): start both from the same job"
+            )
+        if digest != self._settings.digest:
+            raise ServerRefused(f"{caller.name} has other settings of the parameter server than the server itself")
+        with self._turn:
+            self._log.must_be_primary()
+        self._log.verify()
+        with self._turn:
+            assert self._log.view is not None
+            return self._log.view.addresses()
+
+    def _act(self, caller: Caller, sequence: int, values: Any, wait_s: float, pull: Sequence[int] = ()) -> list[Any]:
+        """Apply an operation once, whatever is repeated; then pull, where asked to."""
+        operation = Operation(caller.name, caller.identity, sequence, self._decoded(read_action(values)))
+        self._log.machine.must_fit(operation)
+        until = time.monotonic() + min(wait_s, MOST_WAIT_S)
+        with self._turn:
+            reply = wait_for(self._turn, lambda: self._attempt(operation), until)
+            mark = self._log.mark()
+        self._log.confirm(mark)
+        if not pull:
+            return _as_list(reply)
+        try:
+            return [*_as_list(reply), *self._pull(caller, pull[0], pull[1], until - time.monotonic())]
+        except DeadlineError:  # the push has its answer; the client pulls without it
+            return _as_list(reply)
+
+    def _decoded(self, action: Action) -> Action:
+        """A push with its coded tensors as numbers. Raises ServerRefused."""
+        if not isinstance(action, Push) or action.coded is None:
+            return action
+        names, coded = action.coded
+        specs = self._log.machine.parameters.specs
+        if self._decode is None or not set(names) <= specs.keys() or len(set(names)) < len(names):
+            raise ServerRefused("a push has coded tensors that this server does not own, or codes none")
+        sizes = [math.prod(specs[name].shape) for name in names]
+        parts = self._decode(coded, sum(sizes)).split(sizes)
+        dense = {
+            name: part.view(specs[name].shape).to(specs[name].torch_dtype)
+            for name, part in zip(names, parts, strict=True)
+        }
+        return replace(action, dense={**action.dense, **dense}, coded=None, coded_bytes=coded.nbytes)
+
+    def _attempt(self, operation: Operation) -> Reply | str:
+        """Apply the operation, or say what it waits for."""
+        self._log.must_be_primary()
+        machine = self._log.machine
+        if (reply := machine.known(operation)) is not None:
+            return reply
+        machine.check(operation)
+        return machine.waits(operation) or self._log.commit(operation)
+
+    def _pull(self, caller: Caller, since: int, batches: int, wait_s: float) -> list[Any]:
+        """Version, and the dense tensors that changed after `since`."""
+        with self._turn:
+            self._wait_until_readable(caller, batches, wait_s)
+            parameters = self._log.machine.parameters
+            tensors = {name: parameters.snapshot(name) for name in parameters.changed_since(since)}
+            if since > parameters.version:
+                raise ServerRefused(f"{caller.name} has seen version {since}; this server is at {parameters.version}")
+            version, mark = parameters.version, self._log.mark()
+            self._traffic[caller.name]["sent_bytes"] += sum(tensor.nbytes for tensor in tensors.values())
+        self._log.confirm(mark)
+        return [version, tensors]
+
+    def _pull_rows(
+        self, caller: Caller, name: str, rows: Tensor | None, since: int, batches: int, wait_s: float
+    ) -> list[Any]:
+        """Version, numbers and values of sparse rows: those named, or all changed after `since`."""
+        spec = self._log.machine.parameters.specs.get(name)
+        if spec is None or not spec.sparse:
+            raise ServerRefused(f"{caller.name} pulled rows of {name!r}, which has none here: set sparse=True, or pull")
+        if rows is not None:
+            rows_must_be_owned(rows, spec, caller.name)
+        with self._turn:
+            self._wait_until_readable(caller, batches, wait_s)
+            parameters = self._log.machine.parameters
+            numbers = parameters.rows_since(name, since) if rows is None else rows
+            values, version, mark = parameters.rows(name, numbers), parameters.version, self._log.mark()
+            self._traffic[caller.name]["sent_bytes"] += values.nbytes + (numbers.nbytes if rows is None else 0)
+        self._log.confirm(mark)
+        return [version, numbers if rows is None else None, values]
+
+    def _sum(
+        self,
+        caller: Caller,
+        space: list[Any],
+        place: list[int],
+        index: int,
+        members: int,
+        tensor: Tensor,
+        numel: int,
+        wait_s: float,
+    ) -> Tensor:
+        """Give a tensor to a sum.
+
+        Args:
+            numel: count of its numbers where it is coded, else 0.
+        """
+        order, name = space
+        if numel:
+            if self._decode is None:
+                raise ServerRefused("a sum has coded tensors, and this server reads none")
+            tensor = self._decode(tensor, numel)
+        total = self._sums.add((order, name), Place(*place), index, members, tensor, min(wait_s, _MOST_SUM_S))
+        with self._turn:
+            self._traffic[caller.name]["sent_bytes"] += total.nbytes
+        return total
+
+    def _state(self, caller: Caller) -> dict[str, Any]:
+        """Parameters and optimizer state, for a checkpoint."""
+        with self._turn:
+            self._log.must_be_primary()
+            machine = self._log.machine
+            state, mark = machine.parameters.state(), self._log.mark()
+            batches = machine.tickets.batches if machine.tickets else 0
+        self._log.confirm(mark)
+        return {"parameters": state, "batches": batches}
+
+    def _wait_until_readable(self, caller: Caller, batches: int, wait_s: float) -> None:
+        def readable() -> bool | str:
+            self._log.must_be_primary()
+            return self._log.machine.read_waits(caller.name, batches) or True
+
+        wait_for(self._turn, readable, time.monotonic() + min(wait_s, MOST_WAIT_S))
+
+    def _note_absence(self, caller: Caller) -> None:
+        with self._turn:
+            if self._connected.get(caller.identity) is not caller:
+                return  # it has another connection
+            del self._connected[caller.identity]
+            if self._log.machine.clients.identities().get(caller.name) == caller.identity:
+                self._absent[caller.identity] = (caller.name, time.monotonic() + self._grace_s)
+
+    def _expect_members(self) -> None:
+        """Have members that do not come to the new primary counted as absent."""
+        for name, identity in self._log.machine.clients.identities().items():
+            self._absent[identity] = (name, time.monotonic() + self._grace_s)
+
+    def _keep_house(self) -> None:
+        """Have clients leave that were without a connection for too long."""
+        while not self._closing:
+            with self._turn:
+                self._turn.wait_for(lambda: self._closing, min(0.1, self._grace_s))
+                now = time.monotonic()
+                due = [identity for identity, (_, until) in self._absent.items() if until < now]
+                for identity in due if self._log.primary else ():
+                    name, _ = self._absent[identity]
+                    if identity not in self._connected and self._log.machine.clients.identities().get(name) == identity:
+                        try:
+                            self._lose(name)
+                        except ServerRefused:
+                            break  # the disk is full: it leaves when there is room
+                    del self._absent[identity]
+
+    def _lose(self, name: str) -> None:
+        """Have a client leave; its tickets are dealt again."""
+        self._sequence += 1
+        self._log.commit(Operation(self._name, self._identity, self._sequence, Leave(name)))
+
+
+def _as_list(reply: Reply) -> list[Any]:
+    ticket = None if reply.ticket is None else list(reply.ticket)
+    return [reply.version, reply.accepted, reply.stepped, reply.staleness, ticket]

@@ -1,0 +1,410 @@
+"""Service: serves named functions to clients of the run.
+
+Each client has a thread that reads its calls. It hands them to a pool of threads, or calls the function itself where
+that is marked `quick`, or `at_once` and waits for nobody: no other thread has to wake then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from paceline.errors import ChannelError, DeadlineError, RemoteError
+from paceline.nearest import nearest
+from paceline.wire.connection import HANDSHAKE_S, Connection
+from paceline.wire.key import RunKey
+from paceline.wire.listener import Listener, Where
+from paceline_server.client import STREAM_AHEAD
+from paceline_server.marks import LATER
+from paceline_server.messages import (
+    VERSION,
+    Answer,
+    Call,
+    End,
+    Forget,
+    FromClient,
+    Hello,
+    More,
+    Raised,
+    Refused,
+    Welcome,
+)
+from paceline_server.pool import Pool
+from paceline_server.talk import Talk, frame_limits
+from paceline_server.values import pack
+
+_MOST_NAME = 200  # characters
+_MOST_TRACEBACK = 2**16
+_MOST_REFUSED = 512  # connections that wait for their client to read why
+_END_S = 5.0  # for threads, when a service is closed
+_QUIET_S = 3600.0  # a client may say nothing for any time; one wait takes at most so long
+
+
+class Limits(NamedTuple):
+    """Limits of what clients may send.
+
+    Attributes:
+        message_bytes: of a call without its large tensors.
+        attached_bytes: of the large tensors of a client's calls; beyond, it has to wait until some are done.
+        calls_at_once: under way for one client; beyond, it has to wait.
+        callers: connected clients; beyond, they are refused.
+    """
+
+    message_bytes: int = 2**22
+    attached_bytes: int = 2**33
+    calls_at_once: int = 128
+    callers: int = 4096
+
+
+@dataclass(eq=False)
+class Caller:
+    """A client, as long as its connection lasts.
+
+    Attributes:
+        name: as it calls itself.
+        identity: random, made by the client once; the same when it connects again.
+        peer: its address, for messages.
+    """
+
+    name: str
+    identity: str
+    peer: str
+
+
+class Service:
+    """Serves named functions to clients of the run, in threads.
+
+    A function is called as `function(caller, *args)`. One that yields is called by `Client.stream`. Calls run in a pool
+    of threads, unless they are marked `quick` or `in_order`.
+
+    Args:
+        where: address and port, over TLS with the run's key; the path of a Unix socket to make in a private folder,
+            without; or a socket that listens.
+        threads: of the pool. Where all wait, further calls wait for them.
+        on_leave: called when a client's connection has ended, in its thread; its calls may still run.
+
+    Attributes:
+        address: of the service, as `Client` takes it.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        key: RunKey | None,
+        functions: Mapping[str, Callable[..., Any]],
+        *,
+        threads: int = 8,
+        limits: Limits = Limits(),  # noqa: B008 - nothing changes it
+        on_leave: Callable[[Caller], object] = lambda _: None,
+    ) -> None:
+        self.functions, self.limits, self.on_leave = dict(functions), limits, on_leave
+        self.pool = Pool(threads)
+        self._served: dict[Connection, threading.Thread] = {}
+        self._refused: deque[Connection] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+        within = frame_limits(limits.attached_bytes, limits.message_bytes, within_host=_is_within_host(where))
+        self._listener = Listener(where, key, FromClient, self._welcome, limits=within)
+        self.address = self._listener.address
+
+    @property
+    def strangers(self) -> int:
+        """Number of connections that were turned away."""
+        return self._listener.strangers
+
+    @property
+    def callers(self) -> int:
+        """Number of connections that are served."""
+        return len(self._served)
+
+    def close(self) -> None:
+        """Stop serving. Who waits for an answer gets a ChannelError; functions that run are waited for, 5 s long."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._listener.close()
+        with self._lock:
+            served = dict(self._served)
+        for connection in served:
+            connection.end()
+        until = time.monotonic() + _END_S
+        for thread in served.values():
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+        self.pool.close(max(0.0, until - time.monotonic()))
+        while self._refused:
+            self._refused.popleft().close()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _welcome(self, connection: Connection) -> None:
+        """Serve a connection in a thread of its own; called by the listener."""
+        if len(self._served) >= self.limits.callers:
+            with suppress(ChannelError):
+                connection.post(Refused(f"it serves {len(self._served)} clients, which is as many as it may"))
+            self._refused.append(connection)
+            if len(self._refused) > _MOST_REFUSED:
+                self._refused.popleft().close()
+            return
+        thread = threading.Thread(target=self._serve, args=(connection,), name="paceline-remote-caller", daemon=True)
+        with self._lock:
+            self._served[connection] = thread
+        thread.start()
+
+    def _serve(self, connection: Connection) -> None:
+        served = None
+        try:
+            caller = self._met(connection)
+            served = _Served(self, caller, connection)
+            served.run()
+        except ChannelError:  # its other end is told by its own
+            pass
+        finally:
+            if served is not None:
+                served.end()
+            connection.close()
+            with self._lock:
+                del self._served[connection]
+            if served is not None:
+                self.on_leave(served.caller)
+
+    def _met(self, connection: Connection) -> Caller:
+        """The client at the other end, which is told what it may send."""
+        hello = connection.receive(HANDSHAKE_S)
+        problem = None
+        if not isinstance(hello, Hello):
+            raise ChannelError(f"{connection.peer} is no client")
+        if hello.version != VERSION:
+            problem = f"it speaks version {VERSION} of remote calls, and the client {hello.version}: use one paceline"
+        elif len(hello.name) > _MOST_NAME or not 0 < len(hello.identity) <= _MOST_NAME:
+            problem = f"names and identities have at most {_MOST_NAME} characters"
+        if problem is not None:
+            connection.send(Refused(problem))
+            connection.receive(HANDSHAKE_S)  # until it has read that and closes
+            raise ChannelError(problem)
+        connection.send(Welcome(self.limits.attached_bytes, self.limits.calls_at_once))
+        return Caller(hello.name, hello.identity, connection.peer)
+
+
+class _Task:
+    """One call of a client."""
+
+    __slots__ = ("arguments", "block", "call", "credits", "forgotten", "function", "nbytes")
+
+    def __init__(self, call: Call, block: memoryview | None, function: Callable[..., Any]) -> None:
+        self.call, self.block, self.function = call, block, function
+        self.arguments: list[Any] | None = None  # once they are unpacked
+        self.nbytes = 0 if block is None else len(block)
+        self.forgotten = False
+        self.credits = threading.Semaphore(STREAM_AHEAD) if call.stream else None
+
+
+class _Served:
+    """One client, and its calls."""
+
+    def __init__(self, service: Service, caller: Caller, connection: Connection) -> None:
+        self.caller = caller
+        self._functions, self._limits, self._pool = service.functions, service.limits, service.pool
+        self._talk = Talk(connection, caller, service.limits.attached_bytes)
+        self._changed = threading.Condition()
+        self._tasks: dict[int, _Task] = {}  # but for quick ones
+        self._attached = 0  # bytes of these
+        self._ordered: deque[_Task] = deque()
+        self._in_order = False  # a thread runs these
+        self._ended = False
+
+    def run(self) -> None:
+        """Take messages until the connection ends. Raises ChannelError then."""
+        while True:
+            try:
+                message, block = self._talk.receive(_QUIET_S)
+            except DeadlineError:
+                continue
+            self._obey(message, block)
+            del message, block
+
+    def end(self) -> None:
+        """Let calls that run know that nobody waits for them."""
+        with self._changed:
+            self._ended = True
+            for task in self._tasks.values():
+                self._forget(task)
+            self._changed.notify_all()
+
+    def _obey(self, message: Any, block: memoryview | None) -> None:
+        if isinstance(message, Call):
+            self._begin(message, block)
+        elif isinstance(message, Forget | More):
+            with self._changed:
+                task = self._tasks.get(message.number)
+                if task is None:
+                    return
+                if isinstance(message, Forget):
+                    self._forget(task)
+                elif task.credits is not None and 0 < message.count <= STREAM_AHEAD:
+                    task.credits.release(message.count)
+        else:
+            raise ChannelError(f"{self.caller.peer} sent a {type(message).__name__} where calls are expected")
+
+    def _begin(self, call: Call, block: memoryview | None) -> None:
+        function = self._functions.get(call.function)
+        if function is None:
+            hint = nearest(call.function[:_MOST_NAME], self._functions)
+            self._raised(call, "", f"no function {call.function[:_MOST_NAME]!r} is served there. {hint}")
+            return
+        mark = getattr(function, "remote_mark", "")
+        task = _Task(call, block, function)
+        if mark == "quick" and not call.stream:
+            self._run(task)
+            return
+        if mark == "at once" and not call.stream and self._run(task, is_trial=True):
+            return
+        self._admit(task)
+        if mark != "in order":
+            self._pool.put(lambda: self._run_admitted(task))
+            return
+        with self._changed:
+            self._ordered.append(task)
+            begins, self._in_order = not self._in_order, True
+        if begins:
+            self._pool.put(self._run_ordered)
+
+    def _admit(self, task: _Task) -> None:
+        """Note a call, once the limits allow for it. Its client waits meanwhile, as nothing of it is read."""
+        with self._changed:
+            while not self._ended and self._tasks and not self._has_room(task):
+                if self._talk.connection.wait(0, time.monotonic()) or self._talk.connection.lost:
+                    raise ChannelError(f"{self.caller.peer} has gone")
+                self._changed.wait(1.0)
+            if task.call.number in self._tasks:
+                raise ChannelError(f"{self.caller.peer} used the number of a call twice")
+            self._tasks[task.call.number] = task
+            self._attached += task.nbytes
+
+    def _has_room(self, task: _Task) -> bool:
+        fits = self._attached + task.nbytes <= self._limits.attached_bytes
+        return len(self._tasks) < self._limits.calls_at_once and fits
+
+    def _run_ordered(self) -> None:
+        while True:
+            with self._changed:
+                if not self._ordered:
+                    self._in_order = False
+                    return
+                task = self._ordered.popleft()
+            self._run_admitted(task)
+            del task
+
+    def _run_admitted(self, task: _Task) -> None:
+        try:
+            self._run(task)
+        finally:
+            with self._changed:
+                del self._tasks[task.call.number]
+                self._attached -= task.nbytes
+                self._changed.notify_all()
+
+    def _run(self, task: _Task, *, is_trial: bool = False) -> bool:
+        """Call the function, and send its result; False where its trial would have to wait."""
+        if task.forgotten or self._ended:
+            return True
+        call = task.call
+        try:
+            if call.stream:
+                self._run_stream(task)
+                return True
+            result = self._tried(task) if is_trial else self._called(task)
+            if result is LATER:
+                return False
+            packed = pack(result, self.caller)
+            del result
+            self._talk.send(Answer(call.number, [], packed.tree, None), packed)
+        except RemoteError as error:  # of values, or of a call that the function made itself
+            self._raised(call, error.kind and "RemoteError", str(error), error)
+        except ChannelError as error:
+            if not self._talk.connection.lost:  # the function's own, or an answer that is too long
+                self._raised(call, "ChannelError", str(error), error)
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller
+            self._raised(call, type(error).__qualname__, _text_of(error), error)
+        return True
+
+    def _unpacked(self, task: _Task) -> list[Any]:
+        if task.arguments is None:
+            task.arguments = self._talk.value(task.call.arguments, task.block)
+            task.block = task.call.arguments = None
+        if not isinstance(task.arguments, list):
+            raise RemoteError("the arguments of a call are a list")
+        return task.arguments
+
+    def _tried(self, task: _Task) -> Any:
+        """The result of the function's trial; then its arguments end here, as in `_called`."""
+        result = task.function.__dict__["remote_trial"](self.caller, *self._unpacked(task))
+        if result is not LATER:
+            task.arguments = None
+        return result
+
+    def _called(self, task: _Task) -> Any:
+        """The result of the function. Its arguments end here, so that their memory returns with the answer."""
+        arguments = self._unpacked(task)
+        task.arguments = None
+        result = task.function(self.caller, *arguments)
+        if inspect.isgenerator(result) and not task.call.stream:
+            result.close()
+            raise RemoteError("this function yields results one by one: call it by `stream`")
+        return result
+
+    def _run_stream(self, task: _Task) -> None:
+        results: Iterator[Any] = iter(self._called(task))
+        try:
+            for result in results:
+                assert task.credits is not None
+                task.credits.acquire()
+                if task.forgotten:
+                    return
+                packed = pack(result, self.caller)
+                del result
+                self._talk.send(Answer(task.call.number, [], packed.tree, None), packed)
+            self._talk.send(End(task.call.number, []))
+        finally:
+            if inspect.isgenerator(results):
+                results.close()
+
+    def _raised(self, call: Call, kind: str, text: str, error: BaseException | None = None) -> None:
+        trace = "".join(traceback.format_exception(error)) if error is not None and kind else ""
+        with suppress(ChannelError):
+            self._talk.send(
+                Raised(call.number, [], kind[:_MOST_NAME], text[:_MOST_TRACEBACK], trace[-_MOST_TRACEBACK:])
+            )
+
+    def _forget(self, task: _Task) -> None:
+        task.forgotten = True
+        if task.credits is not None:
+            task.credits.release()
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as another:  # noqa: BLE001 - of the user's class
+        return f"(its text cannot be had: {type(another).__qualname__})"
+
+
+def _is_within_host(where: Where) -> bool:
+    return where.family == socket.AF_UNIX if isinstance(where, socket.socket) else isinstance(where, Path)

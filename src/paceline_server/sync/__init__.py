@@ -1,0 +1,79 @@
+"""The sync rule `server`: replicas that push to parameter servers.
+
+`SERVER` describes the rule without torch. Read `server.py` first, for servers that sum; `served.py` is a worker's side
+of servers that own the parameters, whose loop is `paceline_server/training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.planning.arguments import Argument, one_of, whole, whole_or_inf
+from paceline.planning.sync_info import OUTER_LR, OUTER_MOMENTUM, ServerProcesses, SyncInfo
+
+
+def _check(arguments: Mapping[str, Any]) -> str | None:
+    """Check the arguments of servers against each other."""
+    if arguments["period"] == 1 and (arguments["lr"], arguments["momentum"]) != (
+        OUTER_LR.default,
+        OUTER_MOMENTUM.default,
+    ):
+        return "lr and momentum are the outer optimizer's, which only a period of 2 or more has"
+    if not arguments["staleness"] and arguments["backup"] == "off":
+        return "servers keep nothing, and have no backup, but with a staleness of 1 or more"
+    return None
+
+
+def _variants(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Description of the server rule that pushes deltas, or waits for nobody."""
+    found: dict[str, Any] = {}
+    if arguments["period"] > 1:
+        found |= {
+            "rule": "paceline_server.sync.server:ServerDeltas",
+            "exact": False,
+            "every_step": False,
+            "sends": "deltas",
+            "period": "period",
+            "needs_inner": True,
+        }
+    if arguments["staleness"]:
+        found |= {
+            "rule": "paceline_server.sync.served:ServedDeltas" if found else "paceline_server.sync.served:Served",
+            "exact": False,
+            "every_step": False,
+            "served": True,
+            "run_rank": "paceline_server.training.run:run_rank",
+            "several_optimizers": False,
+            "needs_inner": False,
+        }
+    return found
+
+
+def _servers(arguments: Mapping[str, Any]) -> ServerProcesses:
+    return ServerProcesses(int(arguments["servers"]), 2 if arguments["backup"] == "on" else 1)
+
+
+SERVER = SyncInfo(
+    "paceline_server.sync.server:ServerSums",
+    exact=True,
+    every_step=True,
+    sends="gradients",
+    arguments={
+        "staleness": Argument(
+            whole_or_inf, 0.0, "by how many global batches a worker may be ahead, a whole number or inf"
+        ),
+        "period": Argument(whole(1), 1, "the number of steps between agreements, at least 1"),
+        "servers": Argument(whole(1), 1, "the number of servers that share the parameters, at least 1"),
+        "lr": OUTER_LR,
+        "momentum": OUTER_MOMENTUM,
+        "backup": Argument(one_of(("on", "off")), "on", "on or off: a second process for each server"),
+    },
+    check=_check,
+    compresses=True,
+    codes_alone=True,
+    several_optimizers=True,
+    needs_inner=False,
+    varies=_variants,
+    servers=_servers,
+)

@@ -1,0 +1,237 @@
+"""The first worker: computes pieces as all do, and measures, saves and records.
+
+At a border everything before it is applied, and nothing after it: there a run is as any other. It lies where the job
+evaluates or saves by steps, where it saves by the clock or is stopped, and where the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any, cast
+
+from paceline.comm import Group
+from paceline.engine.engine import StepResult
+from paceline.engine.meter import COMPUTE, Timing
+from paceline.job.data import DataSets
+from paceline.planning.sync_info import ServerProcesses, SyncSpec
+from paceline.run.loop import Loop
+from paceline.run.record.callback import StepInfo
+from paceline.run.record.run import Run
+from paceline.units import count
+from paceline.wire.store import StoreClient
+from paceline_server.training.log import LoggedBatches, LoggedPiece
+from paceline_server.training.rounds import next_border
+from paceline_server.training.worker import Worker
+
+BEGIN = "served/begin"  # key of the run's store: batches before the first round
+_PROGRESS = "served/progress"  # key of the run's store: what the first worker needs when it is started again
+_AHEAD_S = 2.0  # of training that may be dealt at once: after that long a signal is heeded
+_FIRST_AHEAD = 16  # batches, before their time is known
+
+
+class FirstWorker(Loop):
+    """Trains from border to border."""
+
+    def __init__(self, run: Run, worker: Worker, data: DataSets, group: Group, store: StoreClient) -> None:
+        super().__init__(run, worker.engine, data, group)
+        self.worker, self.client, self.store, self.workers = worker, worker.client, store, run.plan.dp
+        self._share, self._why = worker.whole.share, ""
+        self._opened = 0  # batches that are dealt
+        self._votes: dict[str, int] = {}
+        self._last_written = time.monotonic()
+        self._batch_s: float | None = None
+
+    def _begin(self) -> str | None:
+        """Begin or resume the run, or go on with it where this worker was lost."""
+        found = json.loads(self.store.get(_PROGRESS)) if self.store.check([_PROGRESS]) else None
+        if (progress := self._share(found)) is not None:
+            return self._return(progress)
+        reason = super()._begin()
+        if self.client is not None:
+            self.store.set(BEGIN, str(self.engine.step_count).encode())
+        self.worker.hand_over(self.engine.step_count, ServerProcesses.of(self.run_directory.plan.sync).parts)
+        self._opened = self.engine.step_count
+        self.log = LoggedBatches(self.store, self.workers, self.workers, self._opened)
+        self.events("sync", {"said": [self._sentence()]})
+        self._note_progress()
+        return reason
+
+    def _sentence(self) -> str:
+        """The rule of this run in words."""
+        plan = self.run_directory.plan
+        spec, servers = SyncSpec.parse(plan.sync), ServerProcesses.of(plan.sync)
+        staleness, period = spec.arguments["staleness"], spec.period
+        own = "a server owns" if servers.parts == 1 else f"{servers.parts} servers own"
+        backup = ", with a backup each" if servers.each > 1 else ""
+        nouns = ("global batch", "global batches") if period == 1 else (f"round of {period} batches", "such rounds")
+        batches = "" if math.isinf(staleness) else count(int(staleness), *nouns)
+        ahead = f"at most {batches} ahead" if batches else "nobody waits"
+        learned = f"how far they came in {period} steps with pieces of the batches"
+        pushed = "the gradients of pieces of the batches" if period == 1 else learned
+        coded = "" if plan.compress == "none" else f", coded by {plan.compress}"
+        return f"sync=server: {own} the parameters{backup}; {plan.dp} workers push {pushed}{coded}, {ahead}"
+
+    def _return(self, progress: dict[str, Any]) -> str | None:
+        """Go on behind the newest border."""
+        self.engine.step_count = self._opened = progress["step"]
+        self.stop.load_state_dict(progress["stop"])
+        self.evaluations.at = progress["evaluated_at"]
+        self.checkpoints.continued()
+        self.worker.pull()
+        written = max(progress["step"], self.recorder.last_step)
+        self.log = LoggedBatches(self.store, self.workers, self.workers, written)
+        self.engine.meter.restart()
+        return self.stop.ended(progress["step"])
+
+    def _steps(self) -> str | None:
+        """Train to the next border, and do what is due there."""
+        border = self._next_border()
+        self._last_written = time.monotonic()
+        while not self._reached(border):
+            self._compute(border)
+        step = self._opened
+        self._take_over(step)
+        info = self._last_of(step)
+        info.result.votes, self._votes = self._votes, {}
+        reason = self.after_step(info)
+        if reason is None and step % self.epoch_steps == 0:
+            reason = self.evaluations.after_epoch()
+        self._acted = step
+        # parameters change from here on
+        self.checkpoints.saving.release()
+        self._tell_servers(step)
+        self._note_progress()
+        return reason
+
+    def _compute(self, border: int) -> None:
+        """Compute a piece, if there is one."""
+        self._open(border)
+        # of the rest of the loop the worker's ranks know the same
+        self._opened, self._votes = self._share([self._opened, self._votes])
+        self._ask()
+        done = self.worker.advance()
+        if done is None:
+            self._border_reached = True
+            return
+        for result in [part.result for part in done.parts if part.result is not None]:
+            self._votes |= result.votes
+            if result.problem is not None:
+                self._rewound(result)
+        if done.pushed is not None and done.pushed.accepted:
+            for piece in LoggedPiece.of(done):
+                self.log.add(piece)
+        if self.client is not None:
+            self._write()
+
+    def _open(self, border: int) -> None:
+        """Have more batches dealt, unless something is to be done first."""
+        self._border_reached = False
+        if self.client is None or self._votes or self._opened >= border:
+            return
+        ahead = _FIRST_AHEAD if self._batch_s is None else max(_FIRST_AHEAD, math.ceil(_AHEAD_S / self._batch_s))
+        rounds = self.worker.rounds
+        wanted = min(border, rounds.whole(max(self.log.next, self.engine.step_count) + ahead))
+        if wanted > self._opened:
+            self._opened = wanted
+            self.client.open(rounds.until(wanted))
+
+    def _reached(self, border: int) -> bool:
+        """True if all that was dealt is applied, and no more is to be."""
+        return self._border_reached and (bool(self._votes) or self._opened >= border)
+
+    def _next_border(self) -> int:
+        """The step after which something is due."""
+        self._border_reached = False
+        return next_border(self.job, self.epoch_steps, self.total_steps, self.engine.step_count)
+
+    def _take_over(self, step: int) -> None:
+        """Have the state of the servers in this engine."""
+        self.worker.take_over()
+        self.engine.step_count = step
+        self.engine.loader.load_state_dict(self._position(step))
+
+    def _ending(self, result: StepResult) -> str | None:
+        """Reason why the run ends at a border, on all ranks of this worker.
+
+        The first has seen the losses of all batches before it.
+        """
+        reason = super()._ending(result)
+        return cast("str | None", self._share(reason or self._why or None))
+
+    # Record
+
+    def _last_of(self, step: int) -> StepInfo:
+        """The last batch before a border, after all others were written."""
+        info = (self._write(step) or self._told(step, [], 0.0)) if self.client is not None else None
+        told = self._share(None if info is None else info.as_json())
+        return info or StepInfo.from_json(told)
+
+    def _write(self, until: int | None = None) -> StepInfo | None:
+        """Write the lines of whole batches, of all before `until`; returns the last."""
+        if until is None and time.monotonic() - self._last_written < _WRITE_S:
+            return None
+        found = self._whole(until)
+        if not found:
+            return None
+        # behind the reading: the ends of batches are counted from here, and none lies before one already written
+        now, ended_at = time.monotonic(), time.time()
+        passed_s, self._last_written = now - self._last_written, now
+        self._batch_s, info = passed_s / len(found), None
+        until_now = range(len(found) - 1, -1, -1)
+        for (batch, pieces), later in zip(found, until_now, strict=True):
+            info = self._told(batch + 1, pieces, self._batch_s)
+            info.ended_at = ended_at - later * self._batch_s
+            for on_step in self._on_step:
+                on_step(info)
+            if info.result.step != until and (reason := self.stop.after_step(info.result.step, info.result.loss)):
+                self._votes["stop"] = 1
+                self._why = self._why or reason
+        return info
+
+    def _whole(self, until: int | None) -> list[tuple[int, list[LoggedPiece]]]:
+        """Whole batches; with `until` all before it, after a short wait for the workers."""
+        self.log.read()
+        found = list(self.log.whole())
+        give_up = time.monotonic() + _TOLD_S
+        while until is not None and self.log.next < until and time.monotonic() < give_up:
+            time.sleep(0.005)
+            self.log.read()
+            found += self.log.whole()
+        return found + list(self.log.whole(until)) if until is not None else found
+
+    def _told(self, step: int, pieces: list[LoggedPiece], step_s: float) -> StepInfo:
+        """A batch as callbacks see it: the mean of its pieces' losses."""
+        computed = [piece for piece in pieces if piece.loss is not None]
+        samples = sum(piece.samples for piece in computed)
+        loss = sum((piece.loss or 0.0) * piece.samples for piece in computed) / samples if samples else math.nan
+        norm = max((piece.norm or 0.0 for piece in computed), default=0.0)
+        timing = Timing(step)
+        timing.parts_s[COMPUTE] = step_s
+        result = StepResult(step, loss, samples, norm, None, {}, timing)
+        factor = self.job.schedule.factor_at(step - 1, self.total_steps)
+        return StepInfo(result, (step - 1) // self.epoch_steps, samples, self.job.optimizer.lr * factor)
+
+    def _tell_servers(self, step: int) -> None:
+        """Record what the servers count of every worker."""
+        if self.client is None:
+            return
+        servers = self.client.statistics()
+        workers = servers[0]["clients"]
+        for name, counts in workers.items():
+            for key in ("bytes", "sent_bytes"):
+                counts[key] = sum(server["clients"].get(name, {}).get(key, 0) for server in servers)
+        told = {key: servers[0][key] for key in ("version", "backup")}
+        self.events("served", {"step": step, **told, "workers": workers})
+
+    def _note_progress(self) -> None:
+        """Tell the store what this worker needs when it is started again."""
+        if self.client is None:
+            return
+        progress = {"step": self._opened, "stop": self.stop.state_dict(), "evaluated_at": self.evaluations.at}
+        self.store.set(_PROGRESS, json.dumps(progress).encode())
+
+
+_TOLD_S = 1.0  # for workers to tell of their last pieces before a border
+_WRITE_S = 0.2  # from one look at the other workers' losses to the next

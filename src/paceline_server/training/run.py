@@ -1,0 +1,246 @@
+"""Processes of a run with servers: workers first, then servers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from paceline.comm import Group
+from paceline.comm.address import own_address
+from paceline.comm.backend import joined
+from paceline.device import use
+from paceline.elastic.member import announced
+from paceline.engine.engine import Engine
+from paceline.epoch import Epoch, watch_epoch
+from paceline.errors import LaunchError, ServerRefused
+from paceline.job.job import Job
+from paceline.job.partition import Partition
+from paceline.planning.sync_info import ServerProcesses, SyncSpec
+from paceline.rank_environment import RankEnvironment
+from paceline.run.build import build_engine, built, check_device, seed_all
+from paceline.run.record.run import Run
+from paceline.run.stop_signals import stop_signals
+from paceline.split.parts import whole_parts
+from paceline.sync.compress.alone import Feedback, decoder
+from paceline.wire.key import RunKey, own_key
+from paceline.wire.status import StatusBoard
+from paceline.wire.store import StoreClient
+from paceline_server.parameters.client import ServerClient
+from paceline_server.parameters.process import GRACE_S, ParameterServer
+from paceline_server.parameters.views import StoreViews, View, as_address, as_text
+from paceline_server.training.log import PieceLog
+from paceline_server.training.loop import BEGIN, FirstWorker
+from paceline_server.training.pieces import Pieces
+from paceline_server.training.rounds import Rounds, next_border
+from paceline_server.training.settings import read, settings_of, tensors_of, written
+from paceline_server.training.whole import Whole
+from paceline_server.training.worker import Worker
+
+SETTINGS, ENDED, ADDRESS = "served/settings", "served/ended", "served/address"  # keys of the run's store
+_LOOK_S = 0.02  # from one look at whether a border is over to the next
+_START_S = 300.0  # time for the first worker and the servers to start; the launcher watches each of them
+_DEALT_AGAIN_S = 2 * GRACE_S  # from the end of a worker that hangs until another worker has its piece
+_ALIVE_S = 0.25  # between two marks of a server that it lives, and looks at who takes part
+
+
+def run_rank(arguments: list[str]) -> None:
+    """Be a worker or a server of the run in the directory `arguments[0]`."""
+    run, environment = Run(arguments[0]), RankEnvironment.from_env()
+    # every attempt of the run has a store of its own
+    assert environment.store is not None
+    with closing(StoreClient(as_address(environment.store), own_key(), run.job.deadline_s)) as store:
+        if environment.rank >= run.plan.ranks:
+            _serve(run, store, environment)
+        else:
+            _work(run, store, environment)
+
+
+def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
+    """Serve a part until the launcher ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    board, servers = StatusBoard.of_this_rank(), ServerProcesses.of(run.plan.sync)
+    number = environment.rank - run.plan.ranks
+    part = number // servers.each
+    settings = read(store.get(SETTINGS, _START_S))
+    if servers.each == 1 and store.check([f"{ADDRESS}/{number}"]):
+        raise LaunchError(
+            f"server {part} was lost, and has no backup: --resume goes on from the newest checkpoint; backup=on in the "
+            "plan's sync keeps a second process for each server"
+        )
+    with ExitStack() as held:
+        key, where = _key_and_place(environment)
+        decode = None if settings.compress == "none" else decoder(settings.compress)
+        views = StoreViews(store, f"served/view/{part}") if servers.each > 1 else None
+        if views is not None:
+            _vacate(store, views, number)
+        server = held.enter_context(
+            ParameterServer(where, key, settings, part=part, servers=servers.parts, views=views, decode=decode)
+        )
+        store.set(f"{ADDRESS}/{number}", as_text(server.address).encode())
+        assert environment.status_file is not None
+        folder, epoch = environment.status_file.parent, Epoch(-1, ())
+        while not server.ended.wait(_ALIVE_S):
+            # "done" has no limit of its own but the deadline, and no signal is for it
+            board.mark("done", 0)
+            if board.current_epoch != epoch.number and (found := announced(folder, board.current_epoch)):
+                epoch = found
+                _expel(server, run, epoch)
+
+
+def _vacate(store: StoreClient, views: StoreViews, number: int) -> None:
+    """Free the lead of a server that a lost predecessor of this process held alone.
+
+    Otherwise both processes of the server would wait for the predecessor for ever. This is done only before the run
+    begins, when no parameters are lost with the predecessor.
+    """
+    key = f"{ADDRESS}/{number}"
+    if not store.check([key]) or store.check([BEGIN]):
+        return
+    view = views.read()
+    if view is not None and view.addresses() == [store.get(key).decode()]:
+        views.replace(view, View(view.epoch + 1, ""))
+
+
+def _expel(server: ParameterServer, run: Run, epoch: Epoch) -> None:
+    """Deal the pieces of workers again that take part no more."""
+    firsts = range(0, run.plan.ranks, run.plan.ranks // run.plan.dp)
+    for first in firsts:
+        if first not in epoch.members:
+            with suppress(ServerRefused):
+                server.expel(_name(first))
+
+
+def _name(first: int) -> str:
+    """A worker's name for the servers, by its first rank."""
+    return f"rank {first}"
+
+
+def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
+    """Compute pieces until the run ends, or this worker is to leave.
+
+    The first worker also measures, saves and records.
+    """
+    leaves = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: leaves.set())  # `launch/independent.py:LEAVE`
+    job, number = run.job, environment.rank // (run.plan.ranks // run.plan.dp)
+    with _own_group(run, environment, number) as group, ExitStack() as held:
+        check_device(run, group)
+        plan = replace(run.plan, dp=1)
+        model = built(job, plan)
+        data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
+        engine = build_engine(job, plan, model, data, group)
+        held.callback(engine.close)
+        own = engine.data_group
+        seed_all(job.seed * 1_000_003 + 1 + number * own.size + own.rank)
+        whole = Whole(group, _trained(engine), engine.parts or whole_parts(engine.model))
+        if environment.rank == 0:
+            tensors = tensors_of(engine.model, whole, SyncSpec.parse(run.plan.sync).period)
+            store.set(SETTINGS, written(settings_of(job, run.plan, tensors, _total_steps(job, engine))))
+        client = None
+        if group.rank == 0:
+            client = held.enter_context(_client(run, store, _name(environment.rank)))
+            client.join()
+        pieces = Pieces(job, _partition(engine), run.plan.dp, own.rank, own.size)
+        worker = Worker(engine, client, pieces, whole, lambda: _rounds(run, engine, store))
+        if number == 0:
+            FirstWorker(run, worker, data, group, store).run()
+            store.set(ENDED, b"1")
+        else:
+            _work_until(worker, PieceLog(store, number), leaves, lambda: store.check([ENDED]))
+        if client is not None:
+            client.leave()
+        engine.on_phase("done", engine.step_count)
+
+
+def _work_until(worker: Worker, log: PieceLog, leaves: threading.Event, ended: Callable[[], bool]) -> None:
+    """Compute pieces; at a border wait for the first worker."""
+    with stop_signals(lambda name: None):  # the first worker ends the run, for all
+        while not worker.whole.share(leaves.is_set()):
+            if (done := worker.advance()) is not None:
+                log.add(done)
+                continue
+            log.send()
+            if worker.whole.share(ended()):
+                return
+            time.sleep(_LOOK_S)
+        log.send()
+
+
+@contextmanager
+def _own_group(run: Run, environment: RankEnvironment, worker: int) -> Iterator[Group]:
+    """The group of this worker's ranks.
+
+    They are started together, also where one of them was lost: the launcher then ends the others, which is waited for.
+    """
+    size, deadline_s = run.plan.ranks // run.plan.dp, _patience_s(run)
+    if size == 1:
+        yield Group(device=use(environment.local_rank), deadline_s=deadline_s)
+        return
+    met = Epoch(1 + worker + environment.starts * run.plan.dp, tuple(range(worker * size, (worker + 1) * size)))
+    with (
+        watch_epoch(lambda: False),
+        joined(deadline_s=deadline_s, transport=run.plan.transport, epoch=met) as group,
+    ):
+        yield group
+
+
+def _trained(engine: Engine) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in engine.named_parameters().items() if p.requires_grad}
+
+
+def _rounds(run: Run, engine: Engine, store: StoreClient) -> Rounds:
+    """Batches of each ticket, the same for all workers."""
+    job, period = run.job, SyncSpec.parse(run.plan.sync).period
+    epoch_steps, total_steps = _partition(engine).steps_per_epoch, _total_steps(job, engine)
+    # without rounds a ticket has the number of its batch, which the servers' schedule counts
+    begin = 0 if period == 1 else int(store.get(BEGIN, _START_S))
+    return Rounds(period, begin, lambda step: next_border(job, epoch_steps, total_steps, step))
+
+
+def _total_steps(job: Job, engine: Engine) -> int | None:
+    return job.stop.total_steps(_partition(engine).steps_per_epoch)
+
+
+def _partition(engine: Engine) -> Partition:
+    assert isinstance(engine.loader.partition, Partition)
+    return engine.loader.partition
+
+
+def _client(run: Run, store: StoreClient, name: str) -> ServerClient:
+    servers = ServerProcesses.of(run.plan.sync)
+    settings = read(store.get(SETTINGS, _START_S))
+    keys = [f"{ADDRESS}/{number}" for number in range(servers.processes)]
+    places = [as_address(told.decode()) for told in store.get_all(keys, _START_S)]
+    parts = [places[i : i + servers.each] for i in range(0, len(places), servers.each)]
+    key = own_key() if any(isinstance(place, tuple) for place in places) else None
+    encode = None if settings.compress == "none" else Feedback(settings.compress, seed=secrets.randbits(32)).encode
+    deadline_s, patience_s = run.job.deadline_s, _patience_s(run)
+    return ServerClient(
+        parts, key, name=name, settings=settings, deadline_s=deadline_s, patience_s=patience_s, encode=encode
+    )
+
+
+def _patience_s(run: Run) -> float:
+    """Return the longest wait for a piece of another worker.
+
+    The launcher watches that worker, allows the deadline for each of its steps, and starts it again if it hangs.
+    """
+    return SyncSpec.parse(run.plan.sync).period * run.job.deadline_s + _DEALT_AGAIN_S
+
+
+def _key_and_place(environment: RankEnvironment) -> tuple[RunKey | None, tuple[str, int] | Path]:
+    """Key and place to serve at: TLS between hosts, else a Unix socket."""
+    if environment.store is None or not environment.store.startswith("/"):
+        return own_key(), (own_address(), 0)
+    assert environment.error_file is not None
+    # in the launcher's folder, which goes with the attempt
+    return None, environment.error_file.with_name(f"server-{os.getpid()}")

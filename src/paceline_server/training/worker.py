@@ -1,0 +1,260 @@
+"""A worker of servers: takes a piece, pushes its gradient, and takes the next.
+
+It is one rank, or several that hold the model together: then the first speaks with the servers (`whole.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.loader import Position
+from paceline.engine.engine import Engine, StepResult
+from paceline.errors import PlanError
+from paceline_server.parameters.client import Pushed, ServerClient
+from paceline_server.parameters.line import NoMember
+from paceline_server.parameters.tickets import Ticket
+from paceline_server.sync.served import Served, ServedDeltas
+from paceline_server.training.pieces import Pieces
+from paceline_server.training.rounds import Rounds
+from paceline_server.training.state import TrainedState, for_servers, of_servers
+from paceline_server.training.whole import Whole
+
+
+class Computed(NamedTuple):
+    """The worker's part of one global batch; without samples there is no result."""
+
+    batch: int
+    position: Position
+    result: StepResult | None
+
+
+class Piece(NamedTuple):
+    """Work for one ticket: a part of each global batch of its round.
+
+    Attributes:
+        pushed: the servers' answer; None on ranks that do not speak with them.
+    """
+
+    ticket: Ticket
+    parts: list[Computed]
+    pushed: Pushed | None
+
+
+class Worker:
+    """Computes pieces with an engine of its own, in a group of its own. All its ranks call each method.
+
+    Args:
+        client: this worker's connections to the servers; None on all its ranks but the first.
+        rounds: called when the first ticket is there, or to begin with parameters.
+
+    Attributes:
+        whole: joins what the worker's ranks hold.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        client: ServerClient | None,
+        pieces: Pieces,
+        whole: Whole,
+        rounds: Callable[[], Rounds],
+    ) -> None:
+        if not isinstance(engine.rule, Served):
+            raise PlanError(f"sync={engine.plan.sync} has no servers that own parameters: sync=server:staleness=inf")
+        self.engine, self.client, self.pieces, self.whole, self.rule = engine, client, pieces, whole, engine.rule
+        self._rounds, self._alone = rounds, isinstance(self.rule, ServedDeltas)
+        self.rule.update = engine.optimizer.step if self._alone else self._push_gradients
+        self.trained: dict[str, nn.Parameter] = {n: p for n, p in engine.named_parameters().items() if p.requires_grad}
+        # where the client pulls to: the parameters themselves, or whole ones, of which each rank gets its parts
+        self.values: Mapping[str, Tensor] = {name: p.data for name, p in self.trained.items()}
+        if whole.divides:
+            here = whole.shapes.items() if client is not None else ()
+            self.values = {name: torch.empty(shape, dtype=whole.dtypes[name]) for name, shape in here}
+        self._rows = [spec.name for spec in client.settings.tensors() if spec.sparse] if client is not None else []
+        self._fresh, self._has = False, 0  # whether parameters came with the last push, and the batches they hold
+        self._ticket: Ticket | None = None
+        self._next: Ticket | None = None  # dealt with the last push
+        self._pushed: Pushed | None = None
+        self._has_pushed = False
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        """The global batches of each ticket."""
+        return self._rounds()
+
+    def advance(self) -> Piece | None:
+        """Compute and push the next piece; None where everything up to the border is applied."""
+        self.engine.on_phase("sync", self.engine.step_count)
+        ticket = None
+        if self.client is not None:
+            ticket, self._next = self._next or self._taken(self.client), None
+        pulls = ticket is not None and (not self._fresh or self._has < ticket.needs)
+        ticket, pulls = self.whole.share([ticket, pulls])
+        return None if ticket is None else self._computed(Ticket(*ticket), pulls=pulls)
+
+    def _taken(self, client: ServerClient) -> Ticket | None:
+        try:
+            return client.take()
+        except NoMember:  # it was taken for lost
+            client.join()
+            return client.take()
+
+    def pull(self, at_least: int = 0) -> None:
+        """Get the parameters that have changed, once they hold so many global batches."""
+        if self.client is not None:
+            self.client.pull(self.values, at_least=at_least)
+            self._pull_rows(self.client, at_least)
+        self._spread()
+        self._has = max(self._has, at_least)
+
+    def hand_over(self, batches: int, servers: int) -> None:
+        """Give the servers the engine's parameters and optimizer state, after so many global batches."""
+        values, rounds = self.whole.gather(self.trained), self.rounds.until(batches)
+        optimizer = self._optimizer_state() if batches else {}
+        if self.client is None:
+            pass
+        elif batches == 0:
+            self.client.initialize(values)
+        else:
+            settings = self.client.settings
+            self.client.load_state(for_servers(TrainedState(values, optimizer), settings, servers, rounds))
+        self.pull(rounds)
+
+    def take_over(self) -> None:
+        """Put the servers' parameters and optimizer state into the engine."""
+        found = TrainedState({}, {})
+        if self.client is not None:
+            found = of_servers(self.client.state(), self.client.settings)
+        with torch.no_grad():
+            self.whole.spread(found.values, self.trained)
+            self._put_optimizer_state(found.optimizer)
+
+    def _computed(self, ticket: Ticket, *, pulls: bool) -> Piece:
+        self._ticket, self._pushed, self._has_pushed = ticket, None, False
+        batches = self.rounds.batches(ticket.batch)
+        if pulls:
+            self.pull(ticket.needs)  # still in the phase "sync", because it may wait for other workers
+        self.engine.on_phase("data", batches.start + 1)
+        before = self._copied() if self._alone else {}
+        parts = [self._step(batch, ticket.piece) for batch in batches]
+        if self._alone and any(part.result is not None for part in parts):
+            self._push(self._change_since(before), is_delta=True)
+        if not self._has_pushed and self.client is not None:
+            # no samples, or numbers that are not finite and that the job skips
+            self._pushed = self.client.push({}, ticket=ticket)
+        return Piece(ticket, parts, self._pushed)
+
+    def _step(self, batch: int, piece: int) -> Computed:
+        """Compute this worker's part of a global batch."""
+        engine = self.engine
+        samples, position = self.pieces.samples(batch, piece)
+        engine.step_count = batch
+        engine.on_phase("data", batch + 1)
+        result = engine.step(engine.loader.read(samples, position)) if position.total else None
+        return Computed(batch, position, result)
+
+    def _push_gradients(self) -> None:
+        """Push the gradients, in the place of an optimizer step."""
+        self._push(self.whole.gather({name: p.grad for name, p in self.trained.items()}))
+
+    def _copied(self) -> dict[str, Tensor]:
+        """The parameters as the servers have them, which steps of this worker do not change."""
+        return {name: value.clone() for name, value in self.values.items()}
+
+    def _change_since(self, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Change of the parameters; nothing but on the first rank.
+
+        They are as before then, should the servers refuse the push and send nothing new.
+        """
+        change = {name: value - before[name] for name, value in self.whole.gather(self.trained).items()}
+        for name, value in self.values.items():
+            value.copy_(before[name])
+        return change
+
+    def _push(self, tensors: Mapping[str, Tensor], *, is_delta: bool = False) -> None:
+        """Push, and get what has changed."""
+        self._has_pushed = self._fresh = True
+        if self.client is not None:
+            self._pushed = self.client.push_and_pull(
+                tensors, self.values, ticket=self._ticket, delta=is_delta, take=True
+            )
+            self._next = self._pushed.next
+            if self._next is not None and len(self.client.lines) == 1:
+                # dealt before the parameters were read, which so hold what it needs
+                self._has = max(self._has, self._next.needs)
+            self._pull_rows(self.client)
+        self._spread()
+
+    def _pull_rows(self, client: ServerClient, at_least: int = 0) -> None:
+        """Get the rows of sparse tables that have changed."""
+        for name in self._rows:
+            client.pull_changed_rows(name, self.values[name], at_least=at_least)
+
+    def _spread(self) -> None:
+        """Give each rank its parts of what was pulled."""
+        if self.whole.divides:
+            self.whole.spread(self.values, self.trained)
+
+    def _optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Whole state of the servers' optimizer; nothing but on the first rank."""
+        if isinstance(self.rule, ServedDeltas):
+            return dict(self.rule.outer)
+        states = {name: self.engine.optimizer.state.get(p, {}) for name, p in self.trained.items()}
+        if not self.whole.divides:
+            return states
+        found: dict[str, dict[str, Any]] = {name: {} for name in self.whole.shapes}
+        keys = [{name: _numbers_of(state) for name, state in states.items()}]
+        for of_rank in self.whole.group.gather_json(keys):
+            for name, numbers in of_rank[0].items():
+                found[name] |= {key: _value(told) for key, told in numbers.items()}
+        for key in sorted({key for state in found.values() for key, value in state.items() if value is None}):
+            for name, tensor in self.whole.gather({name: state.get(key) for name, state in states.items()}).items():
+                found[name][key] = tensor
+        return found
+
+    def _put_optimizer_state(self, whole: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give each rank its parts of the state of the servers' optimizer."""
+        if isinstance(self.rule, ServedDeltas):
+            self.rule.outer = {name: dict(state) for name, state in whole.items()}
+            return
+        optimizer = self.engine.optimizer
+        if not self.whole.divides:
+            for name, p in self.trained.items():
+                optimizer.state[p] = {
+                    key: value.to(p.device) if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in whole[name].items()
+                }
+            return
+        told = self.whole.share({name: _numbers_of(state) for name, state in whole.items()})
+        for name, p in self.trained.items():
+            optimizer.state[p] = {
+                key: torch.zeros_like(p.detach()) if number is None else _value(number)
+                for key, number in told.get(name, {}).items()
+            }
+        for key in sorted({key for numbers in told.values() for key, number in numbers.items() if number is None}):
+            names = [name for name, numbers in told.items() if key in numbers]
+            into = {name: optimizer.state[p][key] for name, p in self.trained.items() if name in names}
+            self.whole.spread({name: state[key] for name, state in whole.items() if key in state}, into, names)
+
+
+def _numbers_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of an optimizer's state; None for tensors that are divided as their parameter."""
+    told: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            told[key] = None if value.dim() else {"tensor": value.item()}
+        elif value is not None:
+            told[key] = {"number": value}
+    return told
+
+
+def _value(told: dict[str, Any] | None) -> Any:
+    """The number that `_numbers_of` told of."""
+    if told is None:
+        return None
+    return torch.tensor(told["tensor"]) if "tensor" in told else told["number"]

@@ -1,0 +1,61 @@
+"""The option --hosts names hosts and their devices, or says what is wrong with it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from paceline.elastic.ssh.host_list import NamedHost, read_hosts
+from paceline.errors import LaunchError
+
+
+def test_a_list_names_hosts_users_addresses_and_devices() -> None:
+    assert read_hosts("a, me@b-1.lan:2,[fd00::2]:16,10.0.0.1") == [
+        NamedHost("a"),
+        NamedHost("me@b-1.lan", 2),
+        NamedHost("[fd00::2]", 16),
+        NamedHost("10.0.0.1"),
+    ]
+
+
+def test_a_file_has_a_host_on_each_line(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# the rack\na\n\nb:2  # half of it\n")
+    assert read_hosts(str(tmp_path / "hosts")) == [NamedHost("a"), NamedHost("b", 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is no host. Write NAME"),
+        ("a,", "is no host. Write NAME"),
+        ("-oProxyCommand=x", '"-oProxyCommand=x" is no host'),
+        ("a,-l", '"-l" is no host'),
+        ("me@-a", "is no host"),
+        ("a b", "is no host"),
+        ("a;reboot", "is no host"),
+        ("a:0", "is no host"),
+        ("a:two", "is no host"),
+        ("a:999999", "is no host"),
+        ("fd00::2", "is no host"),
+        ("a,b:1,a:2", "names a twice. For two of its devices, say a:2"),
+        ("localhost,127.0.0.1", "names this machine twice"),
+        ("/nowhere/hosts", "the list of hosts cannot be read"),
+    ],
+)
+def test_a_list_that_is_none_is_refused(text: str, said: str) -> None:
+    with pytest.raises(LaunchError) as refused:
+        read_hosts(text)
+    assert said in str(refused.value)
+
+
+def test_a_file_without_hosts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# none yet\n")
+    with pytest.raises(LaunchError, match="names no host"):
+        read_hosts(str(tmp_path / "hosts"))
+
+
+def test_this_machine_is_known_by_its_own_names() -> None:
+    own = socket.gethostname()
+    assert [host.is_here for host in read_hosts(f"{own},b:2,127.0.0.2")] == [True, False, False]

@@ -1,0 +1,264 @@
+"""A plan that runs out of memory costs a start of the cluster.
+
+One that is left out for memory that there is may have been the best.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from paceline.cluster.catalogue.hardware import CATALOGUE
+from paceline.job.job import Job
+from paceline.job.read.dimensions import Dimensions
+from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines
+from paceline.planning.cost.memory import HOLDERS, capacity_bytes, memory
+from paceline.planning.model.build import trace
+from paceline.planning.model.graph import BlockTrace, ModelTrace
+from paceline.planning.model.transformer import transformer
+from paceline.run.dry_run.memory_watch import MemoryWatch
+
+GIB = 2**30
+A100 = Machines(CATALOGUE["A100-SXM-80"], 64, 8, CATALOGUE["A100-SXM-80"].network)
+MEGATRON = FrameworkProfile("Megatron-LM", flash=False)
+SMALL = transformer(Dimensions(layers=8, hidden=512, heads=8, seq=256, vocab=1024, tied=False))
+
+
+def layers(trace: ModelTrace, stages: int) -> tuple[int, ...]:
+    """As many layers for each stage, the embedding with the first and the head with the last."""
+    each = (len(trace.blocks) - 2) // stages
+    return (each + 1, *[each] * (stages - 2), each + 1) if stages > 1 else (each + 2,)
+
+
+# Korthikanti et al., 2022, figures 1 and 7: GiB of activations on a GPU of the first stage
+PUBLISHED = [
+    (48, 6144, 64, 1, 1, 4, 4, "none", 59.25),
+    (48, 6144, 64, 1, 1, 4, 4, "selective", 9.5625),
+    (96, 12288, 96, 8, 3, 1, 64, "none", 66.84375),
+    (96, 12288, 96, 8, 3, 1, 64, "selective", 12.3515625),
+    (105, 20480, 128, 35, 3, 1, 280, "none", 114.0234375),
+    (105, 20480, 128, 35, 3, 1, 280, "selective", 23.076171875),
+    (128, 25600, 160, 64, 1, 1, 512, "none", 131.25),
+    (128, 25600, 160, 64, 1, 1, 512, "selective", 26.5625),
+]
+
+
+@pytest.mark.parametrize(("depth", "hidden", "heads", "pp", "chunks", "samples", "batch", "remat", "gib"), PUBLISHED)
+def test_activations_are_those_that_were_published(
+    depth: int, hidden: int, heads: int, pp: int, chunks: int, samples: int, batch: int, remat: Any, gib: float
+) -> None:
+    trace = transformer(Dimensions(layers=depth, hidden=hidden, heads=heads, seq=2048, vocab=51200))
+    schedule: Any = "interleaved" if chunks > 1 else "1f1b"
+    layout = Layout(
+        trace,
+        A100,
+        tp=8,
+        pp=pp,
+        chunks=chunks,
+        schedule=schedule,
+        samples=samples,
+        microbatches=batch // samples,
+        precision="fp16",
+        remat=remat,
+        sequence=remat == "selective",
+        framework=MEGATRON,
+        cut=layers(trace, pp * chunks),
+    )
+    held = memory(layout)
+    assert (held["activations"] + held["logits"]) / GIB == pytest.approx(gib, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "table", ["bloom_tr11_a100", "megatron_sc21_table1", "llmfoundry_mpt_a100", "vtrain_single_a100"]
+)
+def test_plans_that_ran_fit_and_those_that_ran_out_of_memory_do_not(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmarks = Path(__file__).parents[3] / "benchmarks"
+    monkeypatch.syspath_prepend(benchmarks)
+    rows, _ = importlib.import_module("published_rows").read([benchmarks / "tables" / f"{table}.csv"])
+    assert rows
+    wrong = [
+        row.number
+        for row in rows
+        if (sum(memory(row.layout).values()) > capacity_bytes(row.layout)) is not row.out_of_memory
+    ]
+    assert wrong == []
+
+
+def test_state_is_counted_once_and_tied_parameters_too() -> None:
+    tied = transformer(Dimensions(layers=8, hidden=512, heads=8, seq=256, vocab=1024, tied=True))
+    held = memory(Layout(tied, A100, parameter_bytes=2, gradient_bytes=4, optimizer_bytes=12))
+    assert held["parameters"] == 2 * tied.parameters
+    assert held["gradients"] == 4 * tied.parameters
+    assert held["optimizer"] == 12 * tied.parameters
+
+
+def test_fsdp_shares_out_state_and_gathers_what_it_computes_with() -> None:
+    whole, shared = memory(Layout(SMALL, A100)), memory(Layout(SMALL, A100, fsdp=8))
+    for holder in ("parameters", "gradients", "optimizer"):
+        assert shared[holder] == pytest.approx(whole[holder] / 8)
+    layer = SMALL.blocks[1].parameters
+    assert whole["gathered"] == 0
+    assert shared["gathered"] > 4 * 2 * layer
+    assert memory(Layout(SMALL, A100, fsdp=8, zero=2))["gathered"] > 4 * SMALL.parameters
+
+
+def test_gradients_that_add_up_before_they_are_scattered_are_whole() -> None:
+    added = memory(Layout(SMALL, A100, fsdp=8, zero=1, microbatches=4))["gradients"]
+    assert added == pytest.approx(4 * SMALL.parameters * (1 + 1 / 8))
+    pipelined = Layout(SMALL, A100, fsdp=8, pp=2, microbatches=4, cut=layers(SMALL, 2))
+    assert memory(pipelined)["gradients"] > 4 * SMALL.parameters / 2 * 0.9
+
+
+def test_zero_1_over_replicas_shares_out_the_optimizer_alone() -> None:
+    plain, shared = memory(Layout(SMALL, A100, dp=4)), memory(Layout(SMALL, A100, dp=4, zero_dp=True))
+    assert shared["optimizer"] == plain["optimizer"] / 4
+    assert shared["gradients"] == plain["gradients"]
+
+
+def test_offloaded_state_is_not_on_the_device() -> None:
+    held = memory(Layout(SMALL, A100, fsdp=2, offload=True))
+    assert held["parameters"] == held["gradients"] == held["optimizer"] == 0
+    assert held["gathered"] > 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "flight"),
+    [("gpipe", 1, 16), ("1f1b", 1, 4), ("interleaved", 2, 11), ("zero-bubble", 2, 9), ("dualpipe", 2, 9)],
+)
+def test_microbatches_in_flight_are_those_of_the_schedule(schedule: Any, chunks: int, flight: int) -> None:
+    """Memory of equal blocks on the first of 4 stages, in chunks.
+
+    Half a stage each where there are two.
+    """
+    block = BlockTrace("layer", kept_outside=1000.0, boundary=10.0, vectors=1)
+    trace = ModelTrace((block,) * 8)
+    layout = Layout(
+        trace,
+        A100,
+        pp=4,
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=16,
+        cut=(8 // 4 // chunks,) * (4 * chunks),
+        framework=MEGATRON,
+    )
+    assert memory(layout)["activations"] == pytest.approx(4 * 1000 * flight * 8 / 4 / chunks)
+
+
+def test_the_last_stage_can_be_the_fullest() -> None:
+    """A vocabulary of a million: its logits outweigh what the first stage has in flight."""
+    trace = transformer(Dimensions(layers=4, hidden=256, heads=4, seq=512, vocab=1_000_000, tied=False))
+    held = memory(Layout(trace, A100, pp=4, microbatches=4, samples=4, cut=layers(trace, 4)))
+    assert held["logits"] > held["activations"]
+
+
+def test_recomputing_keeps_what_goes_from_block_to_block() -> None:
+    layer = SMALL.blocks[1]
+    kept = {
+        remat: memory(Layout(SMALL, A100, dp=2, samples=4, remat=remat)) for remat in ("none", "selective", "block")
+    }
+    assert kept["block"]["activations"] < kept["selective"]["activations"] < kept["none"]["activations"]
+    assert kept["block"]["activations"] >= 4 * 4 * 8 * layer.boundary
+    assert kept["block"]["working"] > 0 == kept["none"]["working"]
+
+
+def test_squares_of_attention_count_where_it_is_not_one_kernel() -> None:
+    written = (
+        memory(Layout(SMALL, A100, dp=2, framework=FrameworkProfile(flash=False)))["activations"]
+        - memory(Layout(SMALL, A100, dp=2))["activations"]
+    )
+    assert written == pytest.approx(4 * 8 * SMALL.blocks[1].kept_scores)
+
+
+def test_gradients_that_come_while_activations_go_do_not_add_up() -> None:
+    wide = ModelTrace(
+        (BlockTrace("a", kept_outside=1000.0, vectors=1), BlockTrace("b", kept_outside=1.0, vectors=1000))
+    )
+    held = memory(Layout(wide, A100))
+    assert held["gradients"] + held["activations"] == pytest.approx(4 * (1001 + 1000))  # b's gradient comes first
+    narrow = ModelTrace(tuple(reversed(wide.blocks)))
+    held = memory(Layout(narrow, A100))
+    assert held["gradients"] + held["activations"] == pytest.approx(4 * 1002)
+
+
+def test_on_cpus_a_rank_has_its_part_of_the_hosts_memory() -> None:
+    cores = Machines(replace(CATALOGUE["CPU"], memory_bytes=4 * GIB), 2, 4, CATALOGUE["CPU"].network)
+    rooms = [capacity_bytes(Layout(SMALL, cores, dp=ranks)) / GIB for ranks in (1, 2, 4, 8, 16)]
+    assert rooms == [16, 8, 4, 4, 2]  # the first host is filled first
+    assert capacity_bytes(Layout(SMALL, A100)) == 80 * GIB
+
+
+layouts = st.builds(
+    lambda degrees, pp, remat, zero, microbatches, samples, sequence: Layout(
+        SMALL,
+        A100,
+        **degrees,
+        pp=pp,
+        remat=remat,
+        zero=zero,
+        microbatches=microbatches,
+        samples=samples,
+        sequence=sequence,
+        cut=layers(SMALL, pp),
+    ),
+    st.fixed_dictionaries({axis: st.sampled_from([1, 2, 4]) for axis in ("dp", "fsdp", "tp", "cp")}),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from(["none", "selective", "block"]),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([1.0, 2.0, 16.0]),
+    st.booleans(),
+)
+
+
+@given(layouts)
+@settings(max_examples=50)
+def test_every_holder_has_no_less_than_nothing_and_more_samples_take_no_less(layout: Layout) -> None:
+    held = memory(layout)
+    assert tuple(held) == HOLDERS
+    assert min(held.values()) >= 0
+    more = memory(replace(layout, samples=2 * layout.samples))
+    assert sum(more.values()) >= sum(held.values())
+
+
+@given(layouts)
+@settings(max_examples=50)
+def test_more_ranks_along_tp_never_take_more_of_each(layout: Layout) -> None:
+    assert sum(memory(replace(layout, tp=2 * layout.tp)).values()) <= sum(memory(layout).values())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_head_holds_what_torchs_cross_entropy_does(precision: Any) -> None:
+    """Logits, log-probabilities and the gradients of both: more than what is saved of them."""
+    samples, vocab, context = 4, 30_000, 16
+    text = {"kind": "synthetic", "shape": [context], "vocab": vocab}
+    args = {"vocab": vocab, "context": context, "layers": 2, "hidden": 8, "heads": 1}
+    job = Job(
+        model={"zoo": "gpt", "args": args},
+        data=text,
+        loss="cross_entropy",
+        optimizer={"name": "sgd", "lr": 0.1},
+        stop={"steps": 1},
+        global_batch=samples,
+    )
+    with FakeTensorMode(), MemoryWatch() as watch:
+        head, states = torch.nn.Linear(8, vocab, bias=False), torch.zeros(samples * context, 8, requires_grad=True)
+        labels = torch.zeros(samples * context, dtype=torch.long)
+        before = watch.live_bytes
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            logits = head(states)
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+        loss.backward()
+        held = watch.peak_bytes - before
+    layout = Layout(trace(job, precision), A100, samples=samples, precision=precision)
+    assert memory(layout)["logits"] == pytest.approx(held, rel=0.03)

@@ -1,0 +1,167 @@
+"""What was measured before corrects the next prediction.
+
+Lost, doubled or misread, every later choice would rest on it.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.cluster.cluster import Cluster, Host
+from paceline.job.job import Job
+from paceline.planning import history
+from paceline.planning.cost.prediction import Prediction
+from paceline.planning.history import Pair, corrected, correction, kind_of, pairs, remember
+from paceline.planning.plan import Plan
+from planner_jobs import job_on_digits
+
+HERE = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34, cpu="some CPU"),))
+ELSEWHERE = Cluster(hosts=(Host(name="a", cores=8, memory_bytes=2**34, cpu="some CPU"),))
+PREDICTED = Prediction(
+    0.1, 2**30, 640.0, 0.4, {"compute": 0.08, "dp": 0.02}, {"parameters": 2.0**30}, cost_per_run=3.0, notes=("a note",)
+)
+
+
+job = partial(job_on_digits, model="mlp", global_batch=64)
+JOB = job()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def measured(plan: str, ratio: float, *, times: int = 1, of: Job = JOB, calibrated: bool = False) -> None:
+    """Steps that took `ratio` times what was predicted."""
+    for _ in range(times):
+        assert remember(
+            Pair.of(of, HERE, Plan.parse(plan), predicted_s=0.1, measured_s=0.1 * ratio, calibrated=calibrated),
+            HERE,
+        )
+
+
+def file_of_history() -> Path:
+    return history._file(HERE)
+
+
+def test_without_history_a_prediction_stays_as_it_is() -> None:
+    assert corrected(PREDICTED, JOB, HERE, Plan(dp=2)) is PREDICTED
+
+
+def test_what_was_measured_corrects_all_that_follows_from_the_time_and_is_said() -> None:
+    measured("dp=2", 2.0, times=10)
+    found = corrected(PREDICTED, JOB, HERE, Plan(dp=4))
+    factor = found.step_time_s / PREDICTED.step_time_s
+    assert 1.8 < factor < 2.0, "drawn towards 1, but not by much after ten of ten"
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
+    assert (found.throughput, found.mfu, found.cost_per_run) == pytest.approx((640 / factor, 0.4 / factor, 3 * factor))
+    assert found.memory == PREDICTED.memory
+    assert found.notes == (
+        "a note",
+        f"corrected by what was measured before: times {factor:.2f}, by 10 such plans of 10 on this hardware",
+    )
+    assert corrected(found, JOB, HERE, Plan(dp=4)) is found, "not twice"
+
+
+def test_other_hardware_and_other_kinds_of_predictions_know_nothing_of_it() -> None:
+    measured("dp=2", 2.0, times=5)
+    assert corrected(PREDICTED, JOB, ELSEWHERE, Plan(dp=2)) is PREDICTED
+    assert corrected(PREDICTED, JOB, HERE, Plan(dp=2), calibrated=True) is PREDICTED
+
+
+def test_a_machine_slower_than_thought_makes_no_plan_look_good_that_nobody_measured() -> None:
+    measured("dp=2", 3.0)
+    one, other = (correction(JOB, HERE, Plan.parse(plan)).factor for plan in ("dp=2", "fsdp=2"))
+    assert one / other < 1.1
+
+
+def test_a_kind_of_plan_that_is_slower_than_others_is_known_to_be() -> None:
+    for _ in range(5):
+        measured("dp=2", 1.0)
+        measured("fsdp=2", 2.0)
+    assert correction(JOB, HERE, Plan(fsdp=2)).factor / correction(JOB, HERE, Plan(dp=2)).factor > 1.6
+
+
+def test_one_surprise_moves_less_than_many_and_the_same_job_counts_more() -> None:
+    other = job(model="cifar_cnn")
+    measured("dp=2", 4.0, of=other)
+    once = correction(JOB, HERE, Plan(dp=2)).factor
+    assert 1 < once < correction(other, HERE, Plan(dp=2)).factor < 4
+    measured("dp=2", 4.0, times=20, of=other)
+    assert once < correction(JOB, HERE, Plan(dp=2)).factor < 4
+
+
+def test_the_newest_count() -> None:
+    measured("dp=2", 4.0, times=history.NEWEST)
+    measured("dp=2", 1.0, times=history.NEWEST)
+    assert correction(JOB, HERE, Plan(dp=2)).factor == pytest.approx(1.0)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=12))
+def test_the_correction_lies_between_1_and_what_was_measured(ratios: list[float]) -> None:
+    file_of_history().unlink(missing_ok=True)
+    for ratio in ratios:
+        measured("tp=2", ratio)
+    factor = correction(JOB, HERE, Plan(tp=2)).factor
+    assert min(1.0, *ratios) - 1e-9 <= factor <= max(1.0, *ratios) + 1e-9
+
+
+@given(st.binary(max_size=200))
+def test_damage_costs_only_the_lines_that_it_is_in(damage: bytes) -> None:
+    file_of_history().unlink(missing_ok=True)
+    measured("dp=2", 2.0, times=2)
+    with file_of_history().open("ab") as file:
+        file.write(damage + b"\n")
+    measured("dp=2", 2.0)
+    assert len(pairs(HERE)) == 3
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "3", '{"plan": 1}', '{"plan": "dp=2", "predicted_s": "x", "measured_s": 1}', '{"plan": "warp=9"}']
+)
+def test_a_line_of_another_version_is_passed_over(line: str) -> None:
+    measured("dp=2", 2.0)
+    with file_of_history().open("a") as file:
+        file.write(line + "\n")
+    assert len(pairs(HERE)) == 1
+
+
+def test_writers_at_the_same_time_lose_nothing() -> None:
+    pair = Pair.of(JOB, HERE, Plan(dp=2), predicted_s=0.1, measured_s=0.2, calibrated=False)
+    with ThreadPoolExecutor(8) as writers:
+        assert all(writers.map(lambda i: remember(replace(pair, measured_s=0.1 + i / 1e4), HERE), range(200)))
+    assert len({found.measured_s for found in pairs(HERE)}) == 200
+
+
+@pytest.mark.parametrize("measured_s", [0.0, -1.0, math.nan, math.inf, 100.0])
+def test_what_is_no_time_or_of_something_else_is_not_kept(measured_s: float) -> None:
+    assert not remember(Pair.of(JOB, HERE, Plan(dp=2), predicted_s=0.1, measured_s=measured_s, calibrated=False), HERE)
+    assert pairs(HERE) == ()
+
+
+def test_a_home_that_cannot_be_written_costs_the_history_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not remember(Pair.of(JOB, HERE, Plan(dp=2), predicted_s=0.1, measured_s=0.2, calibrated=False), HERE)
+    assert corrected(PREDICTED, JOB, HERE, Plan(dp=2)) is PREDICTED
+
+
+def test_a_long_history_is_read_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_TAIL_BYTES", 2000)
+    measured("dp=2", 3.0, times=40)
+    assert 0 < len(pairs(HERE)) < 10
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind"), [("dp=1", "one rank"), ("dp=2 tp=4", "dp tp"), ("fsdp=2 remat=block fused=on", "fsdp block")]
+)
+def test_a_kind_is_what_is_divided_and_what_is_computed_again(plan: str, kind: str) -> None:
+    assert kind_of(Plan.parse(plan)) == kind

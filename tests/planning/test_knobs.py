@@ -1,0 +1,278 @@
+"""What `auto` tries and what it makes of the times.
+
+A wrong choice here slows every run, or changes what is computed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.cluster.cluster import Cluster, Device, Emulate, Host
+from paceline.job.job import Job
+from paceline.planning.auto import auto_plan
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.knobs import (
+    BUDGET_S,
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    SHARE_OF_RUN,
+    Comparison,
+    Knob,
+    budget_s,
+    knobs,
+    longest_run_s,
+    steps_are_too_few,
+    why_not_now,
+)
+from paceline.planning.plan import Plan
+
+
+def job(**changes: Any) -> Job:
+    common = {
+        "model": "cifar_cnn",
+        "data": "digits",
+        "loss": "cross_entropy",
+        "optimizer": "sgd",
+        "global_batch": 64,
+        "stop": {"epochs": 9},
+    }
+    return Job(**(common | changes))
+
+
+def cores(number: int, *, bf16: bool | None = True) -> Cluster:
+    return Cluster(hosts=(Host(name="a", cores=number, memory_bytes=2**34, cpu_bf16=bf16),))
+
+
+def gpus(number: int) -> Cluster:
+    devices = tuple(Device(index=i, name="H200", memory_bytes=2**37, bf16=True) for i in range(number))
+    return Cluster(hosts=(Host(name="a", cores=32, memory_bytes=2**37, gpus=devices),))
+
+
+def test_products_by_onednn_are_tried_first_where_torchs_own_leave_the_processor_unused() -> None:
+    on_amd = Cluster(hosts=(Host(name="a", cores=2, memory_bytes=2**34, cpu="AMD EPYC"),))
+    assert next(iter(candidates(job(), on_amd).items())) == ("onednn=on", None)
+    without = Cluster(hosts=(on_amd.hosts[0].model_copy(update={"cpu_avx512": False}),))
+    assert next(iter(candidates(job(), without))) == "memory_format=channels_last"
+    elsewhere = list(candidates(job(), cores(2)))
+    assert elsewhere.index("onednn=on") == elsewhere.index("pin=on") + 1
+    assert (
+        candidates(job(precision="fp64"), cores(2))["onednn=on"]
+        == "it multiplies float32, and the job computes in fp64"
+    )
+    assert candidates(job(), gpus(2))["onednn=on"] == (
+        "is for ranks on CPUs, and those of this cluster compute on GPUs"
+    )
+
+
+def test_a_loader_process_is_tried_unless_the_job_says_how_many() -> None:
+    data = job(data={"kind": "digits", "num_workers": 2})
+    assert candidates(data, cores(2))["num_workers=1"] == "the job says num_workers: 2"
+    assert candidates(job(), cores(2))["num_workers=1"] is None
+    assert candidates(job(), gpus(2))["num_workers=1"] is None
+    of_one_rank = [str(knob) for knob in knobs(job(), cores(4), Plan())]
+    assert "threads=3 num_workers=1" in of_one_rank, "it has a core of its own"
+    emulated = cores(4).model_copy(update={"emulate": Emulate(hosts=2)})
+    assert "threads=1 num_workers=1" in [str(knob) for knob in knobs(job(), emulated, Plan(dp=2))]
+
+
+def test_one_rank_alone_is_tried_on_one_core() -> None:
+    assert "threads=1" in [str(knob) for knob in knobs(job(), cores(4), Plan())]
+    for cluster, plan in ((cores(4), Plan(dp=2)), (cores(4), Plan(threads=1)), (gpus(1), Plan())):
+        assert "threads=1" not in [str(knob) for knob in knobs(job(), cluster, plan)]
+
+
+def test_one_rank_on_one_core_is_tried_on_all_of_them() -> None:
+    """Predictions of convolutions on several cores err by more than what they would save."""
+    assert next(str(knob) for knob in knobs(job(), cores(4), Plan(threads=1))) == "threads=0"
+    for cluster, plan in ((cores(4), Plan()), (cores(4), Plan(dp=2)), (cores(1), Plan(threads=1)), (gpus(1), Plan())):
+        assert "threads=0" not in [str(knob) for knob in knobs(job(), cluster, plan)]
+
+
+def candidates(work: Job, cluster: Cluster) -> dict[str, str | None]:
+    """Every knob, with the reason why it is not tried."""
+    return {str(knob): knob.untried for knob in knobs(work, cluster, auto_plan(work, cluster))}
+
+
+def test_a_network_for_images_on_cores_has_all_knobs_but_those_of_gpus() -> None:
+    found = candidates(job(), cores(4))
+    assert list(found)[:5] == ["memory_format=channels_last", "fused=on", "dp=2", "dp=1", "pin=on"]
+    assert list(found)[-1] == "precision=bf16", "it is only told of, so what may be taken comes first"
+    tried = [knob for knob, untried in found.items() if untried is None]
+    assert set(found) - set(tried) <= {"compile=reduce-overhead", "compile=on"}, "compile=on where there is no compiler"
+    assert found["compile=reduce-overhead"] == "replays graphs of kernels, and this cluster has no GPU that can"
+
+
+def test_on_gpus_every_one_is_used_and_cores_are_left_alone() -> None:
+    found = candidates(job(), gpus(4))
+    assert not any(knob.startswith("dp=") for knob in found)
+    assert found["pin=on"] == "its ranks compute on GPUs"
+    assert "compile=reduce-overhead" in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster", "knob", "reason"),
+    [
+        ({"model": "gpt"}, cores(2), "memory_format=channels_last", "is for images, and the model (gpt) takes none"),
+        (
+            {"optimizer": "lamb"},
+            cores(2),
+            "fused=on",
+            "needs a fused step of lamb; torch has one of sgd, adam, adamw only",
+        ),
+        (
+            {"partition": {"weights": [2, 1]}},
+            cores(2),
+            "dp=1",
+            "has 1 replica, but the job's partition has 2 weights, one per replica",
+        ),
+        ({}, cores(2, bf16=False), "precision=bf16", "no bf16 arithmetic in this hardware, as far as is known"),
+        ({}, cores(2, bf16=None), "precision=bf16", "no bf16 arithmetic in this hardware, as far as is known"),
+    ],
+)
+def test_what_cannot_help_is_left_out_with_the_reason(
+    changes: dict[str, Any], cluster: Cluster, knob: str, reason: str
+) -> None:
+    found = candidates(job(**changes), cluster)
+    assert found[knob] is not None
+    assert reason in str(found[knob])
+
+
+def test_a_machine_that_cannot_compile_is_not_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert candidates(job(), cores(2))["compile=on"] == "torch.compile needs a C++ compiler (no-such-compiler)"
+
+
+works = st.builds(
+    job,
+    model=st.sampled_from(["cifar_cnn", "gpt", "mlp", "torchvision.models:resnet18"]),
+    optimizer=st.sampled_from(["sgd", "adamw", "lamb"]),
+    precision=st.sampled_from(["fp32", "bf16", "fp64"]),
+    loss=st.sampled_from(["cross_entropy", "contrastive"]),
+    global_batch=st.integers(1, 64),
+)
+
+
+@given(works, st.integers(1, 32), st.booleans())
+def test_what_is_tried_can_run_and_what_can_be_chosen_keeps_the_precision(
+    work: Job, number: int, with_gpus: bool
+) -> None:
+    cluster = gpus(number) if with_gpus else cores(number)
+    default = auto_plan(work, cluster)
+    for knob in knobs(work, cluster, default):
+        plan = knob.on(default)
+        assert plan != default
+        assert plan.ranks <= cluster.devices, "ranks never share a core unasked"
+        assert knob.untried or check_plan(plan, work, cluster) == []
+        assert knob.hint or plan.precision_for(work) == work.precision
+
+
+times = st.lists(st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)), min_size=LEAST_ROUNDS, max_size=MOST_ROUNDS)
+FUSED = Knob({"fused": True})
+
+
+def compared(pairs: list[tuple[float, float]]) -> Comparison:
+    comparison = Comparison()
+    for challenger_s, best_s in pairs:
+        comparison.add(challenger_s, best_s)
+    return comparison
+
+
+@given(times)
+def test_a_knob_is_kept_only_where_it_is_faster_beyond_doubt(pairs: list[tuple[float, float]]) -> None:
+    tried = compared(pairs).tried(FUSED)
+    assert tried.ratio is not None
+    assert (tried.verdict == "kept") == (tried.ratio.high < 0.99)
+    assert compared([(b, a) for a, b in pairs]).tried(FUSED).verdict != "kept" or tried.verdict != "kept"
+
+
+@pytest.mark.parametrize(
+    ("challenger_s", "verdict"),
+    [(0.5, "kept"), (0.995, "not kept: no difference"), (1.0, "not kept: no difference"), (1.1, "not kept: slower")],
+)
+def test_a_clear_case_is_decided_at_once(challenger_s: float, verdict: str) -> None:
+    comparison = compared([(challenger_s, 1.0)] * LEAST_ROUNDS)
+    assert comparison.decided == (challenger_s in (0.5, 1.1))
+    assert comparison.tried(FUSED).verdict == verdict
+
+
+def test_a_challenger_that_may_win_has_more_of_the_time_that_is_left() -> None:
+    """One at three quarters was not kept, as its interval was still wide when a third of the time was over."""
+    may_win = compared([(0.6, 1.0), (0.75, 1.0), (1.1, 1.0)])
+    assert not may_win.decided
+    assert may_win.share == pytest.approx(2 / 3)
+    assert compared([(0.9, 1.0), (1.0, 1.0), (1.1, 1.0)]).share == pytest.approx(1 / 3)
+
+
+def test_a_row_shows_both_sides_of_its_pairs() -> None:
+    """The machine was slower in these rounds than when the best plan was measured before.
+
+    The ratio is of what stands beside it.
+    """
+    rounds = [(1.0, 2.0)] * (LEAST_ROUNDS - 1) + [(1.1, 2.2)]
+    line = compared(rounds).tried(FUSED).line()
+    assert re.search(r"  1\.00 s \([01].* to 1.*\) ", line)
+    assert re.search(r"0\.50 of 2\.00 s", line)
+
+
+def test_two_rounds_show_medians_without_an_interval() -> None:
+    line = compared([(4.0, 1.0), (5.0, 1.0)]).tried(FUSED).line()
+    assert re.search(r"  4\.50 s +4\.50 of 1\.00 s +not kept: slower$", line)
+
+
+def test_noise_is_no_difference_and_a_hopeless_knob_costs_two_rounds() -> None:
+    assert compared([(1.0, 1.2), (1.2, 1.0)] * 10).tried(FUSED).verdict == "not kept: no difference"
+    assert not compared([(5.0, 1.0)]).decided, "one may be an accident"
+    assert compared([(5.0, 1.0)] * 2).decided
+    assert compared([(5.0, 1.0)] * 2).tried(FUSED).verdict == "not kept: slower"
+    assert compared([(0.1, 1.0)] * 2).tried(FUSED).verdict != "kept", "two rounds are too few to take anything"
+
+
+def test_a_faster_precision_is_told_of_and_never_taken() -> None:
+    [hint] = [knob for knob in knobs(job(), cores(2), Plan(dp=2)) if knob.hint]
+    assert (
+        compared([(0.5, 1.0)] * LEAST_ROUNDS).tried(hint).verdict
+        == "not taken: the job says fp32; set precision: bf16 for it"
+    )
+    assert compared([(1.5, 1.0)] * LEAST_ROUNDS).tried(hint).verdict == "not taken: no faster"
+
+
+def test_measuring_costs_a_small_part_of_the_run() -> None:
+    assert budget_s(0.01, None) == budget_s(0.01, 3600) == BUDGET_S
+    assert budget_s(0.01, 20) == pytest.approx(20 * SHARE_OF_RUN)
+    assert budget_s(2.0, 36_000) > BUDGET_S, "long steps take longer to compare"
+    everything = {"plans": 3, "knobs": 5}
+    assert budget_s(0.1, 1000, **everything) == pytest.approx(8 * 40 * 0.1), "a long run has time for all"
+    assert budget_s(0.1, 400, **everything) == pytest.approx(0.05 * 400)
+    assert budget_s(0.1, 100, **everything) == pytest.approx(100 * SHARE_OF_RUN)
+    assert budget_s(0.1, None, **everything) == budget_s(0.1, None, plans=3), "nobody knows how long it is"
+
+
+def test_what_costs_more_than_it_can_bring_is_not_tried() -> None:
+    compiling = Knob({"compile": "on"}, cost_s=45)
+    assert why_not_now(compiling, run_s=7200, left_s=0, comparison_s=1) is None
+    assert (
+        why_not_now(compiling, run_s=60, left_s=9, comparison_s=1)
+        == "it takes about 45 s to begin, and the run at most 60 s"
+    )
+    assert "does not say how long" in str(why_not_now(compiling, run_s=None, left_s=9, comparison_s=1))
+    assert why_not_now(FUSED, run_s=None, left_s=9, comparison_s=1) is None
+    assert why_not_now(FUSED, run_s=None, left_s=0.5, comparison_s=1) == "there was no time left to measure it"
+
+
+@pytest.mark.parametrize(
+    ("stop", "too_few"),
+    [({"steps": 6}, True), ({"steps": 4000}, False), ({"seconds": 5}, True), ({"epochs": 1}, False)],
+)
+def test_a_run_of_a_few_steps_is_known_to_be_short_without_its_data(stop: dict[str, Any], too_few: bool) -> None:
+    assert (steps_are_too_few(job(stop=stop)) is not None) == too_few
+
+
+def test_the_longest_run_is_what_the_stop_rule_allows() -> None:
+    assert longest_run_s(job(stop={"epochs": 2, "seconds": 500}), 0.5, 100) == 100
+    assert longest_run_s(job(stop={"epochs": 2, "seconds": 50}), 0.5, 100) == 50
+    assert longest_run_s(job(stop={"loss_below": 0.1}), 0.5, 100) is None

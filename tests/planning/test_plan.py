@@ -1,0 +1,266 @@
+"""A plan's text is what users type, what runs record, and what reports compare: it must say exactly what was run."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.cluster.cluster import Host
+from paceline.errors import PlanError
+from paceline.job.job import Job
+from paceline.planning.plan import Plan, cores_of
+
+plans = st.builds(
+    Plan,
+    dp=st.integers(1, 4096),
+    fsdp=st.integers(1, 64),
+    tp=st.integers(1, 64),
+    pp=st.integers(1, 64),
+    cp=st.integers(1, 64),
+    ep=st.integers(1, 64),
+    zero=st.integers(1, 3),
+    offload=st.booleans(),
+    sequence=st.booleans(),
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe"]),
+    virtual=st.integers(2, 12),
+    cut=st.sampled_from(["", "blocks.1", "model.layers.3,model.layers.7"]),
+    remat=st.sampled_from(["none", "selective", "block"]),
+    microbatches=st.integers(1, 64),
+    precision=st.sampled_from([None, "fp32", "bf16", "fp64"]),
+    memory_format=st.sampled_from(["contiguous", "channels_last"]),
+    compile=st.sampled_from(["off", "on", "reduce-overhead"]),
+    threads=st.integers(0, 256),
+    pin=st.booleans(),
+    fused=st.booleans(),
+    balance=st.sampled_from(["auto", "on", "off"]),
+    sync=st.just("allreduce"),
+    transport=st.sampled_from(["auto", "shm", "gloo"]),
+)
+
+
+@given(plans)
+def test_a_plan_survives_its_text(plan: Plan) -> None:
+    assert Plan.parse(str(plan)) == plan
+
+
+@given(plans, st.randoms(use_true_random=False))
+def test_the_order_of_keys_means_nothing(plan: Plan, random: Random) -> None:
+    words = str(plan).split()
+    random.shuffle(words)
+    assert Plan.parse("  ".join(words)) == plan
+
+
+@given(
+    st.text(st.characters(codec="utf-8"))
+    | st.lists(
+        st.sampled_from(
+            ["dp", "=", "2", "on", "off", "pin", "sync", "fp32", "²", "threads", "tp", "cut", ",", "zero-bubble"]
+        )
+    ).map("".join)
+)
+def test_any_text_is_a_plan_or_a_plan_error(text: str) -> None:
+    try:
+        plan = Plan.parse(text)
+    except PlanError:
+        return
+    assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (Plan(), "dp=1"),
+        (Plan(microbatches=4), "microbatches=4"),
+        (Plan(dp=2, microbatches=4, precision="bf16", pin=True), "dp=2 microbatches=4 precision=bf16 pin=on"),
+        (
+            Plan(memory_format="channels_last", compile="on", threads=3, fused=True, balance="off", transport="gloo"),
+            "memory_format=channels_last compile=on threads=3 fused=on balance=off transport=gloo",
+        ),
+        (Plan(dp=2, pp=2, cut="blocks.1", microbatches=2, tp=2), "dp=2 tp=2 pp=2 cut=blocks.1 microbatches=2"),
+        (Plan(pp=2, schedule="interleaved", virtual=2), "pp=2 schedule=interleaved"),
+        (Plan(pp=2, schedule="interleaved", virtual=3), "pp=2 schedule=interleaved virtual=3"),
+        (Plan(fsdp=2, zero=2, offload=True, remat="block"), "fsdp=2 zero=2 offload=on remat=block"),
+    ],
+)
+def test_defaults_are_left_out_of_the_text(plan: Plan, text: str) -> None:
+    assert str(plan) == text
+
+
+@pytest.mark.parametrize("text", ["transport=nccl", "device=cuda"])
+def test_a_plan_for_gpus_on_a_machine_without_them_is_told_so(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_DEVICE", "cpu")
+    with pytest.raises(PlanError, match="no GPU on this machine"):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("schedule=chimera", 'schedule is 1f1b or gpipe or interleaved or zero-bubble or dualpipe, not "chimera"'),
+        ("virtual=1", 'virtual is a whole number, at least 2, not "1"'),
+        ("virtual", "virtual needs a value, e.g. virtual=3"),
+        ("fsdp=0", 'fsdp is a whole number, at least 1, not "0"'),
+        ("zero=4", 'zero is a whole number, at least 1 and at most 3, not "4"'),
+        ("sequence=1", 'sequence is on or off, not "1"'),
+        ("cut=blocks.1,", 'cut is names of modules with commas between, e.g. cut=blocks.2, not "blocks.1,"'),
+        ("cut", "cut needs a value, e.g. cut=blocks.2"),
+        ("remat=all", 'remat is none or selective or block, not "all"'),
+        ("device=cuda", 'unknown key "device": leave it out'),
+        ("transport=nccl", "leave transport out"),
+        ("microbatch=2", 'unknown key "microbatch". Did you mean "microbatches"?'),
+        ("colour=2", 'unknown key "colour"'),
+        ("dp=two", 'dp is a whole number, at least 1, not "two"'),
+        ("dp=0", 'dp is a whole number, at least 1, not "0"'),
+        ("threads=-1", 'threads is a whole number, at least 0, not "-1"'),
+        ("dp=²", 'dp is a whole number, at least 1, not "²"'),
+        ("dp=" + "9" * 5000, "dp is a whole number"),
+        ("precision=fp8", 'precision is fp32 or bf16 or fp64, not "fp8"'),
+        ("compile=max", 'compile is off or on or reduce-overhead, not "max"'),
+        ("transport=ucx", 'transport is auto or shm or gloo or tcp, not "ucx"'),
+        ("compile", "compile needs a value, e.g. compile=on"),
+        ("pin=yes", 'pin is on or off, not "yes"'),
+        ("sync=locale:8", 'sync=locale:8: unknown rule "locale". Did you mean "local"?'),
+        ("compress=int9", 'compress=int9: unknown codec "int9". Did you mean "int8"?'),
+        ("compress", "compress needs a value, e.g. compress=int8"),
+        ("dp=2 dp=3", "dp is given twice"),
+        ("pin", "pin needs a value, e.g. pin=on"),
+        ("dp", "dp needs a value, e.g. dp=2"),
+        ("", "one replica is dp=1"),
+    ],
+)
+def test_a_text_that_is_no_plan_says_what_would_be_one(text: str, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert str(caught.value).startswith(f'plan "{text}": ')
+    assert message in str(caught.value)
+
+
+def test_every_mistake_in_a_text_is_named_at_once() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse("dp=x tp=2 pni=on precision=int8 zero=0")
+    assert len(str(caught.value).splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dp": 0},
+        {"dp": True},
+        {"dp": 2.0},
+        {"threads": -1},
+        {"pin": 1},
+        {"compile": True},
+        {"precision": "fp8"},
+        {"sync": "none"},
+    ],
+)
+def test_a_plan_made_in_python_is_held_to_the_same_values(values: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match=next(iter(values))):
+        Plan(**values)  # type: ignore[arg-type]
+
+
+def test_the_job_names_the_precision_where_the_plan_does_not() -> None:
+    job = Job(
+        model="mlp",
+        data="digits",
+        loss="cross_entropy",
+        optimizer="sgd",
+        global_batch=8,
+        stop={"steps": 1},
+        precision="fp64",
+    )
+    assert Plan().precision_for(job) == "fp64"
+    assert Plan(precision="bf16").precision_for(job) == "bf16"
+
+
+FOUR_PHYSICAL = Host(name="a", cores=8, memory_bytes=1, affinity=((0, 4), (1, 5), (2, 6), (3, 7)))
+
+
+def test_threads_are_the_physical_cores_shared_out() -> None:
+    assert [Plan().threads_for(FOUR_PHYSICAL, ranks) for ranks in (1, 2, 3, 4, 8)] == [4, 2, 1, 1, 1]
+    assert Plan(threads=3).threads_for(FOUR_PHYSICAL, 8) == 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores"),
+    [
+        (1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (3, [[0, 4], [1, 5], [2, 3, 6, 7]]),
+        (4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (8, [[0], [4], [1], [5], [2], [6], [3], [7]]),
+    ],
+)
+def test_pinned_ranks_have_physical_cores_of_their_own(ranks: int, cores: list[list[int]]) -> None:
+    assert [cores_of(rank, ranks, FOUR_PHYSICAL) for rank in range(ranks)] == cores
+
+
+@st.composite
+def hosts_and_ranks(draw: st.DrawFn) -> tuple[Host, int]:
+    ids = draw(st.lists(st.integers(0, 255), min_size=1, max_size=24, unique=True))
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, len(ids) - 1)))) | {0, len(ids)})
+    affinity = tuple(tuple(ids[a:b]) for a, b in pairwise(cuts))
+    host = Host(name="a", cores=draw(st.integers(1, len(ids))), memory_bytes=1, affinity=affinity)
+    return host, draw(st.integers(1, 40))
+
+
+@given(hosts_and_ranks())
+def test_no_two_pinned_ranks_share_a_core_while_there_are_enough(drawn: tuple[Host, int]) -> None:
+    host, ranks = drawn
+    allowed = [core for group in host.affinity for core in group]
+    given_out = [core for rank in range(ranks) for core in cores_of(rank, ranks, host)]
+    assert set(given_out) == set(allowed)
+    assert all(cores_of(rank, ranks, host) for rank in range(ranks))
+    if ranks <= len(allowed):
+        assert len(given_out) == len(allowed)
+
+
+def test_a_host_of_unknown_topology_is_cut_by_number() -> None:
+    host = Host(name="a", cores=4, memory_bytes=1)
+    assert [cores_of(rank, 2, host) for rank in range(2)] == [[0, 1], [2, 3]]
+
+
+def test_ranks_multiply_and_readers_are_those_with_samples_of_their_own() -> None:
+    plan = Plan(dp=2, fsdp=3, tp=5, pp=7, cp=11, ep=13)
+    assert (plan.ranks, plan.data_ranks) == (2 * 3 * 5 * 7 * 11 * 13, 2 * 3 * 13)
+    assert [p.splits for p in (Plan(dp=8), Plan(tp=2), Plan(remat="block"))] == [False, True, True]
+
+
+def test_a_plan_is_a_value() -> None:
+    assert len({Plan(dp=2), Plan.parse("dp=2"), replace(Plan(), dp=2)}) == 1
+    assert Plan(dp=3).ranks == 3
+
+
+WITHOUT_TORCH = """
+import sys
+from paceline.cluster.cluster import Cluster, Host
+from paceline.job.job import Job
+from paceline.planning.plan import Plan
+from paceline.planning.auto import auto_plan
+from paceline.planning import knobs
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.warnings import warnings_about
+cluster = Cluster(hosts=(Host(name="a", cores=2, memory_bytes=2**34),))
+job = Job(model="gpt", data="digits", loss="cross_entropy", optimizer="sgd", global_batch=8, stop={"steps": 1})
+auto_plan(job, cluster)
+found = check_plan(Plan.parse("dp=2 microbatches=4 threads=4"), job, cluster), warnings_about(
+    Plan.parse("dp=2 microbatches=4"), job, cluster)
+refused = check_plan(Plan.parse("dp=16 fused=on schedule=gpipe cut=blocks.1"), job, cluster)
+assert found == ([], []) and refused[-1] == "Nearest plan that works: dp=8 fused=on.", (found, refused)
+print("torch" in sys.modules)
+"""
+
+
+def test_plans_that_divide_no_model_are_made_checked_and_refused_without_torch() -> None:
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.strip() == "False"
+
+
+def test_a_plan_names_what_makes_it_inexact() -> None:
+    assert Plan.parse("dp=2 sync=diloco:8 compress=int8").inexact == "sync=diloco:8 compress=int8"
+    assert Plan.parse("dp=2 sync=allreduce:ring").inexact == ""

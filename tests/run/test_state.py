@@ -1,0 +1,260 @@
+"""The state of an engine.
+
+What is saved comes back bit for bit, and a checkpoint of something else is refused with what differs.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import paceline
+from paceline.engine.engine import Engine
+from paceline.errors import CheckpointError
+from paceline.run.checkpoint.reader import Loaded, load_latest
+from paceline.run.checkpoint.writer import Checkpointer
+from paceline.run.state import numpy_state, python_state, random_tensors, restore, restore_random, snapshot
+from ranks import Ranks
+from small_jobs import CLASSES, FEATURES, Points
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, batch norm, and a buffer that is not to be saved."""
+
+    def __init__(self, width: int = FEATURES, extra: bool = False) -> None:
+        super().__init__()
+        self.down = nn.Linear(FEATURES, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.up = nn.Linear(FEATURES, width)
+        self.up.weight = self.down.weight
+        self.head = nn.Linear(width, CLASSES)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        if extra:
+            self.extra = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.up(self.norm(self.down(x))[:, :FEATURES]))
+        return y
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+def engine_of(optimizer: str = "adamw", model: nn.Module | None = None, groups: int = 1) -> Engine:
+    model = model or Tied()
+    parameters = list(model.parameters())
+    grouped = [{"params": parameters[i::groups]} for i in range(groups)]
+    return paceline.setup(
+        model, OPTIMIZERS[optimizer](grouped), F.cross_entropy, DataLoader(Points(), batch_size=8, shuffle=True)
+    )
+
+
+RUNNING: WeakKeyDictionary[Engine, Iterator[Any]] = WeakKeyDictionary()
+
+
+def train(engine: Engine, steps: int) -> list[float]:
+    """Losses of the next steps, in epochs that go on from call to call and begin anew after a state was loaded."""
+    losses: list[float] = []
+    while len(losses) < steps:
+        batches = RUNNING.setdefault(engine, iter(engine.loader))
+        for batch in islice(batches, steps - len(losses)):
+            losses.append(engine.step(batch).loss)
+        if len(losses) < steps:
+            del RUNNING[engine]
+    return losses
+
+
+def save(engine: Engine, folder: Path, values: dict[str, Any] | None = None) -> None:
+    group = engine.group
+    checkpointer = Checkpointer(
+        folder, rank=group.rank, world=group.size, keep=1, deadline_s=30, report=lambda *_: None
+    )
+    group.barrier()  # rank 0 has removed what was left half-written
+    checkpointer.save(engine.step_count, snapshot(engine, values or {}))
+    checkpointer.close()
+    group.barrier()
+
+
+def loaded(folder: Path, rank: int = 0, world: int = 1) -> Loaded:
+    found = load_latest(folder, rank=rank, world=world, report=lambda *_: None)
+    assert found is not None
+    return found
+
+
+def everything(engine: Engine) -> dict[str, Any]:
+    return copy.deepcopy({"model": engine.model.state_dict(), "optimizer": engine.optimizer.state_dict()["state"]})
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same_bits(one[key], other[key])
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_engine_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path: Path, optimizer: str) -> None:
+    first = engine_of(optimizer)
+    train(first, 12)
+    save(first, tmp_path, {"note": [1, 2]})
+    saved = everything(first)
+    expected = train(first, 10)
+
+    second = engine_of(optimizer)
+    assert restore(second, loaded(tmp_path)) == {"note": [1, 2]}
+    assert second.step_count == 12
+    assert_same_bits(everything(second), saved)
+    assert train(second, 10) == expected
+    assert_same_bits(everything(second), everything(first))
+
+
+def test_changed_hyper_parameters_come_back_with_the_state(tmp_path: Path) -> None:
+    first = engine_of()
+    first.optimizer.param_groups[0]["lr"] = 0.125
+    train(first, 2)
+    save(first, tmp_path)
+    second = engine_of()
+    restore(second, loaded(tmp_path))
+    assert second.optimizer.param_groups[0]["lr"] == 0.125
+    assert second.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_a_fused_optimizer_takes_over_from_one_that_was_not_and_stays_fused(tmp_path: Path) -> None:
+    first = engine_of("adamw")
+    train(first, 3)
+    save(first, tmp_path)
+    second = engine_of("fused")
+    restore(second, loaded(tmp_path))
+    assert second.optimizer.param_groups[0]["fused"] is True
+    assert train(second, 4) == pytest.approx(train(first, 4), rel=1e-5)
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(1).item(), float(np.random.rand()), random.random()
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    engine = engine_of()
+    train(engine, 1)
+    save(engine, tmp_path)
+    expected = [draw() for _ in range(3)]
+    draw()
+    restore(engine, loaded(tmp_path))
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_what_is_not_to_be_saved_is_left_alone(tmp_path: Path) -> None:
+    first, second = engine_of(), engine_of()
+    first.model.get_buffer("scratch").fill_(1.0)
+    second.model.get_buffer("scratch").fill_(2.0)
+    train(first, 1)
+    save(first, tmp_path)
+    restore(second, loaded(tmp_path))
+    assert second.model.get_buffer("scratch").tolist() == [2.0, 2.0]
+
+
+def save_and_draw(folder: Path) -> tuple[float, list[float]]:
+    """Each replica has buffers and random states of its own."""
+    engine = engine_of()
+    train(engine, 3)
+    save(engine, folder)
+    expected = draw()[0], engine.model.get_buffer("norm.running_mean").tolist()
+    draw()
+    engine.model.get_buffer("norm.running_mean").zero_()
+    restore(engine, loaded(folder, engine.group.rank, engine.group.size))
+    assert (draw()[0], engine.model.get_buffer("norm.running_mean").tolist()) == expected
+    return expected
+
+
+def test_every_replica_gets_its_own_buffers_and_random_states_back(tmp_path: Path, ranks: Ranks) -> None:
+    first, second = ranks(2, save_and_draw, tmp_path)
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+def restore_and_draw(folder: Path) -> float:
+    engine = engine_of()
+    restore(engine, loaded(folder, engine.group.rank, engine.group.size))
+    return draw()[0]
+
+
+def test_more_replicas_than_saved_draw_numbers_of_their_own(tmp_path: Path, ranks: Ranks) -> None:
+    engine = engine_of()
+    train(engine, 3)
+    save(engine, tmp_path)
+    drawn = ranks(3, restore_and_draw, tmp_path)
+    assert len({*drawn, draw()[0]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Tied(extra=True), "of another model: extra is missing"),
+        (Tied(width=9), r"down.weight has shape \(6, 6\), the model wants \(9, 6\)"),
+        (
+            nn.Linear(FEATURES, CLASSES),
+            r"weight is missing; bias is missing; .* is unknown to the model.* and \d+ more",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
+    tmp_path: Path, model: nn.Module, said: str
+) -> None:
+    first = engine_of()
+    train(first, 1)
+    save(first, tmp_path)
+    with pytest.raises(CheckpointError, match=said):
+        restore(engine_of(model=model), loaded(tmp_path))
+
+
+def test_a_checkpoint_of_an_optimizer_with_other_groups_is_refused(tmp_path: Path) -> None:
+    first = engine_of(groups=2)
+    train(first, 1)
+    save(first, tmp_path)
+    with pytest.raises(CheckpointError, match="has 2 groups of parameters in its optimizer, this optimizer 1"):
+        restore(engine_of(), loaded(tmp_path))
+
+
+def test_a_checkpoint_with_state_for_a_parameter_that_the_optimizer_does_not_hold_is_refused(tmp_path: Path) -> None:
+    first = engine_of()
+    train(first, 1)
+    save(first, tmp_path)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.head.parameters())
+    second = paceline.setup(model, optimizer, F.cross_entropy, DataLoader(Points(), batch_size=8))
+    with pytest.raises(
+        CheckpointError, match=r"has optimizer state for 'down\.\w+', which this optimizer does not hold"
+    ):
+        restore(second, loaded(tmp_path))
+
+
+def test_a_checkpoint_of_another_device_resumes_without_that_devices_random_state() -> None:
+    own = random_tensors(torch.device("cpu"))
+    values = {"python": python_state(), "numpy": numpy_state()}
+    torch.manual_seed(99)
+    assert restore_random(torch.device("cpu"), own, values) == []
+    assert torch.equal(torch.get_rng_state(), own["rng/torch"])
+    (said,) = restore_random(torch.device("xpu", 0), own, values)
+    assert "not of a xpu device" in said

@@ -1,0 +1,81 @@
+"""Trackers in loops of users' own: told of every step by a thread, and of the script's end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from commands import ended, started, wait_for
+from noting_trackers import installed, noted
+
+LOOP = """
+import sys, time, torch, paceline
+from torch.utils.data import DataLoader, TensorDataset
+from paceline.run.trackers import tracker
+
+data = DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 1)), batch_size=4)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+log = tracker("noting", file="noted.jsonl", **eval(sys.argv[2]))
+engine = paceline.setup(model, optimizer, torch.nn.functional.mse_loss, data, on_step=[log])
+for epoch in range(1 if sys.argv[1] != "long" else 1_000_000):
+    for batch in engine.loader:
+        engine.step(batch)
+if sys.argv[1] == "raises":
+    raise RuntimeError("after the loop")
+print("done", engine.step_count)
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "loop.py").write_text(LOOP)
+    return {"PYTHONPATH": os.pathsep.join([str(installed(tmp_path / "site")), os.environ["PYTHONPATH"]])}
+
+
+@pytest.mark.parametrize(("how", "end"), [("ends", "finished"), ("raises", "failed")])
+def test_every_step_is_logged_and_the_end_of_the_script_told(
+    how: str, end: str, tmp_path: Path, site: dict[str, str]
+) -> None:
+    with started("python", "loop.py", how, "{}", folder=tmp_path, environment=site) as process:
+        outcome = ended(process)
+    assert (outcome.code == 0) == (how == "ends"), outcome.err
+    told = noted(tmp_path / "noted.jsonl")
+    assert [entry["step"] for entry in told if "step" in entry] == list(range(1, 11))
+    assert {"train/loss", "train/grad_norm"} == told[1]["values"].keys()
+    assert told[-1]["end"] == end
+
+
+def test_a_loop_that_is_interrupted_is_told_as_such(tmp_path: Path, site: dict[str, str]) -> None:
+    with started("python", "loop.py", "long", "{}", folder=tmp_path, environment=site) as process:
+        wait_for(lambda: len(noted_so_far(tmp_path / "noted.jsonl")) > 3, process)
+        process.send_signal(signal.SIGINT)
+        ended(process)
+    assert noted(tmp_path / "noted.jsonl")[-1]["end"] == "interrupted"
+
+
+def noted_so_far(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_what_a_tracker_raises_is_said_once_and_the_loop_goes_on(tmp_path: Path, site: dict[str, str]) -> None:
+    settings = repr({"fails_at": 3})
+    with started("python", "loop.py", "ends", settings, folder=tmp_path, environment=site) as process:
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    assert "done 10" in outcome.out
+    said = 'tracker "noting" failed: ConnectionError: nobody answers. Training goes on without it.'
+    assert outcome.err.count(said) == 1
+
+
+def test_of_two_ranks_the_first_alone_makes_the_tracker(tmp_path: Path, site: dict[str, str]) -> None:
+    words = ("--nproc-per-node", 2, "loop.py", "ends", "{}")
+    with started("torchrun", *words, folder=tmp_path, environment=site) as process:
+        outcome = ended(process)
+    assert outcome.code == 0, outcome.err
+    told = noted(tmp_path / "noted.jsonl")
+    assert sum("begin" in entry for entry in told) == 1
+    assert [entry["step"] for entry in told if "step" in entry] == list(range(1, 11))

@@ -1,0 +1,444 @@
+"""`--plan auto`: predictions, trials on real ranks, caching, and failing trials."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commands import ended, losses, paceline, started, wait_for, write_job
+from paceline.cluster.cluster import Cluster, Emulate, Host
+from paceline.cluster.discover import discover
+from paceline.errors import LaunchError
+from paceline.files import cache_folder
+from paceline.job.job import Job
+from paceline.job.stop import StopSpec
+from paceline.planning import cache
+from paceline.planning.auto import auto_plan
+from paceline.planning.history import pairs
+from paceline.planning.knobs import Trial
+from paceline.planning.plan import Plan
+from paceline.planning.shortlist import ONE_CORE, Forecast
+from paceline.run.record.run import Run
+from paceline.run.train import choice_of
+from paceline.run.tuning import auto
+from paceline.run.tuning.auto import AutoChoice, choose, remember_run
+from paceline.run.tuning.forecast import predicted
+from paceline.run.tuning.result import TuningResult
+from paceline.run.tuning.trial import RankTrial
+
+CLUSTER = discover()
+TWO_CORES = Cluster(hosts=(Host(name="a", cpu="AMD EPYC", cores=2, memory_bytes=2**34),))
+WITHOUT_BOUND = {"stop": {"loss_below": -1.0}}  # so compiling, which takes long, is not tried
+IMAGES = {"kind": "synthetic", "samples": 64, "shape": [3, 8, 8], "held_out": 0}
+
+# A network that is slow or broken by the layout of its input, so that what wins does not hang on the machine.
+NETWORK = """
+import os, signal, time
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 10)
+
+    def forward(self, x):
+        channels_last = not x.is_contiguous()
+        {body}
+        return self.last(self.convolution(x).flatten(1)).view(len(x), 10)
+"""
+
+
+def network(folder: Path, body: str, **changes: Any) -> Job:
+    """A job whose model does `body` in its forward pass."""
+    (folder / "net.py").write_text(NETWORK.replace("{body}", body))
+    return Job.load(
+        write_job(folder / "job.yaml", **({"model": "net.py:Net", "data": IMAGES, **WITHOUT_BOUND} | changes))
+    )
+
+
+def verdicts(choice: AutoChoice) -> dict[str, str]:
+    """What was said of each plan and knob."""
+    left = [line.strip() for line in choice.lines if line.startswith("  not tried (")]
+    rows = [re.split(r" {2,}", line.strip()) for line in choice.lines if line.startswith("  ")]
+    found = {row[0]: row[-1] for row in rows[1:] if len(row) > 1}
+    for why, _, what in (line.removeprefix("not tried (").rpartition("): ") for line in left):
+        found |= dict.fromkeys(what.split(", "), f"not tried: {why}")
+    return found
+
+
+def forecasts(monkeypatch: pytest.MonkeyPatch, *found: Forecast) -> None:
+    """Have these be predicted."""
+    monkeypatch.setattr(auto, "forecast", lambda *_: list(found))
+
+
+def steps_of_1_ms(plan: str, ms: float = 1.0) -> Forecast:
+    return Forecast(plan, ms / 1e3, ms / 1e3)
+
+
+def does_not_begin(*_: object, **__: object) -> None:
+    pytest.fail("nothing is to be started")
+
+
+def kept() -> list[Path]:
+    """The files of what was measured."""
+    return list((cache_folder() / "knobs").glob("*.json"))
+
+
+@pytest.mark.slow
+def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_path: Path) -> None:
+    slow = "time.sleep(0.0 if channels_last else 0.03)"
+    network(tmp_path, slow, stop={"loss_below": 1e9})
+    first = paceline("train", "job.yaml", folder=tmp_path)
+    assert first.code == 0, first.err
+    assert first.says("plan auto: measuring plans and knobs for this job", "ratio to the best, in the same rounds")
+    assert first.says("the plan to begin with")
+    row = next(line for line in first.err.splitlines() if line.startswith("  memory_format=channels_last"))
+    assert row.endswith("kept")
+    assert re.search(
+        r"plan auto: .*memory_format=channels_last.*, whose step takes 0\.\d\d of that of (dp=\d+|threads=1); "
+        r"measured in [\d.]+ s",
+        first.err,
+    )
+    assert "memory_format=channels_last" in re.search(r"^plan (.*) · run", first.err, re.MULTILINE)[1]  # type: ignore[index]
+    [run] = (tmp_path / "runs").iterdir()
+    assert Run(run).plan.memory_format == "channels_last"
+    assert Run(run).plan.precision is None, "the job's precision is kept"
+
+    if kept():  # else the machine was busy with other tests, and the command said so
+        again = choose(Job.load(tmp_path / "job.yaml"), CLUSTER)
+        assert again.seconds == 0
+        assert again.plan == Run(run).plan
+        assert f"as measured before ({kept()[0]}; delete it to measure again)" in again.lines[-1]
+        assert verdicts(again)["memory_format=channels_last"] == "kept"
+    else:
+        assert first.says("not kept, as other work took")
+
+
+@pytest.mark.slow
+def test_what_was_measured_holds_for_the_same_work_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_OTHER_WORK", 2.0)  # other tests may be at work beside this one
+    forecasts(monkeypatch)
+    job = network(tmp_path, "pass", stop={"steps": 1000})
+    assert choose(job, CLUSTER).seconds > 0
+    [file] = kept()
+    renamed = job.model_copy(update={"seed": 5, "deadline_s": 20.0})
+    again = choose(renamed, CLUSTER)
+    assert again.seconds == 0
+    assert "as measured before" in again.lines[-1]
+    file.write_text("{ not what was written")
+    (tmp_path / "net.py").write_text(NETWORK.replace("{body}", "raise RuntimeError('it is measured again')"))
+    again = choose(job, CLUSTER)
+    default = auto_plan(job, CLUSTER)
+    assert (
+        again.lines[-1]
+        == f"nothing could be measured (RuntimeError: it is measured again); going on with plan {default}"
+    )
+    assert again.plan == default
+    assert kept() == [file], "an edited model is another one, and a trial that fails leaves nothing"
+
+
+@pytest.mark.slow
+def test_a_knob_that_fails_is_told_and_the_others_are_tried_until_a_second_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error of one rank, while the others wait for it; then by a death."""
+    forecasts(monkeypatch)
+    job = network(
+        tmp_path,
+        "if channels_last and os.environ['RANK'] == '0': raise ValueError('only rows please')\n"
+        "        if os.environ['OMP_NUM_THREADS'] != str(torch.get_num_threads()): os.kill(os.getpid(), "
+        "signal.SIGKILL)",
+    )
+    choice = choose(job, CLUSTER)
+    found = verdicts(choice)
+    assert found["memory_format=channels_last"] == "failed: ValueError: only rows please"
+    assert found["fused=on"].startswith(("kept", "not kept"))
+    assert choice.plan.memory_format == "contiguous"
+    if choice.plan.dp > 1:  # fewer ranks have more threads each
+        assert "was killed by SIGKILL" in found[f"dp={choice.plan.dp // 2}"]
+        assert found["pin=on"] == "not tried: others failed"
+    assert "measured in" in choice.lines[-1]
+
+
+def test_a_run_of_a_few_steps_starts_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "forecast", does_not_begin)
+    monkeypatch.setattr(auto, "measure", does_not_begin)
+    choice = choose(Job.load(write_job(tmp_path / "job.yaml")), TWO_CORES)
+    why = "6 steps are over before measuring knobs would pay (from 400 steps)"
+    assert choice.lines == [f"plan auto: dp=2; nothing is measured: {why}"]
+    assert choice.plan == Plan(dp=2)
+    assert choice.seconds == 0
+
+
+def test_a_run_of_a_few_steps_takes_what_an_earlier_start_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forecasts(monkeypatch, steps_of_1_ms("dp=2", 2), steps_of_1_ms("dp=1", 0.5), steps_of_1_ms("threads=1", 0.55))
+    monkeypatch.setattr(auto, "measure", does_not_begin)
+    file = tmp_path / "job.yaml"
+    assert choose(Job.load(write_job(file, stop={"steps": 1000})), TWO_CORES).plan == ONE_CORE
+    choice = choose(Job.load(write_job(file)), TWO_CORES)
+    assert "threads=1, predicted 550 µs a step (dp=2 2.00 ms); not measured: 6 steps" in choice.lines[0]
+
+
+def test_measuring_begins_with_a_plan_that_is_clearly_faster_than_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short run has time for the first plan only."""
+    forecasts(monkeypatch, steps_of_1_ms("dp=2", 2), steps_of_1_ms("threads=1", 0.5))
+    monkeypatch.setattr(auto, "measure", lambda job, cluster, found, tell: found)
+    assert choose(network(tmp_path, "pass", stop={"epochs": 2}), TWO_CORES).plan == ONE_CORE
+
+
+def test_a_run_that_turns_out_to_be_short_ends_the_trial_after_its_first_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the data tells how many steps two epochs have."""
+    forecasts(monkeypatch)
+    choice = choose(network(tmp_path, "pass", stop={"epochs": 2}), CLUSTER)
+    assert verdicts(choice)["memory_format=channels_last"] == "not tried: there was no time left to measure it"
+    assert verdicts(choice)["fused=on"] == "not tried: there was no time left to measure it"
+    assert "nothing that was tried is faster" in choice.lines[-1]
+
+
+def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside_what_was_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A network that is slow unless FSDP2 divides it, whatever was predicted.
+
+    One plan cannot be built, and is passed over.
+    """
+    monkeypatch.setattr(cache, "MOST_OTHER_WORK", 2.0)
+    predictions = [steps_of_1_ms(plan, ms) for plan, ms in (("dp=2", 20), ("ep=2", 21), ("fsdp=2", 22), ("dp=1", 23))]
+    forecasts(monkeypatch, *predictions)
+    monkeypatch.setattr(auto, "TuningResult", partial(TuningResult, knobs=False))
+    two = Cluster(hosts=(CLUSTER.hosts[0].model_copy(update={"cores": 2, "affinity": ()}),))
+    job = network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 0.04)")
+    choice = choose(job, two)
+    assert "FSDP2-wrapped" not in capfd.readouterr().err, "torch's warning of views, which nothing changes here"
+    found = verdicts(choice)
+    assert found["ep=2"].startswith("failed: ep=2 divides experts, but the model has no mixture of experts"), (
+        choice.lines
+    )
+    assert found["fsdp=2"] == "kept", choice.lines
+    assert found["dp=1"].startswith("not kept: slower"), choice.lines
+    assert choice.plan.fsdp == 2
+    row = next(line for line in choice.lines if line.startswith("  fsdp=2 "))
+    assert re.match(r"  fsdp=2 +22\.0 ms +[\d.]+ ms \(.* to .*\) +\d\.\d\d \(.*\) of [\d.]+ ms +kept", row)
+    measured = {pair.plan: pair for pair in pairs(two)}
+    assert set(measured) == {"dp=2", "fsdp=2", "dp=1"}, "what failed is not a measurement"
+    assert measured["dp=2"].predicted_s == 0.02
+    assert measured["dp=2"].measured_s > 0.04
+
+
+def test_one_rank_that_is_predicted_to_need_one_core_is_measured_on_all_before_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that is slow wherever a rank has one thread."""
+    forecasts(monkeypatch, steps_of_1_ms(str(ONE_CORE)), steps_of_1_ms("dp=2", 2.5))
+    job = network(tmp_path, "time.sleep(0.08 if torch.get_num_threads() == 1 else 0.0)", **WITHOUT_BOUND)
+    choice = choose(job, TWO_CORES)
+    found = verdicts(choice)
+    assert list(found)[:3] == ["threads=1", "threads=0", "dp=2"], choice.lines
+    assert found["threads=0"] == "kept", choice.lines
+    assert found["dp=2"].startswith("not kept: slower"), choice.lines
+    assert choice.plan.ranks == 1
+    assert choice.plan.threads == 0
+
+
+class Turns:
+    """A candidate of a trial whose steps take so long, and the updates in them."""
+
+    def __init__(self, step_s: float, update_s: float) -> None:
+        self.step_s, self.update_s = step_s, update_s
+
+    def turn(self) -> float:
+        return self.step_s
+
+
+def test_a_faster_update_is_seen_where_steps_vary_by_more_than_it_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trial: Any = RankTrial.__new__(RankTrial)
+    trial.best = Turns(0.020, 0.004)
+    monkeypatch.setattr(trial, "_greatest", lambda value: value)
+    slowed = Turns(0.030, 0.001)  # something else took 13 ms more meanwhile
+    assert trial._round(slowed, of_update=True) == pytest.approx((0.0235, 0.0265))
+    assert trial._round(slowed, of_update=False) == (0.030, 0.020)
+    assert trial._round(Turns(0.030, 0.0), of_update=True) == (0.030, 0.020), "nothing tells of the update"
+
+
+def test_a_short_run_takes_what_is_predicted_and_the_next_start_predicts_nothing_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = network(tmp_path, "pass", stop={"steps": 1000})
+    forecasts(monkeypatch, steps_of_1_ms("dp=2", 2), steps_of_1_ms("dp=1", 0.5))
+    monkeypatch.setattr(auto, "measure", does_not_begin)
+    choice = choose(job, CLUSTER)
+    assert choice.plan == Plan(), "which is certain to be faster"
+    assert choice.lines == [
+        "plan auto: dp=1, predicted 500 µs a step (dp=2 2.00 ms); not measured: it runs for 2 s at most by prediction, "
+        "and measuring takes 7 s or more to save about 1 s"
+    ]
+    monkeypatch.setattr(auto, "forecast", does_not_begin)
+    assert choose(job, CLUSTER).plan == Plan()
+
+
+def test_a_job_that_is_started_often_enough_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = network(tmp_path, "pass", stop={"steps": 1000})
+    forecasts(monkeypatch, steps_of_1_ms("dp=2", 25), steps_of_1_ms("dp=1", 26))
+    monkeypatch.setattr(
+        auto,
+        "measure",
+        lambda job, cluster, found, tell: replace(found, tried=[Trial("dp=2", "the plan to begin with")]),
+    )
+    choices = [choose(job, CLUSTER) for _ in range(3)]
+    assert [choice.lines[0].startswith("plan auto: measuring") for choice in choices] == [False, False, True]
+    assert choose(job, CLUSTER, runs=1).plan == choices[0].plan
+    cache_folder().rename(tmp_path / "before")
+    assert choose(job, CLUSTER, runs=10).lines[0].startswith("plan auto: measuring"), (
+        "as a benchmark asks, which makes many runs"
+    )
+
+
+def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise LaunchError("rank 0 (host a, pid 3) raised: JobError: the model cannot be traced\n\nTraceback …")
+
+    monkeypatch.setattr(auto, "forecast", fails)
+    monkeypatch.setattr(auto, "measure", lambda job, cluster, found, tell: found)
+    default = auto_plan(job := network(tmp_path, "pass"), CLUSTER)
+    choice = choose(job, CLUSTER)
+    assert (
+        choice.lines[0]
+        == f"the plans could not be predicted (JobError: the model cannot be traced); going on from plan {default}"
+    )
+    assert choice.plan == default
+
+
+@pytest.mark.slow
+def test_a_trial_on_emulated_hosts_takes_their_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: object
+) -> None:
+    two = Cluster(emulate=Emulate(hosts=2, rate="20mbit"))
+    forecasts(monkeypatch, steps_of_1_ms("dp=2"), steps_of_1_ms("dp=1"))
+    choice = choose(network(tmp_path, "pass"), two)
+    assert verdicts(choice)["dp=1"].startswith(("kept", "not kept")), choice.lines
+
+
+def test_the_default_and_one_rank_are_predicted_beside_the_best(tmp_path: Path) -> None:
+    job = Job.load(write_job(tmp_path / "job.yaml"))
+    default = auto_plan(job, CLUSTER)
+    found = {row.plan: row for row in predicted(job, CLUSTER, default, None)}
+    assert {str(default), "dp=1", "threads=1"} <= set(found)
+    assert all(row.raw_s > 0 and row.fits and not row.calibrated for row in found.values())
+
+
+@pytest.mark.parametrize(("steps", "kept_pairs"), [(40, 1), (10, 0)])
+def test_a_run_tells_what_its_prediction_was_worth(tmp_path: Path, steps: int, kept_pairs: int) -> None:
+    job = Job.load(write_job(tmp_path / "job.yaml"))
+    run: Any = SimpleNamespace(steps=lambda: [{}] * steps, throughput=job.global_batch / 0.002)
+    remember_run(AutoChoice(Plan(), forecast=steps_of_1_ms("dp=1")), job, CLUSTER, run)
+    remember_run(AutoChoice(Plan()), job, CLUSTER, run)
+    assert [(pair.plan, pair.predicted_s, pair.measured_s) for pair in pairs(CLUSTER)] == [
+        ("dp=1", 0.001, 0.002)
+    ] * kept_pairs
+
+
+@pytest.mark.slow
+def test_a_plan_of_fewer_ranks_that_divides_the_model_has_a_start_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forecasts(monkeypatch, steps_of_1_ms("dp=4", 20), steps_of_1_ms("fsdp=2", 21), steps_of_1_ms("tp=2", 22))
+    # On a busy machine knobs take all the time, and a start of three plans more than there is.
+    monkeypatch.setattr(auto, "TuningResult", partial(TuningResult, knobs=False, spent_s=-300.0))
+    four = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
+    choice = choose(network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 2.0)"), four)
+    found = verdicts(choice)
+    assert found["fsdp=2"] == "kept", choice.lines
+    assert found["tp=2"].startswith("not kept"), choice.lines
+    assert choice.plan == Plan(fsdp=2)
+
+
+@pytest.mark.slow
+def test_compiling_is_tried_where_the_run_is_long_enough_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forecasts(monkeypatch)
+    choice = choose(network(tmp_path, "pass", stop={"steps": 10_000_000}), CLUSTER)
+    assert verdicts(choice)["compile=on"].startswith(("kept", "not kept", "not tried: torch.compile needs")), (
+        choice.lines
+    )
+    assert (
+        verdicts(choice)["compile=reduce-overhead"]
+        == "not tried: replays graphs of kernels, and this machine has no GPU that can"
+    )
+
+
+def test_a_resumed_run_keeps_its_plan_and_measures_nothing(tmp_path: Path) -> None:
+    """So that it goes on bit for bit; unless that plan no longer fits."""
+    job = network(tmp_path, "pass")
+    before = Run.create(tmp_path / "run", job, CLUSTER, Plan(dp=1, fused=True, memory_format="channels_last"))
+    assert choice_of(job, CLUSTER, "auto", before, pytest.fail).plan == before.plan
+    short = job.model_copy(update={"stop": StopSpec(steps=1)})
+    larger = Run.create(tmp_path / "larger", short, CLUSTER, Plan(dp=CLUSTER.devices + 1))
+    assert choice_of(short, CLUSTER, "auto", larger).plan.dp <= CLUSTER.devices
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(1, marks=pytest.mark.slow, id="while predicting"),
+        pytest.param(2, marks=pytest.mark.slow, id="while measuring"),
+    ],
+)
+def test_ctrl_c_ends_the_measuring_and_trains_nothing(tmp_path: Path, ranks: int) -> None:
+    body = f"if os.environ['WORLD_SIZE'] == '{1 if ranks == 1 else min(CLUSTER.devices, 8)}': "
+    network(tmp_path, body + "open('under_way', 'w').close(); time.sleep(0.2)")
+    with started("paceline", "train", "job.yaml", folder=tmp_path) as process:
+        wait_for((tmp_path / "under_way").exists, process)
+        process.send_signal(signal.SIGINT)
+        outcome = ended(process)
+    assert outcome.code == 130, outcome.err
+    assert "Traceback" not in outcome.err
+    assert outcome.says("SIGINT: the ranks end.")
+    assert "checkpoint" not in outcome.err
+    assert not (tmp_path / "runs").exists()
+    assert not list(tmp_path.glob("paceline-*"))
+
+
+@pytest.mark.slow
+def test_more_ranks_than_cores_train_the_same_and_are_told_what_it_costs(tmp_path: Path) -> None:
+    write_job(tmp_path / "job.yaml")
+    ranks = 2 * CLUSTER.devices if CLUSTER.devices <= 8 else 16
+    outcome = paceline("train", "job.yaml", "--plan", f"dp={ranks}", "--run", "shared", folder=tmp_path)
+    assert outcome.code == 0, outcome.err
+    if ranks > CLUSTER.devices:
+        assert outcome.says(f"note: plan dp={ranks}: {ranks} ranks share {CLUSTER.devices} cores, 0.50 of a core each")
+    assert paceline("train", "job.yaml", "--plan", "dp=1", "--run", "alone", folder=tmp_path).code == 0
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_fewer_ranks_are_measured_beside_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four ranks, as on a machine of four cores: the others wait, and nobody hangs."""
+    forecasts(monkeypatch)
+    real = sorted(os.sched_getaffinity(0))
+    four = Cluster(
+        hosts=(Host(name="a", cores=4, memory_bytes=2**34, affinity=tuple((real[i % len(real)],) for i in range(4))),)
+    )
+    choice = choose(network(tmp_path, "pass"), four)
+    found = verdicts(choice)
+    assert found["dp=2"].startswith(("kept", "not kept")), choice.lines
+    assert not any(verdict.startswith("failed") for verdict in found.values()), choice.lines

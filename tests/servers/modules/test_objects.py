@@ -1,0 +1,273 @@
+"""Objects, calls and steps in another process: who holds them, and that each call runs once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paceline_server as remote
+from forked import python
+from paceline.errors import ChannelError, PacelineError, RemoteError
+from paceline.wire.key import RunKey
+from paceline_server.modules import host as hosts
+from paceline_server.modules.host import Host
+from paceline_server.modules.lanes import Lane
+
+sys.path.insert(0, str(Path(__file__).parent))
+from serving import DEADLINE_S, NAMES, path_of, serving
+
+
+@pytest.fixture(scope="module")
+def socket() -> Iterator[Path]:
+    """The socket of a process that serves `served_things.py`, and forgets clients after 0.2 s."""
+    with serving(grace_s=0.2) as socket:
+        yield socket
+
+
+@pytest.fixture
+def there(socket: Path) -> Iterator[Host]:
+    """A connection to it."""
+    with remote.connect("there", socket, deadline_s=DEADLINE_S) as host:
+        yield host
+
+
+def test_functions_are_called_and_results_streamed(there: Host) -> None:
+    assert remote.call("there", path_of("double"), [1, "a"]) == [1, "a", 1, "a"]
+    assert [int(n) for n in remote.stream("there", path_of("squares"), 30)] == [n * n for n in range(30)]
+    counter = remote.create(there, path_of("Counter"), start=3)
+    assert list(counter.stream("up_to", 6)) == [3, 4, 5]
+
+
+def test_an_object_is_an_argument_on_its_host_only(there: Host, socket: Path) -> None:
+    one, other = (remote.create("there", path_of("Counter"), start) for start in (1, 10))
+    assert one.call("add_value_of", other) == 11
+    with remote.connect("second", socket) as second, pytest.raises(PacelineError, match="argument of a call to second"):
+        remote.call(second, path_of("double"), one)
+    with pytest.raises(PacelineError, match="a Linear of this process"):
+        one.call("add", torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        (lambda: remote.create("there", "os:system", "true"), '"os:system" is not served here'),
+        (lambda: remote.module("there", path_of("Towr")), 'Did you mean ".*Tower"'),
+        (lambda: remote.module("there", path_of("not_a_module")), "made a int, and no nn.Module"),
+        (lambda: remote.create("there", path_of("Tower")).call("_secret"), "no public method"),
+        (lambda: remote.create("there", path_of("Counter")).call("value"), "no public method"),
+        (lambda: remote.optimizer(remote.module("there", path_of("linear")), "sgdd"), 'Did you mean "sgd"'),
+        (lambda: remote.call("there", path_of("double"), object()), "cannot be sent"),
+        (lambda: remote.call("elsewhere", path_of("double"), 1), 'no connection is named "elsewhere"'),
+    ],
+)
+def test_what_is_not_served_is_refused(there: Host, what: Any, says: str) -> None:
+    with pytest.raises(PacelineError, match=says):
+        what()
+    assert remote.call("there", path_of("double"), 2) == 4  # and nothing is held up
+
+
+def test_an_object_lives_as_long_as_its_last_holder(there: Host, socket: Path) -> None:
+    counter = remote.create(there, path_of("Counter"))
+    token = counter.token
+    with remote.connect("second", socket) as second:
+        held = remote.attach(second, token)
+        del counter
+        gc.collect()
+        assert held.call("add", 1) == 1
+    with pytest.raises(RemoteError, match="has ended"):
+        _hold_again_and_again(there, token)
+
+
+def test_the_objects_of_a_client_that_died_end(there: Host, socket: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import paceline_server as remote\n"
+        f"remote.connect('there', Path({str(socket)!r}))\n"
+        f"counter = remote.create('there', {path_of('Counter')!r})\n"
+        "print(counter.token, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = python(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    token = process.stdout.readline().strip()
+    mine = remote.attach(there, token)
+    mine.release()
+    process.send_signal(signal.SIGKILL)
+    process.wait(DEADLINE_S)
+    process.stdin.close()
+    process.stdout.close()
+    with pytest.raises(RemoteError, match="has ended"):
+        _hold_again_and_again(there, token)
+
+
+def _hold_again_and_again(host: Host, token: str) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        remote.attach(host, token).release()
+        time.sleep(0.01)
+
+
+def test_clients_share_what_has_a_name(there: Host, socket: Path) -> None:
+    first = remote.create(there, path_of("Counter"), 5, name="shared")
+    with remote.connect("second", socket) as second:
+        assert remote.create(second, path_of("Counter"), 5, name="shared").call("add", 1) == 6
+        with pytest.raises(RemoteError, match="another name"):
+            remote.create(second, path_of("Counter"), 7, name="shared")
+    assert first.call("add", 1) == 7
+
+
+def test_a_lost_connection_costs_no_call_and_repeats_none(there: Host) -> None:
+    counter = remote.create(there, path_of("Counter"))
+    layer = remote.module(there, path_of("linear"), seed=0)
+    step = remote.optimizer(layer, "sgd", lr=0.1)
+    sums = []
+    for number in range(1, 31):
+        answer = counter.begin("add", 1)
+        if number % 3:
+            there._client._line.talk.connection.end()  # type: ignore[union-attr]  # as when a link goes
+        sums.append(answer.result())
+    assert sums == list(range(1, 31))
+    before = layer.state_dict()["bias"]
+    for number in range(6):
+        y = layer(torch.ones(1, 4, dtype=torch.float64)).sum()
+        if number % 2:
+            there._client._line.talk.connection.end()  # type: ignore[union-attr]
+        y.backward()
+        step.step()
+    torch.testing.assert_close(layer.state_dict()["bias"], before - 6 * 0.1)
+
+
+def test_a_service_that_is_killed_is_told_so() -> None:
+    with serving(kill=True) as socket, remote.connect("mortal", socket) as host:
+        faulty = remote.module(host, path_of("Faulty"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hosts, "RECONNECT_S", 0.2)
+            with pytest.raises(ChannelError, match="the connection to mortal is lost"):
+                faulty(torch.ones(2), "die")
+        with pytest.raises(ChannelError, match="the connection to mortal is lost"):
+            remote.call("mortal", path_of("double"), 1)
+
+
+def test_clients_that_step_together_apply_the_sum_of_their_gradients(there: Host, socket: Path) -> None:
+    x = torch.randn(4, 4, dtype=torch.float64)
+    torch.manual_seed(0)
+    mine = torch.nn.Linear(4, 4, dtype=torch.float64)
+    local = torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9)
+    with remote.connect("second", socket) as second, ThreadPoolExecutor(2) as pool:
+        layers = [remote.module(host, path_of("linear"), name="l", seed=0) for host in (there, second)]
+        steps = [remote.optimizer(each, "sgd", together=2, name="o", lr=0.1, momentum=0.9) for each in layers]
+        for _ in range(3):
+            mine(x).square().sum().backward()
+            local.step()
+            local.zero_grad()
+            for layer, part in zip(layers, x.chunk(2), strict=True):
+                layer(part).square().sum().backward()
+            list(pool.map(lambda step: step.step(), steps))
+        torch.testing.assert_close(layers[1].state_dict(), mine.state_dict())
+        layers[0](x).sum().backward()
+        norm = steps[0].gradient_norm()
+        with pytest.raises(RemoteError, match=f"only these came: pid {os.getpid()}"):
+            steps[0].step(deadline_s=0.2)
+        assert steps[0].gradient_norm() == norm  # still there
+
+
+def test_sparse_gradients_step_the_rows_that_were_read(there: Host) -> None:
+    table = remote.module(there, path_of("table"), sparse=True, seed=0)
+    step = remote.optimizer(table, "sgd", lr=1.0)
+    before = table.state_dict()["weight"]
+    table(torch.tensor([2, 2, 5])).sum().backward()
+    assert step.gradient_norm() == pytest.approx((4 * 2**2 + 4) ** 0.5)
+    step.step()
+    step.set(lr=0.5)
+    table(torch.tensor([5])).sum().backward()
+    step.step()
+    step.step()  # no gradients are left
+    change = before - table.state_dict()["weight"]
+    expected = torch.zeros_like(change)
+    expected[2], expected[5] = 2.0, 1.5
+    torch.testing.assert_close(change, expected)
+
+
+def test_the_state_of_an_optimizer_goes_on_elsewhere(there: Host) -> None:
+    x = torch.ones(1, 4, dtype=torch.float64)
+    layers = [remote.module(there, path_of("linear"), seed=0) for _ in range(2)]
+    steps = [remote.optimizer(layer, "adam", lr=0.1) for layer in layers]
+    layers[0](x).sum().backward()
+    steps[0].step()
+    layers[1].load_state_dict(layers[0].state_dict())
+    steps[1].load_state_dict(steps[0].state_dict())
+    for layer, step in zip(layers, steps, strict=True):
+        layer(x).square().sum().backward()
+        step.step()
+    torch.testing.assert_close(layers[1].state_dict(), layers[0].state_dict())
+
+
+def test_between_hosts_the_key_is_asked_for() -> None:
+    key = RunKey.make()
+    allowed = [path_of(name) for name in NAMES]
+    with remote.serve(allowed, "127.0.0.1:0", key) as serving_here:
+        with pytest.raises(ChannelError, match="does not have this run's key"):
+            remote.connect("stranger", serving_here.address, RunKey.make(), deadline_s=5.0)
+        with remote.connect("there", serving_here.address, key) as host:
+            layer = remote.module(host, path_of("linear"), seed=0)
+            x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+            layer(x).sum().backward()
+            assert x.grad is not None
+            assert serving_here.objects == 1
+        with pytest.raises(ChannelError, match="closed"):
+            layer(x)
+    assert serving_here.strangers == 1
+
+
+@given(st.data())
+def test_calls_of_a_lane_run_once_and_in_order_whatever_is_repeated_or_given_up(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 8))
+    given_up = data.draw(st.sets(st.integers(0, count - 1)))
+    sent = [n for n in range(count) if n not in given_up]
+    repeated = data.draw(st.lists(st.sampled_from(sent), max_size=6)) if sent else []
+    calls = data.draw(st.permutations(sent + repeated))
+    skipped = data.draw(st.permutations(sorted(given_up)))
+    lane = Lane()
+    ran: list[int] = []
+
+    def call(number: int) -> int:
+        return int(lane.run(number, 0, lambda: _noted(ran, number)))
+
+    with ThreadPoolExecutor(len(calls) + 1) as pool:
+        answers = [(number, pool.submit(call, number)) for number in calls]
+        for number in skipped:
+            lane.skip([number])
+        assert all(answer.result(DEADLINE_S) == number for number, answer in answers)
+    assert ran == sent
+
+
+def _noted(ran: list[int], number: int) -> int:
+    ran.append(number)
+    return number
+
+
+def test_a_lane_that_ends_lets_go_of_who_waits() -> None:
+    lane = Lane()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lane.run, 1, 0, lambda: None)
+        while not lane._answers:
+            threading.Event().wait(0.001)
+        lane.end()
+        with pytest.raises(RemoteError, match="has gone"):
+            waiting.result(DEADLINE_S)

@@ -1,0 +1,378 @@
+"""Servers and clients in processes that die: no push is lost, none is applied twice, and the rest goes on."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import ChannelError, DeadlineError, ServerLost, ServerRefused
+from paceline.wire.key import RunKey
+from paceline_server.client import Client
+from paceline_server.parameters import (
+    GroupSettings,
+    OwnViews,
+    ParameterServer,
+    ServerClient,
+    ServerSettings,
+    TensorSpec,
+)
+from server_processes import DEADLINE_S, TICKETS, Servers, counting, push_all, started
+
+SGD = {"name": "sgd", "lr": 1.0}
+ALL = [1.0] * TICKETS
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[Callable[..., ServerClient]]:
+    """Clients of a server in this process that has the given settings."""
+    open_now: list[ParameterServer | ServerClient] = []
+
+    def client(settings: ServerSettings, name: str = "rank 0", deadline_s: float = DEADLINE_S) -> ServerClient:
+        if not open_now:
+            open_now.append(ParameterServer(folder / "server", None, settings))
+        client = ServerClient([[folder / "server"]], None, name=name, settings=settings, deadline_s=deadline_s)
+        open_now.append(client)
+        return client
+
+    yield client
+    for end in reversed(open_now):
+        end.close()
+
+
+def counted(client: ServerClient) -> list[float]:
+    """How often each ticket was applied."""
+    weights = torch.zeros(TICKETS, dtype=torch.float64)
+    client.pull({"w": weights})
+    return weights.tolist()
+
+
+def test_two_clients_share_the_tickets_over_tls_and_a_stranger_is_turned_away() -> None:
+    key = RunKey.make()
+    with ParameterServer(("127.0.0.1", 0), key, counting()) as server:
+        clients = [
+            ServerClient([[server.address]], key, name=f"rank {n}", settings=counting(), deadline_s=DEADLINE_S)
+            for n in range(2)
+        ]
+        for client in clients:
+            started(client)
+        with pytest.raises(ChannelError):
+            Client(server.address, RunKey.make(), deadline_s=DEADLINE_S)
+        with ThreadPoolExecutor(2) as pool:
+            counts = list(pool.map(push_all, clients))
+        assert sum(counts) == TICKETS
+        clients[0].pull({"w": (weights := torch.zeros(TICKETS, dtype=torch.float64))})
+        assert weights.tolist() == ALL
+        (statistics,) = clients[0].statistics()
+        assert statistics["strangers"] == 1
+        assert [statistics["clients"][f"rank {n}"]["pushes"] for n in range(2)] == counts
+        for client in clients:
+            client.close()
+
+
+def test_a_server_that_is_killed_loses_nothing_that_was_pushed(folder: Path) -> None:
+    with Servers(folder, counting()) as servers:
+        servers.start(0)
+        servers.view()
+        servers.start(1)
+        with started(servers.client("rank 0", 0, 1)) as client:
+            servers.view(lambda view: view.backup is not None)
+            killer = threading.Thread(target=lambda: servers.signal(servers.number(servers.view().primary)))
+
+            def after_each(count: int) -> None:
+                if count == TICKETS // 4:
+                    killer.start()  # some time in a later push
+                elif count == TICKETS // 2:
+                    killer.join()
+                    servers.start(2)
+                    view = servers.view(lambda view: view.epoch > 2 and view.backup is not None)
+                    servers.signal(servers.number(view.primary))
+
+            assert push_all(client, after_each) == TICKETS
+            assert counted(client) == ALL
+            assert client.statistics()[0]["epoch"] >= 5
+
+
+def test_a_primary_that_dies_before_it_can_tell_its_backup_so_is_followed_by_it(folder: Path) -> None:
+    dies = (
+        "import os, signal\nfrom paceline_server.parameters.log import Log\nattend = Log.attend\n"
+        "Log.attend = lambda *all: (attend(*all), os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    with Servers(folder, counting()) as servers:
+        servers.start(0, dies)
+        servers.view()
+        with started(servers.client("rank 0", 0, 1)) as client:
+            servers.start(1)
+            servers.view(lambda view: servers.number(view.primary) == 1)
+            assert push_all(client) == TICKETS
+            assert counted(client) == ALL
+
+
+def test_a_backup_that_is_killed_holds_up_nobody(folder: Path) -> None:
+    with Servers(folder, counting()) as servers:
+        servers.start(0)
+        servers.view()
+        servers.start(1)
+        with started(servers.client("rank 0", 0, 1)) as client:
+            backup = servers.number(servers.view(lambda view: view.backup is not None).backup)
+            assert push_all(client, lambda count: servers.signal(backup) if count == 9 else None) == TICKETS
+            assert counted(client) == ALL
+            assert servers.view().backup is None
+
+
+def test_a_primary_that_was_stopped_for_a_while_is_deposed_and_becomes_the_backup(folder: Path) -> None:
+    with Servers(folder, counting()) as servers:
+        servers.start(0)
+        servers.view()
+        servers.start(1)
+        with started(servers.client("rank 0", 0)) as client:
+            first = servers.view(lambda view: view.backup is not None)
+            servers.signal(servers.number(first.primary), signal.SIGSTOP)
+            servers.view(lambda view: view.primary != first.primary)
+            servers.signal(servers.number(first.primary), signal.SIGCONT)
+            assert push_all(client) == TICKETS
+            assert counted(client) == ALL
+            second = servers.view(lambda view: view.backup is not None)
+            assert (second.primary, second.backup) == (first.backup, first.primary)
+
+
+def test_the_loss_of_both_servers_is_told_in_time(folder: Path) -> None:
+    with Servers(folder, counting()) as servers:
+        servers.start(0)
+        servers.start(1)
+        with started(servers.client("rank 0", deadline_s=2.0)) as client:
+            for number in (0, 1):
+                servers.signal(number)
+            with pytest.raises(ServerLost, match="no process of the parameter server answers at"):
+                client.take()
+
+
+def test_a_worker_that_dies_has_its_ticket_dealt_again(folder: Path) -> None:
+    with ParameterServer(folder / "server", None, counting(), grace_s=0.05) as server:
+        clients = [
+            ServerClient([[server.address]], None, name=f"rank {n}", settings=counting(), deadline_s=DEADLINE_S)
+            for n in range(2)
+        ]
+        for client in clients:
+            started(client)
+        assert clients[0].take() is not None
+        clients[0].close()
+        assert push_all(clients[1]) == TICKETS
+        assert counted(clients[1]) == ALL
+        clients[1].close()
+
+
+def test_a_worker_that_was_taken_for_dead_joins_again_and_its_late_push_is_dropped(
+    served: Callable[..., ServerClient],
+) -> None:
+    one, other = started(served(counting())), served(counting(), "rank 1")
+    ticket = one.take()
+    assert ticket is not None
+    other.expel("rank 0")
+    pushed = one.push({"w": torch.ones(TICKETS, dtype=torch.float64)}, ticket=ticket)
+    assert not pushed.accepted
+    assert push_all(one) == TICKETS
+    assert counted(one) == ALL
+
+
+def test_a_journal_goes_on_where_the_killed_server_was(folder: Path) -> None:
+    with Servers(folder, counting(), journal=True) as servers:
+        servers.start(0)
+        with started(servers.client("rank 0")) as client:
+
+            def after_each(count: int) -> None:
+                if count in (TICKETS // 4, TICKETS // 2):
+                    servers.signal(0)
+                    servers.start(0)
+
+            assert push_all(client, after_each) == TICKETS
+            assert counted(client) == ALL
+
+
+def test_the_last_record_of_a_journal_may_be_torn_anywhere(folder: Path) -> None:
+    settings = counting(8, 4)
+    with (
+        ParameterServer(folder / "server", None, settings, journal=folder / "journal") as server,
+        started(ServerClient([[server.address]], None, name="rank 0", settings=settings)) as client,
+    ):
+        assert push_all(client) == 8
+    (journal,) = (folder / "journal").glob("journal-*")
+    whole = journal.read_bytes()
+    applied = []
+    for cut in range(0, len(whole), 101):
+        journal.write_bytes(whole[: len(whole) - cut])
+        with ParameterServer(folder / "server", None, settings, journal=folder / "journal") as server:
+            applied.append(server.statistics()["version"])
+    assert applied == sorted(applied, reverse=True)
+    assert set(applied) == set(range(9))
+
+
+def test_a_full_disk_refuses_the_push_and_takes_it_again_when_there_is_room(folder: Path) -> None:
+    with (
+        ParameterServer(folder / "server", None, counting(), journal=folder / "journal") as server,
+        started(ServerClient([[server.address]], None, name="rank 0", settings=counting())) as client,
+    ):
+        ticket = client.take()
+        (journal,) = (folder / "journal").glob("journal-*")
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + 100, hard))
+        gradient = torch.zeros(TICKETS, dtype=torch.float64)
+        gradient[0] = -1
+        try:
+            with pytest.raises(ServerRefused, match="journal cannot be written: File too large"):
+                client.push({"w": gradient}, ticket=ticket)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert counted(client) == [0.0] * TICKETS
+        assert client.push({"w": gradient}, ticket=ticket).accepted
+        assert push_all(client) == TICKETS - 1
+        assert counted(client) == ALL
+    with ParameterServer(folder / "server", None, counting(), journal=folder / "journal") as server:
+        assert server.statistics()["version"] == TICKETS
+
+
+def test_another_model_other_settings_and_nonsense_are_refused(served: Callable[..., ServerClient]) -> None:
+    client = started(served(counting()))
+    with pytest.raises(ServerRefused, match=r"rank 1 trains another model \(other\) than this server has \(counting\)"):
+        served(replace(counting(), fingerprint="other"), "rank 1")
+    with pytest.raises(ServerRefused, match="rank 1 has other settings"):
+        served(replace(counting(), staleness=3), "rank 1")
+    with pytest.raises(ServerRefused, match="NaN or Inf in w"):
+        client.push({"w": torch.full((TICKETS,), torch.nan, dtype=torch.float64)}, ticket=client.take())
+    with pytest.raises(ServerRefused, match="pushed v, which no server owns"):
+        client.push({"v": torch.zeros(1)})
+    assert client.statistics()[0]["clients"]["rank 0"]["refused"] == 1
+
+
+def test_only_what_changed_is_pulled(served: Callable[..., ServerClient]) -> None:
+    tensors = (TensorSpec("a", (100,)), TensorSpec("b", (7,)), TensorSpec("e", (50, 4), sparse=True))
+    client = served(ServerSettings((GroupSettings(tensors, SGD),), "m"))
+    client.join()
+    first = {spec.name: torch.ones(spec.shape) for spec in tensors}
+    client.initialize(first)
+    mine = {"a": torch.zeros(100), "b": torch.zeros(7)}
+    assert client.pull(mine).nbytes == 4 * 107
+    assert client.pull(mine).nbytes == 0
+    mine["a"].zero_()
+    assert client.pull(mine).nbytes == 4 * 107  # what was pulled is not there any more
+    table = torch.zeros(50, 4)
+    assert client.pull_changed_rows("e", table) == 50
+    rows = torch.sparse_coo_tensor(torch.tensor([[40, 3, 40]]), torch.ones(3, 4), (50, 4), check_invariants=True)
+    client.push({"b": torch.ones(7), "e": rows})
+    assert client.pull(mine).nbytes == 4 * 7
+    assert (mine["a"].unique().tolist(), mine["b"].unique().tolist()) == ([1], [0])
+    assert client.pull_changed_rows("e", table) == 2
+    assert table[[3, 40, 5], 0].tolist() == [0, -1, 1]
+    assert torch.equal(client.pull_rows("e", torch.tensor([40, 5, 40])), table[[40, 5, 40]])
+    with pytest.raises(ServerRefused, match="has 50"):
+        client.pull_rows("e", torch.tensor([50]))
+
+
+def test_servers_share_the_tensors_and_act_as_one() -> None:
+    key = RunKey.make()
+    tensors = (TensorSpec("a", (90, 3)), TensorSpec("s", ()), TensorSpec("e", (50, 4), sparse=True))
+    settings = ServerSettings((GroupSettings(tensors, {"name": "adam", "lr": 0.1}),), "m")
+    results = []
+    for count in (1, 3):
+        servers = [
+            ParameterServer(("127.0.0.1", 0), key, settings, part=part, servers=count, views=OwnViews())
+            for part in range(count)
+        ]
+        with ServerClient([[server.address] for server in servers], key, name="rank 0", settings=settings) as client:
+            client.join()
+            client.initialize({spec.name: torch.zeros(spec.shape) for spec in tensors})
+            mine = {"a": torch.ones(90, 3), "s": torch.ones(())}
+            client.pull(mine)
+            for step in range(3):
+                rows = torch.sparse_coo_tensor(
+                    torch.tensor([[49, 0, 20]]), torch.ones(3, 4) + step, (50, 4), check_invariants=True
+                )
+                gradients = {"a": torch.arange(270.0).reshape(90, 3) - step, "s": torch.tensor(2.0), "e": rows}
+                client.push_and_pull(gradients, mine)
+            results.append([*mine.values(), client.pull_rows("e", torch.arange(50))])
+            state = client.state()
+            client.load_state(state)
+            assert str(client.state()) == str(state)
+        for server in servers:
+            server.close()
+    for one, three in zip(*results, strict=True):
+        assert torch.equal(one, three)
+
+
+def test_sums_are_in_the_order_of_the_members_and_the_same_for_all(served: Callable[..., ServerClient]) -> None:
+    settings = counting()
+    clients = [served(settings, f"rank {n}") for n in range(3)]
+    given = [torch.randn(1000) * 10**n for n in range(3)]
+    expected = given[0] + given[1] + given[2]
+
+    def steps(index: int) -> list[torch.Tensor]:
+        found = []
+        for number in range(5):
+            begun = [
+                clients[index].begin_sum((0, "epoch 0"), number, given[index].clone(), index=index, members=3, bucket=b)
+                for b in range(2)
+            ]
+            found += [result() for result in begun]
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(steps, range(3)):
+            assert all(torch.equal(one, expected) for one in found)
+
+
+def test_a_sum_names_who_is_missing_and_ends_with_its_epoch(served: Callable[..., ServerClient]) -> None:
+    settings = counting()
+    client = served(settings, deadline_s=0.1)
+    with pytest.raises(DeadlineError, match=r"no tensor from clients \[1, 2\] for sum 7.0"):
+        client.sum((0, "epoch 0"), 7, torch.ones(2), index=0, members=3)
+    waiting = served(settings, "rank 1").begin_sum((0, "epoch 0"), 8, torch.ones(2), index=1, members=2)
+    assert client.sum((1, "epoch 1"), 8, torch.ones(2), index=0, members=1).tolist() == [1, 1]
+    with pytest.raises(ServerRefused, match="the sums of 'epoch 0' are over: 'epoch 1' has begun"):
+        waiting()
+    served(settings, "rank 2", deadline_s=0.1).begin_sum((1, "epoch 1"), 9, torch.ones(2), index=0, members=2)
+    with pytest.raises(DeadlineError):
+        client.sum((1, "epoch 1"), 9, torch.ones(2), index=0, members=2)
+    with pytest.raises(ServerRefused, match=r"gave \(3,\) torch.float32 for a sum of \(2,\)"):
+        client.sum((1, "epoch 1"), 9, torch.ones(3), index=1, members=2)
+
+
+@pytest.mark.slow
+def test_a_thousand_clients_join_at_once(served: Callable[..., ServerClient]) -> None:
+    settings = counting()
+    first = started(served(settings, "first"))
+
+    def joined(number: int) -> int:
+        with ServerClient(first_address(first), None, name=f"client {number}", settings=settings) as client:
+            client.join()
+            client.leave()
+        return 1
+
+    with ThreadPoolExecutor(64) as pool:
+        assert sum(pool.map(joined, range(1000))) == 1000
+    assert push_all(first) == TICKETS
+
+
+def first_address(client: ServerClient) -> list[list[Path]]:
+    """Where a client's servers are."""
+    return [[Path(text) for text in line.addresses] for line in client.lines]

@@ -1,0 +1,246 @@
+"""Calls between two processes: what comes back, what a failure says, and that nobody waits in vain."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import ChannelError, DeadlineError, RemoteError
+from paceline.wire.key import RunKey
+from paceline_server.client import Client
+from paceline_server.service import Limits
+from remote_services import DEADLINE_S, Point, ends, service, service_process
+
+Served = tuple[Client, "subprocess.Popen[str]"]
+
+
+@pytest.fixture(params=["TLS", "Unix socket"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    key = RunKey.make() if request.param == "TLS" else None
+    with (
+        service_process(tmp_path, key) as (where, process),
+        Client(where, key, name="tester", deadline_s=DEADLINE_S) as client,
+    ):
+        yield client, process
+
+
+@pytest.fixture(params=["TLS", "Unix socket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return ends(request.param, tmp_path)
+
+
+def test_values_come_back_as_they_were_sent(served: Served) -> None:
+    client, _ = served
+    for value in (None, True, -1, 2.5, "ä", b"\0", [1, (2, "three")], {"a": {4: [None]}}, (), b"x" * 100_000):
+        found = client.call("echo", value)
+        assert found == value
+        assert type(found) is type(value)
+    point = client.call("echo", [Point(0.5, torch.arange(5))])[0]
+    assert isinstance(point, Point)
+    assert point.x == 0.5
+    assert point.at.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 100_000, 3_000_000])
+def test_tensors_of_any_size_come_back_and_may_be_changed(served: Served, count: int) -> None:
+    client, _ = served
+    sent = torch.rand(count)
+    first, second = client.call("doubled", sent), client.call("echo", {"large": sent, "small": torch.tensor(1)})
+    assert torch.equal(first, 2 * sent)
+    assert torch.equal(second["large"], sent)
+    first.zero_()
+    second["large"].zero_()
+    assert torch.equal(client.call("echo", sent), sent)
+
+
+def test_answers_that_are_kept_stay_as_they_were_while_others_come(served: Served) -> None:
+    client, _ = served
+    sent = [torch.full((200_000,), float(number)) for number in range(40)]
+    kept = [client.call("echo", tensor) for tensor in sent]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(sent, kept, strict=True))
+
+
+@pytest.mark.parametrize("count", [3, 200_000])
+def test_a_call_runs_where_it_is_read_but_for_one_that_waits_for_a_later_call(served: Served, count: int) -> None:
+    client, _ = served
+    sent = torch.rand(count)
+    waiting = client.begin("taken", sent)
+    assert not waiting.done
+    client.call("release")
+    assert torch.equal(waiting.result(), 2 * sent)
+    assert torch.equal(client.call("taken", sent), 2 * sent)
+    waited, read = client.call("threads")
+    assert (waited, read) == ("paceline-remote-call", "paceline-remote-caller")
+
+
+def test_many_threads_call_at_once_and_each_gets_its_own_answer(served: Served) -> None:
+    client, _ = served
+    wrong: list[Any] = []
+
+    def call(thread: int) -> None:
+        for number in range(30):
+            sent = torch.full((40_000 if number % 5 == 0 else 3,), float(1000 * thread + number))
+            if not torch.equal(client.call("echo" if number % 2 else "doubled", sent), sent * (2 - number % 2)):
+                wrong.append((thread, number))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert not wrong
+
+
+def test_calls_are_pipelined_and_answers_are_waited_for_in_any_order(served: Served) -> None:
+    client, _ = served
+    pending = [client.begin("echo", number) for number in range(300)]
+    assert [call.result() for call in reversed(pending)] == list(reversed(range(300)))
+    waits = client.begin("wait")
+    assert not waits.done
+    client.call("release")
+    assert waits.result() == "released"
+
+
+def test_large_calls_that_nobody_reads_the_answers_of_do_not_lock_both_ends(served: Served) -> None:
+    client, _ = served
+    sent = torch.rand(1_000_000)
+    pending = [client.begin("echo", sent) for _ in range(50)]
+    assert all(torch.equal(call.result(), sent) for call in pending)
+
+
+def test_ordered_calls_run_in_the_order_sent(served: Served) -> None:
+    client, _ = served
+    pending = [client.begin("note", number) for number in range(100)]
+    for call in pending:
+        call.result()
+    assert client.call("noted") == list(range(100))
+
+
+def test_a_stream_gives_results_as_they_come_and_may_be_left(served: Served) -> None:
+    client, _ = served
+    assert [int(number) for number in client.stream("count", 50)] == list(range(50))
+    endless = client.stream("count", -1)
+    assert [int(next(endless)) for _ in range(20)] == list(range(20))
+    endless.close()  # type: ignore[attr-defined]
+    assert [int(number) for number in client.stream("count", 3)] == [0, 1, 2]
+    with pytest.raises(RemoteError, match="call it by `stream`"):
+        client.call("count", 3)
+    with pytest.raises(RemoteError, match="ValueError: no"):
+        list(client.stream("fail", "no"))
+
+
+def test_a_function_that_raises_gives_its_traceback_made_safe_to_show(served: Served) -> None:
+    client, _ = served
+    with pytest.raises(RemoteError, match=r"fail at .*: ValueError: red \\x1b\[31m") as raised:
+        client.call("fail", "red \x1b[31m")
+    assert raised.value.kind == "ValueError"
+    assert raised.value.function == "fail"
+    assert "raise ValueError(text)" in raised.value.remote_traceback
+    assert client.call("echo", 1) == 1
+
+
+def test_what_cannot_be_called_or_sent_is_refused_and_the_connection_goes_on(served: Served) -> None:
+    client, _ = served
+    with pytest.raises(RemoteError, match=r"no function 'ecko' is served there\. Did you mean \"echo\""):
+        client.call("ecko")
+    with pytest.raises(RemoteError, match=r"builtins\.object cannot be sent"):
+        client.call("unsendable")
+    with pytest.raises(RemoteError, match=r"builtins\.set cannot be sent"):
+        client.call("echo", {1})
+    with pytest.raises(ChannelError, match="at most"):
+        client.call("echo", "x" * 2**23)
+    with pytest.raises(RemoteError, match="TypeError"):
+        client.call("echo")
+    assert client.call("echo", 1) == 1
+
+
+def test_a_call_that_hangs_ends_at_its_deadline_and_others_go_on(served: Served) -> None:
+    client, _ = served
+    with pytest.raises(DeadlineError, match=r"did not answer wait within 0\.1 s"):
+        client.call("wait", deadline_s=0.1)
+    assert client.call("echo", 1) == 1
+    client.call("release")
+
+
+def test_who_waits_is_told_at_once_when_the_service_dies(served: Served) -> None:
+    client, _ = served
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            client.call("wait")
+        except ChannelError as error:
+            told.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(ChannelError, match="end"):
+        client.call("end")
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(told) == 3
+    assert not any(isinstance(error, DeadlineError) for error in told)
+    with pytest.raises(DeadlineError, match="nobody of this run answered"):
+        client.call("echo", 1, deadline_s=0.2)
+
+
+def test_a_client_comes_back_with_its_identity_after_its_connection_was_lost(place: Any) -> None:
+    where, key = place
+    with service(where, key) as serving, Client(serving.address, key, name="first", deadline_s=DEADLINE_S) as client:
+        assert client._line is not None
+        client._line.talk.connection.end()
+        assert client.call("who_left", 1) == ["first"]
+        with Client(serving.address, key, name="second", deadline_s=DEADLINE_S):
+            pass
+        assert client.call("who_left", 2) == ["first", "second"]
+
+
+def test_a_service_that_closes_tells_those_who_wait(place: Any) -> None:
+    where, key = place
+    with service(where, key) as serving, Client(serving.address, key, deadline_s=DEADLINE_S) as client:
+        waits = client.begin("wait")
+        client.call("release")
+        assert waits.result() == "released"
+        serving.close()
+        with pytest.raises(ChannelError):
+            client.call("echo", 1, deadline_s=0.2)
+
+
+def test_more_clients_than_the_limit_are_refused_in_words(place: Any) -> None:
+    where, key = place
+    with service(where, key, limits=Limits(callers=1)) as serving, Client(serving.address, key) as client:
+        with pytest.raises(ChannelError, match="serves 1 clients, which is as many as it may"):
+            Client(serving.address, key, deadline_s=DEADLINE_S)
+        assert client.call("echo", 1) == 1
+
+
+def test_arguments_beyond_the_limit_are_refused_before_they_are_sent(place: Any) -> None:
+    where, key = place
+    with (
+        service(where, key, limits=Limits(attached_bytes=2**20)) as serving,
+        Client(serving.address, key) as client,
+    ):
+        with pytest.raises(RemoteError, match="takes 1,048,576 a call"):
+            client.call("echo", torch.zeros(2**20))
+        assert client.call("echo", torch.zeros(2**17)).shape == (2**17,)
+
+
+def test_a_client_with_more_calls_than_the_limit_waits_for_its_own(place: Any) -> None:
+    where, key = place
+    with (
+        service(where, key, limits=Limits(calls_at_once=2)) as serving,
+        Client(serving.address, key, deadline_s=DEADLINE_S) as client,
+    ):
+        waits = [client.begin("wait"), client.begin("wait")]
+        with pytest.raises(DeadlineError, match="as many as it takes at once"):
+            client.call("release", deadline_s=0.05)
+        with Client(serving.address, key) as another:
+            another.call("release")
+        assert [call.result() for call in waits] == ["released"] * 2

@@ -1,0 +1,38 @@
+"""Pieces that servers deal are the shares of a run that waits for all: every sample once, whoever takes which."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.job.partition import Partition, PartitionSpec
+from paceline_server.training.pieces import Pieces
+from small_jobs import small_job
+
+SAMPLES, BATCH, PIECES = 70, 8, 4
+
+
+def whole() -> Partition:
+    """The partition of a reader of everything."""
+    job = small_job(global_batch=BATCH)
+    spec = PartitionSpec(kind="uniform")
+    return Partition(spec, samples=SAMPLES, global_batch=BATCH, seed=job.seed, replica=0, replicas=1)
+
+
+@given(order=st.permutations(range(2 * 9 * PIECES)))
+def test_in_any_order_the_pieces_of_an_epoch_are_all_its_samples(order: list[int]) -> None:
+    pieces = Pieces(small_job(global_batch=BATCH), whole(), PIECES)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    for number in order:
+        samples, position = pieces.samples(*divmod(number, PIECES))
+        assert position.local == len(samples)
+        seen[position.epoch] += samples
+    assert all(sorted(found) == list(range(SAMPLES)) for found in seen.values())
+
+
+def test_the_pieces_of_a_batch_are_the_batch_of_one_process() -> None:
+    pieces, batches = Pieces(small_job(global_batch=BATCH), whole(), PIECES), list(whole().batches(1, 0))
+    for step, batch in enumerate(batches):
+        together = [pieces.samples(len(batches) + step, piece)[0] for piece in range(PIECES)]
+        assert np.concatenate(together).tolist() == batch
