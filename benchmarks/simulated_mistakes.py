@@ -162,7 +162,7 @@ _WAITS = (
     ),
     Mistake(
         "the loss and norm of all ranks are read early",
-        "engine/agreement.py",
+        "engine/reduction.py",
         "split.gradient_square()])\n        self.world.all_reduce(together)",
         "split.gradient_square()])\n        self.world.start_all_reduce(together)",
         ("gpt fsdp=2", "gpt pp=2 microbatches=4"),

@@ -28,7 +28,7 @@ def main() -> None:
 
     engine = paceline.setup(model, optimizer, cross_entropy, loader)
     for epoch in range(5):
-        # each: forward, backward, agreement of the ranks, update
+        # each: forward, backward, reduction over the ranks, update
         results = [engine.step(batch) for batch in engine.loader]
         mean = sum(r.loss * r.samples for r in results) / len(data)
         engine.print(f"epoch {epoch + 1}  step {results[-1].step}  loss {mean:.5f}")

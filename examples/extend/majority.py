@@ -5,7 +5,7 @@ Replicas vote on the sign of each gradient (Bernstein et al., 2018, signSGD with
 
 from torch import Tensor
 
-from paceline.sync import Agreement, Replica, SyncRule, broadcast_state
+from paceline.sync import Reduction, Replica, SyncRule, broadcast_state
 
 
 class Majority(SyncRule):
@@ -18,11 +18,11 @@ class Majority(SyncRule):
         self.replica = replica
         broadcast_state(replica)
 
-    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
+    def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         gradients = [p.grad for p in self.replica.trainable if p.grad is not None]
         for gradient in gradients:
             gradient.sign_()
             self.replica.dp.all_reduce(gradient)
             gradient.sign_().mul_(self.size)
         self.replica.dp.all_reduce(scalars)
-        return Agreement(gradients, scalars)
+        return Reduction(gradients, scalars)

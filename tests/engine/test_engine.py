@@ -153,7 +153,7 @@ def test_a_local_step_stands_although_the_others_were_lost_before_they_agreed(mo
 
     monkeypatch.setattr(engine.rule, "after_step", lost)
     assert engine.step(next(batches)).step == engine.step_count == 2
-    assert engine.agreement_broken
+    assert engine.sync_interrupted
     assert not torch.equal(engine.model.state_dict()["0.weight"], before["0.weight"])
     engine.close()
 

@@ -13,9 +13,9 @@ import torch
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.engine.agreement import StepSignals, numbers
 from paceline.engine.compute import LocalLoss
 from paceline.engine.meter import COMPUTE, Meter
+from paceline.engine.reduction import StepSignals, numbers
 from ranks import Ranks
 
 

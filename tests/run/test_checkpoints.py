@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from commands import checkpoints, events
 from paceline.comm import Group
-from paceline.engine.agreement import StepSignals
+from paceline.engine.reduction import StepSignals
 from paceline.errors import CheckpointError
 from paceline.job.job import CheckpointSpec
 from paceline.run.checkpoint import writer as checkpoint

@@ -88,7 +88,7 @@ def rank_of(
         settings=SimpleNamespace(seed=1),
         device=torch.device("cpu"),
         step_count=0,
-        compute=SimpleNamespace(weighing=SimpleNamespace(items_per_sample=None)),
+        compute=SimpleNamespace(normalization=SimpleNamespace(items_per_sample=None)),
         guard=SimpleNamespace(spikes=None),
         split=SimpleNamespace(mesh=mesh, aliases={"model/head": "model/embedding"}),
         parts=parts,

@@ -87,7 +87,7 @@ def _sums(compute: Compute, batch: Batch) -> dict[str, float]:
         placed = compute.place(batch)
         output = compute.call(placed)
         if not getattr(compute.loss, "whole_batch", False):
-            sums["the loss"] = float(compute.step_loss(output, compute.weighing.target(placed)))
+            sums["the loss"] = float(compute.step_loss(output, compute.normalization.target(placed)))
     finally:
         for hook in hooks:
             hook.remove()

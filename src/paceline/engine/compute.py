@@ -19,7 +19,7 @@ from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
 from paceline.device import has_graphs, is_accelerator, on_accelerator, uploaded, widest_float
 from paceline.engine.guard import LossScale
-from paceline.engine.weighing import Weighing
+from paceline.engine.loss_normalization import LossNormalization
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.loss import Loss
@@ -68,7 +68,7 @@ class Compute(ABC):
         loader: this rank's share of every global batch.
         group: all ranks; `data_group`: those that read different samples.
         split: how the model is divided over the ranks of a replica; None where each holds all of it.
-        weighing: what the parts of a batch count for in the loss.
+        normalization: how the loss of each microbatch counts in the global mean.
         loss_scale: the factor of fp16 training; None in other precisions.
         replica: what the sync rule sees of this rank.
         casts: whether something else computes in low precision already (FSDP2).
@@ -97,7 +97,7 @@ class Compute(ABC):
         self.forward: Any = model
         self.loss_scale = LossScale() if precision == "fp16" else None
         self.casts = self.divides_logits = False
-        self.weighing = Weighing(self)
+        self.normalization = LossNormalization(self)
         self.experts = ExpertBalance(self)
 
     @abstractmethod
@@ -140,17 +140,17 @@ class Compute(ABC):
     def prepare(self, batch: Batch | None) -> None:
         """Agree on the items that the loss averages over, before the first step.
 
-        `weighing.items_per_sample` is then the unit in which every replica weighs its part: items per sample, at most,
-        in the first batch.
+        `normalization.items_per_sample` is then the largest number of items per sample in the first batch of any
+        replica, and the unit in which every replica counts its share.
         """
-        self.weighing.prepare()
-        if self.weighing.items_per_sample is None:
-            local = float(self.weighing.items(batch)) / rows(batch) if batch is not None and rows(batch) else 0.0
+        self.normalization.prepare()
+        if self.normalization.items_per_sample is None:
+            local = float(self.normalization.items(batch)) / rows(batch) if batch is not None and rows(batch) else 0.0
             unit = torch.tensor([local], dtype=widest_float(self.device), device=self.device)
             self.group.all_reduce(unit, "max")
-            self.weighing.items_per_sample = float(unit.item()) or 1.0
+            self.normalization.items_per_sample = float(unit.item()) or 1.0
 
-    def weighed_loss(
+    def normalized_loss(
         self, output: Any, part: Batch, batch: Batch, position: Position, step: int
     ) -> tuple[Tensor, float | Tensor]:
         """Mean loss of a microbatch of `batch`, and its share of the global batch.
@@ -183,18 +183,18 @@ class Compute(ABC):
         return self.data_group.size == self.plan.microbatches == self.plan.cp == 1
 
     def _loss(self, output: Any, part: Batch, position: Position, step: int) -> tuple[Tensor, float | Tensor]:
-        target = self.weighing.target(part)
+        target = self.normalization.target(part)
         if getattr(self.loss, "whole_batch", False):
             counts = self.loader.partition.shares(position.step, position.epoch)
             outputs = gather(self.data_group, output if isinstance(output, Tensor) else output.logits, counts)
             targets = gather(self.data_group, target, counts)
             # every rank has the same loss
-            return self.weighing.of_part(self.step_loss, outputs, targets), 1.0 / self.data_group.size
-        loss = self.weighing.of_part(self.step_loss, output, target)
+            return self.normalization.of_microbatch(self.step_loss, outputs, targets), 1.0 / self.data_group.size
+        loss = self.normalization.of_microbatch(self.step_loss, output, target)
         if self.is_whole_batch:
-            return self.weighing.without_empty(loss, output, part), 1.0
-        self.weighing.look(output, target, step, position)
-        return self.weighing.weighed(loss, output, part, position)
+            return self.normalization.without_empty(loss, output, part), 1.0
+        self.normalization.look(output, target, step, position)
+        return self.normalization.normalized(loss, output, part, position)
 
 
 def compiled(model: nn.Module, how: Compile, device: torch.device) -> Callable[..., Any]:
@@ -246,22 +246,22 @@ class ExpertBalance:
         if part is None:
             weigh_balance(compute.model, 0.0)
             return
-        weighing, context = compute.weighing, compute.split.context if compute.split is not None else None
-        counts = [weighing.items(row) for row in split(part, rows(part))]
+        normalization, context = compute.normalization, compute.split.context if compute.split is not None else None
+        counts = [normalization.items(row) for row in split(part, rows(part))]
         on_host = [count for count in counts if not isinstance(count, Tensor)]
         items = (
             uploaded(on_host, widest_float(compute.device), compute.device)
             if on_host
             else torch.stack(cast(list[Tensor], counts))
         )
-        if context is not None and weighing.counts:
+        if context is not None and normalization.counts:
             # of the whole sequences
             context.group.all_reduce(items)
         if compute.is_whole_batch:
             weights = items / items.sum().clamp(min=1)
         else:
-            assert weighing.items_per_sample is not None
-            weights = items / (position.total * weighing.items_per_sample)
+            assert normalization.items_per_sample is not None
+            weights = items / (position.total * normalization.items_per_sample)
         weigh_balance(compute.model, weights.mean() if alike else weights)
 
     def counts(self) -> dict[str, Any]:
@@ -294,7 +294,7 @@ class WholeModel(Compute):
                 output = self.call(part)
                 if i == 0 and is_accelerator(self.device):
                     self.check_target(output, batch, self.here(step), self.loader.indices)
-                loss, items = self.weighed_loss(output, part, batch, position, step)
+                loss, items = self.normalized_loss(output, part, batch, position, step)
             scaled = loss if isinstance(items, float) and items == 1.0 else loss * items
             (scaled if self.loss_scale is None else self.loss_scale.scale(scaled)).backward()
             local.add(scaled.detach(), items)

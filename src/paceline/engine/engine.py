@@ -19,14 +19,14 @@ from paceline.comm import Group
 from paceline.data.deal import deal
 from paceline.data.loader import Loader, Position
 from paceline.device import is_accelerator
-from paceline.engine.agreement import LocalAgreement, StepSignals, SynchronousAgreement
 from paceline.engine.calls import made_ready
 from paceline.engine.compute import Compute, LocalLoss, WholeModel
 from paceline.engine.evaluation import Evaluation
 from paceline.engine.guard import Guard
 from paceline.engine.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
+from paceline.engine.reduction import GradientReduction, LocalReduction, StepSignals
 from paceline.engine.replica_state import ReplicaState
-from paceline.engine.run_ahead import AgreementAhead, UnreadStep
+from paceline.engine.run_ahead import ReductionAhead, UnreadStep
 from paceline.engine.settings import Settings
 from paceline.engine.spike import LossSpikes
 from paceline.epoch import ends_epoch
@@ -51,7 +51,7 @@ class Outcome:
     """Numbers of a step that every rank updates by.
 
     Attributes:
-        rescale: see `Agreed`.
+        rescale: see `Reduced`.
         norm: of the gradient, before clipping.
         updated: False where the update was left out.
         last_losses: see `LossSpikes`.
@@ -120,7 +120,7 @@ class Engine:
         runs_ahead: True if `begin` leaves the numbers of its step to be read later.
         device: where the model is.
         outcome: of the newest step, unless the engine runs ahead.
-        agreement_broken: True where the epoch ended before replicas agreed on the parameters of the newest step (local
+        sync_interrupted: True where the epoch ended before replicas agreed on the parameters of the newest step (local
             rules). The step stands, as this replica's own.
         before_update: called with the number of every optimizer step before it (the checkpoint writer copies weights
             until then); None where nobody asks.
@@ -151,7 +151,7 @@ class Engine:
         self.before_update: Callable[[int], object] | None = None
         self.updates = 0
         self.outcome: Outcome | None = None
-        self.agreement_broken = False
+        self.sync_interrupted = False
         self.on_phase: Callable[[Phase, int], None] = StatusBoard.of_this_rank().mark
         self.meter = Meter(self.device)
         self.model = made_ready(self, model, plan)
@@ -182,7 +182,7 @@ class Engine:
         torch.manual_seed(settings.seed * 1_000_003 + 1 + self.data_group.rank)
 
     def step(self, batch: Batch | None) -> StepResult:
-        """Forward, backward, agreement and update on this replica's share of a global batch.
+        """Forward, backward, reduction and update on this replica's share of a global batch.
 
         Args:
             batch: what `loader` yielded: (inputs …, target) or a mapping with "labels"; None where this replica's share
@@ -206,8 +206,8 @@ class Engine:
         position = self._position(batch)
         self.meter.mark(DATA)
         self.on_phase("compute", step)
-        weighing = self.compute.weighing
-        if not weighing.prepared or weighing.items_per_sample is None:
+        normalization = self.compute.normalization
+        if not normalization.prepared or normalization.items_per_sample is None:
             self.compute.prepare(batch)
         self.guard.remember()
         self._clear_gradients()
@@ -215,8 +215,8 @@ class Engine:
             local = self.compute.forward_backward(batch, position, step)
         self.meter.mark(COMPUTE)
         self.on_phase("sync", step)
-        if isinstance(self.agreement, AgreementAhead):
-            return self._queued(self.agreement, step, batch, position, local)
+        if isinstance(self.reduction, ReductionAhead):
+            return self._queued(self.reduction, step, batch, position, local)
         return self._taken(step, batch, position, local)
 
     def settle(self, begun: StepResult | UnreadStep) -> StepResult:
@@ -240,13 +240,13 @@ class Engine:
 
         The steps before are settled first: such a step waits for the device, and reports other problems than theirs.
         """
-        return self.updates + 1 >= self.replica_state.due or self.compute.weighing.examines(step)
+        return self.updates + 1 >= self.replica_state.due or self.compute.normalization.examines(step)
 
     def _queued(
-        self, agreement: AgreementAhead, step: int, batch: Batch | None, position: Position, local: LocalLoss
+        self, agreement: ReductionAhead, step: int, batch: Batch | None, position: Position, local: LocalLoss
     ) -> UnreadStep:
         """The rest of a step, queued without a wait for the device."""
-        by_samples = self.compute.weighing.by_samples
+        by_samples = self.compute.normalization.by_samples
         unread = agreement.queue(local, step, by_samples=by_samples, clip_norm=self.settings.clip_norm)
         self.on_phase("optimizer", step)
         self._prepare_update(step)
@@ -264,16 +264,16 @@ class Engine:
         pipeline = self.split.pipeline if self.split is not None else None
         if pipeline is not None and not is_accelerator(self.device):
             self.meter.waited_in_pipeline(pipeline.bubble_s)
-        agreed = self.agreement.agree(local, step)
+        reduced = self.reduction.reduce(local, step)
         if pipeline is not None and is_accelerator(self.device):  # there it waits for the end of the step
             self.meter.waited_in_pipeline(pipeline.bubble_s)
         if self.compute.loss_scale is not None:
-            self.agreement.unscale(self.compute.loss_scale)
-        norm = self.agreement.gradient_norm()
+            self.reduction.unscale(self.compute.loss_scale)
+        norm = self.reduction.gradient_norm()
         self.on_phase("optimizer", step)
-        loss = agreed.loss if agreed.own_loss is None else agreed.own_loss
+        loss = reduced.loss if reduced.own_loss is None else reduced.own_loss
         problem = self.guard.problem(
-            self.agreement.deciders, batch, self.loader.indices, step=step, loss=loss, norm=norm
+            self.reduction.deciders, batch, self.loader.indices, step=step, loss=loss, norm=norm
         )
         if problem is None:
             self._prepare_update(step)
@@ -283,12 +283,19 @@ class Engine:
             self._agree_on_parameters(step)
         spikes = self.guard.spikes
         last_losses = [] if spikes is None else spikes.state_dict()
-        self.outcome = Outcome(loss, agreed.rescale, norm, problem is None, last_losses)
-        self.agreement.stage = "own"
+        self.outcome = Outcome(loss, reduced.rescale, norm, problem is None, last_losses)
+        self.reduction.stage = "own"
         self.step_count = step
         self.meter.mark(OPTIMIZER)
         return StepResult(
-            step, agreed.loss, position.total, norm, problem, agreed.votes, self.meter.finish(step), agreed.everywhere
+            step,
+            reduced.loss,
+            position.total,
+            norm,
+            problem,
+            reduced.votes,
+            self.meter.finish(step),
+            reduced.everywhere,
         )
 
     def finish(self, outcome: Outcome, stage: Literal["summed", "mean"]) -> None:
@@ -298,14 +305,14 @@ class Engine:
 
         Args:
             outcome: what the ranks have updated by that took the step.
-            stage: of the gradients, see `SynchronousAgreement`.
+            stage: of the gradients, see `GradientReduction`.
         """
         step = self.step_count + 1
         if outcome.updated:
             self.updates += 1
-            self.agreement.gradients = numbers_of(self.named_parameters().values())
+            self.reduction.gradients = numbers_of(self.named_parameters().values())
             if stage == "summed":
-                self.agreement.scale(outcome.rescale)
+                self.reduction.scale(outcome.rescale)
             self._clip(outcome.norm)
             self._step_optimizer(step)
         self.step_count = step
@@ -408,9 +415,9 @@ class Engine:
         self.local_steps = info.local_steps and not info.served
         acts = not self.local_steps and acts_after_step(self.rule)
         self._after_update = self.rule.after_step if acts else None
-        kind: type[SynchronousAgreement]
-        kind = LocalAgreement if self.local_steps else AgreementAhead if self.runs_ahead else SynchronousAgreement
-        self.agreement = kind(self.rule, self.replica, self.signals, self.meter, world, split)
+        kind: type[GradientReduction]
+        kind = LocalReduction if self.local_steps else ReductionAhead if self.runs_ahead else GradientReduction
+        self.reduction = kind(self.rule, self.replica, self.signals, self.meter, world, split)
         if info.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
                 f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or batch_norm: "
@@ -504,8 +511,8 @@ class Engine:
 
     def _clear_gradients(self) -> None:
         """Clear the gradients of all parameters, also of those that no optimizer holds."""
-        self.agreement.stage = "own"
-        self.agreement.gradients = []  # else two steps' gradients would be held during the backward pass
+        self.reduction.stage = "own"
+        self.reduction.gradients = []  # else two steps' gradients would be held during the backward pass
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -514,7 +521,7 @@ class Engine:
     def _clip(self, norm: float) -> None:
         clip = self.settings.clip_norm
         if clip is not None and norm > clip:
-            torch._foreach_mul_(self.agreement.gradients, clip / (norm + 1e-6))
+            torch._foreach_mul_(self.reduction.gradients, clip / (norm + 1e-6))
 
     def _step_optimizer(self, step: int) -> None:
         self.rule.step_optimizer(self.optimizer)
@@ -547,5 +554,5 @@ class Engine:
         except Exception as error:
             if not ends_epoch(error):
                 raise
-            self.agreement_broken = True
+            self.sync_interrupted = True
         self.meter.mark(COMM)

@@ -56,7 +56,7 @@ class Evaluation:
     def measuring(self, rule: SyncRule) -> Iterator[None]:
         """Context in which the model is in eval mode, with parameters all replicas agree on."""
         compute = self.compute
-        compute.weighing.prepare()
+        compute.normalization.prepare()
         # A user may keep some layers in eval mode.
         training = [module for module in compute.model.modules() if module.training]
         compute.model.eval()
@@ -95,9 +95,9 @@ class Evaluation:
             return []
         output, placed = found
         compute.check_target(output, batch, "in the validation set")
-        target: Any = compute.weighing.target(placed)
+        target: Any = compute.normalization.target(placed)
         return [
-            compute.weighing.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target)
+            compute.normalization.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target)
             for m in metrics
         ]
 

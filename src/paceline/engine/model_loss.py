@@ -52,7 +52,8 @@ def examine(compute: Compute) -> list[str]:
         if parts == 1 or whole - whole != 0:
             return []
         values = [
-            (_told(compute, _loss_of(compute, half)), float(compute.weighing.items(half))) for half in split(example, 2)
+            (_told(compute, _loss_of(compute, half)), float(compute.normalization.items(half)))
+            for half in split(example, 2)
         ]
     said: list[str] = []
     if len({(term.key, term.shifted) for term in terms if term.ignored is not None}) > 1:
@@ -97,7 +98,7 @@ def _loss_of(compute: Compute, batch: Batch) -> float | None:
         if found is None:
             return None
         output, placed = found
-        return float(compute.loss(output, compute.weighing.target(placed)))
+        return float(compute.loss(output, compute.normalization.target(placed)))
 
 
 def _told(compute: Compute, value: float | None) -> float:

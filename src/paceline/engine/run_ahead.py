@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.device import Download
-from paceline.engine.agreement import ITEMS, Agreed, StepSignals, SynchronousAgreement, in_order
 from paceline.engine.compute import LocalLoss
 from paceline.engine.meter import COMM
+from paceline.engine.reduction import ITEMS, GradientReduction, Reduced, StepSignals, in_order
 from paceline.job.batch import Batch
 
 
@@ -56,8 +56,8 @@ class Unread:
         """Copy the numbers to the host once the device has done what is queued now."""
         self._download = Download(self.tensor)
 
-    def read(self) -> tuple[Agreed, float]:
-        """Result of the agreement, and the gradient's norm; the host waits for them."""
+    def read(self) -> tuple[Reduced, float]:
+        """Result of the reduction, and the gradient's norm; the host waits for them."""
         assert self._download is not None, "nothing was sent"
         found = in_order(self._parts, self._download.numbers())
         sums, norms = found[: len(found) - self._norms], found[len(found) - self._norms :]
@@ -65,11 +65,11 @@ class Unread:
         return agreed, math.hypot(*norms) * agreed.rescale
 
 
-class AgreementAhead(SynchronousAgreement):
-    """Agreement of synchronous rules without a wait; it rescales and clips on the device."""
+class ReductionAhead(GradientReduction):
+    """Reduction under synchronous rules without a wait; it rescales and clips on the device."""
 
     def queue(self, local: LocalLoss, step: int, *, by_samples: bool, clip_norm: float | None) -> Unread:
-        """Agree as `agree` does, and clip the gradients, without a wait for the device.
+        """Reduce as `reduce` does, and clip the gradients, without a wait for the device.
 
         Args:
             by_samples: the items of all ranks are known to sum to 1.

@@ -153,14 +153,14 @@ class SplitModel(Compute):
         """This microbatch's weighted loss; added to `local` on the rank that owns the loss."""
         with self.reads:
             if batch is None:
-                return NoGradient(self.step_loss(output, self.weighing.target(part))).loss
-            loss, items = self.weighed_loss(output, part, batch, position, step)
+                return NoGradient(self.step_loss(output, self.normalization.target(part))).loss
+            loss, items = self.normalized_loss(output, part, batch, position, step)
         context, share = self.split.context, 1.0
-        if context is not None and not context.whole and not self.weighing.counts:
+        if context is not None and not context.whole and not self.normalization.counts:
             # A sample counts once, and each rank has some of its tokens.
             items = items / context.group.size
             # Where the ranks' losses add up to the mean already:
-            share = context.group.size if context.own_loss or self.weighing.adds_up else 1.0
+            share = context.group.size if context.own_loss or self.normalization.adds_up else 1.0
         scaled = loss * (items * share)
         if self.split.owns_loss:
             local.add(scaled.detach(), items)

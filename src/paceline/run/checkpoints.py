@@ -11,9 +11,9 @@ from typing import Any
 from paceline.comm import Group
 from paceline.data.loader import changed_data
 from paceline.elastic.hosts.fetch import fetch
-from paceline.engine.agreement import StepSignals
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.meter import CHECKPOINT
+from paceline.engine.reduction import StepSignals
 from paceline.errors import CheckpointError, DataError, NonFiniteError
 from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec

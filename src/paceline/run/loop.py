@@ -309,7 +309,7 @@ class Loop:
             stop=self.stop.state_dict(),
             evaluated_at=self.evaluations.at,
             rejected=list(self.checkpoints.rejected),
-            items_per_sample=self.engine.compute.weighing.items_per_sample,
+            items_per_sample=self.engine.compute.normalization.items_per_sample,
             corrupted=list(self.engine.replica_state.corruption.times),
             last=None if self._last is None else self._last.as_json(),
             before=[info.as_json() for info in self._before],
@@ -324,8 +324,8 @@ class Loop:
         engine.step_count, self._acted = border.step, border.acted
         if not (recut or has_position):
             engine.loader.load_state_dict(self._position(border.step))
-        engine.compute.weighing.items_per_sample = border.items_per_sample
-        engine.compute.weighing.prepare()
+        engine.compute.normalization.items_per_sample = border.items_per_sample
+        engine.compute.normalization.prepare()
         # alike on all ranks, which were broken off in different places
         engine.updates = 0
         if engine.guard.spikes is not None:
@@ -388,7 +388,7 @@ class Loop:
             },
         )
         self._tell_start(engine.step_count)
-        engine.compute.weighing.prepare()
+        engine.compute.normalization.prepare()
         self.remarks.tell()
         if self.group.transport_note is not None:
             self.events("transport", {"transport": self.group.transport.name, "reason": self.group.transport_note})

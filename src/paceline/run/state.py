@@ -64,7 +64,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
         values={
             "step": engine.step_count,
             "loader": engine.loader.state_dict(),
-            "items_per_sample": engine.compute.weighing.items_per_sample,
+            "items_per_sample": engine.compute.normalization.items_per_sample,
             **({} if engine.guard.spikes is None else {"last_losses": engine.guard.spikes.state_dict()}),
             "optimizer": {
                 "groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
@@ -111,7 +111,7 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     engine.optimizer.load_state_dict(state)
     values = loaded.values
     engine.step_count = values["step"]
-    engine.compute.weighing.items_per_sample = values["items_per_sample"]
+    engine.compute.normalization.items_per_sample = values["items_per_sample"]
     if engine.guard.spikes is not None:
         engine.guard.spikes.load_state_dict(values.get("last_losses", []))
     engine.loader.load_state_dict(values["loader"])

@@ -4,12 +4,12 @@ All have the methods of `SyncRule`.
 """
 
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.rule import Agreement, Replica, SyncRule, acts_after_step
+from paceline.sync.rule import Reduction, Replica, SyncRule, acts_after_step
 from paceline.sync.start import attach, broadcast_state, build_rule
 
 __all__ = [
-    "Agreement",
     "AllReduce",
+    "Reduction",
     "Replica",
     "SyncRule",
     "acts_after_step",

@@ -22,7 +22,7 @@ from paceline.device import is_accelerator
 from paceline.errors import SyncError
 from paceline.planning.transport_info import bucket_bytes_between_hosts
 from paceline.sync.rows import numbers_of, sum_rows
-from paceline.sync.rule import Agreement, Replica, SyncRule, not_by_the_engine
+from paceline.sync.rule import Reduction, Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import broadcast_state
 from paceline.sync.traffic import Traffic
 
@@ -88,10 +88,10 @@ class AllReduce(SyncRule):
             self.hooks += [p.register_post_accumulate_grad_hook(self._check_by_the_engine) for p in self.rows]
         self.gradients = [b.gradients for b in self.buckets if b.gradient_size]
 
-    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
+    def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         replica = self.replica
         if replica.dp.size == 1:
-            return Agreement(numbers_of(self.parameters), scalars)
+            return Reduction(numbers_of(self.parameters), scalars)
         if scalars is not self.scalars:
             self.scalars.copy_(scalars)
         summed = [number for number, bucket in enumerate(self.buckets) if not self._left_out(bucket)]
@@ -119,7 +119,7 @@ class AllReduce(SyncRule):
                 for message in stream.compressor.messages:
                     replica.log(message)
                 stream.compressor.messages.clear()
-        return Agreement(self.gradients + rows, self.scalars)
+        return Reduction(self.gradients + rows, self.scalars)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.sync.rule import Agreement, Replica, SyncRule
+from paceline.sync.rule import Reduction, Replica, SyncRule
 from paceline.sync.start import broadcast_state
 
 
@@ -20,7 +20,7 @@ class Averaging(SyncRule):
         # Every replica gets the first one's weights.
         broadcast_state(replica)
 
-    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
+    def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         dp, only, before = self.replica.dp, self.replica.backward.only, self.replica.dp.sent_bytes
         trained = [p for p in self.replica.trainable if only is None or p in only]
         # All ranks make the same calls, also for a parameter that only some replicas used. One that none used keeps no
@@ -34,4 +34,4 @@ class Averaging(SyncRule):
         # The engine's own numbers: the loss, votes, times.
         dp.all_reduce(scalars)
         self.replica.traffic.sent_bytes += dp.sent_bytes - before
-        return Agreement([p.grad for p in trained if p.grad is not None], scalars)
+        return Reduction([p.grad for p in trained if p.grad is not None], scalars)

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
 from paceline.comm.group import Group
 from paceline.sync.fragments import FlatParameters, by_dtype
-from paceline.sync.rule import Agreement, Replica, SyncRule
+from paceline.sync.rule import Reduction, Replica, SyncRule
 from paceline.sync.start import broadcast_state
 
 
@@ -42,12 +42,12 @@ class LocalRule(SyncRule):
         """True if replicas share losses and votes in a step; at least once per period."""
         raise NotImplementedError
 
-    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
+    def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         everywhere = self.agrees_in(step)
         if everywhere and len(scalars):
             self.replica.dp.all_reduce(scalars)
         self.identical = False
-        return Agreement([p.grad for p in self.parameters if p.grad is not None], scalars, everywhere)
+        return Reduction([p.grad for p in self.parameters if p.grad is not None], scalars, everywhere)
 
     @contextmanager
     def in_agreement(self) -> Iterator[None]:

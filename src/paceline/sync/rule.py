@@ -15,7 +15,7 @@ from paceline.errors import SyncError
 from paceline.sync.traffic import Traffic
 
 
-class Agreement(NamedTuple):
+class Reduction(NamedTuple):
     """Result of `SyncRule.after_backward`.
 
     Attributes:
@@ -124,7 +124,7 @@ class SyncRule(Protocol):
     def attach(self, replica: Replica) -> None:
         """Broadcast the first replica's weights (`broadcast_state`), and register for gradients."""
 
-    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
+    def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         """Replace local gradients by their sums over all replicas, and sum `scalars` with them.
 
         Local gradients are scaled so that their sum is the gradient of the global batch. A rule whose replicas take

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import PlanError
 from paceline.sync.rows import numbers_of
-from paceline.sync.rule import Agreement, Replica, SyncRule
+from paceline.sync.rule import Reduction, Replica, SyncRule
 
 
 class Served(SyncRule):
@@ -42,8 +42,8 @@ class Served(SyncRule):
     def step_optimizer(self, optimizer: Optimizer) -> None:
         self.update()
 
-    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
-        return Agreement(numbers_of(self.parameters), scalars)
+    def after_backward(self, step: int, scalars: Tensor) -> Reduction:
+        return Reduction(numbers_of(self.parameters), scalars)
 
 
 class ServedDeltas(Served):

@@ -15,7 +15,7 @@ from paceline.device import is_accelerator
 from paceline.sync.allreduce import AllReduce, BucketStream
 from paceline.sync.compress.alone import Feedback
 from paceline.sync.diloco import DiLoCo
-from paceline.sync.rule import Agreement
+from paceline.sync.rule import Reduction
 from paceline.sync.traffic import Traffic
 from paceline_server.sync.server_sum import ServerSum
 
@@ -44,7 +44,7 @@ class ServerSums(AllReduce):
             return super().streams_over(dp)
         return [ServerStream(dp, self.servers, self.compress, own_thread=self.overlap)]
 
-    def after_backward(self, step: int, scalars: Tensor) -> Agreement:
+    def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         agreement = super().after_backward(step, scalars)
         self.replica.traffic.become(stream.traffic for stream in self.streams)
         return agreement

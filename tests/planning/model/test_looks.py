@@ -144,7 +144,7 @@ def test_looks_of_an_engine_leave_no_mark(tmp_path: Path) -> None:
         engine = build_engine(own, Plan(), model, own.data.build(input_shape=None, seed=0), Group())
         before, states = marks(model), random_states()
         random_module(engine.compute, engine.loader.example(4))
-        engine.compute.weighing.prepare()
+        engine.compute.normalization.prepare()
         assert marks(model) == before
         assert model.training
         assert random_states() == states

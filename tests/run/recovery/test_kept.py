@@ -64,7 +64,7 @@ def train(engine: Engine, steps: int) -> None:
 
 def breaks_off(engine: Engine, place: str) -> None:
     """Have the next step end as if a rank were lost: when gradients are summed, or before the update."""
-    agreement = engine.agreement
+    agreement = engine.reduction
     sum_over_all = agreement._sum_over_all
 
     def after_sums(split: Split) -> Tensor:

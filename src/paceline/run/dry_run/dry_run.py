@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.comm import Group
 from paceline.data.loader import Loader
-from paceline.engine.agreement import Agreed, StepSignals
 from paceline.engine.compute import LocalLoss
 from paceline.engine.engine import Engine
 from paceline.engine.meter import Meter
+from paceline.engine.reduction import Reduced, StepSignals
 from paceline.engine.settings import Settings
 from paceline.engine.split_model import without_memory
 from paceline.errors import BatchError, DataError, PacelineError, PlanError
@@ -205,7 +205,7 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
             optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
             engine = Engine(split.model, optimizer, loss, loader, plan, world, settings, split)
-            engine.agreement.signals = _DryRunSignals(world)
+            engine.reduction.signals = _DryRunSignals(world)
             watch.begin()
             problem = _stepped(engine, batch, split.modules)
             sent = _by_axis(watch.sent_bytes, mesh)
@@ -294,11 +294,11 @@ class _DryRunSignals(StepSignals):
     def sums(self, local: LocalLoss) -> list[float | Tensor]:
         return self.own(local)
 
-    def scaled(self, loss: float, items: float) -> Agreed:
+    def scaled(self, loss: float, items: float) -> Reduced:
         return self.read([loss, items])
 
-    def read(self, sums: Sequence[float]) -> Agreed:
-        return Agreed(loss=1.0, rescale=1.0, votes={}, slowest_busy_s=0.0)
+    def read(self, sums: Sequence[float]) -> Reduced:
+        return Reduced(loss=1.0, rescale=1.0, votes={}, slowest_busy_s=0.0)
 
 
 def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) -> str | None:

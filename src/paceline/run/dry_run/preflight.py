@@ -165,11 +165,11 @@ def _try(job: Job, plan: Plan, data: DataSets) -> None:
     engine = Engine(model, job.optimizer.build(model.parameters()), job.loss.build(), loader, alone, group, settings)
     try:
         engine.plan = plan  # whose parts the loss is held against
-        engine.compute.weighing.prepare()
+        engine.compute.normalization.prepare()
         batch = engine.compute.place(loader.example(SAMPLES))
-        if not engine.compute.weighing.by_model:
+        if not engine.compute.normalization.by_model:
             with torch.no_grad(), engine.compute.autocast():
                 output = engine.compute.call(batch)
-            engine.compute.weighing.hold(output, target_of(batch))
+            engine.compute.normalization.hold(output, target_of(batch))
     finally:
         engine.close()

@@ -73,7 +73,7 @@ def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[s
     if computed is None or batch is None:
         return {}
     output, placed = computed
-    return {"loss": engine.compute.weighing.measured(LossMetric(engine.loss), output, placed)}
+    return {"loss": engine.compute.normalization.measured(LossMetric(engine.loss), output, placed)}
 
 
 def _nothing_to_measure(data: Any) -> str:

@@ -87,7 +87,7 @@ class OwnLoop(Engine):
         self._casting = False
         self._newest_loss = torch.zeros((), dtype=torch.float64)
         self.guard.remember()
-        self.compute.weighing.warns = self.is_main
+        self.compute.normalization.warns = self.is_main
         self.steps.watch(
             self._before_own_step,
             self._after_own_step,
@@ -194,7 +194,7 @@ class OwnLoop(Engine):
             torch._foreach_clamp_max_(gradients, clip_value)
         norm = total_norm(parameters, self.split, self.group)
         loss, step = float(self._newest_loss), self.step_count + 1
-        problem = self.guard.problem(self.agreement.deciders, None, [], step=step, loss=loss, norm=norm)
+        problem = self.guard.problem(self.reduction.deciders, None, [], step=step, loss=loss, norm=norm)
         if problem is None:
             clip(parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm)
             self._step_optimizers(stepped)
@@ -346,7 +346,7 @@ class OwnLoop(Engine):
         if self.group.size == 1:
             return
         self.signals.tensor.zero_()
-        self.agreement.apply_rule(self.step_count + 1)
+        self.reduction.apply_rule(self.step_count + 1)
 
     def _agree_late(self, stepped: set[int]) -> None:
         """Run the gradient sum that `sync=False` put off."""

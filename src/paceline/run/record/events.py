@@ -77,5 +77,5 @@ class Remarks(Callback):
         if len(said) > self._told:
             self.events("sync", {"said": said[self._told :]})
             self._told = len(said)
-        if news := self.engine.compute.weighing.news():
+        if news := self.engine.compute.normalization.news():
             self.events("loss", {"said": news})

@@ -23,7 +23,7 @@ class Border:
         stop: state of the stop rule.
         evaluated_at: the step of the newest evaluation.
         rejected: steps whose batch a rewind left out.
-        items_per_sample: see `Weighing`.
+        items_per_sample: see `LossNormalization`.
         corrupted: see `Corruption.times`.
         last: what is known of the newest step.
         before: the same of those before it that each replica took by itself: only one of them has written them down.

@@ -161,9 +161,9 @@ class KeptPart(Kept):
 
     def broken_off(self, engine: Engine) -> None:
         """See `Kept.broken_off`."""
-        if engine.agreement.stage != "own":
+        if engine.reduction.stage != "own":
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters().items() if p.grad is not None}
-            self._agreed = _Agreed(gradients, engine.agreement.stage, MemoryState.of(engine, {}))
+            self._agreed = _Agreed(gradients, engine.reduction.stage, MemoryState.of(engine, {}))
 
     def forget(self) -> None:
         """See `Kept.forget`."""

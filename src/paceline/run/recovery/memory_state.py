@@ -51,7 +51,7 @@ class MemoryState:
         kept = {
             "updates": engine.updates,
             "loader": engine.loader.state_dict(),
-            "items_per_sample": engine.compute.weighing.items_per_sample,
+            "items_per_sample": engine.compute.normalization.items_per_sample,
             "last_losses": engine.guard.spikes.state_dict() if engine.guard.spikes is not None else None,
             "loss_scale": scale.state_dict() if scale is not None else None,
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups],
@@ -84,7 +84,7 @@ class MemoryState:
             target.copy_(self.tensors[name])
         engine.optimizer.load_state_dict(self._optimizer_state(engine.optimizer, held.parameters))
         engine.step_count, engine.updates = self.step, values["updates"]
-        engine.compute.weighing.items_per_sample = values["items_per_sample"]
+        engine.compute.normalization.items_per_sample = values["items_per_sample"]
         if engine.guard.spikes is not None:
             engine.guard.spikes.load_state_dict(values["last_losses"])
         if engine.compute.loss_scale is not None:

@@ -152,7 +152,7 @@ class Trainee:
         return loop
 
     def _at_border(self, engine: Engine) -> None:
-        if engine.agreement_broken:
+        if engine.sync_interrupted:
             raise EpochOver(f"the epoch ended in step {engine.step_count}")
         self.kept.undo.remember(engine.step_count)
 

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on a step: gradients, loss, gradient norm and votes."""
+"""Reduction of a step over all ranks: gradients, loss, gradient norm and votes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST_BUSY = FIRST_VOTE + len(VOTES)
 
 
 @dataclass(slots=True)
-class Agreed:
+class Reduced:
     """Sums of a step's signals over the replicas.
 
     Attributes:
@@ -102,12 +102,12 @@ class StepSignals:
         busy_s, self.busy_s = self.busy_s, []
         return busy_s
 
-    def scaled(self, loss: float, items: float) -> Agreed:
+    def scaled(self, loss: float, items: float) -> Reduced:
         """Result of a step that only this replica knows; votes stay pending."""
         rescale = self._rescale(items)
-        return Agreed(loss * rescale, rescale, {}, 0.0, loss * rescale, everywhere=False)
+        return Reduced(loss * rescale, rescale, {}, 0.0, loss * rescale, everywhere=False)
 
-    def read(self, sums: Sequence[float]) -> Agreed:
+    def read(self, sums: Sequence[float]) -> Reduced:
         """The sums over all replicas, of their numbers."""
         loss, items, *rest = sums
         if self.group.size == 1:
@@ -119,7 +119,7 @@ class StepSignals:
             slowest_s = max(busy_s)
         self._asked.clear()
         rescale = self._rescale(items)
-        return Agreed(loss * rescale, rescale, votes, slowest_s)
+        return Reduced(loss * rescale, rescale, votes, slowest_s)
 
     def _rescale(self, items: float) -> float:
         if items == 1.0 or items <= 0.0:
@@ -127,7 +127,7 @@ class StepSignals:
         return 1.0 if abs(items - 1.0) < self._rounding else 1.0 / items
 
     def factor(self, items: float | Tensor) -> float | Tensor:
-        """The coming `Agreed.rescale`; a tensor () where only an accelerator knows the items yet."""
+        """The coming `Reduced.rescale`; a tensor () where only an accelerator knows the items yet."""
         if not isinstance(items, Tensor):
             return self._rescale(items)
         is_one = ((items - 1.0).abs() < self._rounding) | (items <= 0.0)
@@ -152,7 +152,7 @@ def in_order(parts: Sequence[float | Tensor], of_tensors: Sequence[float]) -> li
     return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
 
 
-class SynchronousAgreement:
+class GradientReduction:
     """Gradients, losses and votes are those of all replicas in every step.
 
     Args:
@@ -162,7 +162,7 @@ class SynchronousAgreement:
         split: how the model is divided over the ranks of a replica; None where each holds all of it.
 
     Attributes:
-        gradients: tensors that hold every gradient that was agreed on last once.
+        gradients: tensors that hold every most recently reduced gradient once.
         stage: how far the newest gradients are: this rank's, those of all ranks, and these as a mean.
     """
 
@@ -190,7 +190,7 @@ class SynchronousAgreement:
         # of the newest gradient, where it is read together with the signals
         self._reads_norm, self._norm = split is not None or is_accelerator(world.device), 0.0
 
-    def agree(self, local: LocalLoss, step: int) -> Agreed:
+    def reduce(self, local: LocalLoss, step: int) -> Reduced:
         """Average gradients, loss and votes of an optimizer step by the rule.
 
         From here on gradients are those of the mean over all items of the global batch.
@@ -226,7 +226,7 @@ class SynchronousAgreement:
         return result.everywhere
 
     def gradient_norm(self) -> float:
-        """L2 norm of the whole gradient that was agreed on last."""
+        """L2 norm of the whole gradient that was reduced last."""
         if self._reads_norm:
             return self._norm
         return math.hypot(*[norm.item() for norm in self._norms()])
@@ -266,16 +266,16 @@ class SynchronousAgreement:
         return together
 
 
-class LocalAgreement(SynchronousAgreement):
-    """Agreement of local rules: every replica steps by its own gradient and loss.
+class LocalReduction(GradientReduction):
+    """Reduction under local rules: every replica steps by its own gradient and loss.
 
     All ranks know of losses and votes in the steps in which the rule agrees.
 
     Within a replica that is divided, its ranks agree in every step.
     """
 
-    def agree(self, local: LocalLoss, step: int) -> Agreed:
-        """See `SynchronousAgreement.agree`; the gradients are those of this replica's own mean."""
+    def reduce(self, local: LocalLoss, step: int) -> Reduced:
+        """See `GradientReduction.reduce`; the gradients are those of this replica's own mean."""
         own_busy_s = self.signals.seal(self.meter, local)
         everywhere = self.apply_rule(step)
         if self.split is not None:
@@ -293,7 +293,7 @@ class LocalAgreement(SynchronousAgreement):
             return own
         agreed = self.signals.read(sums)
         self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
-        return Agreed(agreed.loss, own.rescale, agreed.votes, agreed.slowest_busy_s, own_loss=own.loss)
+        return Reduced(agreed.loss, own.rescale, agreed.votes, agreed.slowest_busy_s, own_loss=own.loss)
 
     @property
     def deciders(self) -> Group:

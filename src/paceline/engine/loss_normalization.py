@@ -1,4 +1,4 @@
-"""Weights of a batch's parts in the loss, and checks that it is a mean.
+"""Loss normalization: the weight of each microbatch in the global mean, and checks of a user's loss.
 
 A loss is the mean over samples, over items that it or torch's own definition tells (`paceline.job.zoo.items`), or a
 sum. Where a batch is computed in several parts, a loss of the user's own is held against that: before the first update,
@@ -40,22 +40,22 @@ _IGNORED = (-100, -1, 0, 255)  # labels that losses commonly leave out, for the 
 _OWN = (CrossEntropy, Elementwise)
 
 
-class Weighing:
-    """Weights of the parts of a batch in its loss.
+class LossNormalization:
+    """Weights of the microbatches of a step in its loss.
 
     Attributes:
-        said: what a user must know of how the loss is weighed, for the record.
+        remarks: what a user must know of how the loss is normalized, for the record.
         prepared: whether the items of a model's own loss were looked for.
-        items_per_sample: the unit in which every replica weighs its part; None before the first step.
-        warns: whether what is said is a warning, too: in loops of users' own, on the first rank.
+        items_per_sample: the unit in which every replica counts its items; None before the first step.
+        warns: whether a remark is also a Python warning: in loops of users' own, on the first rank.
     """
 
     def __init__(self, compute: Compute) -> None:
         self.compute, self.loss = compute, compute.loss
         self.items_per_sample: float | None = None
         self.warns = False
-        self.said: list[str] = []
-        self._told = 0  # of what was said
+        self.remarks: list[str] = []
+        self._read = 0  # number of remarks that `news` has returned
         self.by_model = isinstance(self.loss, ModelsOwn) or reads_models_loss(self.loss)
         self.adds_up = adds_up(self.loss)
         # a sum is weighted by its samples; its items only show which parts are empty
@@ -90,12 +90,12 @@ class Weighing:
             from paceline.engine.model_loss import examine  # only where it is needed
 
             for text in examine(self.compute):
-                self._tell(text)
+                self._remark(text)
 
     def news(self) -> list[str]:
         """Remarks made since the last call."""
-        told, self._told = self._told, len(self.said)
-        return self.said[told:]
+        told, self._read = self._read, len(self.remarks)
+        return self.remarks[told:]
 
     def target(self, batch: Batch) -> Any:
         """Target of a batch; the batch itself for models that compute their loss without `labels`."""
@@ -142,7 +142,7 @@ class Weighing:
             )
         return loss.reshape(())
 
-    def of_part(self, loss: Loss, output: Any, target: Any) -> Tensor:
+    def of_microbatch(self, loss: Loss, output: Any, target: Any) -> Tensor:
         """Compute the loss of one part of a batch.
 
         Raises:
@@ -163,7 +163,7 @@ class Weighing:
             raise explained from error
         return self.one_number(made)
 
-    def weighed(self, loss: Tensor, output: Any, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
+    def normalized(self, loss: Tensor, output: Any, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
         """Mean loss of a part of a batch, and its weight in the global mean.
 
         A part without items counts for nothing: its loss is 0, and so is its gradient.
@@ -234,7 +234,9 @@ class Weighing:
             try:
                 self._trial(output, target)
             except Exception:  # noqa: BLE001 - the user's code, with tensors that it keeps on the device
-                self._tell(f"the loss {self._name} cannot be tried in float64, so what it is the mean over is unknown")
+                self._remark(
+                    f"the loss {self._name} cannot be tried in float64, so what it is the mean over is unknown"
+                )
                 return
         with torch.no_grad(), forked_random(target.device), torch.autocast(target.device.type, enabled=False):
             self._examine(output, target)
@@ -253,7 +255,7 @@ class Weighing:
             return gather(compute.data_group, output, shares), gather(compute.data_group, target, shares)
         earlier, self._earlier = self._earlier, (output, target)
         if not isinstance(output, Tensor):
-            self._tell(
+            self._remark(
                 f"the loss {self._name} gets single samples, whose outputs are not tensors, so what it is the "
                 "mean over is unknown"
             )
@@ -267,7 +269,7 @@ class Weighing:
         # NaN is the step's to tell; and this loss draws at random
         if not math.isfinite(whole) or whole != self._value(output, target):
             if math.isfinite(whole):
-                self._tell(
+                self._remark(
                     f"the loss {self._name} draws random numbers, so whether it is the mean over the samples "
                     "cannot be told from its values"
                 )
@@ -285,7 +287,7 @@ class Weighing:
         for start, length in ((0, first), (first, size - first)):
             cut = _cut(output, size, dim, start, length)
             if cut is None:
-                self._tell(
+                self._remark(
                     f"the loss {self._name} gets outputs that cannot be cut into samples, so what it is the "
                     "mean over is unknown"
                 )
@@ -295,7 +297,7 @@ class Weighing:
                 parts.append((self._value(cut, part), self._items_of(part, dim)))
             except Exception as error:  # noqa: BLE001 - the user's code, with fewer samples than it was made for
                 why = f"fails for {length} of {size} samples ({type(error).__name__}: {error})"
-                self._tell(f"the loss {self._name} {why}, so what it is the mean over is unknown")
+                self._remark(f"the loss {self._name} {why}, so what it is the mean over is unknown")
                 return
         items = sum(n for _, n in parts)
         if not all(math.isfinite(value) for value, n in parts if n) or not items:
@@ -323,10 +325,10 @@ class Weighing:
         except Exception:  # noqa: BLE001 - a loss with float32 tensors of its own
             return output, target, self._value(output, target)
 
-    def _tell(self, text: str) -> None:
+    def _remark(self, text: str) -> None:
         """Add a remark once; in loops of users' own it is a warning, too."""
-        if text not in self.said:
-            self.said.append(text)
+        if text not in self.remarks:
+            self.remarks.append(text)
             if self.warns:
                 warnings.warn(text, stacklevel=2)
 
