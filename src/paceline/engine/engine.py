@@ -109,7 +109,7 @@ class Engine:
             same one.
         compute: forward and backward passes of this rank, of the whole model or of a part.
         split: how the model is divided over the ranks of a replica; None where each holds all of it.
-        agreement: what makes gradients, loss and votes those of all replicas.
+        reduction: sums gradients, loss and votes over all replicas.
         guard: leaves out updates that are not finite, and of spikes of the loss.
         rows: tables whose gradients are sparse.
         rule: how the replicas agree.
@@ -230,10 +230,10 @@ class Engine:
         if isinstance(begun, StepResult):
             return begun
         self.on_phase("sync", begun.step)
-        agreed, norm = begun.numbers.read()
-        self.guard.problem(self.group, begun.batch, begun.samples, step=begun.step, loss=agreed.loss, norm=norm)
-        timing = self.meter.ended(begun.step, agreed.slowest_busy_s, begun.numbers.own_busy_s)
-        return StepResult(begun.step, agreed.loss, begun.total, norm, None, agreed.votes, timing)
+        reduced, norm = begun.numbers.read()
+        self.guard.problem(self.group, begun.batch, begun.samples, step=begun.step, loss=reduced.loss, norm=norm)
+        timing = self.meter.ended(begun.step, reduced.slowest_busy_s, begun.numbers.own_busy_s)
+        return StepResult(begun.step, reduced.loss, begun.total, norm, None, reduced.votes, timing)
 
     def examines(self, step: int) -> bool:
         """True if a step compares replicas, or parts of a user's loss.
@@ -243,11 +243,11 @@ class Engine:
         return self.updates + 1 >= self.replica_state.due or self.compute.normalization.examines(step)
 
     def _queued(
-        self, agreement: ReductionAhead, step: int, batch: Batch | None, position: Position, local: LocalLoss
+        self, reduction: ReductionAhead, step: int, batch: Batch | None, position: Position, local: LocalLoss
     ) -> UnreadStep:
         """The rest of a step, queued without a wait for the device."""
         by_samples = self.compute.normalization.by_samples
-        unread = agreement.queue(local, step, by_samples=by_samples, clip_norm=self.settings.clip_norm)
+        unread = reduction.queue(local, step, by_samples=by_samples, clip_norm=self.settings.clip_norm)
         self.on_phase("optimizer", step)
         self._prepare_update(step)
         self._step_optimizer(step)
@@ -299,7 +299,7 @@ class Engine:
         )
 
     def finish(self, outcome: Outcome, stage: Literal["summed", "mean"]) -> None:
-        """Take a step without other ranks, by agreed gradients in the parameters' `.grad`.
+        """Take a step without other ranks, by the reduced gradients in the parameters' `.grad`.
 
         For a rank on which the step was broken off after they were summed.
 

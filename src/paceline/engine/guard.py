@@ -142,7 +142,7 @@ class LossScale:
         overflows: number of consecutive gradients that were not finite. After `PATIENCE` of them, lowering the scale
             has not helped, so the scale is not the cause.
 
-    It acts on agreed gradients, wherever they lie; `torch.amp.GradScaler` knows only those of one optimizer.
+    It acts on reduced gradients, wherever they lie; `torch.amp.GradScaler` knows only those of one optimizer.
     """
 
     def __init__(self, value: float = 2.0**16) -> None:

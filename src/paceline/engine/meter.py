@@ -56,7 +56,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
         self.current = Timing(0)
-        self._last = self._agreed = time.perf_counter()
+        self._last = self._reduced = time.perf_counter()
         self._start: Any = None
         self._events: list[tuple[int, Any]] = []
         self._unread: deque[tuple[Timing, Any, list[tuple[int, Any]]]] = deque()
@@ -73,15 +73,15 @@ class Meter:
 
     def restart(self) -> None:
         """Forget the time since the last mark: what happened there (an evaluation, a pause) belongs to no step."""
-        self._last = self._agreed = time.perf_counter()
+        self._last = self._reduced = time.perf_counter()
         self.current.parts_s = [0.0] * len(PARTS)
         if self._clock.by_events:
             self._events.clear()
             self._start = self._clock.now()
 
     def busy_s(self) -> float:
-        """Seconds this rank computed since the last agreement; on accelerators of the previous step."""
-        return self.previous_busy_s if self._clock.by_events else self._last - self._agreed
+        """Seconds this rank computed since the last reduction; on accelerators of the previous step."""
+        return self.previous_busy_s if self._clock.by_events else self._last - self._reduced
 
     @property
     def waited_s(self) -> float:
@@ -100,7 +100,7 @@ class Meter:
         All ranks leave an all-reduce at about the same moment, so the times that they were busy since then tell when
         each came to the next one, and no two hosts' clocks are compared.
         """
-        self._agreed = self._last
+        self._reduced = self._last
         self.current.parts_s[IMBALANCE] = max(slowest_busy_s - own_busy_s, 0.0)
         if not self._clock.by_events:  # else when the wait has been read
             self.current.move(IMBALANCE, COMM)

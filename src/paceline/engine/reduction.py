@@ -62,7 +62,7 @@ class StepSignals:
         size = FIRST_BUSY + group.size * (2 if pipelined else 1)
         self.tensor: Tensor = torch.zeros(size, dtype=widest_float(group.device), device=group.device)
         self._asked: set[str] = set()
-        # of every rank, before the newest agreement, without its waits in a pipeline; read by `take_busy`
+        # of every rank, before the newest reduction, without its waits in a pipeline; read by `take_busy`
         self.busy_s: list[float] = []
 
     def vote(self, what: str) -> None:
@@ -70,7 +70,7 @@ class StepSignals:
         self._asked.add(what)
 
     def seal(self, meter: Meter, local: LocalLoss) -> float:
-        """Write what this rank has to say before the agreement; returns the busy seconds noted."""
+        """Write what this rank has to say before the reduction; returns the busy seconds noted."""
         busy_s = meter.busy_s()
         if self.group.size == 1:
             return busy_s
@@ -94,11 +94,11 @@ class StepSignals:
         return [local.total, local.items]
 
     def sums(self, local: LocalLoss) -> list[float | Tensor]:
-        """The signals after the agreement, whose numbers `read` takes."""
+        """The signals after the reduction, whose numbers `read` takes."""
         return self.own(local) if self.group.size == 1 else [self.tensor]
 
     def take_busy(self) -> list[float]:
-        """Busy seconds of each rank before the newest agreement; empty if already taken."""
+        """Busy seconds of each rank before the newest reduction; empty if already taken."""
         busy_s, self.busy_s = self.busy_s, []
         return busy_s
 
@@ -205,13 +205,13 @@ class GradientReduction:
             self._norm = math.sqrt(square)
         else:
             sums = self._numbers(self.signals.sums(local))
-        agreed = self.signals.read(sums)
-        self.scale(agreed.rescale)
+        reduced = self.signals.read(sums)
+        self.scale(reduced.rescale)
         self.stage = "mean"
         if self.world.size > 1:
             self.meter.mark(COMM)
-            self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
-        return agreed
+            self.meter.split_wait(reduced.slowest_busy_s, own_busy_s)
+        return reduced
 
     def apply_rule(self, step: int) -> bool:
         """Have the rule agree on gradients and signals; True if all replicas took part."""
@@ -291,9 +291,9 @@ class LocalReduction(GradientReduction):
         self.meter.mark(COMM)
         if not everywhere:
             return own
-        agreed = self.signals.read(sums)
-        self.meter.split_wait(agreed.slowest_busy_s, own_busy_s)
-        return Reduced(agreed.loss, own.rescale, agreed.votes, agreed.slowest_busy_s, own_loss=own.loss)
+        reduced = self.signals.read(sums)
+        self.meter.split_wait(reduced.slowest_busy_s, own_busy_s)
+        return Reduced(reduced.loss, own.rescale, reduced.votes, reduced.slowest_busy_s, own_loss=own.loss)
 
     @property
     def deciders(self) -> Group:

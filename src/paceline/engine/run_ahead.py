@@ -61,8 +61,8 @@ class Unread:
         assert self._download is not None, "nothing was sent"
         found = in_order(self._parts, self._download.numbers())
         sums, norms = found[: len(found) - self._norms], found[len(found) - self._norms :]
-        agreed = self.signals.read(sums)
-        return agreed, math.hypot(*norms) * agreed.rescale
+        reduced = self.signals.read(sums)
+        return reduced, math.hypot(*norms) * reduced.rescale
 
 
 class ReductionAhead(GradientReduction):

@@ -40,7 +40,7 @@ class BackwardPass:
         gradients: collected by the rule, kept in `.grad` until a later pass, or refused, since the engine did not start
             the pass.
         last: True for the last pass before `after_backward` (gradient accumulation has several).
-        only: the parameters that the passes since the last agreement were for, identical on all ranks; None: any of
+        only: the parameters that the passes since the last reduction were for, identical on all ranks; None: any of
             them.
     """
 
