@@ -1,4 +1,4 @@
-"""Loss normalization: the weight of each microbatch in the global mean, and checks of a user's loss.
+"""Loss normalization: the weight of each microbatch in the global mean.
 
 A loss is the mean over samples, over items that it or torch's own definition tells (`paceline.job.zoo.items`), or a
 sum. Where a batch is computed in several parts, a loss of the user's own is held against that: before the first update,
