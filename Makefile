@@ -24,12 +24,16 @@ demo: $(VENV)/.test ## Train on real data with all cores, then measure 1 against
 # Tests also wait for processes that they start, so there is one more of them at work than cores.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
+# Only the processes of pytest are measured: measuring the thousands that tests start would slow the suite. `make test COVERAGE=` measures nothing.
+COVERAGE ?= --cov --cov-report=
+
 # Without bytecode, each of the thousands of processes would compile what it imports.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-test: $(VENV)/.test ## Run every check and every test that is not slow.
+test: $(VENV)/.test ## Run every check and every test that is not slow; print the coverage by package.
 	@$(MAKE) --no-print-directory --jobs=2 check compiled
-	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup $(COVERAGE)
+	$(if $(COVERAGE),@$(BIN)/python .ci/coverage)
 
 test-all: $(VENV)/.test ## Run every check and every test.
 	@$(MAKE) --no-print-directory --jobs=2 check compiled
