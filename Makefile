@@ -52,7 +52,7 @@ engines: $(VENV)/.test ## Make build/engines (Ray, SkyPilot, MPICH, kubernetes-v
 	@# last, so that it finds torch in .venv
 	@echo '$(TORCH)' > build/frameworks/torch.in
 	@build/frameworks/bin/python -m pip --disable-pip-version-check install --quiet --constraint build/frameworks/torch.in \
-		'lightning==2.6.*' 'wandb==0.31.*' 'mlflow==3.17.*' 'aim==3.29.*' 'aimrocks==0.5.1' 'prometheus-client==0.26.*' \
+		'lightning==2.6.*' 'wandb==0.31.*' 'mlflow==3.17.*' 'prometheus-client==0.26.*' \
 		'opentelemetry-sdk==1.45.*' 'opentelemetry-exporter-otlp-proto-http==1.45.*'
 
 # The workers of pytest would each compile the tests anew if they met them at the same time. This also builds the simulated accelerator.

@@ -69,7 +69,7 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         lambda: Path(__file__).parent.parent.joinpath("build", "flower", "bin", "python").exists(),
     ),
     "needs_frameworks": (
-        "Lightning, wandb, MLflow, Aim, Prometheus' client and OpenTelemetry (`make engines`)",
+        "Lightning, wandb, MLflow, Prometheus' client and OpenTelemetry (`make engines`)",
         lambda: Path(__file__).parent.parent.joinpath("build", "frameworks", "bin", "mlflow").exists(),
     ),
     "needs_slurm": ("root and Slurm (packages slurm-wlm, munge)", slurm_is_installed),

@@ -74,26 +74,6 @@ def _step(metric: Any) -> int:
     return int(metric.step)
 
 
-def aim(where: str) -> list[dict[str, Any]]:
-    """Each run of a repository, once that is indexed as `aim up` does it."""
-    from aim import Repo, Run
-    from aim.sdk.index_manager import RepoIndexManager
-
-    found = []
-    for name in Repo(where).list_all_runs():
-        RepoIndexManager.get_index_manager(Repo(where)).index(name)
-        run = Run(name, repo=Repo(where), read_only=True)
-        metrics = {
-            f"{metric.context.to_dict().get('subset', '')}/{metric.name}": [
-                [int(step), value] for step, value in metric.dataframe()[["step", "value"]].values.tolist()
-            ]
-            for metric in run.metrics()
-        }
-        facts = {"id": run.hash, "name": run.name, "experiment": run.experiment, "status": run.get("status")}
-        found.append({**facts, "hparams": run["hparams"], "metrics": metrics})
-    return found
-
-
 def opentelemetry(where: str) -> dict[str, Any]:
     """The newest value of each gauge in bodies of OTLP requests, which are the files of a folder."""
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest

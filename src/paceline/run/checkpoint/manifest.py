@@ -101,10 +101,7 @@ class Receipt(BaseModel):
 
 
 class Manifest(BaseModel):
-    """A whole checkpoint, but for the bytes of its tensors. `shards` is in the order of the ranks.
-
-    Format 2. In format 1 every rank held the whole model, and a tensor was in one piece.
-    """
+    """A whole checkpoint, but for the bytes of its tensors. `shards` is in the order of the ranks."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_by_name=True, serialize_by_alias=True)
 
@@ -140,10 +137,13 @@ class Manifest(BaseModel):
             raise CheckpointError(f"{path} is not a checkpoint's manifest: truncated or damaged") from error
         if claimed != _digest(content):
             raise CheckpointError(f"{path} was altered: its content does not have the SHA-256 that it names")
+        if content.get("format") == 1:
+            raise CheckpointError(
+                f"{path} has format 1, which only development versions of paceline before 0.1.0 read. Continue the run "
+                "with such a version, or start a new run"
+            )
         try:
-            return cls.model_validate(_from_format_1(content) if content.get("format") == 1 else content)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{path} is not of the format that it names: {error!r}") from error
+            return cls.model_validate(content)
         except ValidationError as error:
             where = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise CheckpointError(
@@ -220,31 +220,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
-    """A format 1 manifest converted to format 2."""
-
-    def described(entry: dict[str, Any]) -> dict[str, Any]:
-        return {"dtype": entry["dtype"], "shape": entry["shape"]}
-
-    def in_one_piece(name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        begin = [0] * len(entry["shape"])
-        return {
-            **described(entry),
-            "pieces": [{"shard": entry["shard"], "key": name, "offset": begin, "shape": entry["shape"]}],
-        }
-
-    world = content["world"]
-    shards = [
-        {**shard, "reader": rank, "own": {name: described(entry) for name, entry in shard["own"].items()}}
-        for rank, shard in enumerate(content["shards"])
-    ]
-    if "scalars" in content["values"].get("optimizer", {}):  # it was of all ranks, when all held the same parameters
-        shards[0]["own_values"]["scalars"] = content["values"]["optimizer"].pop("scalars")
-    tensors = {name: in_one_piece(name, entry) for name, entry in content["tensors"].items()}
-    mesh = {"dp": world} if world > 1 else {}
-    return {**content, "format": 2, "mesh": mesh, "readers": world, "shards": shards, "tensors": tensors}
 
 
 def _digest(content: object) -> str:

@@ -83,8 +83,6 @@ TRACKERS = ExtensionPoint(
         "tensorboard": TrackerInfo(f"{_MODULES}.to_tensorboard:ToTensorBoard", "tensorboard"),
         "wandb": TrackerInfo(f"{_MODULES}.to_wandb:ToWandb", "wandb"),
         "mlflow": TrackerInfo(f"{_MODULES}.to_mlflow:ToMLflow", "mlflow"),
-        "aim": TrackerInfo(f"{_MODULES}.to_aim:ToAim", "aim"),
-        "prometheus": TrackerInfo(f"{_MODULES}.to_prometheus:ToPrometheus", "prometheus_client"),
         "opentelemetry": TrackerInfo(f"{_MODULES}.to_opentelemetry:ToOpenTelemetry", "opentelemetry.sdk"),
     },
     JobError,
