@@ -35,7 +35,7 @@ from paceline.comm.backend import joined
 from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
-from paceline.planning.auto import auto_plan
+from paceline.planning.check.check_plan import auto_plan
 from paceline.planning.knobs import KNOBS
 from paceline.planning.legal_plans import legal_plans
 from paceline.planning.plan import Plan, cores_of

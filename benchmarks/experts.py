@@ -33,10 +33,9 @@ from paceline.errors import PacelineError
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.machines import machines
 from paceline.planning.predict import Layouts
-from paceline.planning.search.rejected import why_it_loses
-from paceline.planning.search.result import Candidate, SearchResult
+from paceline.planning.search.result import Candidate, SearchResult, why_it_loses
 from paceline.planning.search.search import search
-from paceline.planning.tables.rows import Skipped
+from paceline.planning.tables.layouts import Skipped
 from paceline.units import percent
 
 CLOSE = 0.15

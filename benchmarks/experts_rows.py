@@ -20,7 +20,7 @@ from paceline.planning.axes import DEGREES
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.cost.layout import Layout
 from paceline.planning.plan import Plan
-from paceline.planning.tables.rows import Row, Skipped, read
+from paceline.planning.tables.layouts import Row, Skipped, read
 
 TABLE = Path(__file__).parent / "experts" / "plans.csv"
 SAME_PRECISION = {"fp16": "bf16", "tf32": "fp32"}  # as fast, as wide

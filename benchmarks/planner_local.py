@@ -44,7 +44,7 @@ from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
 from paceline.elastic.seed import ALLOCATOR
 from paceline.errors import ClusterError, PacelineError
 from paceline.planning.calibrate import Calibration
-from paceline.planning.cost.prediction import Prediction
+from paceline.planning.cost.layout import Prediction
 from paceline.planning.plan import Plan
 from paceline.planning.predict import modelled
 from paceline.run.record.run import Run

@@ -34,10 +34,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from measure import environment_line
-from paceline.planning.adjustment import adjustment
 from paceline.planning.cost.estimate import estimate
-from paceline.planning.cost.layout import Layout
-from paceline.planning.cost.prediction import Prediction
+from paceline.planning.cost.layout import Layout, Prediction
+from paceline.planning.machines import adjustment
 from published_fit import cold_seconds
 from published_null import null_seconds
 from published_rows import TABLES, Row, Skipped, read, set_aside

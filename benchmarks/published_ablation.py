@@ -18,11 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.planning.adjustment import adjustment
-from paceline.planning.cost import attention, compute, constants, products, state_traffic, traffic
+from paceline.planning.cost import compute, constants, traffic
+from paceline.planning.cost import compute as attention
+from paceline.planning.cost import compute as products
+from paceline.planning.cost import estimate as state_traffic
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.layout import Layout
-from paceline.planning.tables.rows import Row
+from paceline.planning.machines import adjustment
+from paceline.planning.tables.layouts import Row
 from published_fit import with_constants
 from published_rows import TABLES, read, set_aside
 from published_score import mean

@@ -8,7 +8,7 @@ fitted to a tenth of the rows of each table of runs, which are not scored. They 
 documentation say, and move from there only as far as the rows outweigh that: a fit with a prior, so that none ends at a
 bound. A table weighs as its rows to the power of 0.6.
 
-Writes `paceline/planning/cost/fitted.py`. With `--cold`, fits once more without each table in turn, and writes
+Writes `paceline/planning/cost/constants.py`. With `--cold`, fits once more without each table in turn, and writes
 `tables/fits.json`, with which `published.py` predicts that table cold.
 """
 
@@ -27,11 +27,14 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from paceline.planning.cost import attention, compute, constants, fitted, products, stages, traffic
+from paceline.planning.cost import compute, constants, stages, traffic
+from paceline.planning.cost import compute as attention
+from paceline.planning.cost import compute as products
+from paceline.planning.cost import constants as fitted
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.frameworks import FRAMEWORKS
 from paceline.planning.cost.layout import Layout
-from paceline.planning.tables.rows import Row, read
+from paceline.planning.tables.layouts import Row, read
 from published_rows import TABLES, set_aside
 
 FITS = TABLES / "fits.json"

@@ -4,8 +4,8 @@
 
 A value rests on a set-aside row if the row's time changes by more than half a percent when the value changes by a
 tenth. Then, for the spreads and lengths by which measured runs that are alike correct predictions
-(`planning/alike.py`): the mean error of set-aside rows, each predicted by the others of its table, with a half of the
-value, it, and twice it.
+(`planning/shortlist.py`): the mean error of set-aside rows, each predicted by the others of its table, with a half of
+the value, it, and twice it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.planning import alike
-from paceline.planning.adjustment import adjustment
+from paceline.planning import shortlist as alike
 from paceline.planning.cost.estimate import estimate
-from paceline.planning.tables.rows import Row
+from paceline.planning.machines import adjustment
+from paceline.planning.tables.layouts import Row
 from published_fit import free_of, in_use, predicted
 from published_rows import TABLES, read, set_aside
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from paceline.planning.cost.products import peak_flops
+from paceline.planning.cost.compute import peak_flops
 from published_rows import Row
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
-from paceline.planning.tables.rows import Row, Skipped, read
+from paceline.planning.tables.layouts import Row, Skipped, read
 
 __all__ = ["TABLES", "Row", "Skipped", "read", "set_aside"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import spearmanr
 
-from paceline.planning.adjustment import Adjustment
-from paceline.planning.cost.prediction import Interval
+from paceline.planning.cost.layout import Interval
+from paceline.planning.machines import Adjustment
 from published_rows import Row
 
 # plans that are predicted this near to each other, relative, are a tie

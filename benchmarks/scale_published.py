@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from measure import environment_line
-from paceline.planning.adjustment import Adjustment
+from paceline.planning.machines import Adjustment
 from paceline_lab.simulated.chance import HIGH, LOW, ScaleError
 from paceline_lab.simulated.published import HeldAgainst, held_against
 

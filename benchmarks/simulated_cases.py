@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from paceline.extensions import ExtensionPoint
 from paceline.job.job import Job
-from paceline.planning.codec_info import CODECS
 from paceline.planning.plan import Plan
+from paceline.planning.sync_info import CODECS
 from paceline.planning.sync_info import RULES as SYNC_RULES
 from simulated_works import JOBS
 

@@ -193,7 +193,7 @@ _WAITS = (
     ),
     Mistake(
         "the pipeline's timer reads an event that has not come",
-        "split/pipeline/timer.py",
+        "split/pipeline/pipeline.py",
         "        self._clock.reach(self._whole[1])\n",
         "",
         (_PIPELINE,),

@@ -54,7 +54,7 @@ from paceline.comm.backend import joined
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine, built, seed_all
-from paceline.split.memory import held_bytes, predicted_bytes
+from paceline.split.layout import held_bytes, predicted_bytes
 from paceline.stats import Interval, median_interval
 from served import Ranks
 

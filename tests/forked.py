@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.cluster.emulate.namespace import call_libc, enter
+from paceline.cluster.emulate.network import call_libc, enter
 from paceline.elastic import seed as seeds
 from paceline.elastic.seed import receive, send
 from paceline.rank_environment import RankEnvironment

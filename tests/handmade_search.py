@@ -7,8 +7,7 @@ from typing import Any
 from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planning.cost.layout import Layout, Machines
-from paceline.planning.cost.prediction import PARTS, Prediction
+from paceline.planning.cost.layout import PARTS, Layout, Machines, Prediction
 from paceline.planning.explain.advice import Advice
 from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
 from paceline.planning.plan import Plan

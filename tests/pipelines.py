@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.job.zoo.models.gpt import GPT
 from paceline.planning.plan import Plan
-from paceline.split.parts import Parts, whole_parts
+from paceline.split.layout import Parts, whole_parts
 from paceline.split.pipeline.pipeline import Pipeline
 
 Weights = dict[str, Tensor]

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.comm import Group
 from paceline.job.batch import Batch
-from paceline.planning.model.tensor import unpaired
-from paceline.split.parts import Part, whole_parts
+from paceline.planning.model.tensor import degrees as unpaired
+from paceline.split.layout import Part, whole_parts
 from paceline.split.tensor.division import TensorReport, shard_tensors
 
 Made = tuple[nn.Module, Batch]

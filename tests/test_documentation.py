@@ -12,9 +12,8 @@ import yaml
 
 from paceline.cli import commands
 from paceline.cluster.cluster import Cluster
-from paceline.planning.codec_info import CODECS, CompressSpec
 from paceline.planning.plan import Plan
-from paceline.planning.sync_info import RULES
+from paceline.planning.sync_info import CODECS, RULES, CompressSpec
 
 ROOT = Path(__file__).parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "src" / "paceline"

@@ -187,7 +187,7 @@ def test_a_codec_from_a_package_codes_gradients_behind_another(runs: Path) -> No
 
 def test_the_bytes_of_a_codec_from_a_package_are_predicted(installed: str) -> None:
     code = (
-        "from paceline.planning.codec_info import CODECS, CompressSpec; import sys\n"
+        "from paceline.planning.sync_info import CODECS, CompressSpec; import sys\n"
         "print(CODECS.names[-1], *(CompressSpec.parse(text).sent_bytes(4.0, ()) for text in ('exponent', "
         "'topk:0.1+exponent')))\n"
         "print('torch' in sys.modules)"
@@ -364,7 +364,7 @@ def test_an_extension_that_is_no_description_is_refused_by_name(installed: str, 
         "[paceline.codecs]\nclass = exponent:Exponent\nmissing = nowhere:INFO\n"
     )
     code = (
-        "from paceline.planning.codec_info import CODECS\nfrom paceline.errors import PlanError\n"
+        "from paceline.planning.sync_info import CODECS\nfrom paceline.errors import PlanError\n"
         "for name in ('class', 'missing'):\n    try: CODECS[name]\n    except PlanError as error: print(error)"
     )
     wrong, missing = loaded(code, f"{tmp_path}:{installed}")

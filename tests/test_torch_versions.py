@@ -15,7 +15,7 @@ import paceline
 from commands import paceline as command
 from paceline import torch_versions
 from paceline.cluster.cluster import Host
-from paceline.cluster.doctor.software import check_software
+from paceline.cluster.doctor.checks import check_software
 from paceline.torch_versions import NEWEST, OLDEST, newer_than_tested
 
 ROOT = Path(__file__).parent.parent

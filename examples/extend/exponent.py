@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.planning.codec_info import CodecInfo
+from paceline.planning.sync_info import CodecInfo
 
 INFO = CodecInfo("exponent:Exponent", lambda sending: 1.0, codes_numbers=True, tried_by_auto="exponent", order=3)
 

@@ -1,7 +1,6 @@
 """Description of `sync=majority`, which loads no torch."""
 
-from paceline.planning.arguments import Argument, between
-from paceline.planning.sync_info import SyncInfo
+from paceline.planning.sync_info import Argument, SyncInfo, between
 
 INFO = SyncInfo(
     "majority:Majority",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import JobError, PlanError
-from paceline.planning.codec_info import CODECS, CompressSpec
+from paceline.planning.sync_info import CODECS, CompressSpec
 from paceline.sync.compress.alone import MessageCodec
 from paceline_federated.order import one_key
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.planning.calibrate import Calibration, PassTiming
-from paceline.planning.cost.prediction import PARTS, Prediction
+from paceline.planning.cost.layout import PARTS, Prediction
 from paceline.planning.plan import Plan
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"

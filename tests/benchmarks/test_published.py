@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.planning.cost.prediction import Interval
+from paceline.planning.cost.layout import Interval
 from paceline.planning.tables.cells import number
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from scipy.stats import t as student
 
 from handmade_search import candidate, cluster, job
-from paceline.planning.adjustment import (
+from paceline.planning.cost.layout import Layout
+from paceline.planning.explain.explain import explain
+from paceline.planning.explain.questions import answers
+from paceline.planning.explain.what_if import Case
+from paceline.planning.machines import (
     COLD_SPREAD,
     SPREAD,
     Adjustment,
@@ -21,13 +25,9 @@ from paceline.planning.adjustment import (
     own_adjustment,
     student_quantile,
 )
-from paceline.planning.cost.layout import Layout
-from paceline.planning.explain.explain import explain
-from paceline.planning.explain.questions import answers
-from paceline.planning.explain.what_if import Case
 from paceline.planning.predict import predict
 from paceline.planning.search.search import plan, search
-from paceline.planning.tables.rows import Row
+from paceline.planning.tables.layouts import Row
 
 LAYOUT = candidate("dp=8", compute=1.0).layout
 RATIOS = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=8)

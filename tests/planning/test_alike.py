@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handmade_search import candidate, cluster, job
-from paceline.planning.adjustment import Adjustment, adjustment
-from paceline.planning.alike import COMMON, OWN, alike
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.layout import Layout
+from paceline.planning.machines import Adjustment, adjustment
 from paceline.planning.search.search import search
-from paceline.planning.tables.rows import Row
+from paceline.planning.shortlist import COMMON, OWN, alike
+from paceline.planning.tables.layouts import Row
 
 LAYOUT = candidate("dp=8", compute=1.0).layout
 SIZES = (1.0, 4.0, 16.0)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.errors import PlanError
-from paceline.planning.auto import auto_plan
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.check_plan import auto_plan, check_plan
 from paceline.planning.plan import Plan
 from planner_jobs import job_on_digits
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from paceline.cluster.cluster import Cluster, Host
 from paceline.job.job import Job
 from paceline.planning import history
-from paceline.planning.cost.prediction import Prediction
+from paceline.planning.cost.layout import Prediction
 from paceline.planning.history import Pair, corrected, correction, kind_of, pairs, remember
 from paceline.planning.plan import Plan
 from planner_jobs import job_on_digits

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Emulate, Host
 from paceline.job.job import Job
-from paceline.planning.auto import auto_plan
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.check_plan import auto_plan, check_plan
 from paceline.planning.knobs import (
     BUDGET_S,
     LEAST_ROUNDS,

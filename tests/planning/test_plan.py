@@ -241,7 +241,7 @@ import sys
 from paceline.cluster.cluster import Cluster, Host
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
-from paceline.planning.auto import auto_plan
+from paceline.planning.check.check_plan import auto_plan
 from paceline.planning import knobs
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.check.warnings import warnings_about

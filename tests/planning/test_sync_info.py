@@ -8,9 +8,8 @@ import pytest
 
 from paceline.errors import PlanError
 from paceline.planning import sync_info as sync
-from paceline.planning.codec_info import CompressSpec
 from paceline.planning.plan import Plan
-from paceline.planning.sync_info import SyncSpec, sync_info
+from paceline.planning.sync_info import CompressSpec, SyncSpec, sync_info
 
 SERVER = {"staleness": 0.0, "period": 1, "servers": 1, "lr": 0.7, "momentum": 0.9, "backup": "on"}
 

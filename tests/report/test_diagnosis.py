@@ -11,8 +11,7 @@ import pytest
 from handmade_steps import machines, record
 from paceline.errors import RunError
 from paceline.job.job import Job
-from paceline.planning.devices import spelled_out
-from paceline.planning.plan import Plan
+from paceline.planning.plan import Plan, spelled_out
 from paceline.report.diagnosis.diagnosis import Diagnosis, diagnosis_of
 from paceline.report.diagnosis.measured import measured
 from paceline.report.diagnosis.predicted import model_of, one_device_plan

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from paceline.errors import CheckpointError
 from paceline.run.checkpoint.reader import Loaded, load, load_latest
 from paceline.run.state import restore, snapshot
+from paceline.split.layout import Part
 from paceline.split.mesh import Mesh
-from paceline.split.parts import Part
 from single_process_mesh import SHAPES, meshes, own_parts, parts_of, random_tensors, save_all
 
 ADAM: Callable[..., torch.optim.Optimizer] = lambda p: torch.optim.Adam(p, lr=0.1)  # noqa: E731

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PlanError
-from paceline.split.compile_cache import keep_compiled_code_private
+from paceline.split.remat import keep_compiled_code_private
 
 
 def test_compiled_code_lies_in_a_private_folder_of_the_users_cache(

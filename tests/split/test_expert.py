@@ -17,7 +17,7 @@ from paceline.errors import PlanError
 from paceline.job.zoo.models.gpt import GPT
 from paceline.job.zoo.models.moe import MoE, moe_counts, weigh_balance
 from paceline.split.expert import divide_experts, undivided
-from paceline.split.parts import whole_parts
+from paceline.split.layout import whole_parts
 from ranks import Backend, Ranks
 
 SEQUENCES, LENGTH, VOCAB, STEPS = 8, 10, 32, 3

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 from paceline.errors import PlanError
-from paceline.planning.model.blocks import find_blocks, submodules
+from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.split.deferred_init.initialise import allocate
 from paceline.split.fsdp import FullySharded, shard_fully
-from paceline.split.parts import Parts, local, whole_parts
+from paceline.split.layout import Parts, local, whole_parts
 from ranks import Backend, Ranks
 
 WORDS, WIDTH, LENGTH, BATCH, MICROBATCHES, STEPS = 13, 6, 5, 8, 2, 3

@@ -14,9 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from paceline.job.optimizer import OptimizerSpec
-from paceline.split.layout import ShardLayout
-from paceline.split.memory import StateBytes, held_bytes, predicted_bytes
-from paceline.split.parts import Part, shard_parameter, whole_parts
+from paceline.split.layout import (
+    Part,
+    ShardLayout,
+    StateBytes,
+    held_bytes,
+    predicted_bytes,
+    shard_parameter,
+    whole_parts,
+)
 from ranks import Ranks
 
 SGD, ADAMW = OptimizerSpec(name="sgd"), OptimizerSpec(name="adamw")

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
 from paceline.job.zoo.models.gpt import GPT
-from paceline.planning.model.blocks import find_blocks, submodules
+from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.split.fsdp import shard_fully
-from paceline.split.parts import local, whole_parts
+from paceline.split.layout import local, whole_parts
 from paceline.split.remat import compile_blocks, rematerialise
 from ranks import Backend, Ranks
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.job.batch import Batch
-from paceline.split.parts import whole_parts
+from paceline.split.layout import whole_parts
 from paceline.split.tensor.division import shard_tensors
 from ranks import Ranks
 from tensor_parity import Made, call, gradients_agree, loss_of, output_of, own_group, seeded

@@ -95,9 +95,8 @@ def _discovered() -> tuple[Host, str | None, list[Finding]]:
 
     A driver that does not work is a finding, and leaves only cores.
     """
-    from paceline.cluster.discover import discover
+    from paceline.cluster.discover import discover, find_gpus
     from paceline.cluster.doctor.checks import Finding
-    from paceline.cluster.gpus import find_gpus
     from paceline.errors import ClusterError
 
     try:
@@ -119,8 +118,15 @@ def _torch(console: Console, process: probe.Probe) -> dict[str, Any] | str:
 
 
 def _checked(host: Host, driver: str | None, torch: Mapping[str, Any] | str) -> dict[str, list[Finding]]:
-    from paceline.cluster.doctor.checks import check_data_plane, check_load, check_machine, check_system
-    from paceline.cluster.doctor.software import check_capabilities, check_software, check_variables
+    from paceline.cluster.doctor.checks import (
+        check_capabilities,
+        check_data_plane,
+        check_load,
+        check_machine,
+        check_software,
+        check_system,
+        check_variables,
+    )
 
     can = {} if isinstance(torch, str) else torch["can"]
     return {

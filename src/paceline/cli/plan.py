@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
-    from paceline.planning.adjustment import Adjustment, Basis
     from paceline.planning.calibrate import Calibration
     from paceline.planning.explain.batch_advice import BatchAdvice
     from paceline.planning.explain.explain import Explanation
-    from paceline.planning.explain.scaling import ScaledPlan
     from paceline.planning.explain.training_run import Conditions, Goal
+    from paceline.planning.explain.what_if import ScaledPlan
+    from paceline.planning.machines import Adjustment, Basis
 
 EXAMPLE = 'paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"'
 _ON_PAGE = 30  # plans in the pictures of a page
@@ -258,7 +258,7 @@ def _page(
     explanation: Explanation, advice: BatchAdvice | None, calibration: Basis | None, file: Path
 ) -> tuple[ScaledPlan, ...]:
     from paceline.console import Console
-    from paceline.planning.explain.scaling import scaling
+    from paceline.planning.explain.what_if import scaling
     from paceline.report.plan_view import write_plan_page
 
     with Console(stderr=True).status("searching the best plan for more and fewer devices"):

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
-    from paceline.planning.adjustment import Adjustment
-    from paceline.planning.explain.offers import Offers
     from paceline.planning.explain.training_run import Conditions, Goal
-    from paceline.planning.explain.which_cluster import ClusterChoice, Option
+    from paceline.planning.explain.which_cluster import ClusterChoice, Offers, Option
+    from paceline.planning.machines import Adjustment
 
 # what `--catalogue` stands for without a file
 BUNDLED = "examples"
@@ -98,7 +97,7 @@ def choose(
 
 def offers_of(catalogue: str | None, cluster: Cluster | None) -> Offers:
     """Offers of a file, the bundled ones, or the hosts of a named cluster."""
-    from paceline.planning.explain.offers import EXAMPLES, Offer, Offers, read_offers
+    from paceline.planning.explain.which_cluster import EXAMPLES, Offer, Offers, read_offers
 
     if catalogue is not None and catalogue != BUNDLED:
         return read_offers(Path(catalogue))
@@ -198,7 +197,7 @@ def _prices(offers: Offers, *, bundled: bool) -> str:
     prices = f"prices in {about}" if about else "prices as listed"
     if not bundled:
         return prices
-    from paceline.planning.explain.offers import EXAMPLES
+    from paceline.planning.explain.which_cluster import EXAMPLES
 
     return f"{prices}: examples, not offers to you; copy {EXAMPLES} and put in your own, then --catalogue FILE"
 

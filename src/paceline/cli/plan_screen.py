@@ -10,7 +10,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from paceline.planning.cost.prediction import PART_NAMES
+from paceline.planning.cost.layout import PART_NAMES
 from paceline.planning.explain.explain import LEAST
 from paceline.planning.search.result import equals
 from paceline.report.words import on_cores

@@ -83,7 +83,7 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
 
 
 def _be_allowed_to_emulate(cluster: str) -> None:
-    from paceline.cluster.emulate.user_namespace import become_root_of_own_namespace
+    from paceline.cluster.emulate.network import become_root_of_own_namespace
     from paceline.cluster.named import cluster_from
 
     if cluster_from(cluster).emulate is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation, LinkBytes
-from paceline.cluster.emulate.namespace import inside
+from paceline.cluster.emulate.network import inside
 from paceline.cluster.identity import interface_of
 from paceline.elastic.hosts.emulated import host_processes
 from paceline.elastic.hosts.hosts import Hosts, current_hosts

@@ -25,10 +25,10 @@ from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.loss import Loss
 from paceline.job.zoo.losses import CrossEntropy, call, refused_batch
 from paceline.job.zoo.models.moe import Router, add_counts, moe_counts, weigh_balance
-from paceline.planning.choices import Compile
+from paceline.planning.axes import Compile
 from paceline.planning.limits import no_graphs
 from paceline.planning.plan import Plan
-from paceline.split.compile_cache import keep_compiled_code_private
+from paceline.split.remat import keep_compiled_code_private
 from paceline.sync import Replica
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.errors import SyncError
-from paceline.split.parts import local
+from paceline.split.layout import local
 from paceline.sync.start import broadcast_tensors
 
 if TYPE_CHECKING:

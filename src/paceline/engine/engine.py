@@ -36,7 +36,7 @@ from paceline.job.loss import Loss, Metric
 from paceline.planning.axes import REPLICA
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import sync_info
-from paceline.split.parts import Part
+from paceline.split.layout import Part
 from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule
 from paceline.sync.batchnorm import unsynchronise
 from paceline.sync.rows import numbers_of

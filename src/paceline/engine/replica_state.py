@@ -18,9 +18,9 @@ from paceline.device import widened
 from paceline.engine.corruption import Corruption
 from paceline.errors import SyncError
 from paceline.planning.axes import AXES, DATA_AXES
-from paceline.planning.model.recording.layers import has_max_norm
+from paceline.planning.model.recording.model_state import has_max_norm
 from paceline.planning.sync_info import sync_info
-from paceline.split.parts import local
+from paceline.split.layout import local
 from paceline.sync.batchnorm import is_synchronised
 
 if TYPE_CHECKING:

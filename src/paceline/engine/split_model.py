@@ -21,13 +21,12 @@ from paceline.job.batch import Batch, place, split
 from paceline.job.loss import Loss
 from paceline.job.zoo.losses import CrossEntropy, call, refused_batch
 from paceline.planning.axes import DATA_AXES
-from paceline.planning.model.recording.layers import has_max_norm
-from paceline.planning.model.recording.model_state import restored
+from paceline.planning.model.recording.model_state import has_max_norm, restored
 from paceline.planning.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.deferred_init.initialise import DeferredModel, deferred_from
 from paceline.split.mesh import Mesh
-from paceline.split.tensor.vocabulary import ParallelLoss
+from paceline.split.tensor.layers import ParallelLoss
 from paceline.sync.batchnorm import is_synchronised
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.comm.backend import group_of
 from paceline.comm.group import Group
 from paceline.errors import PlanError
-from paceline.planning.codec_info import CODECS, CompressSpec
+from paceline.planning.sync_info import CODECS, CompressSpec
 from paceline.sync.compress import Compressor
 from paceline.sync.traffic import Traffic
 

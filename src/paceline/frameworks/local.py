@@ -19,9 +19,8 @@ from torch import nn
 
 from paceline.comm.backend import group_of
 from paceline.errors import PlanError
-from paceline.planning.codec_info import CompressSpec
 from paceline.planning.plan import Plan
-from paceline.planning.sync_info import SyncSpec
+from paceline.planning.sync_info import CompressSpec, SyncSpec
 from paceline.sync import Replica, attach, build_rule
 from paceline.sync.batchnorm import has_batch_norm
 from paceline.sync.local_rule import LocalRule

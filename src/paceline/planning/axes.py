@@ -1,11 +1,8 @@
-"""The axes of the device mesh: one table that every other part of paceline reads.
-
-An axis is written in a plan as its degree, `tp=2`, and is the name of a dimension of the run's `DeviceMesh`.
-"""
+"""The axes of a plan, and the values that its fields may take."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 
 class Axis(NamedTuple):
@@ -38,3 +35,24 @@ REPLICA = AXES[1:]
 # In the order in which a plan writes them, and in which changes to it are tried.
 DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 assert set(DEGREES) == set(AXES)
+
+
+MemoryFormat = Literal["contiguous", "channels_last"]
+Compile = Literal["off", "on", "reduce-overhead"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble", "dualpipe"]
+Remat = Literal["none", "selective", "block"]
+Balance = Literal["auto", "on", "off"]
+
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+REMATS: tuple[Remat, ...] = get_args(Remat)
+# Schedules whose stages go down through all ranks and up again: two on each rank, the first and the last on rank 0.
+V_SCHEDULES = ("zero-bubble", "dualpipe")
+
+
+def stages_per_rank(schedule: str, virtual: int = 2) -> int:
+    """Number of stages on each rank of a pipeline.
+
+    Args:
+        virtual: that of interleaved stages, which is the plan's to choose.
+    """
+    return virtual if schedule == "interleaved" else 2 if schedule in V_SCHEDULES else 1

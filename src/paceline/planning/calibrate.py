@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from paceline.cluster.cluster import Host
 from paceline.files import cache_folder
 from paceline.job.job import Job
-from paceline.planning import cache
+from paceline.planning import history as cache
 from paceline.units import percent
 
 Axis = Literal["none", "dp", "fsdp", "tp", "pp"]

@@ -12,11 +12,9 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planning.axes import DEGREES
+from paceline.planning.axes import DEGREES, REMATS, SCHEDULES
 from paceline.planning.check.plan_context import PlanContext
-from paceline.planning.check.rules import CHECKS, reasons_of
-from paceline.planning.check.split_check import MEANT_FOR
-from paceline.planning.choices import REMATS, SCHEDULES
+from paceline.planning.check.rules import CHECKS, MEANT_FOR, reasons_of
 from paceline.planning.limits import microbatches_fit
 from paceline.planning.plan import Plan
 

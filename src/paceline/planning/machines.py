@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import gcd
-from typing import TYPE_CHECKING
+from statistics import NormalDist, median
+from typing import TYPE_CHECKING, TypeAlias
 
 from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, LinkSpec, known, nearest_to
 from paceline.cluster.cluster import Cluster, Host
 from paceline.cluster.domains import domains
 from paceline.errors import ClusterError
-from paceline.planning.adjustment import Adjustment
-from paceline.planning.cost.layout import Machines
+from paceline.planning.cost.layout import Interval, Layout, Machines, Prediction
+from paceline.planning.cost.measured import calibration_of
+from paceline.units import count
 
 if TYPE_CHECKING:
-    from paceline.planning.adjustment import Basis
+    from paceline.planning.calibrate import Calibration
+    from paceline.planning.shortlist import Alike
+    from paceline.planning.tables.layouts import Row
+
 
 # latency of a small message between CPUs of two hosts
 _TCP_S = 5e-5
@@ -195,3 +202,218 @@ def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSp
         return replace(device.network, latency_s=latency_s + delay_s)
     gbps, share = min(shares, key=lambda pair: pair[1])
     return LinkSpec(f"network, {gbps:g} Gbit/s a host", share, latency_s + delay_s)
+
+
+# what was measured before a prediction: parts of a job on the machines, or whole runs of any job
+Basis: TypeAlias = "Calibration | Adjustment"
+
+# Standard deviations that are assumed of logarithms: of the factor of all runs, of a framework and of a device beside
+# that, and of a run around its factor, of which one in some is far off (Student's t of so many degrees of freedom)
+FACTOR_SPREADS, RUN_SPREAD, DEGREES = (0.12, 0.08, 0.05, 0.05), 0.14, 4.0
+# Standard deviations of log(measured / predicted) that are assumed before any is seen, and for how many runs they
+# count: with a factor, and without one (`benchmarks/published.py`, rows that no constant was fitted on)
+SPREAD, COLD_SPREAD, SPREAD_RUNS = 0.075, 0.145, 3.0
+# The same on CPU cores that were not measured. The catalogue does not know their overhead per step, and steps of small
+# models took up to 5.3 times as long as predicted. The 80 % interval reaches to 5 times the prediction.
+CORES_SPREAD = 1.0
+# The same where parts of the job were measured on the machine: nine in ten of 53 plans on two cores were less than
+# 16.2 % off (`benchmarks/planner_local.py`, docs/results.md), which is 1.645 such deviations
+MEASURED_SPREAD = 0.1
+# The same of the ratio of two plans of one job on the same machines: most of an error is common to them
+RATIO_SPREAD = 0.04
+COVERED = 0.8  # of measured times, inside of an interval
+
+_ROUNDS = 5
+_KINDS = 3  # what tells software, hardware and precision apart: the length of the longest keys
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """Factors found on measured runs; without any, predictions stay as they are.
+
+    Attributes:
+        logs: logarithm of measured / predicted, by kind: `()` for all runs, a framework, a framework on a device.
+        errors: logarithms that are left after these.
+        near: what runs that are like another say of it beside the factor of its kind; None: nothing.
+    """
+
+    logs: dict[Key, float] = field(default_factory=dict)
+    errors: tuple[float, ...] = ()
+    near: Alike | None = None
+
+    def factor(self, layout: Layout) -> float:
+        """Factor that a predicted step time is multiplied with."""
+        return self.factor_of_kind(layout) * math.exp(self.near.log(layout) if self.near else 0.0)
+
+    def factor_of_kind(self, layout: Layout) -> float:
+        """Factor of a layout's software, hardware and precision alone."""
+        return math.exp(_log_of_kind(layout, self.logs))
+
+    def interval(self, layout: Layout, step_time_s: float) -> Interval:
+        """Interval of a corrected step time."""
+        found = len(self.errors)
+        wide = student_quantile((1 + COVERED) / 2, SPREAD_RUNS + found) * self._spread_of(layout)
+        return _around(step_time_s, wide, self._rests_on(layout) if found else "the cost model alone")
+
+    def _spread_of(self, layout: Layout) -> float:
+        """Standard deviation for a layout, larger where no run is of its kind.
+
+        By what software, hardware and precisions are assumed to differ, and then no more than without any runs.
+        """
+        if not self.errors:
+            return CORES_SPREAD if layout.machines.device.is_core else self.spread
+        unseen = [FACTOR_SPREADS[len(key)] for key in _keys(layout) if key not in self.logs]
+        return max(self.spread, min(COLD_SPREAD, math.hypot(self.spread, *unseen)))
+
+    def _rests_on(self, layout: Layout) -> str:
+        kinds, own = [key for key in self.logs if len(key) == _KINDS], _keys(layout)[-1]
+        alike = "of other software, hardware or precision"
+        if own in kinds:
+            alike = "of this software and hardware" + (" and of others" if len(kinds) > 1 else "")
+        return f"{count(len(self.errors), 'measured run')} {alike}"
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the logarithms of what is left, with what is assumed of them."""
+        assumed = SPREAD if self.errors else COLD_SPREAD
+        squares = SPREAD_RUNS * assumed**2 + sum(error**2 for error in self.errors)
+        return math.sqrt(squares / (SPREAD_RUNS + len(self.errors)))
+
+
+def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float], *, rounds: int = _ROUNDS) -> Adjustment:
+    """Factors of measured runs, and what those that are alike have in common beside.
+
+    A software and hardware with few runs stays near to what all runs say.
+
+    Args:
+        rounds: times that factors, and what runs have in common beside them, are each found with the other as it was;
+            0: factors alone.
+    """
+    from paceline.planning.shortlist import alike  # numpy takes a while
+
+    pairs = [(row.layout, math.log(row.seconds / predicted_s(row.layout))) for row in runs if row.seconds]
+    if not pairs:
+        return Adjustment()
+    layouts, logs, near = [layout for layout, _ in pairs], _factors(pairs), None
+    for _ in range(rounds):
+        near = alike(layouts, [log - _log_of_kind(layout, logs) for layout, log in pairs])
+        logs = _factors([(layout, log - near.log(layout)) for layout, log in pairs])
+    left = near.left if near else [log - _log_of_kind(layout, logs) for layout, log in pairs]
+    return Adjustment(logs, tuple(_left(pairs, left)), near)
+
+
+def own_adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float]) -> Adjustment:
+    """Factor of runs of one job on one machine, for more of such machines.
+
+    The median of what they are off, however far that is: nothing draws it towards other software or hardware.
+    """
+    pairs = [(row.layout, math.log(row.seconds / predicted_s(row.layout))) for row in runs if row.seconds]
+    if not pairs:
+        return Adjustment()
+    middle = median(log for _, log in pairs)
+    logs = {key: middle for layout, _ in pairs for key in _keys(layout)}
+    return Adjustment(logs, tuple(_left(pairs, [log - middle for _, log in pairs])))
+
+
+def _factors(pairs: Sequence[tuple[Layout, float]]) -> dict[Key, float]:
+    """Logarithms of the factors of all runs, of each framework, and so on."""
+    by_key: dict[Key, list[float]] = defaultdict(list)
+    parents: dict[Key, Key] = {}
+    for layout, log in pairs:
+        for parent, key in pairwise([(), *_keys(layout)]):
+            by_key[key].append(log)
+            parents[key] = parent
+    logs: dict[Key, float] = {}
+    for key in sorted(by_key, key=len):
+        above = logs[parents[key]] if key else 0.0
+        alone = bool(key) and len(by_key[key]) == len(by_key[parents[key]])
+        logs[key] = above if alone else _likeliest(by_key[key], above, FACTOR_SPREADS[len(key)])
+    return logs
+
+
+def adjusted(prediction: Prediction, layout: Layout) -> Prediction:
+    """The prediction times the factor of measured runs, with its interval.
+
+    It rests on them, on what was measured of the job on the machine, or on the cost model alone.
+    """
+    found, seconds = layout.machines.adjustment or Adjustment(), prediction.step_time_s
+    if calibration_of(layout) is not None:
+        wide = NormalDist().inv_cdf((1 + COVERED) / 2) * MEASURED_SPREAD
+        return replace(prediction, interval=_around(seconds, wide, "measurements of the job on this machine"))
+    factor = factor_of(layout)
+    prediction = prediction.times(factor)
+    if found.errors:
+        corrected = f"corrected by {count(len(found.errors), 'measured run')}: times {factor:.2f}"
+        prediction = replace(prediction, notes=(*prediction.notes, corrected))
+    return replace(prediction, interval=found.interval(layout, prediction.step_time_s))
+
+
+def factor_of(layout: Layout) -> float:
+    """Factor of measured runs that a layout's predictions are multiplied with; 1 without."""
+    found = layout.machines.adjustment
+    return 1.0 if found is None else found.factor(layout)
+
+
+def equal_ratio() -> float:
+    """Largest ratio of two plans' times whose 80 % interval includes 1."""
+    return math.exp(NormalDist().inv_cdf((1 + COVERED) / 2) * RATIO_SPREAD)
+
+
+def student_quantile(probability: float, degrees: float) -> float:
+    """Quantile of Student's t, by the expansion of Cornish and Fisher (Abramowitz and Stegun, 26.7.5).
+
+    It is off by less than 0.1 % for probabilities up to 0.9 and 3 degrees of freedom or more.
+    """
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
+
+
+def _around(seconds: float, wide: float, rests_on: str) -> Interval:
+    return Interval(seconds / math.exp(wide), seconds * math.exp(wide), rests_on)
+
+
+def _likeliest(logs: Sequence[float], around: float, spread: float) -> float:
+    """Likeliest logarithm of a factor near to another one.
+
+    Some runs may be far off.
+    """
+
+    def unlikely(value: float) -> float:
+        far = sum(math.log1p(((log - value) / RUN_SPREAD) ** 2 / DEGREES) for log in logs)
+        return (DEGREES + 1) / 2 * far + ((value - around) / spread) ** 2 / 2
+
+    starts = [around, median(logs), *logs]
+    best = min(starts, key=unlikely)
+    step = spread
+    while step > 1e-4:
+        nearer = min((best - step, best, best + step), key=unlikely)
+        step = step if nearer != best else step / 2
+        best = nearer
+    return best
+
+
+def _left(pairs: Sequence[tuple[Layout, float]], logs: Sequence[float]) -> Iterable[float]:
+    """Logarithms that are left, larger by what each run itself moved its factor."""
+    counts: dict[Key, int] = defaultdict(int)
+    for layout, _ in pairs:
+        counts[_keys(layout)[-1]] += 1
+    for (layout, _), log in zip(pairs, logs, strict=True):
+        count = counts[_keys(layout)[-1]]
+        yield log * math.sqrt((count + 1) / count)
+
+
+def _log_of_kind(layout: Layout, logs: dict[Key, float]) -> float:
+    return next((logs[key] for key in reversed(_keys(layout)) if key in logs), 0.0)
+
+
+def _keys(layout: Layout) -> list[Key]:
+    """Kinds of a run, from all runs to those of its software, hardware and precision."""
+    framework, device = layout.framework.name, layout.machines.device.name
+    return [(), (framework,), (framework, device), (framework, device, layout.products or layout.precision)]

@@ -6,15 +6,15 @@ Every parallel choice, explicit, in one line of text: `dp=2 microbatches=4 preci
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, get_args
 
 from paceline.cluster.cluster import Cluster, Host
 from paceline.errors import PlanError
 from paceline.job.job import Job, Precision
 from paceline.nearest import nearest
-from paceline.planning.axes import DEGREES
-from paceline.planning.choices import (
+from paceline.planning.axes import (
+    DEGREES,
     REMATS,
     SCHEDULES,
     Balance,
@@ -251,3 +251,29 @@ def _not_one_of(key: str, value: Any, choices: tuple[str, ...]) -> str | None:
 
 def _example(key: str) -> str:
     return _EXAMPLES.get(key) or (_CHOICES[key][-1] if key in _CHOICES else "on")
+
+
+# means nothing without a split
+_WHOLE: dict[str, Any] = {"zero": 3, "offload": False, "sequence": False, "schedule": "1f1b", "cut": ""}
+
+
+def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
+    """The base plan on `devices` devices; without GPUs, with one thread each.
+
+    So N devices are N cores. Where its replicas take several devices and these are not a whole number of replicas,
+    every device is a replica.
+    """
+    threads = base.threads if cluster.has_accelerators else 1
+    if devices % (base.ranks // base.dp) == 0:
+        return replace(base, dp=devices // (base.ranks // base.dp), threads=threads)
+    parts = 1 if base.pp > 1 else base.microbatches  # those of a pipeline keep its stages busy
+    return replace(
+        base, **(dict.fromkeys(DEGREES, 1) | _WHOLE | {"dp": devices, "threads": threads, "microbatches": parts})
+    )
+
+
+def spelled_out(plan: Plan, cluster: Cluster) -> Plan:
+    """Return the plan as `paceline train` runs it, with explicit threads on CPUs."""
+    if cluster.has_accelerators:
+        return plan
+    return replace(plan, threads=plan.threads_for(cluster.hosts[0], plan.ranks))

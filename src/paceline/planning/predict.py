@@ -10,24 +10,21 @@ from typing import TYPE_CHECKING
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.planning.adjustment import Adjustment, adjusted
 from paceline.planning.axes import DEGREES
-from paceline.planning.check.state import moments
-from paceline.planning.codec_info import CompressSpec
+from paceline.planning.check.plan_context import moments
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.frameworks import PACELINE, PACELINE_COMPILED
-from paceline.planning.cost.layout import BYTES, Layout, Machines
-from paceline.planning.cost.prediction import Prediction
+from paceline.planning.cost.layout import BYTES, Layout, Machines, Prediction
 from paceline.planning.history import corrected
-from paceline.planning.machines import machines
+from paceline.planning.machines import Adjustment, adjusted, machines
 from paceline.planning.model.build import trace
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import Plan
-from paceline.planning.sync_info import SyncSpec
+from paceline.planning.sync_info import CompressSpec, SyncSpec
 from paceline.units import count
 
 if TYPE_CHECKING:
-    from paceline.planning.adjustment import Basis
+    from paceline.planning.machines import Basis
 
 
 def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Basis | None = None) -> Prediction:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.planning.cost.prediction import PART_NAMES
+from paceline.planning.cost.layout import PART_NAMES
 from paceline.run.record.goodput import PARTS as WALL_NAMES
 from paceline.run.record.run import WARM_UP_STEPS
 from paceline.stats import LEAST_REPEATS
@@ -280,7 +280,7 @@ _WALL = {  # those of `paceline.run.record.goodput.PARTS`
     "evaluation": "Measuring the validation set.",
     "between": "What else passes between two steps, such as writing the record.",
 }
-_PREDICTED_PARTS = {  # those of `paceline.planning.cost.prediction.PARTS`
+_PREDICTED_PARTS = {  # those of `paceline.planning.cost.layout.PARTS`
     "compute": "Forward and backward pass: products of matrices and other kernels.",
     "recompute": "What the backward pass computes again instead of keeping it (remat).",
     "launch": "Kernels that wait for the host to start them.",

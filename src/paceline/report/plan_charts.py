@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.planning.cost.prediction import Span
+from paceline.planning.cost.layout import Span
 from paceline.planning.explain.batch_advice import BatchAdvice
-from paceline.planning.explain.scaling import ScaledPlan
+from paceline.planning.explain.what_if import ScaledPlan
 from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from paceline.report.figure import Axis, Bars, Figure, Note, Points, Rule
 from paceline.units import digits, percent, seconds

@@ -10,12 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from paceline import units
-from paceline.planning.adjustment import factor_of
 from paceline.planning.cost.estimate import timeline
-from paceline.planning.cost.prediction import PART_NAMES, PARTS
+from paceline.planning.cost.layout import PART_NAMES, PARTS
 from paceline.planning.explain.batch_advice import BatchAdvice
 from paceline.planning.explain.explain import Explanation, shares_of_time
-from paceline.planning.explain.scaling import ScaledPlan
+from paceline.planning.explain.what_if import ScaledPlan
+from paceline.planning.machines import factor_of
 from paceline.planning.search.result import Candidate
 from paceline.report import plan_charts as charts
 from paceline.report.page import Card, Cell, Chart, Row, write_page

@@ -22,10 +22,8 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.planning.plan import Plan
 from paceline.run.checkpoint.convert import WeightSource, fitted, load_weights, weights_from
-from paceline.split.layout import ShardLayout
-from paceline.split.memory import predicted_bytes
+from paceline.split.layout import Part, ShardLayout, predicted_bytes
 from paceline.split.mesh import Mesh
-from paceline.split.parts import Part
 from paceline.storage.url import is_url
 
 if TYPE_CHECKING:

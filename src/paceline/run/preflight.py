@@ -19,8 +19,8 @@ from paceline.elastic.run_on_ranks import run_on_plan
 from paceline.errors import BatchError, LaunchError, PlanError
 from paceline.files import cache_folder, made_cache_folder
 from paceline.job.job import Job
-from paceline.planning.cache import WORK, digests, short_hash
 from paceline.planning.check.plan_context import loss_is_tried
+from paceline.planning.history import WORK, digests, short_hash
 from paceline.planning.plan import Plan
 
 _FOLDER = "preflight"

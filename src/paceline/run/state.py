@@ -19,8 +19,7 @@ from paceline.run.checkpoint.rule_state import own_optimizer, own_parameters, ow
 from paceline.run.checkpoint.shard import DTYPES
 from paceline.run.checkpoint.shard_assignment import MeshCoordinate
 from paceline.run.checkpoint.writer import Snapshot
-from paceline.split.layout import ShardLayout
-from paceline.split.parts import Part, local, tied_names
+from paceline.split.layout import Part, ShardLayout, local, tied_names
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

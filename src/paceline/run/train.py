@@ -17,7 +17,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
 from paceline.cluster.emulate.hosts import LinkBytes
 from paceline.cluster.launch_engines import is_rank
-from paceline.cluster.launch_engines.variables import HOST_DEVICES
+from paceline.cluster.launch_engines.engine import HOST_DEVICES
 from paceline.console import Console as SafeConsole
 from paceline.deferred_compiler import defer_compiler
 from paceline.elastic.hosts.hosts import Hosts, current_hosts

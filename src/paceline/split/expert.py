@@ -22,10 +22,10 @@ from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.job.zoo.models.moe import by_expert, combined, without_values
 from paceline.planning.limits import undivided_experts
-from paceline.planning.model.blocks import mixtures
+from paceline.planning.model.forward_pass import mixtures
 from paceline.planning.model.recording.record import Call, record_graph
 from paceline.planning.plan import Plan
-from paceline.split.parts import Parts, shard_parameter
+from paceline.split.layout import Parts, shard_parameter
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from paceline.job.optimizer import OptimizerSpec
 
 Interval = tuple[int, int]  # (start, stop)
 
@@ -143,3 +147,156 @@ class ShardLayout:
             else:
                 merged.append((start, stop))
         return replace(self, kept=(*self.kept[:dim], tuple(merged) or ((0, 0),), *self.kept[dim + 1 :]))
+
+
+@dataclass
+class Part:
+    """One parameter as this rank holds it.
+
+    Attributes:
+        name: its name in the undivided model. No split renames a module or parameter.
+        layout: this rank's shard of the full parameter.
+        sharded: the mesh axes along which the ranks hold different shards. Along all others of a replica they hold the
+            same one.
+        summed: the axes along which gradients are partial sums (DTensor's `Partial`) until `Split.after_backward`
+            reduces them.
+        stages: number of pipeline stages that hold it (a tied parameter may be in two); 1 without a pipeline.
+        writes: True if this pipeline rank saves it, where several stages hold it.
+    """
+
+    name: str
+    layout: ShardLayout
+    sharded: set[str] = field(default_factory=set)
+    summed: set[str] = field(default_factory=set)
+    stages: int = 1
+    writes: bool = True
+
+
+Parts = dict[str, Part]
+
+
+def whole_parts(model: nn.Module) -> Parts:
+    """Every parameter of a model, undivided; a tied one once, under its first name."""
+    return {name: Part(name, ShardLayout.whole(p.shape)) for name, p in model.named_parameters()}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters and shared buffers, each with the name that is saved."""
+    further: dict[str, str] = {}
+    for kind, named in (("model", model.named_parameters), ("buffer", model.named_buffers)):
+        first: dict[Tensor, str] = {}
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(tensor, name) != name:
+                further[f"{kind}/{name}"] = f"{kind}/{first[tensor]}"
+    return further
+
+
+def shard_parameter(
+    module: nn.Module,
+    name: str,
+    part: Part,
+    *,
+    axis: str,
+    dim: int,
+    index: int,
+    of: int,
+    sections: tuple[int, ...] | None = None,
+) -> None:
+    """Replace parameter `name` of `module` by part `index` of `of` along `dim`, and note it.
+
+    A parameter on the meta device stays there; a real one is copied, so that the full one can be freed.
+
+    Raises:
+        ValueError: the size of `dim` (or of one of its sections) is not a multiple of `of`.
+    """
+    parameter: Tensor = getattr(module, name)
+    one = ShardLayout.whole(parameter.shape).divide(dim, index, of, sections)
+    own = nn.Parameter(one.take(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
+    part.layout = part.layout.divide(dim, index, of, sections)
+    part.sharded.add(axis)
+    setattr(module, name, own)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """The local memory of a parameter or gradient: a DTensor's shard, or the tensor itself."""
+    # Where nothing has made a DTensor, their import would take most of a short run's time.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return parameter.to_local() if tensors is not None and isinstance(parameter, tensors.DTensor) else parameter
+
+
+# Adam's and LAMB's step counter: one float32 per parameter
+_STEP_BYTES = 4
+
+
+class StateBytes(NamedTuple):
+    """Bytes that a rank holds between backward pass and optimizer step.
+
+    Activations and module buffers are not counted.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all three."""
+        return sum(self)
+
+
+def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> StateBytes:
+    """Bytes of training state that this rank holds, counted by the memory behind its tensors.
+
+    An FSDP2 parameter counts by its shard; memory that several tensors share counts once.
+
+    Args:
+        parameters: all parameters of this rank, as it holds them.
+        optimizer: over them, or over their local tensors.
+    """
+    own = list(parameters)
+    gradients = [part for p in own if p.grad is not None for part in _parts(p.grad)]
+    state = [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, Tensor)]
+    return StateBytes(_bytes(own), _bytes(gradients), _bytes(state))
+
+
+def predicted_bytes(parts: Parts, like: Mapping[str, Tensor], optimizer: OptimizerSpec) -> StateBytes:
+    """Bytes of training state that this rank will hold, from the layouts of its parts.
+
+    Exact but for FSDP2's padding: where a dimension does not divide evenly, the later ranks allocate parameters and
+    gradients as long as those of the first.
+
+    Args:
+        parts: the parts of the parameters that this rank holds.
+        like: the same parameters, full or divided, on any device; their dtype and `requires_grad` are read.
+        optimizer: the job's.
+    """
+    copies, steps = _state_of(optimizer)
+    parameters = gradients = state = 0
+    for name, part in parts.items():
+        own = part.layout.numel * like[name].element_size()
+        parameters += own
+        if like[name].requires_grad:
+            gradients += own
+            state += copies * own + steps
+    return StateBytes(parameters, gradients, state)
+
+
+def _state_of(optimizer: OptimizerSpec) -> tuple[int, int]:
+    """Optimizer state per parameter: number of tensors of its shape and type, and further bytes."""
+    match optimizer.name:
+        case "sgd":
+            return (1 if optimizer.momentum else 0), 0
+        case "lars":
+            return 1, 0
+        case "adam" | "adamw" | "lamb":
+            return 2, _STEP_BYTES
+
+
+def _parts(gradient: Tensor) -> tuple[Tensor, ...]:
+    """The tensors behind a gradient: of a sparse one its rows and their numbers."""
+    return (gradient._values(), gradient._indices()) if gradient.is_sparse else (gradient,)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.errors import PlanError
 from paceline.planning.plan import Plan
-from paceline.split.parts import Parts
+from paceline.split.layout import Parts
 
 # torch.nn.RNNBase rebuilds these in a forward pass if the parameters were replaced
 KEPT_UP_TO_DATE = ("_flat_weights",)

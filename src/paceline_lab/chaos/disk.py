@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from paceline.cluster.emulate.namespace import call_libc
+from paceline.cluster.emulate.network import call_libc
 from paceline.errors import RunError
 from paceline.files import private_folder
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError
-from paceline.planning.adjustment import equal_ratio
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.frameworks import (
@@ -20,10 +19,10 @@ from paceline.planning.cost.frameworks import (
     TORCHTITAN_COMPILED,
     Framework,
 )
-from paceline.planning.cost.layout import Layout
-from paceline.planning.cost.prediction import PART_NAMES, PARTS
+from paceline.planning.cost.layout import PART_NAMES, PARTS, Layout
 from paceline.planning.explain.explain import Explanation, explain
 from paceline.planning.explain.what_if import with_devices
+from paceline.planning.machines import equal_ratio
 from paceline.planning.plan import Plan
 from paceline.planning.predict import Layouts, layout_of, priced
 from paceline.planning.search.result import Candidate, SearchResult, preferred
@@ -33,7 +32,7 @@ from paceline_lab.configurations.configuration import Configuration, Planned
 from paceline_lab.configurations.systems import system_named, writes
 
 if TYPE_CHECKING:
-    from paceline.planning.adjustment import Basis
+    from paceline.planning.machines import Basis
 
 # fraction of the step below which a part is not told
 _SMALL = 0.01

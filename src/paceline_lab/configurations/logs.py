@@ -16,7 +16,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.files import read_text
 from paceline.job.known.names import must_find_model
-from paceline.planning.tables.rows import Row
+from paceline.planning.tables.layouts import Row
 from paceline.run.record.run import WARM_UP_STEPS
 from paceline.run.tuning.calibrate_on import LogReader
 from paceline_lab.configurations import megatron, torchtitan

@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline import units
 from paceline.errors import RunError
 from paceline.files import write_whole
-from paceline.planning.cost.prediction import PART_NAMES, PARTS
+from paceline.planning.cost.layout import PART_NAMES, PARTS
 from paceline.planning.explain.explain import LEAST
 from paceline.report import plan_charts
 from paceline.report.page import Card, Cell, Chart, Row, write_page

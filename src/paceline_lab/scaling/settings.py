@@ -14,8 +14,7 @@ from paceline.errors import PlanError
 from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
 from paceline.planning.check.check_plan import check_plan
-from paceline.planning.devices import on_devices, spelled_out
-from paceline.planning.plan import Plan
+from paceline.planning.plan import Plan, on_devices, spelled_out
 from paceline.report.words import named
 from paceline.run.preflight import refuse_what_cannot_divide
 from paceline.units import count

@@ -13,9 +13,8 @@ import numpy as np
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.planning.explain.failures import costs_of, interval_s
-from paceline.planning.explain.scaling import best_on
-from paceline.planning.explain.what_if import Case, with_devices
+from paceline.planning.explain.explain import costs_of, interval_s
+from paceline.planning.explain.what_if import Case, best_on, with_devices
 from paceline.planning.search.result import Candidate
 from paceline.stats import Interval
 from paceline_lab.scaling.result import Scaling
@@ -23,7 +22,7 @@ from paceline_lab.simulated.chance import HIGH, Floats, Jitter, ScaleError, draw
 from paceline_lab.simulated.published import held_against
 
 if TYPE_CHECKING:
-    from paceline.planning.adjustment import Basis
+    from paceline.planning.machines import Basis
 
 # Unexpected interruptions of Llama 3's pre-training: 419 in 54 days on 2,048 hosts (arXiv:2407.21783, section 3.3.4)
 PUBLISHED_FAILURES = 419 / 54 / 2048

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from paceline.planning.cost.prediction import PART_NAMES
+from paceline.planning.cost.layout import PART_NAMES
 from paceline.planning.plan import Plan
 from paceline.report.words import listed
 from paceline.units import count, digits, percent

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError, RunError
 from paceline.job.job import Job
-from paceline.planning.adjustment import own_adjustment
 from paceline.planning.cost.estimate import estimate
-from paceline.planning.machines import machines
+from paceline.planning.machines import machines, own_adjustment
 from paceline.run.record.run import Run
 from paceline.run.record.stragglers import step_time_ratios
 from paceline.run.tuning.calibrate_on import read_runs
@@ -23,7 +22,7 @@ from paceline_lab.simulated.chance import Jitter
 
 if TYPE_CHECKING:
     from paceline.data.loader import Loader
-    from paceline.planning.adjustment import Adjustment
+    from paceline.planning.machines import Adjustment
 
 _READ_S = 0.5  # of reading samples
 

@@ -15,7 +15,7 @@ from paceline.cluster.catalogue.hardware import Accelerator
 from paceline.errors import PlanError
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.model.graph import ModelTrace
-from paceline.planning.tables.rows import Row, row_of
+from paceline.planning.tables.layouts import Row, row_of
 from paceline.units import digits
 from paceline.yaml_file import FileKind, read_yaml
 from paceline_lab.scaling.result import Scaling

@@ -26,7 +26,7 @@ from paceline_lab.simulated.measured_here import MeasuredHere, ReadingSpeed
 from paceline_lab.simulated.published import Likeness, alike, kind_of
 
 if TYPE_CHECKING:
-    from paceline.planning.adjustment import Basis
+    from paceline.planning.machines import Basis
 
 _CORRECTED = "corrected by"  # of a prediction's notes, what says that measured runs are behind it
 

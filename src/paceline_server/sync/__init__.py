@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.planning.arguments import Argument, one_of, whole, whole_or_inf
-from paceline.planning.sync_info import OUTER_LR, OUTER_MOMENTUM, ServerProcesses, SyncInfo
+from paceline.planning.sync_info import (
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    Argument,
+    ServerProcesses,
+    SyncInfo,
+    one_of,
+    whole,
+    whole_or_inf,
+)
 
 
 def _check(arguments: Mapping[str, Any]) -> str | None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.split.layout import ShardLayout
-from paceline.split.parts import Part, local
+from paceline.split.layout import Part, ShardLayout, local
 
 _HOST = torch.device("cpu")
 

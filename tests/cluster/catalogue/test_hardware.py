@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, accelerator, at_power, known
-from paceline.cluster.catalogue.hosts import HOP
-from paceline.cluster.catalogue.instances import INSTANCES
+from paceline.cluster.catalogue.accelerator import HOP
+from paceline.cluster.catalogue.hardware import CATALOGUE, INSTANCES, Accelerator, accelerator, at_power, known
 from paceline.errors import ClusterError
 
 ROOT = Path(__file__).parents[3]

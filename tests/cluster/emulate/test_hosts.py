@@ -20,7 +20,7 @@ import pytest
 from hosts import namespaces_of
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
-from paceline.cluster.emulate.namespace import inside
+from paceline.cluster.emulate.network import inside
 from paceline.errors import ClusterError
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]

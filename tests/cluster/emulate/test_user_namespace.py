@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from commands import BIN, losses, paceline, write_job
-from paceline.cluster.emulate import user_namespace
-from paceline.cluster.emulate.user_namespace import become_root_of_own_namespace
+from paceline.cluster.emulate import network as user_namespace
+from paceline.cluster.emulate.network import become_root_of_own_namespace
 from paceline.errors import ClusterError
 
 REPOSITORY = Path(__file__).parents[3]

@@ -9,8 +9,7 @@ import pytest
 
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.errors import PlanError
-from paceline.planning.devices import on_devices
-from paceline.planning.plan import Plan
+from paceline.planning.plan import Plan, on_devices
 from paceline_lab.scaling.settings import DEFAULT_STEPS, settings_for, target_of
 from small_jobs import points, small_job
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host
-from paceline.planning.check.check_plan import check_plan
-from paceline.planning.check.nearest import nearest_plan
+from paceline.planning.check.check_plan import check_plan, nearest_plan
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.plan import Plan
 from planner_jobs import job_on_tokens as job

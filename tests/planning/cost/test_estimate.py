@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.job.read.dimensions import Dimensions
 from paceline.planning.cost.estimate import estimate
-from paceline.planning.cost.layout import Layout, Machines
-from paceline.planning.cost.prediction import PARTS
+from paceline.planning.cost.layout import PARTS, Layout, Machines
 from paceline.planning.model.transformer import transformer
 
 A100 = CATALOGUE["A100-SXM-80"]

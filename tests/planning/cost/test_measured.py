@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from paceline.cluster.catalogue.hardware import LinkSpec
 from paceline.cluster.cluster import Cluster, Host
 from paceline.job.job import Job
-from paceline.planning.adjustment import adjusted
 from paceline.planning.calibrate import Calibration, CalibrationPoint, Collective, PassTiming
 from paceline.planning.cost.estimate import estimate, inputs_of, step_parts, timeline
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.measured import measured_inputs
 from paceline.planning.cost.measured_links import here
+from paceline.planning.machines import adjusted
 from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
-from paceline.planning.search import branch_and_bound
+from paceline.planning.search import search as branch_and_bound
 from paceline.planning.search.search import search
 
 BLOCK = BlockTrace("layer", gemms=(Gemm(8, 64, 64, divided="n"),), matrices=4096, boundary=512, reductions=2)

@@ -13,7 +13,7 @@ from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.job.read.dimensions import Dimensions
 from paceline.planning.cost.estimate import timeline
 from paceline.planning.cost.layout import Layout, Machines
-from paceline.planning.cost.pipeline import pipeline_s, simulate, work_of
+from paceline.planning.cost.stages import pipeline_s, simulate, work_of
 from paceline.planning.model.transformer import transformer
 
 A100 = CATALOGUE["A100-SXM-80"]

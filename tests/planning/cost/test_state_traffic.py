@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.job.read.dimensions import Dimensions
+from paceline.planning.cost.estimate import beside_passes_s
 from paceline.planning.cost.frameworks import FSDP, MEGATRON_CORE
 from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.planning.cost.stages import StageCost
-from paceline.planning.cost.state_traffic import beside_passes_s
 from paceline.planning.cost.traffic import all_reduce_s, gather_s, link_path
 from paceline.planning.model.transformer import transformer
 

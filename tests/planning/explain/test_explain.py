@@ -18,11 +18,10 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.named import cluster_from
 from paceline.errors import PlanError
 from paceline.planning.cost.estimate import estimate
-from paceline.planning.cost.prediction import PARTS
+from paceline.planning.cost.layout import PARTS
 from paceline.planning.explain.advice import Advice, other_machines, other_trainings
 from paceline.planning.explain.explain import explain, shares_of_memory, shares_of_time
-from paceline.planning.explain.scaling import scaling
-from paceline.planning.explain.what_if import Case, batch, devices, memory, what_if, with_devices
+from paceline.planning.explain.what_if import Case, batch, devices, memory, scaling, what_if, with_devices
 from paceline.planning.plan import Plan
 from paceline.planning.predict import layout_of, modelled
 from paceline.planning.search.result import Candidate, Excluded, SearchResult

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 from handmade_search import candidate, cluster, found, job
 from paceline.planning.cost.failures import failure_costs
-from paceline.planning.explain.explain import explain
-from paceline.planning.explain.failures import FailureOutlook, outlook
+from paceline.planning.explain.explain import FailureOutlook, explain, outlook
 from paceline.planning.search.result import Candidate
 
 

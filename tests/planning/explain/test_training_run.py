@@ -8,13 +8,15 @@ import pytest
 
 from handmade_search import TRACE, candidate, cluster, job
 from paceline.errors import PlanError
-from paceline.planning.explain.scaling_laws import BESIROGLU, HOFFMANN, extrapolated
 from paceline.planning.explain.training_run import (
+    BESIROGLU,
+    HOFFMANN,
     HOST_OVERHEAD,
     Amount,
     Conditions,
     Goal,
     amount_of,
+    extrapolated,
     read_amount,
     read_duration,
     straggler_slowdown,

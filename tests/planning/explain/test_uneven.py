@@ -10,8 +10,8 @@ from paceline.cluster.cluster import Cluster, Device, Host, Link
 from paceline.job.job import Job
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.cost.estimate import estimate
+from paceline.planning.explain.advice import cut_by_speed, weights_by_speed
 from paceline.planning.explain.explain import explain
-from paceline.planning.explain.uneven import cut_by_speed, weights_by_speed
 from paceline.planning.explain.what_if import Case
 from paceline.planning.machines import machines
 from paceline.planning.plan import Plan

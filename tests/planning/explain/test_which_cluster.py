@@ -9,9 +9,16 @@ import pytest
 
 from handmade_search import job
 from paceline.errors import ClusterError, PlanError
-from paceline.planning.explain.offers import EXAMPLES, Offer, Offers, read_offers
 from paceline.planning.explain.training_run import Conditions, Goal
-from paceline.planning.explain.which_cluster import ClusterChoice, host_counts, which_cluster
+from paceline.planning.explain.which_cluster import (
+    EXAMPLES,
+    ClusterChoice,
+    Offer,
+    Offers,
+    host_counts,
+    read_offers,
+    which_cluster,
+)
 from paceline.units import money
 
 H100 = Offer(cluster="8xH100-SXM, 400gbit", price=3.0, spot=1.0, hosts=4, name="Hopper")

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.job.zoo.models.gpt import GPT
 from paceline.job.zoo.models.vision import cifar_cnn
-from paceline.planning.model.blocks import find_blocks, submodules
+from paceline.planning.model.forward_pass import find_blocks, submodules
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -26,10 +26,10 @@ from paceline.job.read.dimensions import Dimensions
 from paceline.job.zoo.losses import call
 from paceline.planning.model import build as tracing
 from paceline.planning.model.build import trace
+from paceline.planning.model.forward_pass import batch_of, with_values
 from paceline.planning.model.graph import BlockTrace, ModelTrace
 from paceline.planning.model.model_info import model_info, without_memory
-from paceline.planning.model.sample import batch_of, with_values
-from paceline.planning.model.tensor.proof import prove
+from paceline.planning.model.tensor.degrees import prove
 from paceline.planning.model.transformer import transformer
 from paceline.run.dry_run.memory_watch import MemoryWatch
 

@@ -13,11 +13,11 @@ from paceline.cluster.named import named_cluster
 from paceline.comm import Group
 from paceline.job.job import Job
 from paceline.job.zoo.losses import call
+from paceline.planning.model.forward_pass import batch_of
 from paceline.planning.model.model_info import without_memory
-from paceline.planning.model.sample import batch_of
 from paceline.planning.plan import Plan
 from paceline.planning.predict import layout_of
-from paceline.split.parts import whole_parts
+from paceline.split.layout import whole_parts
 from paceline.split.tensor.division import shard_tensors
 
 TRUNK = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -7,10 +7,15 @@ from math import prod
 import pytest
 
 from paceline.planning.model.graph import ModelTrace
-from paceline.planning.model.images.builder import ImageBuilder
-from paceline.planning.model.images.diffusion import LatentUNet, latent_unet
-from paceline.planning.model.images.known import IMAGE_MODELS, KnownImageModel
-from paceline.planning.model.known import find_image_model, known_model
+from paceline.planning.model.image_classifiers import ImageBuilder
+from paceline.planning.model.known import (
+    IMAGE_MODELS,
+    KnownImageModel,
+    LatentUNet,
+    find_image_model,
+    known_model,
+    latent_unet,
+)
 
 
 def built(name: str) -> ModelTrace:

@@ -12,8 +12,7 @@ from paceline.job.known.entry import KnownModel
 from paceline.job.known.names import find_model, models
 from paceline.job.read.dimensions import Dimensions
 from paceline.planning.model.build import trace
-from paceline.planning.model.images.known import IMAGE_MODELS
-from paceline.planning.model.known import known_dimensions, known_model
+from paceline.planning.model.known import IMAGE_MODELS, known_dimensions, known_model
 from paceline.planning.model.transformer import active_parameters, transformer
 
 

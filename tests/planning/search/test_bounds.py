@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster, Device, Host, Link
 from paceline.job.job import Job
-from paceline.planning.choices import REMATS
+from paceline.planning.axes import REMATS
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.memory import memory, usable_bytes
 from paceline.planning.machines import machines
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import Plan
 from paceline.planning.predict import Layouts
-from paceline.planning.search.branch_and_bound import BranchAndBound, Choice
+from paceline.planning.search.search import BranchAndBound, Choice
 from paceline.planning.search.space import PIPELINES, Space, divisors
 
 _TRIED = 40

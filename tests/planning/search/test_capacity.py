@@ -15,7 +15,7 @@ from paceline.job.read.dimensions import Dimensions
 from paceline.planning.cost.layout import Layout
 from paceline.planning.machines import machines
 from paceline.planning.model.transformer import transformer
-from paceline.planning.search.capacity import least, smallest_that_works
+from paceline.planning.search.result import least, smallest_that_works
 
 LARGE = transformer(LLAMA_70B)
 SMALL = transformer(Dimensions(layers=4, hidden=256, heads=4, seq=128, vocab=1024))

@@ -18,16 +18,15 @@ from paceline.cluster.cluster import Cluster, Device, Host, Link
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.partition import PartitionSpec
+from paceline.planning.axes import REMATS, SCHEDULES
 from paceline.planning.check.rules import reasons_against
-from paceline.planning.choices import REMATS, SCHEDULES
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.memory import usable_bytes
 from paceline.planning.machines import machines
 from paceline.planning.plan import Plan
 from paceline.planning.predict import Layouts, predict
-from paceline.planning.search.branch_and_bound import BranchAndBound
 from paceline.planning.search.result import SearchResult, preferred
-from paceline.planning.search.search import search
+from paceline.planning.search.search import BranchAndBound, search
 from paceline.planning.search.space import Space
 
 ROOT = Path(__file__).parents[3]

@@ -9,8 +9,7 @@ import pytest
 from paceline.planning.cost import frameworks as known
 from paceline.planning.cost.layout import Layout
 from paceline.planning.tables.cells import UnusableError
-from paceline.planning.tables.frameworks import framework_of
-from paceline.planning.tables.layouts import layout_of
+from paceline.planning.tables.layouts import framework_of, layout_of
 
 CELLS = {
     "model": "GPT 7B",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.planning.tables.cells import UnusableError
-from paceline.planning.tables.models import model_of
+from paceline.planning.tables.cells import UnusableError, model_of
 
 GPT = {"model": "GPT 7B", "n_layers": "32", "hidden": "4096", "n_heads": "32", "seq_len": "2048", "vocab": "50257"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.planning.tables.rows import Row, Skipped, read
+from paceline.planning.tables.layouts import Row, Skipped, read
 
 TABLES = Path(__file__).parents[3] / "benchmarks" / "tables"
 CELLS = {

@@ -19,7 +19,7 @@ from paceline.run.checkpoint import convert
 from paceline.run.checkpoint.convert import export, export_hf, fitted, load_weights, weights_from
 from paceline.run.checkpoint.shard_assignment import MeshCoordinate
 from paceline.run.checkpoint.writer import Snapshot
-from paceline.split.parts import Part, tied_names
+from paceline.split.layout import Part, tied_names
 from ranks import Ranks
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 from small_jobs import new_run, points, small_job, train_as_rank

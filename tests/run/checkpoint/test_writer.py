@@ -25,9 +25,8 @@ from paceline.run.checkpoint.reader import load, load_latest
 from paceline.run.checkpoint.shard import CODES
 from paceline.run.checkpoint.shard_assignment import MeshCoordinate
 from paceline.run.checkpoint.writer import Checkpointer, Snapshot
-from paceline.split.layout import ShardLayout
+from paceline.split.layout import Part, ShardLayout
 from paceline.split.mesh import Mesh
-from paceline.split.parts import Part
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 
 Events = list[tuple[str, dict[str, Any]]]

@@ -22,7 +22,7 @@ from paceline.planning.sync_info import RULES, SyncInfo
 from paceline.run.build import build_engine, built
 from paceline.run.dry_run.dry_run import DryRun, run_dry
 from paceline.run.dry_run.memory_watch import MemoryWatch
-from paceline.split.memory import StateBytes, held_bytes
+from paceline.split.layout import StateBytes, held_bytes
 from paceline.sync.averaging import Averaging
 from paceline.sync.rule import Replica
 from ranks import Ranks

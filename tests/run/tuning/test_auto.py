@@ -20,8 +20,8 @@ from paceline.errors import LaunchError
 from paceline.files import cache_folder
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
-from paceline.planning import cache
-from paceline.planning.auto import auto_plan
+from paceline.planning import history as cache
+from paceline.planning.check.check_plan import auto_plan
 from paceline.planning.history import pairs
 from paceline.planning.knobs import Trial
 from paceline.planning.plan import Plan

@@ -23,9 +23,8 @@ from paceline.job.batch import Batch
 from paceline.job.zoo.losses import CrossEntropy
 from paceline.job.zoo.models.gpt import GPT
 from paceline.job.zoo.models.huggingface import bert
-from paceline.split.context.check import examine
-from paceline.split.context.division import divide_context
-from paceline.split.parts import whole_parts
+from paceline.split.context.division import divide_context, examine
+from paceline.split.layout import whole_parts
 from ranks import Backend, Ranks
 
 VOCAB, TOKENS, STEPS = 32, 16, 3

@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.split.context.block_attention import (
+from paceline.split.context.ring import (
     attend,
     attend_backward,
     attend_by_matrices,
     attend_by_matrices_backward,
+    held,
+    join_ring,
+    ring_attention,
 )
-from paceline.split.context.ring import held, join_ring, ring_attention
 from ranks import Backend, Ranks
 
 SAMPLES, HEADS, SIZE = 2, 4, 6

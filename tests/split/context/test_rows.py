@@ -23,8 +23,8 @@ from paceline.split.apply import Split
 from paceline.split.context.division import divide_context
 from paceline.split.context.rows import tokenwise_modules
 from paceline.split.deferred_init.initialise import DeferredModel, record
+from paceline.split.layout import whole_parts
 from paceline.split.mesh import Mesh
-from paceline.split.parts import whole_parts
 from ranks import Ranks
 
 VOCAB, TOKENS, WIDTH = 32, 17, 16

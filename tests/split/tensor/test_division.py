@@ -16,9 +16,9 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.zoo.models.gpt import GPT
 from paceline.job.zoo.models.vision import mlp
-from paceline.planning.model.tensor import unpaired
-from paceline.planning.model.tensor.proof import prove
-from paceline.split.parts import whole_parts
+from paceline.planning.model.tensor import degrees as unpaired
+from paceline.planning.model.tensor.degrees import prove
+from paceline.split.layout import whole_parts
 from paceline.split.tensor.division import shard_tensors
 from ranks import Ranks
 from tensor_parity import Made, call, compare_gradients, output_of, own_group, seeded

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.planning.model.tensor.proof import prove
-from paceline.split.parts import whole_parts
+from paceline.planning.model.tensor.degrees import prove
+from paceline.split.layout import whole_parts
 from paceline.split.tensor.division import shard_tensors
 from ranks import Ranks
 from tensor_parity import Made, call, gradients_agree, output_of, own_group, seeded

@@ -16,7 +16,7 @@ from paceline.comm import Group
 from paceline.comm.allreduce.flat import FlatAllReduce
 from paceline.comm.backend import joined
 from paceline.errors import PlanError
-from paceline.planning.codec_info import CODECS, CodecInfo, CompressSpec, auto_candidates
+from paceline.planning.sync_info import CODECS, CodecInfo, CompressSpec, auto_candidates
 from paceline.sync.compress.choice import CodecChooser, measure_sums
 from ranks import Ranks
 

@@ -17,8 +17,17 @@ from typing import Self
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.emulate.cgroup import PREFIX, enter_group, held_group, place_of_group
 from paceline.cluster.emulate.keeper import Keeper, end_processes
-from paceline.cluster.emulate.namespace import enter, new_namespace, path_of
-from paceline.cluster.emulate.network import INTERFACE, build, carried, plug, unplug, wires
+from paceline.cluster.emulate.network import (
+    INTERFACE,
+    build,
+    carried,
+    enter,
+    new_namespace,
+    path_of,
+    plug,
+    unplug,
+    wires,
+)
 from paceline.errors import ClusterError
 from paceline.rank_environment import HostEntry
 

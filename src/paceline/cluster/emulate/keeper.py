@@ -18,9 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.cluster.emulate.cgroup import processes_of, remove_group
-from paceline.cluster.emulate.namespace import path_of
-from paceline.cluster.emulate.network import wires
-from paceline.cluster.emulate.relay import Relay
+from paceline.cluster.emulate.network import Relay, path_of, wires
 from paceline.errors import ClusterError
 
 _GRACE_S = 35.0  # a rank that saves a checkpoint after its launcher's death ends itself after 30 s

@@ -6,14 +6,24 @@ uses. Neighbours and ports are entered by hand and IPv6 is off, so that nothing 
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
+import select
+import socket
 import subprocess
-from collections.abc import Sequence
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
-from paceline.cluster.emulate.namespace import ADVICE, inside
 from paceline.errors import ClusterError
 
 INTERFACE = "eth0"  # of every host
@@ -150,3 +160,199 @@ def _run(namespace: str, command: list[str], lines: Sequence[str] = ()) -> str:
         at = f", at `{lines[int(number[1]) - 1]}`" if number else ""
         raise ClusterError(f"`{' '.join(command)}` failed{at}: {' '.join(done.stderr.split())}. {ADVICE}")
     return done.stdout
+
+
+T = TypeVar("T")
+ADVICE = "Emulated hosts need CAP_NET_ADMIN and CAP_SYS_ADMIN, as root has; a container needs --privileged."
+_CLONE_NEWNET = 0x40000000
+
+
+@contextmanager
+def new_namespace() -> Iterator[int]:
+    """A new network namespace, held by a descriptor within the context.
+
+    Raises:
+        ClusterError: the kernel refuses.
+    """
+
+    def make() -> int:
+        call_libc("unshare", _CLONE_NEWNET)
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+    try:
+        descriptor = _in_thread(make)
+    except OSError as error:
+        raise ClusterError(f"a network namespace cannot be made: {error.strerror}. {ADVICE}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def path_of(descriptor: int) -> str:
+    """Path at which other processes, too, find what this one has open."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def enter(path: str) -> None:
+    """Move the calling thread, with its later threads and processes, into a network namespace.
+
+    Raises:
+        ClusterError: its launcher no longer holds it, or this process may not enter it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            call_libc("setns", descriptor, _CLONE_NEWNET)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ClusterError(
+            f"the network namespace {path} cannot be entered: {error.strerror}. It takes root, and a launcher that is "
+            "still there."
+        ) from error
+
+
+def inside(path: str, function: Callable[[], T]) -> T:
+    """Call a function in a network namespace, which this thread does not enter.
+
+    A socket that it opens stays in that namespace, as does a process that it starts.
+    """
+
+    def run() -> T:
+        enter(path)
+        return function()
+
+    return _in_thread(run)
+
+
+def _in_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread of its own, which may leave its namespace."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+def call_libc(name: str, *arguments: int) -> None:
+    """Call a function of libc that Python has from 3.12 on only."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+_ALL_PROTOCOLS = 3
+_SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+# bytes: more than any link's queue holds, for the queue, not the socket, is to drop what is too much
+_BUFFER = 64 * 2**20
+_HEADER = 10  # bytes of virtio's header before a frame: which checksum is still to be made, and where to cut
+_LARGEST = 2**17
+_BATCH = 64  # frames taken from one port before the others have their turn
+
+
+class _DelayedBytes(NamedTuple):
+    due: float
+    source: int
+    target: int
+    frame: bytes
+
+
+class Relay(threading.Thread):
+    """A thread that carries packets between ports of the bridge's namespace until the process ends.
+
+    `cut` holds the numbers of the hosts whose packets it drops, both ways.
+    """
+
+    def __init__(self, bridge: str, links: Sequence[Wire], delay_s: float) -> None:
+        """Open the ports, which must exist and belong to no bridge.
+
+        Packets are carried from `start` on.
+        """
+        super().__init__(name="relay", daemon=True)
+        self.cut: set[int] = set()
+        self._delay_s = delay_s
+        self._by_address = {bytes.fromhex(link.mac.replace(":", "")): number for number, link in enumerate(links)}
+        self._ports = inside(bridge, lambda: [_port(link.host) for link in links])
+        self._numbers = {port: number for number, port in enumerate(self._ports)}
+        self._held: deque[_DelayedBytes] = deque()
+
+    def run(self) -> None:
+        """Carry packets in order of arrival, each held equally long."""
+        while True:
+            wait_s = max(0.0, self._held[0].due - time.monotonic()) if self._held else None
+            ready, _, _ = select.select(self._ports, [], [], wait_s)
+            for port in ready:
+                self._take(port)
+            while self._held and self._held[0].due <= time.monotonic():
+                self._pass_on(self._held.popleft())
+
+    def _take(self, port: socket.socket) -> None:
+        for _ in range(_BATCH):
+            try:
+                frame = port.recv(_LARGEST)
+            except OSError:  # none is left, or the link is just being removed
+                return
+            target = self._by_address.get(frame[_HEADER : _HEADER + 6])
+            if target is not None:
+                self._held.append(_DelayedBytes(time.monotonic() + self._delay_s, self._numbers[port], target, frame))
+
+    def _pass_on(self, held: _DelayedBytes) -> None:
+        if self.cut.isdisjoint((held.source, held.target)):
+            try:
+                self._ports[held.target].send(held.frame)
+            except OSError:  # the queue of the link is full
+                return
+
+
+def _port(name: str) -> socket.socket:
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # of no protocol, so nothing comes before it is bound
+    port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+    port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+    try:
+        port.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _BUFFER)
+        port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
+    except PermissionError:  # in a user namespace: what the system allows has to do
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
+    port.setblocking(False)
+    port.bind((name, _ALL_PROTOCOLS))
+    return port
+
+
+_CLONE_NEWUSER = 0x10000000
+# Settings by which kernels refuse such namespaces: what they are set to then, and what allows them.
+_SETTINGS = {
+    "kernel.unprivileged_userns_clone": ("0", "1"),
+    "kernel.apparmor_restrict_unprivileged_userns": ("1", "0"),
+    "user.max_user_namespaces": ("0", "10000"),
+}
+
+
+def become_root_of_own_namespace(system: Path = Path("/proc/sys")) -> None:
+    """Move this process into a new user namespace, where its user is root.
+
+    What it starts from then on is there, too. To be called before any thread is started.
+
+    Raises:
+        ClusterError: the kernel does not allow it.
+    """
+    if not sys.platform.startswith("linux"):
+        return  # the emulation says why it is not possible
+    user, group = os.geteuid(), os.getegid()
+    own = Path("/proc/self")
+    try:
+        call_libc("unshare", _CLONE_NEWUSER)
+        (own / "setgroups").write_text("deny")  # else no group may be named
+        (own / "uid_map").write_text(f"0 {user} 1")
+        (own / "gid_map").write_text(f"0 {group} 1")
+    except OSError as error:
+        raise ClusterError(
+            f"emulated hosts need root, or a user namespace, which the kernel refuses: {error.strerror}. "
+            f"{_advice(system)}"
+        ) from error
+
+
+def _advice(system: Path) -> str:
+    for name, (refuses, allows) in _SETTINGS.items():
+        file = system / name.replace(".", "/")
+        if file.exists() and file.read_text().strip() == refuses:
+            return f"It would be allowed by `sudo sysctl -w {name}={allows}`; or start the command with sudo."
+    return "Start the command with sudo, or in a container with --privileged."

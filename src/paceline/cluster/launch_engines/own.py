@@ -2,20 +2,286 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import os
+import re
+import socket
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
-from paceline.cluster.launch_engines.by_hand import ByHand
-from paceline.cluster.launch_engines.engine import HostPlace, LaunchEngine
-from paceline.cluster.launch_engines.kubernetes import Kubernetes
-from paceline.cluster.launch_engines.mpi import Mpi
-from paceline.cluster.launch_engines.sky import Sky
-from paceline.cluster.launch_engines.slurm import Slurm
-from paceline.cluster.launch_engines.torchrun import Torchrun
-from paceline.cluster.launch_engines.variables import ENGINE
+from paceline.cluster.launch_engines.engine import (
+    COORDINATOR,
+    ENGINE,
+    HOST_NUMBER,
+    HOSTS,
+    MOST_HOSTS,
+    HostPlace,
+    LaunchEngine,
+    number_from,
+    place_from,
+)
 from paceline.errors import LaunchError
 from paceline.extensions import ExtensionPoint
-from paceline.rank_environment import RANK, is_our_rank
+from paceline.rank_environment import RANK, RankEnvironment, is_our_rank
+
+_HOSTS_ADVICE = (
+    f"On every host set {HOSTS} (their number), {HOST_NUMBER} (0, 1, …: its own) and {COORDINATOR} "
+    "(ADDRESS:PORT of host 0)."
+)
+
+
+class ByHand(LaunchEngine):
+    """PACELINE_ variables, set by a person, by `--hosts` (ssh) or by Ray's actors."""
+
+    def detect(self) -> bool:
+        # In an indexed Job of Kubernetes the variables of its manifest are completed by the pod's index.
+        return HOST_NUMBER in os.environ or (HOSTS in os.environ and "JOB_COMPLETION_INDEX" not in os.environ)
+
+    def hosts(self) -> HostPlace | None:
+        # One default port for all: who starts by hand has no number of the run.
+        return place_from(
+            HOST_NUMBER, HOSTS, os.environ.get(ENGINE) or "hosts", _HOSTS_ADVICE, coordinator="", run_name=""
+        )
+
+
+class Torchrun(LaunchEngine):
+    """A torchrun, or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+
+    def detect(self) -> bool:
+        return RANK in os.environ and not is_our_rank()
+
+    def place(self) -> RankEnvironment | None:
+        return RankEnvironment.from_env()
+
+    def tell_failure(self, text: str, time_s: float) -> None:
+        if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            facts = {"py_callstack": text.splitlines()[0], "timestamp": str(int(time_s))}
+            Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": facts}}))
+
+
+_COMMAND = "srun --ntasks-per-node=1 paceline …"
+_SLURM_ADVICE = f"Start one process on every node: {_COMMAND}"
+_ENTRY = re.compile(r"((?:[^\[\],\s]|\[[0-9,-]+\])+)(?:,|$)")  # names and brackets; commas outside of them separate
+_PART = re.compile(r"\[([0-9,-]+)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+
+
+class Slurm(LaunchEngine):
+    """A job step of Slurm with one task per node.
+
+    A batch script has the variables of a task as well, so only those of a step count.
+    """
+
+    def detect(self) -> bool:
+        return "SLURM_JOB_ID" in os.environ and ("SLURM_STEP_ID" in os.environ or _nodes() > 1)
+
+    def hosts(self) -> HostPlace | None:
+        if "SLURM_STEP_ID" not in os.environ:
+            return None
+        nodes, tasks = (
+            number_from("SLURM_STEP_NUM_NODES", _SLURM_ADVICE),
+            number_from("SLURM_STEP_NUM_TASKS", _SLURM_ADVICE),
+        )
+        if tasks != nodes:
+            raise LaunchError(
+                f"Slurm started {tasks} tasks on {nodes} nodes (SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES), but "
+                f"paceline is started once per node, and starts the ranks itself. {_SLURM_ADVICE}"
+            )
+        names = expand(os.environ.get("SLURM_STEP_NODELIST", ""))
+        if len(names) != nodes:
+            raise LaunchError(
+                f"SLURM_STEP_NODELIST names {len(names)} nodes, but SLURM_STEP_NUM_NODES is {nodes}. {_SLURM_ADVICE}"
+            )
+        return place_from(
+            "SLURM_NODEID",
+            "SLURM_STEP_NUM_NODES",
+            "slurm",
+            _SLURM_ADVICE,
+            coordinator=names[0],
+            run_name=os.environ["SLURM_JOB_ID"],
+            name=os.environ.get("SLURMD_NODENAME", ""),
+        )
+
+    def note(self) -> str | None:
+        if "SLURM_STEP_ID" in os.environ:
+            return None
+        return f"this allocation of Slurm has {_nodes()} nodes; only this one is used. For all of them: {_COMMAND}"
+
+
+def _nodes() -> int:
+    """Number of nodes of the allocation; 1 where Slurm does not say."""
+    text = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    return int(text) if text.isascii() and text.isdecimal() else 1
+
+
+def expand(text: str) -> list[str]:
+    """The names in a list of nodes, in its order.
+
+    `n[01-03,7],m1` is n01, n02, n03, n7, m1.
+
+    Raises:
+        LaunchError: it is no such list, or names more than `MOST_HOSTS` nodes.
+    """
+    names: list[str] = []
+    position = 0
+    while position < len(text) or not text:
+        entry = _ENTRY.match(text, position)
+        if entry is None:
+            raise _not_a_list(text)
+        position = entry.end()
+        parts = [list(_part(match, text)) for match in _PART.finditer(entry[1])]
+        if len(names) + math.prod(map(len, parts)) > MOST_HOSTS:
+            raise LaunchError(f'The node list "{text[:80]}" names more than {MOST_HOSTS} nodes.')
+        names += map("".join, itertools.product(*parts))
+    if text.endswith(","):
+        raise _not_a_list(text)
+    return names
+
+
+def _part(match: re.Match[str], text: str) -> Iterator[str]:
+    """The alternatives of one part of a name: a text, or the numbers in brackets."""
+    if match[2] is not None:
+        yield match[2]
+        return
+    total = 0
+    for word in match[1].split(","):
+        numbers = _RANGE.fullmatch(word)
+        first, last = (numbers[1], numbers[2] or numbers[1]) if numbers else ("1", "0")
+        total += int(last) - int(first) + 1
+        if int(last) < int(first) or total > MOST_HOSTS:
+            raise _not_a_list(text)
+        yield from (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
+
+
+def _not_a_list(text: str) -> LaunchError:
+    return LaunchError(f'"{text[:80]}" is no list of nodes such as n[01-03,7],m1, or is too long.')
+
+
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
+_URI_OF_MPIRUN, _URI_HERE = "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri"
+_MPI_ADVICE = (
+    "Start one process on every host: mpirun --map-by ppr:1:node paceline … (Open MPI), mpiexec -ppn 1 (MPICH)."
+)
+
+
+class Mpi(LaunchEngine):
+    """mpirun or mpiexec with one process per host; MPI itself is not used."""
+
+    def detect(self) -> bool:
+        return _OPEN_MPI[1] in os.environ or (_MPICH[1] in os.environ and not _set_by_srun())
+
+    def hosts(self) -> HostPlace | None:
+        number, count, here = _OPEN_MPI if _OPEN_MPI[1] in os.environ else _MPICH
+        if here in os.environ and number_from(here, _MPI_ADVICE) > 1:
+            raise LaunchError(
+                f"mpirun started {os.environ[here]} processes on this host ({here}), but paceline is started once per "
+                f"host, and starts the ranks itself. {_MPI_ADVICE}"
+            )
+        return place_from(
+            number,
+            count,
+            "mpi",
+            _MPI_ADVICE,
+            coordinator=_address_of_mpirun(),
+            run_name=os.environ.get("PMIX_NAMESPACE", ""),
+        )
+
+
+def _set_by_srun() -> bool:
+    """True if PMI's variables are of a job step of Slurm."""
+    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+    return all(other in os.environ and os.environ.get(own) == os.environ[other] for own, other in pairs)
+
+
+def _address_of_mpirun() -> str:
+    """Address of the host that mpirun runs on; empty if unknown or not host 0."""
+    uri = os.environ.get(_URI_OF_MPIRUN, "")  # "jobid.0;tcp://10.0.0.1,10.1.0.1:40123"
+    is_first = os.environ.get("OMPI_COMM_WORLD_RANK") == "0"
+    if is_first and os.environ.get(_URI_HERE, uri) != uri:
+        return ""  # mpirun was told to start nothing on its own host
+    found = re.search(r"tcp://([0-9.]+)[,:]", uri)
+    return found[1] if found else ""
+
+
+_INDEX = "JOB_COMPLETION_INDEX"
+_TRAIN_JOB = ("PET_NODE_RANK", "PET_NNODES")
+_ADVICE_TRAIN_JOB = "A TrainJob's numNodes is one number; PET_NNODES=1:4 (elastic) is torchrun's."
+_ADVICE_JOB = f"In the manifest, completionMode is Indexed, and {HOSTS} is the number of completions."
+
+
+class Kubernetes(LaunchEngine):
+    """Pod of a job whose pods find one another by name.
+
+    An indexed Job says no number of pods: without PACELINE_HOSTS its pods are runs of their own, as in a sweep. With
+    PACELINE_HOST_NUMBER the manifest says the pod's number, as it has to where the hosts are several jobs of a JobSet.
+    """
+
+    def detect(self) -> bool:
+        return _TRAIN_JOB[1] in os.environ or (
+            _INDEX in os.environ and HOSTS in os.environ and HOST_NUMBER not in os.environ
+        )
+
+    def hosts(self) -> HostPlace | None:
+        if _TRAIN_JOB[1] in os.environ:
+            names, advice, coordinator = _TRAIN_JOB, _ADVICE_TRAIN_JOB, os.environ.get("PET_MASTER_ADDR", "")
+            if coordinator and (port := os.environ.get("PET_MASTER_PORT")):
+                coordinator = f"{coordinator}:{port}"
+        else:
+            names, advice, coordinator = (_INDEX, HOSTS), _ADVICE_JOB, _first_pod()
+        return place_from(*names, "kubernetes", advice, coordinator=coordinator, run_name=_job_name())
+
+
+def _first_pod() -> str:
+    """Name of the pod with index 0; empty if unknown.
+
+    Raises:
+        LaunchError: the pod is of a second replica of a JobSet's job, where the indices begin at 0 again.
+    """
+    job_set, replicated = os.environ.get("JOBSET_NAME"), os.environ.get("REPLICATED_JOB_NAME")
+    if job_set and replicated:
+        of_replica = re.match(rf"{re.escape(f'{job_set}-{replicated}')}-(\d+)-\d+$", socket.gethostname())
+        if of_replica and int(of_replica[1]):
+            raise LaunchError(
+                f"this pod is of job {of_replica[1]} of {replicated} in the JobSet {job_set}, and the pods of each job "
+                f"count from 0 ({_INDEX}): two would be host 0. Give {replicated} replicas: 1 and the number of hosts "
+                f"as completions. Or let every job have one pod: {HOST_NUMBER} from the annotation "
+                f"jobset.sigs.k8s.io/job-global-index, and {COORDINATOR} the name of the first."
+            )
+        return f"{job_set}-{replicated}-0-0.{job_set}"
+    host, index = socket.gethostname(), os.environ.get(_INDEX, "")
+    if not host.endswith(f"-{index}"):
+        return ""
+    domain = socket.getfqdn().partition(".")[2]  # of the headless service
+    return f"{host.removesuffix(index)}0{'.' if domain else ''}{domain}"
+
+
+def _job_name() -> str:
+    """Name of the job, from that of the pod; the same in all its pods."""
+    return os.environ.get("JOBSET_NAME") or socket.gethostname().rpartition("-")[0]
+
+
+_RANK, _COUNT, _ADDRESSES = "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"
+_SKY_ADVICE = "They are set by SkyPilot in the task's `run` section; start paceline there, once."
+
+
+class Sky(LaunchEngine):
+    """Node of a SkyPilot task."""
+
+    def detect(self) -> bool:
+        return _RANK in os.environ
+
+    def hosts(self) -> HostPlace | None:
+        addresses, count = os.environ.get(_ADDRESSES, "").split(), number_from(_COUNT, _SKY_ADVICE)
+        if len(addresses) != count:
+            raise LaunchError(f"{_ADDRESSES} has {len(addresses)} addresses, but {_COUNT} is {count}. {_SKY_ADVICE}")
+        run_name = os.environ.get("SKYPILOT_TASK_ID", "")
+        return place_from(
+            _RANK, _COUNT, "sky", _SKY_ADVICE, coordinator=addresses[0] if addresses else "", run_name=run_name
+        )
 
 
 class Local(LaunchEngine):

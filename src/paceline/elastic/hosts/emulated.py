@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate.hosts import EmulatedHost
-from paceline.cluster.emulate.namespace import inside
+from paceline.cluster.emulate.network import inside
 from paceline.cluster.launch_engines import HostPlace
 from paceline.elastic.failure import ErrorRecord
 from paceline.elastic.hosts.gather import joined, links_of

@@ -8,7 +8,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from paceline.cluster.launch_engines.variables import COORDINATOR
+from paceline.cluster.launch_engines.engine import COORDINATOR
 from paceline.elastic.ssh.host_list import NamedHost
 from paceline.errors import LaunchError
 

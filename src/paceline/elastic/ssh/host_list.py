@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cluster.launch_engines.variables import MOST_HOSTS
+from paceline.cluster.launch_engines.engine import MOST_HOSTS
 from paceline.errors import LaunchError
 from paceline.files import read_text
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.cluster.launch_engines.variables import (
+from paceline.cluster.launch_engines.engine import (
     COORDINATOR,
     ENGINE,
     HOST_DEVICES,

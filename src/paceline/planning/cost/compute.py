@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator
 from paceline.planning.cost import constants
-from paceline.planning.cost.attention import fused_attention_s
-from paceline.planning.cost.fitted import SUSTAINED
+from paceline.planning.cost.constants import SUSTAINED
 from paceline.planning.cost.layout import BYTES, Layout, Precision
-from paceline.planning.cost.products import LOW, peak_flops, product_s, vector_bandwidth
 from paceline.planning.model.graph import BlockTrace, Gemm
 
 
@@ -362,3 +360,162 @@ def _of_products(gemm: Gemm, config: BlockConfig) -> float:
     if wide:
         return 1 / constants.WINOGRAD if gemm.taps == 9 else 1.0
     return constants.CONVOLUTION_3D if gemm.taps == 27 else 1.0
+
+
+# precisions of products that are lower than 16 bits, and the peak that each uses
+LOW = {"int8": "int8", "fp8": "fp8", "fp8-row": "fp8", "fp8-block": "fp8", "mxfp8": "fp8", "fp4": "fp4"}
+_WIDER = {
+    "fp4": ("fp8", "bf16"),
+    "int8": ("fp8", "bf16"),
+    "fp8": ("bf16", "fp16"),
+    "bf16": ("fp16", "fp32"),
+    "fp16": ("fp32",),
+    "tf32": ("fp32",),
+}
+
+
+def peak_flops(device: Accelerator, precision: str) -> float:
+    """Peak FLOP/s of a precision, or of the next wider one."""
+    precision = LOW.get(precision, precision)
+    for name in (precision, *_WIDER.get(precision, ())):
+        if name in device.peak_flops:
+            return device.peak_flops[name]
+    return min(device.peak_flops.values())
+
+
+@lru_cache(maxsize=100_000)
+def product_s(
+    device: Accelerator, precision: str, m: float, n: float, k: float, many: float = 1.0, spared: float = 0.0
+) -> float:
+    """Seconds of `many` equal products (m × k) · (k × n) at once, bound by arithmetic or memory.
+
+    `spared` elements are not moved: convolutions read an element once for many rows.
+    """
+    low = precision in LOW
+    size = constants.LOW_BYTES[precision] if low else BYTES[precision]
+    moved = (many * ((m * k + k * n) * size + m * n * (2 if low else size)) - spared * size) / vector_bandwidth(device)
+    flops, peak = 2 * m * n * k * many, peak_flops(device, precision)
+    if not device.is_gpu:
+        return max(flops / (peak * constants.GEMM_TOP), moved)
+    alignment = 1.0 if low else _alignment(n, k, int(size))
+    if alignment is None and size == 2 and many > 1:
+        return max(flops / (peak_flops(device, "fp32") * constants.UNALIGNED_BATCH), moved)
+    reached = constants.LOW_TOP[precision] if low else alignment or constants.UNALIGNED
+    each = peak * constants.GEMM_TOP * reached / device.multiprocessors
+    narrow = precision == "fp32" and min(m, n) <= constants.NARROW_N
+    tiles = constants.NARROW_TILES if narrow else constants.TILES
+    return max(_tiled_s(max(m, n), min(m, n), k, many, device.multiprocessors, each, tiles), moved)
+
+
+def _tiled_s(
+    m: float, n: float, k: float, many: float, units: int, each: float, sizes: constants.Tiles = constants.TILES
+) -> float:
+    """Seconds of products whose result is cut into tiles.
+
+    Multiprocessors take one tile each, in waves, the last of which may be almost empty. Of the sizes that libraries
+    have the fastest is taken.
+
+    Args:
+        units: multiprocessors of the device; `each`: FLOP/s of one.
+        sizes: of tiles.
+    """
+    fastest = float("inf")
+    for rows, columns, use in sizes:
+        tiles = ceil(m / rows) * ceil(n / columns) * many
+        for split in constants.SPLITS if many == 1 and k >= 2048 else (1,):
+            exact = tiles * split / units
+            whole = ceil(exact) if exact < 20 else exact
+            waves = max(exact + constants.WAVE * (whole - exact), min(whole, 1.0))
+            depth = k / split + constants.GEMM_START_K * (1 if split == 1 else 2)
+            fastest = min(fastest, waves * 2 * rows * columns * depth / (each * use))
+    return fastest
+
+
+def _alignment(n: float, k: float, size: int) -> float | None:
+    """Relative speed for the rows' alignment; None if tensor cores cannot be used."""
+    speed = 1.0
+    for width in (n, k):
+        found = next((left for divisor, left in constants.ALIGNED if (width * size) % divisor == 0), None)
+        if found is None:
+            return None
+        speed = min(speed, found)
+    return speed
+
+
+def vector_bandwidth(device: Accelerator) -> float:
+    """Bytes per second of kernels that only read and write."""
+    return device.memory_bandwidth * constants.VECTOR_TOP
+
+
+class KernelSpeed(NamedTuple):
+    """Part of the 16-bit peak that a kernel reaches on long sequences.
+
+    Heads are 128 wide.
+    """
+
+    forward: float
+    backward: float
+
+
+# By generation of the kernel (FlashAttention 1, 2, 3; cuDNN's from 9.0 on count as 3), then of the device; "" is any
+# other. Hopper's 2 and 3 are measured (tables/operations_h100.csv: torch's FlashAttention 2, and cuDNN 9's); Ampere's
+# are of Dao, 2023 (arXiv:2307.08691, figures 4 to 6); Blackwell's of NVIDIA's cuDNN 9 notes; CDNA's of AMD's blog on
+# composable kernels. Others are assumed to be as Ampere's.
+KERNELS: dict[int, dict[str, KernelSpeed]] = {
+    1: {"": KernelSpeed(0.36, 0.36), "hopper": KernelSpeed(0.23, 0.23), "blackwell": KernelSpeed(0.12, 0.10)},
+    2: {
+        "": KernelSpeed(0.60, 0.52),
+        "ampere": KernelSpeed(0.66, 0.60),
+        "hopper": KernelSpeed(0.322, 0.323),
+        "blackwell": KernelSpeed(0.17, 0.16),
+        "cdna3": KernelSpeed(0.38, 0.28),
+        "cdna4": KernelSpeed(0.38, 0.28),
+        "tpu": KernelSpeed(0.50, 0.45),
+    },
+    3: {
+        "": KernelSpeed(0.60, 0.52),
+        "ampere": KernelSpeed(0.66, 0.60),
+        "hopper": KernelSpeed(0.665, 0.577),
+        "blackwell": KernelSpeed(0.62, 0.52),
+        "cdna3": KernelSpeed(0.45, 0.35),
+        "cdna4": KernelSpeed(0.45, 0.35),
+        "tpu": KernelSpeed(0.50, 0.45),
+    },
+}
+# Rows of a sequence at which half of that is reached, forward and backward, with a causal mask and without: measured
+# (tables/operations_h100.csv)
+HALF_CAUSAL = KernelSpeed(450.0, 1080.0)
+HALF = KernelSpeed(100.0, 450.0)
+# of the speed at a width of 128, what is left for heads of 64 or less; measured there
+NARROW = 0.8
+# parts of the peak that products keep on the devices these were measured on (`Accelerator.sustained`): a device with
+# less power is slower in attention, too
+MEASURED_AT = {"hopper": 0.92, "ampere": 1.0, "blackwell": 0.89}
+BACKWARD = 2.5  # five products instead of two
+
+
+def fused_attention_s(
+    gemm: Gemm, device: Accelerator, kernel: int, peak: float, samples: float, ranks: int
+) -> tuple[float, float]:
+    """Forward and backward seconds of one of attention's two products in a fused kernel.
+
+    The kernel skips what a causal mask hides.
+
+    Args:
+        kernel: its generation, 1 to 3.
+        peak: FLOP/s of the device in that precision.
+        samples: sequences of a microbatch.
+        ranks: ranks that share the work.
+    """
+    by_device = KERNELS[min(max(kernel, 1), 3)]
+    speed = by_device.get(device.generation, by_device[""])
+    half = HALF_CAUSAL if gemm.causal else HALF
+    wide = 1.0 if min(gemm.n, gemm.k) > 64 else NARROW
+    wide *= min(device.sustained / MEASURED_AT.get(device.generation, device.sustained), 1.0)
+    flops = gemm.flops * samples / ranks * (0.5 if gemm.causal else 1.0)
+    length = gemm.rows
+    forward, backward = (
+        flops * passes / (peak * of_peak * wide * length / (length + rows))
+        for passes, of_peak, rows in ((1.0, speed.forward, half.forward), (BACKWARD, speed.backward, half.backward))
+    )
+    return forward, backward

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from paceline.planning.cost import constants
-from paceline.planning.cost.compute import device_of
-from paceline.planning.cost.layout import FrameworkProfile, Layout
+from paceline.planning.cost.compute import device_of, peak_flops, vector_bandwidth
+from paceline.planning.cost.frameworks import stepped, summed
+from paceline.planning.cost.layout import PARTS, FrameworkProfile, Layout, Prediction, Span
 from paceline.planning.cost.measured import measured_inputs
-from paceline.planning.cost.measured_memory import measured_memory
-from paceline.planning.cost.memory import capacity_bytes, kept_bytes, memory
-from paceline.planning.cost.pipeline import hop_s, pipeline_s, simulated
-from paceline.planning.cost.prediction import PARTS, Prediction, Span
-from paceline.planning.cost.products import peak_flops
-from paceline.planning.cost.stages import StageCost, StepInputs, exposed_s, stage_times
-from paceline.planning.cost.state_traffic import beside_passes_s
+from paceline.planning.cost.measured_links import measured_memory
+from paceline.planning.cost.memory import capacity_bytes, kept_bytes, memory, trained_part
+from paceline.planning.cost.stages import StageCost, StepInputs, exposed_s, hop_s, pipeline_s, simulated, stage_times
+from paceline.planning.cost.traffic import (
+    all_reduce_s,
+    exchanged,
+    gather_s,
+    group_path,
+    joined_s,
+    link_path,
+    send_s,
+    served_s,
+)
 
 
 def estimate(layout: Layout) -> Prediction:
@@ -122,3 +129,140 @@ def _offloaded_s(layout: Layout, slow: StageCost, shown_s: float) -> float:
         return 0.0
     travel_s = layout.microbatches * 2 * kept_bytes(layout) / layout.machines.device.host_link.bandwidth
     return exposed_s(travel_s, layout.microbatches * (slow.forward + slow.backward) + shown_s)
+
+
+def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, float]:
+    """Seconds of fsdp, of dp and of the update, beside the slowest rank's passes.
+
+    The search bounds plans by it, with stages that compute nothing, or for ever.
+    """
+    return _fsdp_s(layout, slow), _dp_s(layout, slow), _optimizer_s(layout, slow)
+
+
+def _fsdp_s(layout: Layout, slow: StageCost) -> float:
+    """FSDP all-gather and reduce-scatter time that compute cannot overlap, in seconds.
+
+    Each block is gathered and scattered by itself, with the latency of its group; the next one's is prefetched.
+    """
+    if layout.fsdp == 1:
+        return 0.0
+    link = link_path(layout, "fsdp")
+    trained = _trained(layout, slow)
+    gathered = gather_s(slow.parameters * layout.gathered_bytes, link, slow.blocks)
+    scattered = gather_s(trained * layout.sync_bytes, link, slow.blocks)
+    one = exposed_s(scattered, slow.backward) + scattered / slow.blocks
+    # pipelines gather and scatter once a step, for every `zero`
+    if layout.pp > 1 or layout.zero == 1:
+        return gathered + one
+    if layout.zero == 2:
+        return gathered + layout.microbatches * one
+    again = gathered
+    if layout.regather_ranks:
+        near = group_path(layout, min(layout.regather_ranks, layout.fsdp), layout.stride["fsdp"])
+        again = gather_s(slow.parameters * layout.gathered_bytes, near, slow.blocks)
+    forward = exposed_s(gathered, slow.forward) + gathered / slow.blocks
+    backward = exposed_s(again + scattered, slow.backward) + scattered / slow.blocks
+    return layout.microbatches * (forward + backward)
+
+
+def _trained(layout: Layout, slow: StageCost) -> float:
+    """Numbers of a rank's trained parameters; adapters have two narrow matrices for each wide one."""
+    return slow.parameters * trained_part(layout)
+
+
+def _dp_s(layout: Layout, slow: StageCost) -> float:
+    """Time of the gradients' all-reduce that the last backward pass cannot overlap.
+
+    Where each replica updates a part (`zero_dp`), it is a reduce-scatter, and an all-gather of the new parameters.
+    """
+    same_s = _same_weights_s(layout, slow)
+    if layout.dp == 1:
+        return _summed_s(same_s, layout, slow)
+    shared = summed(layout, _trained(layout, slow) / layout.fsdp)
+    if layout.servers:
+        return _with_servers_s(layout, slow, shared) + _summed_s(same_s, layout, slow)
+    path, framework = link_path(layout, "dp"), layout.framework
+    shared -= _single_experts(layout, slow)
+    if not layout.zero_dp:
+        seconds = all_reduce_s(shared * layout.sync_bytes, path) / layout.sync_every
+        return _summed_s(seconds + same_s, layout, slow) + framework.agrees_s
+    reduce_s = all_reduce_s if framework.sums_gradients else gather_s
+    reduced = reduce_s(shared * layout.sync_bytes, path) / layout.sync_every + same_s
+    gathered = gather_s(shared * layout.gathered_bytes, path) / layout.sync_every
+    if framework.overlaps_gradients:
+        reduced = _behind_chunks_s(reduced, slow.backward, layout.chunks, slow.blocks)
+    if framework.overlaps_parameters:
+        gathered = _behind_chunks_s(gathered, slow.forward, layout.chunks, slow.blocks)
+    return reduced + gathered
+
+
+def _summed_s(seconds: float, layout: Layout, slow: StageCost) -> float:
+    """Exposed seconds of gradients' sums. Those of the last block have nothing to hide behind."""
+    if not layout.framework.overlaps_gradients:
+        return seconds
+    return exposed_s(seconds, slow.backward) + seconds / slow.blocks
+
+
+def _same_weights_s(layout: Layout, slow: StageCost) -> float:
+    """Seconds of summing gradients over ranks of cp and ep, which have the same weights.
+
+    Experts are the same along cp alone. None where these ranks share the state as those of fsdp do.
+    """
+    apart = layout.ep * layout.cp
+    if apart == 1 or (layout.shards_over_cp and (layout.fsdp > 1 or layout.zero_dp)):
+        return 0.0
+    experts = slow.experts if layout.ep > 1 else 0.0
+    each = trained_part(layout) / layout.fsdp * layout.sync_bytes
+    paths = group_path(layout, apart, min(layout.stride["ep"], layout.stride["cp"])), link_path(layout, "cp")
+    numbers = slow.parameters - experts, experts
+    seconds = sum(all_reduce_s(count * each, path) for count, path in zip(numbers, paths, strict=True) if count)
+    return seconds / layout.sync_every
+
+
+def _with_servers_s(layout: Layout, slow: StageCost, shared: float) -> float:
+    """Seconds of an exchange of so many numbers with parameter servers."""
+    up, down = exchanged(layout, shared)
+    up_s, down_s = send_s(up * layout.sync_bytes, layout, "dp"), send_s(down * layout.gradient_bytes, layout, "dp")
+    apply_s = _optimizer_s(layout, slow) * up / shared
+    joined = 2 * joined_s(layout, shared, lambda nbytes, axis: send_s(nbytes, layout, axis))
+    return joined + served_s(layout, up_s, down_s, slow.forward + slow.backward, apply_s)
+
+
+def _behind_chunks_s(seconds: float, behind: float, chunks: int, blocks: float) -> float:
+    """Exposed seconds of what travels chunk by chunk.
+
+    All but one of a rank's chunks hide theirs behind other chunks' work.
+    """
+    own = seconds / chunks
+    return exposed_s(own, behind / chunks) + own / blocks * chunks + constants.CONTENTION * (seconds - own)
+
+
+def _single_experts(layout: Layout, slow: StageCost) -> float:
+    """Numbers of a rank's experts that no other rank has, before fsdp divides them."""
+    single = layout.expert_ranks and layout.expert_copies < 2
+    return trained_part(layout) * slow.experts / layout.fsdp if single else 0.0
+
+
+def _optimizer_s(layout: Layout, slow: StageCost) -> float:
+    """Time to read and write parameters, gradients and the optimizer's state once."""
+    shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
+    numbers = stepped(layout, _trained(layout, slow) / shards)
+    if layout.expert_ranks and layout.zero_dp and slow.experts:
+        numbers += trained_part(layout) * slow.experts / layout.fsdp * (1 / layout.expert_copies - 1 / layout.dp)
+    each = constants.OPTIMIZER_PASSES * (
+        2 * layout.parameter_bytes + 2 * layout.gradient_bytes + 2 * layout.optimizer_bytes
+    )
+    if layout.offload and not layout.machines.device.is_core:
+        return _on_host_s(layout, numbers)
+    return numbers * each / vector_bandwidth(device_of(layout))
+
+
+def _on_host_s(layout: Layout, numbers: float) -> float:
+    """Time of an update in the host's memory: gradients go there, new parameters come back.
+
+    The host's processors read and write the state (as ZeRO-Offload's Adam, arXiv:2101.06840); its memory is shared.
+    """
+    device = layout.machines.device
+    travel_s = numbers * max(layout.gradient_bytes, layout.number_bytes) / device.host_link.bandwidth
+    state = numbers * (2 * layout.parameter_bytes + layout.gradient_bytes + 2 * layout.optimizer_bytes)
+    return max(2 * travel_s, state / constants.HOST_MEMORY_EACH) + travel_s

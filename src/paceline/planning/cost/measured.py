@@ -21,12 +21,11 @@ from typing import NamedTuple
 from paceline.partition import contiguous
 from paceline.planning.axes import DEGREES
 from paceline.planning.calibrate import Calibration, CalibrationPoint, interpolated
+from paceline.planning.cost.frameworks import summed
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.measured_links import Links, between_hosts_s, here, links_of
-from paceline.planning.cost.pipeline import simulated
-from paceline.planning.cost.rows import summed
-from paceline.planning.cost.servers import exchanged, joined_s, served_s
-from paceline.planning.cost.stages import StageCost, StageTimes, StepInputs, times_of
+from paceline.planning.cost.stages import StageCost, StageTimes, StepInputs, simulated, times_of
+from paceline.planning.cost.traffic import exchanged, joined_s, served_s
 from paceline.planning.model.graph import ModelTrace
 
 # fraction of the time to read a calibration point's samples that does not grow with their number

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError, PlanError
 from paceline.job.job import Job
-from paceline.planning.cost.prediction import Prediction
+from paceline.planning.cost.layout import Prediction
 from paceline.planning.explain.what_if import Case, batch, what_if
 from paceline.planning.plan import Plan
 from paceline.units import percent
 
 if TYPE_CHECKING:
-    from paceline.planning.adjustment import Basis
+    from paceline.planning.machines import Basis
 
 # fraction of the best throughput: batches beyond the smallest one that reaches it gain next to nothing
 USEFUL = 0.95

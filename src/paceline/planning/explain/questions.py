@@ -11,7 +11,6 @@ from paceline.cluster.named import cluster_from
 from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Precision
 from paceline.nearest import closest
-from paceline.planning.adjustment import Adjustment
 from paceline.planning.axes import DEGREES
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.layout import Products
@@ -28,6 +27,7 @@ from paceline.planning.explain.what_if import (
     memory,
     what_if,
 )
+from paceline.planning.machines import Adjustment
 from paceline.planning.plan import Plan
 from paceline.planning.predict import Layouts
 from paceline.planning.search.result import Candidate

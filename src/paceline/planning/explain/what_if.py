@@ -6,8 +6,8 @@ or of one plan's keys, does not: known plans are predicted again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paceline.cluster.catalogue.accelerator import LinkSpec
@@ -15,15 +15,16 @@ from paceline.cluster.cluster import Cluster, Host
 from paceline.errors import ClusterError, PacelineError
 from paceline.job.job import Job
 from paceline.planning.cost.estimate import estimate
-from paceline.planning.cost.layout import Layout
+from paceline.planning.cost.layout import Layout, Prediction
 from paceline.planning.plan import Plan
 from paceline.planning.predict import Layouts, priced
-from paceline.planning.search.result import Candidate
+from paceline.planning.search.result import Candidate, SearchResult
 from paceline.planning.search.search import search
 from paceline.units import count
 
 if TYPE_CHECKING:
-    from paceline.planning.adjustment import Basis
+    from paceline.planning.machines import Basis
+
 
 T = TypeVar("T")
 
@@ -216,3 +217,76 @@ def _first(limit: T | tuple[T, ...]) -> T:
 def _linked(host: Host) -> bool:
     """True if the link to another host is known: stated, or usual for such devices."""
     return bool(host.gpus) or any(link.kind == "ethernet" and link.bandwidth_gbps for link in host.links)
+
+
+_FACTORS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class ScaledPlan:
+    """The job, global batch included, on another number of devices (strong scaling).
+
+    Attributes:
+        plan, prediction: the best there; None if none fits.
+        speedup: relative to the fewest devices on which any plan fits.
+        efficiency: speedup over the ratio of devices.
+        why: reason why none fits.
+    """
+
+    devices: int
+    plan: Plan | None = None
+    prediction: Prediction | None = None
+    speedup: float | None = None
+    efficiency: float | None = None
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The point as plain JSON values."""
+        return {
+            "devices": self.devices,
+            "plan": str(self.plan) if self.plan else None,
+            "step_time_s": self.prediction.step_time_s if self.prediction else None,
+            "speedup": self.speedup,
+            "efficiency": self.efficiency,
+            "why": self.why,
+        }
+
+
+def scaling(
+    job: Job, cluster: Cluster, found: SearchResult, calibration: Basis | None = None
+) -> tuple[ScaledPlan, ...]:
+    """Points from an eighth of the devices to eight times as many. Clusters whose links are unknown are left out."""
+    points: list[ScaledPlan] = []
+    for on, outcome in best_on(Case(job, cluster, calibration), _FACTORS, found):
+        best, count = outcome.best, on.devices
+        points.append(
+            _compared(points, count, best.plan, best.prediction) if best else ScaledPlan(count, why=outcome.why)
+        )
+    return tuple(points)
+
+
+def best_on(
+    case: Case, factors: Iterable[float], found: SearchResult | None = None
+) -> Iterator[tuple[Cluster, Outcome]]:
+    """Clusters with so many times the devices, and the best plan on each.
+
+    Factors that make no cluster are left out.
+
+    Args:
+        found: result of a search on the cluster itself, where there is one.
+    """
+    for factor in factors:
+        resized = with_devices(case.cluster, factor)
+        if factor == 1 and found is not None:
+            yield case.cluster, Outcome(found.fastest)
+        elif factor == 1 or resized is not None:
+            on = case.cluster if factor == 1 or resized is None else resized
+            yield on, what_if(case._replace(cluster=on), lambda same: same)
+
+
+def _compared(before: list[ScaledPlan], devices: int, plan: Plan, prediction: Prediction) -> ScaledPlan:
+    first = next((point for point in before if point.prediction is not None), None)
+    if first is None or first.prediction is None:
+        return ScaledPlan(devices, plan, prediction, 1.0, 1.0)
+    speedup = first.prediction.step_time_s / prediction.step_time_s
+    return ScaledPlan(devices, plan, prediction, speedup, speedup * first.devices / devices)

@@ -18,8 +18,8 @@ from paceline.planning.model.model_info import model_info, without_memory
 if TYPE_CHECKING:
     from torch import nn
 
+    from paceline.planning.model.block_graphs import Seen
     from paceline.planning.model.forward_pass import Pass
-    from paceline.planning.model.seen import Seen
     from paceline.planning.model.tensor.degrees import DividedWeights, TensorDegrees
 
 # samples of a trace without values; work that does not grow with the samples counts a fourth for each
@@ -100,7 +100,7 @@ class TracedModel:
         """Tensor-parallel degrees' weights, by the split's own search on a model without memory."""
         from paceline.job.zoo.losses import call
         from paceline.own_random import kept_random
-        from paceline.planning.model.sample import batch_of
+        from paceline.planning.model.forward_pass import batch_of
         from paceline.planning.model.tensor.degrees import TensorDegrees
 
         loss = self._job.loss.build()
@@ -118,7 +118,7 @@ def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
     """
     from paceline.own_random import kept_random
     from paceline.planning.model.block_graphs import estimated
-    from paceline.planning.model.sample import tokens_of
+    from paceline.planning.model.forward_pass import tokens_of
 
     found = model_info(job.model)
     with kept_random():
@@ -144,9 +144,8 @@ def _forward(job: Job, autocast: bool) -> Pass:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from paceline.planning.model.forward_pass import Pass, go_forward
-    from paceline.planning.model.recording.quiet import without_logs
-    from paceline.planning.model.sample import batch_of
+    from paceline.planning.model.forward_pass import Pass, batch_of, go_forward
+    from paceline.planning.model.recording.model_state import without_logs
 
     batch = batch_of(job, SAMPLES)
     model = without_memory(job.model)
@@ -181,8 +180,7 @@ def _of_the_cpu(model: nn.Module) -> nn.Module:
 
 
 def _forward_with_values(job: Job, autocast: bool) -> Pass:
-    from paceline.planning.model.forward_pass import Pass, go_forward
-    from paceline.planning.model.sample import batch_of, with_values
+    from paceline.planning.model.forward_pass import Pass, batch_of, go_forward, with_values
 
     return go_forward(Pass(job.model.build(), with_values(batch_of(job, REAL_SAMPLES)), REAL_SAMPLES, autocast), job)
 

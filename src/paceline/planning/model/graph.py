@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from paceline.job.read.dimensions import ATTENTION, DELTA, FEED_FORWARD, MIXTURE, STATE_SPACE, Dimensions
 
 Divided = Literal["rows", "n", "k", "batch", "none"]
 
@@ -198,3 +200,218 @@ class ModelTrace:
 
     def __iter__(self) -> Iterator[BlockTrace]:
         return iter(self.blocks)
+
+
+_KINDS = {
+    STATE_SPACE: "mamba",
+    DELTA: "delta",
+    ATTENTION: "attention",
+    FEED_FORWARD: "feed_forward",
+    MIXTURE: "mixture",
+}
+
+
+class Layer(NamedTuple):
+    """Parts of one layer.
+
+    Attributes:
+        kind: of its block.
+        mixer: `attention`, `mamba`, `delta` or none.
+        feed_forward: `dense`, `mixture` or none.
+        window: tokens that attention reaches back over; 0: all.
+        cross: True if it attends to an encoder's tokens as well.
+        encodes: True if it is part of an encoder.
+        joins: True if it predicts a further token from the last layer's output and the next token's embedding.
+    """
+
+    kind: str
+    mixer: str = "attention"
+    feed_forward: str = "dense"
+    window: int = 0
+    cross: bool = False
+    encodes: bool = False
+    joins: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Number of parts with a norm and a residual each."""
+        return bool(self.mixer) + bool(self.feed_forward) + self.cross
+
+
+class Weight(NamedTuple):
+    """The weight of a product, `out` × `into`.
+
+    Attributes:
+        divided: the side that tensor parallelism divides; `none`: every rank has all of it.
+        bias: True if the product has a bias.
+        experts: number of experts that have one each; 0: it is no expert's.
+        source: True if it is for an encoder's tokens.
+    """
+
+    name: str
+    out: int
+    into: int
+    divided: Divided
+    bias: bool = False
+    experts: int = 0
+    source: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, of one expert."""
+        return self.out * self.into
+
+
+def encoder_layers(d: Dimensions) -> tuple[Layer, ...]:
+    """Layers of the encoder, if there is one."""
+    return (Layer("encoder", encodes=True),) * d.encoder_layers
+
+
+def layers(d: Dimensions) -> tuple[Layer, ...]:
+    """Layers of the model, or of its decoder."""
+    if d.pattern is not None:
+        return tuple(_of_letter(d, letter) for letter in d.pattern)
+    return tuple(_of_index(d, index) for index in range(d.layers))
+
+
+def further_layers(d: Dimensions) -> tuple[Layer, ...]:
+    """Layers that predict further tokens.
+
+    Each is like the last layer, with attention and a feed-forward part.
+    """
+    last = layers(d)[-1]
+    if d.pattern is not None:
+        last = Layer("", feed_forward="mixture" if d.experts else "dense")
+    return (last._replace(kind="mtp", joins=True),) * d.mtp
+
+
+def weights(d: Dimensions, layer: Layer) -> tuple[Weight, ...]:
+    """Weights of a layer's products, in the order in which they are used."""
+    found: list[Weight] = []
+    if layer.joins:
+        found.append(Weight("join", d.hidden, 2 * d.hidden, "n"))
+    if layer.mixer == "attention":
+        found += _latent_attention(d) if d.mla else _attention(d)
+    elif layer.mixer == "mamba":
+        found += _state_space(d)
+    elif layer.mixer == "delta":
+        found += _delta(d)
+    if layer.cross:
+        found += _cross_attention(d)
+    if layer.feed_forward == "dense":
+        found += _feed_forward(d, "mlp", d.feed_forward, d.hidden)
+    elif layer.feed_forward == "mixture":
+        found += _mixture(d)
+    return tuple(found)
+
+
+def vectors(d: Dimensions, layer: Layer) -> tuple[tuple[str, int], ...]:
+    """Names and sizes of a layer's norms, biases and other vectors."""
+    norms = [name for name, there in (("attention", layer.mixer), ("cross_attention", layer.cross)) if there]
+    norms += ["mlp"] if layer.feed_forward and not (d.parallel and layer.mixer) else []
+    norms += ["embedding", "output"] if layer.joins else []
+    found = [size for name in norms for size in norm(f"{name}_norm", d)]
+    if layer.mixer == "attention" and d.mla:
+        found += [("attention.query_norm.weight", d.mla.q_rank)] if d.mla.q_rank else []
+        found += [("attention.key_value_norm.weight", d.mla.kv_rank)]
+    if layer.mixer == "mamba" and d.mamba:
+        channels = d.mamba.inner + 2 * d.mamba.groups * d.mamba.state
+        found += [("mamba.convolution.weight", channels * d.mamba.conv), ("mamba.convolution.bias", channels)]
+        found += [(f"mamba.{name}", d.mamba.heads) for name in ("decay", "skip", "step")]
+        found += [("mamba.norm.weight", d.mamba.inner)]
+    if layer.mixer == "delta" and d.delta:
+        channels = (2 * d.delta.key_heads + d.delta.value_heads) * d.delta.head_dim
+        found += [("delta.convolution.weight", channels * d.delta.conv), ("delta.norm.weight", d.delta.head_dim)]
+        found += [(f"delta.{name}", d.delta.value_heads) for name in ("decay", "step")]
+    return (*found, *((f"{weight.name}.bias", weight.out) for weight in weights(d, layer) if weight.bias))
+
+
+def norm(name: str, d: Dimensions) -> Iterator[tuple[str, int]]:
+    """Names and sizes of a norm's parameters."""
+    yield f"{name}.weight", d.hidden
+    if d.biased:
+        yield f"{name}.bias", d.hidden
+
+
+def _of_letter(d: Dimensions, letter: str) -> Layer:
+    mixer = {STATE_SPACE: "mamba", DELTA: "delta", ATTENTION: "attention"}.get(letter, "")
+    feed_forward = {FEED_FORWARD: "dense", MIXTURE: "mixture"}.get(letter, "")
+    return Layer(_KINDS[letter], mixer, feed_forward, window=d.window or 0 if mixer == "attention" else 0)
+
+
+def _of_index(d: Dimensions, index: int) -> Layer:
+    mixture = bool(d.experts) and index >= d.dense_layers and (index + 1) % d.moe_every == 0
+    local = d.window is not None and d.window < d.seq and not (d.full_every and (index + 1) % d.full_every == 0)
+    # a mixture is a "layer" unless others are dense
+    uniform = not d.dense_layers and d.moe_every == 1
+    kind = "mixture" if mixture and not uniform else "layer"
+    return Layer(
+        f"{kind} in a window" if local else kind,
+        feed_forward="mixture" if mixture else "dense",
+        window=d.window or 0 if local else 0,
+        cross=bool(d.encoder_layers),
+    )
+
+
+def key_value_weights(d: Dimensions, layer: Layer) -> int:
+    """Number of weights of a layer that make keys and values."""
+    attentions = (layer.mixer == "attention") + layer.cross
+    return attentions * 2 * d.key_value_heads * d.head_width * d.hidden
+
+
+def _attention(d: Dimensions) -> Iterator[Weight]:
+    queries, narrow = d.heads * d.head_width, d.key_value_heads * d.head_width
+    biased = d.biased or d.biases == "qkv"
+    gate = queries if d.gated_attention else 0
+    yield Weight("attention.query_key_value", queries + gate + 2 * narrow, d.hidden, "n", biased)
+    yield Weight("attention.out", d.hidden, queries, "k", d.biased)
+
+
+def _cross_attention(d: Dimensions) -> Iterator[Weight]:
+    queries, narrow = d.heads * d.head_width, d.key_value_heads * d.head_width
+    yield Weight("cross_attention.query", queries, d.hidden, "n", d.biased)
+    yield Weight("cross_attention.key_value", 2 * narrow, d.hidden, "n", d.biased, source=True)
+    yield Weight("cross_attention.out", d.hidden, queries, "k", d.biased)
+
+
+def _latent_attention(d: Dimensions) -> Iterator[Weight]:
+    assert d.mla is not None
+    queries = d.heads * (d.mla.nope + d.mla.rope)
+    if d.mla.q_rank:
+        yield Weight("attention.query_down", d.mla.q_rank, d.hidden, "none")
+    yield Weight("attention.query_up", queries, d.mla.q_rank or d.hidden, "n")
+    yield Weight("attention.key_value_down", d.mla.kv_rank + d.mla.rope, d.hidden, "none")
+    yield Weight("attention.key_value_up", d.heads * (d.mla.nope + d.mla.value), d.mla.kv_rank, "n")
+    yield Weight("attention.out", d.hidden, d.heads * d.mla.value, "k", d.biased)
+
+
+def _state_space(d: Dimensions) -> Iterator[Weight]:
+    assert d.mamba is not None
+    m = d.mamba
+    yield Weight("mamba.into", 2 * m.inner + 2 * m.groups * m.state + m.heads, d.hidden, "n")
+    yield Weight("mamba.out", d.hidden, m.inner, "k")
+
+
+def _delta(d: Dimensions) -> Iterator[Weight]:
+    assert d.delta is not None
+    keys, values = d.delta.key_heads * d.delta.head_dim, d.delta.value_heads * d.delta.head_dim
+    # queries, keys, values, a gate as wide as values; a decay and a step for each head
+    yield Weight("delta.into", 2 * keys + 2 * values + 2 * d.delta.value_heads, d.hidden, "n")
+    yield Weight("delta.out", d.hidden, values, "k")
+
+
+def _feed_forward(d: Dimensions, name: str, width: int, hidden: int, experts: int = 0) -> Iterator[Weight]:
+    for part in ("gate", "up") if d.gated else ("up",):
+        yield Weight(f"{name}.{part}", width, hidden, "n", d.biased, experts)
+    yield Weight(f"{name}.down", hidden, width, "k", d.biased, experts)
+
+
+def _mixture(d: Dimensions) -> Iterator[Weight]:
+    yield Weight("mlp.router", d.experts, d.hidden, "none")
+    if d.expert_hidden:
+        yield Weight("mlp.narrow", d.expert_hidden, d.hidden, "none")
+    yield from _feed_forward(d, "mlp.experts", d.expert_width, d.expert_hidden or d.hidden, d.experts)
+    if d.expert_hidden:
+        yield Weight("mlp.widen", d.hidden, d.expert_hidden, "none")
+    if d.shared_width:
+        yield from _feed_forward(d, "mlp.shared", d.shared_width, d.hidden)

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import JobError
 from paceline.job.model import ModelSpec
+from paceline.job.read.dimensions import Dimensions
+from paceline.planning.model.graph import Layer, encoder_layers, further_layers, layers, norm, vectors, weights
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 _HEADS = ("heads", "num_heads", "n_heads", "n_head", "num_attention_heads")
 _KEY_VALUE_HEADS = ("key_value_heads", "kv_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads")
@@ -131,7 +134,7 @@ def model_info_of(model: nn.Module) -> ModelInfo:
     """Model info of a given model; reads no weight, so meta tensors are fine."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from paceline.planning.model.blocks import find_blocks, mixtures
+    from paceline.planning.model.forward_pass import find_blocks, mixtures
 
     blocks = tuple(find_blocks(model))
     names = defaultdict(list)
@@ -158,8 +161,6 @@ def model_info_of(model: nn.Module) -> ModelInfo:
 def _model_info_of_json(text: str) -> ModelInfo:
     spec = ModelSpec.model_validate_json(text)
     if spec.transformer is not None:
-        from paceline.planning.model.dimensions import model_info_by_dimensions
-
         return model_info_by_dimensions(spec.transformer)
     return model_info_of(without_memory(spec))
 
@@ -240,3 +241,98 @@ def _input_embeddings(module: nn.Module) -> object:
 
 def _distinct(values: Iterator[int] | list[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(values))
+
+
+_Sizes = tuple[tuple[str, tuple[int, ...], bool], ...]
+
+
+def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
+    """Model info like that of a GPT-2 or, if `gated`, of a Llama without biases.
+
+    Llama's norms have no shifts. Its layers are `layers.0`, `layers.1`, …, those of an encoder `encoder.0`, …
+    """
+    stacks = {"encoder": encoder_layers(d), "layers": layers(d), "further": further_layers(d)}
+    blocks = {f"{stack}.{n}": layer for stack, found in stacks.items() for n, layer in enumerate(found)}
+    parameters = {layer: _layer(d, layer) for layer in dict.fromkeys(blocks.values())}
+    outside = dict(_outside(d))
+    inside = (
+        ParameterShape(f"{block}.{name}", sizes, True, block, expert)
+        for block, layer in blocks.items()
+        for name, sizes, expert in parameters[layer]
+    )
+    before, after = ("tokens", "positions", "segments", "embedding_norm", "encoder_norm"), ("norm", "head", "pooler")
+    first, last = (_shapes(outside, names) for names in (before, after))
+    return ModelInfo(
+        modules=(
+            "tokens",
+            *(("positions",) if d.positions else ()),
+            *(stack for stack, found in stacks.items() if found),
+            *(name for block, layer in blocks.items() for name in _modules(block, parameters[layer])),
+            "norm",
+            "head",
+        ),
+        blocks=tuple(blocks),
+        parameters=(*first, *inside, *last),
+        tied=(("tokens.weight", "head.weight"),) if d.tied else (),
+        heads=tuple(dict.fromkeys((d.heads, *((d.mamba.heads,) if d.mamba else ())))),
+        key_value_heads=(d.key_value_heads,) if d.key_value_heads != d.heads else (),
+        vocabulary=(d.vocab,),
+        experts=(d.experts,) if d.experts > 1 else (),
+        batch_norms=(),
+        takes_positions=True,
+    )
+
+
+def _layer(d: Dimensions, layer: Layer) -> _Sizes:
+    """Parameters of one layer: names, sizes, and whether they are experts'."""
+    own = weights(d, layer)
+    return (
+        *((name, (size,), False) for name, size in vectors(d, layer)),
+        *(
+            (f"{weight.name}.weight", (*((weight.experts,) if weight.experts else ()), weight.out, weight.into), True)
+            if weight.experts
+            else (f"{weight.name}.weight", (weight.out, weight.into), False)
+            for weight in own
+        ),
+    )
+
+
+def _outside(d: Dimensions) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Parameters outside of all layers."""
+    yield "tokens.weight", (d.vocab, d.hidden)
+    if d.positions:
+        yield "positions.weight", (d.table, d.hidden)
+    if d.segments:
+        yield "segments.weight", (d.segments, d.hidden)
+        yield from ((name, (size,)) for name, size in norm("embedding_norm", d))
+    if d.encoder_layers:
+        yield from ((name, (size,)) for name, size in norm("encoder_norm", d))
+    yield from ((name, (size,)) for name, size in norm("norm", d))
+    if not d.tied:
+        yield "head.weight", (d.vocab, d.hidden)
+    if d.predicted is not None:
+        yield "head.bias", (d.vocab,)
+        yield "head.dense.weight", (d.hidden, d.hidden)
+        yield "head.dense.bias", (d.hidden,)
+    if d.pooled:
+        yield "pooler.weight", (d.hidden, d.hidden)
+        yield "pooler.bias", (d.hidden,)
+
+
+def _shapes(outside: dict[str, tuple[int, ...]], modules: tuple[str, ...]) -> Iterator[ParameterShape]:
+    """Shapes of some modules' parameters outside of all layers."""
+    return (
+        ParameterShape(name, sizes, True, "", False)
+        for name, sizes in outside.items()
+        if name.partition(".")[0] in modules
+    )
+
+
+def _modules(block: str, parameters: _Sizes) -> Iterator[str]:
+    yield block
+    yield from (f"{block}.{name}" for name in dict.fromkeys(part for name, *_ in parameters for part in _parents(name)))
+
+
+def _parents(name: str) -> Iterator[str]:
+    words = name.split(".")[:-1]
+    return (".".join(words[: n + 1]) for n in range(len(words)))

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from paceline.planning.model.recording.operation_mode import OperationMode
-from paceline.planning.model.recording.trees import map_tensors, tensors_in
-from paceline.planning.model.seen import Kernel, Product, Seen
+from paceline.planning.model.block_graphs import Kernel, Product, Seen
+from paceline.planning.model.recording.record import OperationMode
+from paceline.planning.model.recording.recorder import map_tensors, tensors_in
 
 _aten = torch.ops.aten
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention

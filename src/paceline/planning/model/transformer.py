@@ -7,13 +7,15 @@ rules: what a kernel reads and writes, and what its backward pass needs again.
 from __future__ import annotations
 
 from itertools import groupby
+from typing import NamedTuple
 
 from paceline.job.read.dimensions import Dimensions
 from paceline.planning.limits import shares_heads
-from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
-from paceline.planning.model.layer_work import Work, work
-from paceline.planning.model.weights import (
+from paceline.planning.model.graph import (
+    BlockTrace,
+    Gemm,
     Layer,
+    ModelTrace,
     Weight,
     encoder_layers,
     further_layers,
@@ -29,8 +31,6 @@ HEAD_KERNELS = 14
 EMBEDDING_KERNELS = 16
 # of a head for masked tokens besides: gather, product, bias, activation, norm, bias of the vocabulary
 MASKED_KERNELS = 6
-# a mask of one byte beside numbers of two
-MASK = 0.5
 
 
 def transformer(d: Dimensions, tp: int = 1) -> ModelTrace:
@@ -182,3 +182,212 @@ def _head(d: Dimensions) -> BlockTrace:
 
 def _norm(d: Dimensions) -> int:
     return 2 * d.hidden if d.biased else d.hidden
+
+
+# norm, 4 products, 2 biases, softmax, dropout and residual, 4 copies that move heads first and back
+ATTENTION_KERNELS = 13
+# norm, 2 products, bias, activation, residual
+FEED_FORWARD_KERNELS = 6
+# of a mixture besides: scores, top k, counts, sorts, permutation and back
+MIXTURE_KERNELS = 12
+# of latent attention besides: 2 products, 2 norms, 2 splits, 2 concatenations
+LATENT_KERNELS = 8
+# norm, 2 products, convolution, 3 splits, 5 of the scan, gated norm, residual (state-spaces/mamba, ops/triton)
+STATE_SPACE_KERNELS = 14
+# norm, 2 products, convolution, 4 splits, norms of queries and keys, 6 of the rule, gated norm, residual
+DELTA_KERNELS = 17
+# tokens of a chunk, inside which a state space is computed like attention (NemotronH: chunk_size)
+CHUNK = 128
+# tokens of a chunk of the gated delta rule (fla-org/flash-linear-attention: chunk_size)
+DELTA_CHUNK = 64
+# widths of windows are counted in tiles of attention kernels
+TILE = 64
+# a mask of one byte beside numbers of two
+MASK = 0.5
+
+
+class Work(NamedTuple):
+    """Work of one part, in elements per sample as `BlockTrace` counts them."""
+
+    gemms: tuple[Gemm, ...] = ()
+    kernels: int = 0
+    inside: float = 0.0
+    outside: float = 0.0
+    scores: float = 0.0
+    kept_inside: float = 0.0
+    kept_outside: float = 0.0
+    kept_scores: float = 0.0
+    keys: float = 0.0
+
+    @staticmethod
+    def total(parts: dict[str, Work]) -> Work:
+        """Sum of all parts."""
+        gemms = tuple(gemm for part in parts.values() for gemm in part.gemms)
+        kernels, *numbers = (sum(values) for values in zip(*(part[1:] for part in parts.values()), strict=True))
+        return Work(gemms, int(kernels), *numbers)
+
+
+def work(d: Dimensions, layer: Layer, tokens: int) -> dict[str, Work]:
+    """Work of a layer's parts, by the first word of their weights' names."""
+    found: dict[str, Work] = {}
+    if layer.joins:
+        # two norms read and write, one concatenation
+        width = float(tokens * d.hidden)
+        found["join"] = Work(outside=8 * width, kept_outside=4 * width, kernels=4)
+    if layer.mixer == "attention":
+        found["attention"] = _latent_attention(d, tokens) if d.mla else _attention(d, layer, tokens)
+    elif layer.mixer == "mamba":
+        found["mamba"] = _state_space(d, tokens)
+    elif layer.mixer == "delta":
+        found["delta"] = _delta(d, tokens)
+    if layer.cross:
+        found["cross_attention"] = _cross_attention(d, tokens)
+    if layer.feed_forward:
+        found["mlp"] = _feed_forward(d, layer, tokens)
+    residual = _residuals(d, layer, tokens)
+    return {**found, "residual": residual}
+
+
+def _residuals(d: Dimensions, layer: Layer, tokens: int) -> Work:
+    """Norms and residuals of all parts.
+
+    A norm reads and writes, a residual reads two, and a mask, and writes one.
+    """
+    mask, parts = _mask(d), layer.parts
+    norms = 1 if d.parallel else parts
+    adds = 4.0 if d.parallel and parts > 1 else 3.0 * parts
+    width = float(tokens * d.hidden)
+    return Work(outside=width * (2.0 * norms + adds + mask * parts), kept_outside=width * (2.0 * norms + mask * parts))
+
+
+def _attention(d: Dimensions, layer: Layer, tokens: int) -> Work:
+    queries, narrow = d.heads * d.head_width, d.key_value_heads * d.head_width
+    seen, gate = _seen(layer.window, tokens), 1.0 if d.gated_attention else 0.0
+    causal = d.causal and not layer.encodes and seen == tokens
+    return _squares(d, tokens, seen, d.head_width, d.head_width, causal)._replace(
+        # a gate is read, with what it is multiplied by, and kept
+        inside=tokens * (queries + 2.0 * narrow + 2.0 * queries + gate * 3.0 * queries),
+        kept_inside=tokens * (2.0 * queries + 2.0 * narrow + gate * 2.0 * queries),
+        keys=2.0 * tokens * narrow,
+    )
+
+
+def _cross_attention(d: Dimensions, tokens: int) -> Work:
+    queries, narrow = d.heads * d.head_width, d.key_value_heads * d.head_width
+    return _squares(d, tokens, d.source, d.head_width, d.head_width, causal=False)._replace(
+        inside=tokens * 3.0 * queries + d.source * 2.0 * narrow,
+        kept_inside=tokens * 2.0 * queries + d.source * 2.0 * narrow,
+    )
+
+
+def _latent_attention(d: Dimensions, tokens: int) -> Work:
+    """Attention with wider queries and keys than values.
+
+    The two narrow vectors are whole on every rank of tp.
+    """
+    assert d.mla is not None
+    wide, values = d.heads * (d.mla.nope + d.mla.rope), d.heads * d.mla.value
+    ranks = (d.mla.q_rank or 0) + d.mla.kv_rank
+    squares = _squares(d, tokens, tokens, d.mla.nope + d.mla.rope, d.mla.value, d.causal)
+    return squares._replace(
+        # queries, keys and values are split, rotated and put together once more than without latents
+        inside=tokens * (2.0 * (2.0 * wide + values) + 2.0 * values),
+        outside=tokens * 2.0 * ranks,
+        kept_inside=tokens * (2.0 * wide + 2.0 * values),
+        kept_outside=tokens * (2.0 * ranks + d.mla.rope),
+        keys=float(tokens * (wide + values)),
+        kernels=squares.kernels + LATENT_KERNELS,
+    )
+
+
+def _squares(d: Dimensions, tokens: int, seen: int, width: int, values: int, causal: bool) -> Work:
+    """The two products of attention and what lies between them, if it is not fused."""
+    squares, mask = float(d.heads) * tokens * seen, _mask(d)
+    return Work(
+        (
+            Gemm(tokens, seen, width, batch=d.heads, divided="batch", causal=causal),
+            Gemm(tokens, values, seen, batch=d.heads, divided="batch", causal=causal),
+        ),
+        # softmax reads and writes, dropout reads, writes and keeps a mask
+        scores=squares * (4.0 + mask if mask else 2.0),
+        kept_scores=squares * (2.0 + mask if mask else 1.0),
+        kernels=ATTENTION_KERNELS,
+    )
+
+
+def _seen(window: int, tokens: int) -> int:
+    """Mean number of tokens that one sees in a window, in whole tiles.
+
+    The first tokens see fewer.
+    """
+    if not window or window >= tokens:
+        return tokens
+    mean = window - window * window / (2 * tokens)
+    return min(max(round(mean / TILE) * TILE, min(TILE, window)), tokens)
+
+
+def _state_space(d: Dimensions, tokens: int) -> Work:
+    """The scan of Mamba-2 (arXiv:2405.21060, §6): products inside chunks, of their states, and of states' outputs."""
+    assert d.mamba is not None
+    m, chunk = d.mamba, min(CHUNK, tokens)
+    channels = m.inner + 2 * m.groups * m.state
+    into = m.inner + channels + m.heads
+    # a chunk's state is in four bytes: two elements, written twice and read twice
+    states = 8.0 * m.inner * m.state * tokens / chunk
+    return Work(
+        (
+            Gemm(tokens, chunk, m.state, batch=m.groups, divided="batch", causal=True),
+            Gemm(tokens, m.head_dim, chunk, batch=m.heads, divided="batch", causal=True),
+            Gemm(tokens, m.head_dim, m.state, batch=m.heads, divided="batch", times=2),
+        ),
+        # the convolution reads and writes, the scan reads and writes, the gated norm reads two and writes one
+        inside=tokens * (3.0 * channels + m.heads + 4.0 * m.inner) + states,
+        kept_inside=tokens * (into + 2.0 * m.inner),
+        kernels=STATE_SPACE_KERNELS,
+    )
+
+
+def _delta(d: Dimensions, tokens: int) -> Work:
+    """The gated delta rule in chunks (arXiv:2412.06464, §3.3).
+
+    Inside a chunk scores of keys with keys and with queries, and their products; across chunks those with the states.
+    """
+    assert d.delta is not None
+    width, heads, chunk = d.delta.head_dim, d.delta.value_heads, min(DELTA_CHUNK, tokens)
+    channels, values = (2 * d.delta.key_heads + heads) * width, heads * width
+    # a chunk's state is in four bytes: two elements, written twice and read twice
+    states = 8.0 * values * width * tokens / chunk
+    return Work(
+        (
+            Gemm(tokens, chunk, width, batch=heads, divided="batch", causal=True, times=2),
+            Gemm(tokens, width, chunk, batch=heads, divided="batch", causal=True, times=3),
+            Gemm(tokens, width, width, batch=heads, divided="batch", times=3),
+        ),
+        # the convolution reads and writes, the rule reads and writes, the gated norm reads two and writes one
+        inside=tokens * (3.0 * channels + 4.0 * values + 2.0 * heads) + states,
+        kept_inside=tokens * (2.0 * channels + 3.0 * values + 2.0 * heads),
+        kernels=DELTA_KERNELS,
+    )
+
+
+def _feed_forward(d: Dimensions, layer: Layer, tokens: int) -> Work:
+    factors = 3.0 if d.gated else 2.0
+    kernels = FEED_FORWARD_KERNELS + (1 if d.gated else 0)
+    if layer.feed_forward == "dense":
+        wide = factors * tokens * d.feed_forward
+        return Work(inside=wide, kept_inside=wide, kernels=kernels)
+    wide = factors * tokens * (d.top_k * d.expert_width + d.shared_width)
+    sent = float(tokens * d.top_k * (d.expert_hidden or d.hidden))
+    narrow = float(tokens * (d.expert_hidden or 0))
+    return Work(
+        inside=wide,
+        # tokens are read and written in the experts' order, and read and written back
+        outside=4.0 * sent + 4.0 * narrow,
+        kept_inside=wide,
+        kept_outside=sent + 2.0 * narrow,
+        kernels=kernels + MIXTURE_KERNELS + (3 if d.shared_width else 0) + (2 if d.expert_hidden else 0),
+    )
+
+
+def _mask(d: Dimensions) -> float:
+    return MASK if d.dropout and not d.gated else 0.0

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from paceline.planning.adjustment import Adjustment, equal_ratio
-from paceline.planning.cost.layout import Layout
-from paceline.planning.cost.prediction import Interval, Prediction
+from paceline.cluster.catalogue.hardware import CATALOGUE
+from paceline.errors import PlanError
+from paceline.partition import contiguous
+from paceline.planning.axes import DEGREES
+from paceline.planning.cost.layout import Interval, Layout, Prediction
+from paceline.planning.cost.memory import memory, usable_bytes
+from paceline.planning.machines import Adjustment, equal_ratio, machine_count, on_other_devices, resized, shape
+from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import Plan
+from paceline.planning.search.space import Space
+from paceline.units import count, percent, size
 
 _MOVING = {
     "fsdp": 1,
@@ -119,3 +127,325 @@ def _complexity(candidate: Candidate) -> tuple[float, ...]:
 def moving_parts(plan: Plan) -> int:
     """Number of kinds of division, rematerialisation and offloading that a plan uses."""
     return sum(getattr(plan, key) != default for key, default in _MOVING.items())
+
+
+_MOST_REASONS = 12
+# of a step: less is not worth a word
+_SMALL = 0.005
+_WORDS = {
+    "compute": "computing",
+    "recompute": "computing again",
+    "launch": "starting kernels",
+    "tp": "tensor-parallel sums",
+    "cp": "keys and values between ranks of cp",
+    "ep": "tokens to experts and back",
+    "fsdp": "gathering parameters",
+    "pp": "activations between stages",
+    "bubble": "bubble",
+    "dp": "sums of gradients",
+    "optimizer": "optimizer",
+    "other": "the remainder",
+}
+
+
+@dataclass
+class RejectionCounts:
+    """Rejection counts of a search: by memory, and by the checks of a plan."""
+
+    # bytes of a device
+    capacity: float = 0.0
+    out_of_memory: int = 0
+    refused: dict[tuple[str, ...], tuple[str, int]] = field(default_factory=dict)
+
+    @property
+    def plans(self) -> int:
+        """Number of all excluded plans."""
+        return self.out_of_memory + sum(count for _, count in self.refused.values())
+
+    def refuse(self, keys: tuple[str, ...], reason: str, plans: int = 1) -> None:
+        """Count plans that a check refused."""
+        text, count = self.refused.get(keys, (reason, 0))
+        if count + plans:
+            self.refused[keys] = text, count + plans
+
+    def excluded(self, space: Space) -> tuple[Excluded, ...]:
+        """Exclusions, most plans first. Before them come values of degrees that were never combined with others."""
+        values = [Excluded(_values(refused.key, refused.values), refused.reason) for refused in space.refused]
+        if (batch := _uneven_batch(space)) is not None:
+            values.append(batch)
+        found = [Excluded(" ".join(keys[:3]), text, count) for keys, (text, count) in self.refused.items()]
+        if self.out_of_memory:
+            plans, room = f"{self.out_of_memory:,} plans", size(self.capacity)
+            reason = f"does not fit: {plans} need more on a device that has {room} to give"
+            found.append(Excluded("memory", reason, self.out_of_memory))
+        return (*values, *sorted(found, key=lambda one: -one.plans))[:_MOST_REASONS]
+
+
+def why_it_wins(winner: Candidate) -> str:
+    """Parts of the winner's step, the largest first."""
+    step = winner.prediction.step_time_s
+    parts = sorted(winner.prediction.breakdown.items(), key=lambda part: -part[1])
+    return ", ".join(
+        f"{percent(seconds / step, 0)} {_WORDS.get(part, part)}"
+        for part, seconds in parts
+        if seconds >= 2 * _SMALL * step
+    )
+
+
+def why_it_loses(other: Candidate, winner: Candidate, measured: float = 1.0) -> str:
+    """Parts in which a plan takes longer than the winner, with causes. They are fractions of the winner's step.
+
+    Args:
+        measured: how many times longer it takes beside that, by measured runs that are like one of the two.
+    """
+    told = [f"+{percent(measured - 1, 0)} by measured runs that are like it"] if measured - 1 >= _SMALL else []
+    step = winner.prediction.step_time_s
+    more = {
+        part: (s - winner.prediction.breakdown.get(part, 0.0)) / step for part, s in other.prediction.breakdown.items()
+    }
+    worst = sorted(((gain, part) for part, gain in more.items() if gain >= _SMALL), reverse=True)[:2]
+    told += [f"+{percent(gain, 0)} {_WORDS.get(part, part)}{_cause(part, other, winner)}" for gain, part in worst]
+    return "; ".join(told) or "as fast, as far as the model can tell"
+
+
+def _cause(part: str, other: Candidate, winner: Candidate) -> str:
+    plan, layout = other.plan, other.layout
+    if part == "bubble":
+        return f": {plan.microbatches} microbatches over {plan.pp} stages"
+    if part == "recompute":
+        return f": remat={plan.remat}"
+    if part in ("compute", "launch", "optimizer") and plan.ranks < winner.plan.ranks:
+        return f": {plan.ranks:,} of {winner.plan.ranks:,} ranks"
+    if part == "compute":
+        return _shapes(plan, layout.samples, winner.plan, winner.layout.samples)
+    if part in DEGREES:
+        network = layout.link(part).name == layout.machines.between.name and layout.machines.hosts > 1
+        return f": {part}={getattr(plan, part)}" + (" over the network between hosts" if network else "")
+    return ""
+
+
+def _shapes(plan: Plan, samples: float, winner: Plan, best_samples: float) -> str:
+    """Cause of slower matrix products."""
+    if plan.tp > winner.tp:
+        return f": tp={plan.tp} makes matrices narrower, or divides only a part of them"
+    if samples < best_samples:
+        return f": microbatches of {count(round(samples), 'sample')} instead of {best_samples:g}"
+    return ": stages are less even" if plan.pp > 1 else ""
+
+
+def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> PlanError:
+    """The error of a search that found nothing."""
+    job, cluster = space.job, space.cluster
+    if not len(space.rows["tp"]):
+        return PlanError(_no_rows(space))
+    if missing := smallest_that_works(layout, job.global_batch):
+        return PlanError(f"{job.name} fits on {cluster.name} under no plan. {missing}")
+    refused = [f"{one.what}: {one.reason}" for one in rejections.excluded(space)]
+    return PlanError("\n".join([f"{job.name} cannot be trained on {cluster.name} under any plan.", *refused]))
+
+
+def _uneven_batch(space: Space) -> Excluded | None:
+    """Exclusion of numbers of data-parallel ranks that do not divide the batch.
+
+    All ranks would wait for the fullest.
+    """
+    batch, most = space.job.global_batch, min(space.devices, space.job.global_batch)
+    even = [n for n in range(1, most + 1) if batch % n == 0]
+    if space.job.partition.weights is not None or len(even) == most:
+        return None
+    shown = ", ".join(map(str, even[:12])) + (", …" if len(even) > 12 else "")
+    reason = (
+        f"a global batch of {batch:,} deals evenly to {shown} data-parallel ranks; with others all wait for those "
+        "with one sample more"
+    )
+    return Excluded("dp × fsdp × ep", reason)
+
+
+def _no_rows(space: Space) -> str:
+    batch, weights = space.job.global_batch, space.job.partition.weights
+    if weights is not None:
+        return (
+            f"the job's partition has {len(weights)} weights, one for each data-parallel rank, and "
+            f"{space.cluster.name} has "
+            f"{space.devices} devices: give at most {space.devices} weights, or none for equal shares."
+        )
+    return f"no plan divides a global batch of {batch} over {space.devices} devices of {space.cluster.name}."
+
+
+def _values(key: str, values: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, values[:6])) + (", …" if len(values) > 6 else "")
+    return f"{key}={shown}"
+
+
+_MOST_HOSTS = 2**14
+_MOST_CP = 64
+_MOST_TP = 64
+
+
+class SmallestMemory(NamedTuple):
+    """The plan that comes nearest to fitting on given machines.
+
+    Attributes:
+        needed: bytes of its fullest rank.
+        room: bytes of the rank's device.
+    """
+
+    needed: float
+    room: float
+    layout: Layout
+
+    @property
+    def fits(self) -> bool:
+        """True if the plan fits."""
+        return self.needed <= self.room
+
+
+def smallest_that_works(layout: Layout, global_batch: int) -> str:
+    """Message on a model that does not fit, or "" if it does.
+
+    It names the missing memory and the smallest sufficient cluster.
+
+    Args:
+        layout: of any plan of the job on the machines: its trace, machines, precision and bytes of state are used, not
+            its degrees.
+        global_batch: samples of a step; a plan cannot have more data-parallel ranks.
+    """
+    here = least(layout, global_batch)
+    if here.fits:
+        return ""
+    machines = layout.machines
+    has = "its part of the host's memory is" if machines.device.is_core else f"{_a(machines.device.name)} has"
+    said = (
+        f"At least {size(here.needed)} on each device, with {words(here.layout)}, and {has} {size(here.room)} to give: "
+        f"{size(here.needed - here.room)} are missing."
+    )
+    more, larger = _more_hosts(layout, global_batch), _larger_device(layout, global_batch)
+    enough = [_on(found) for found in (more, larger) if found.fits]
+    if enough:
+        return f"{said} It fits on {', or on '.join(enough)}."
+    what, most = max(memory(more.layout).items(), key=lambda item: item[1])
+    return (
+        f"{said} More such hosts do not help: {what} alone would still take {size(most)}. Shorter samples or "
+        "smaller layers would."
+    )
+
+
+def least(layout: Layout, global_batch: int) -> SmallestMemory:
+    """The plan on the layout's machines whose fullest rank needs the least of its device.
+
+    Only plans that shard everything are tried.
+    """
+    options = (
+        SmallestMemory(sum(memory(option).values()), usable_bytes(option), option)
+        for option in _frugal(layout, global_batch)
+    )
+    return min(options, key=lambda option: option.needed / option.room)
+
+
+def words(layout: Layout) -> str:
+    """The degrees of a layout as a plan's words."""
+    degrees = [f"{axis}={n}" for axis in DEGREES if (n := getattr(layout, axis)) > 1]
+    remat = [] if layout.remat == "none" else [f"remat={layout.remat}"]
+    return " ".join([*degrees, *remat]) or "dp=1"
+
+
+def _frugal(layout: Layout, global_batch: int) -> Iterator[Layout]:
+    """Plans with all state sharded and all blocks recomputed, one sample per microbatch.
+
+    Degrees are powers of two, with as many ranks as are useful.
+    """
+    machines, trace = layout.machines, layout.trace
+    layers = max((count for _, count in trace.runs), default=1)
+    cores = _powers(machines.per_host) if machines.device.is_core else [1]
+    # a rank alone on a host has all of its memory
+    for idle in cores:
+        devices = machines.devices // idle
+        for tp in _powers(min(devices, _MOST_TP)):
+            for pp in _powers(min(devices // tp, layers)):
+                for cp in _powers(min(devices // tp // pp, trace.tokens, _MOST_CP)):
+                    if _divides(trace, tp, cp):
+                        yield _sharded(layout, tp, pp, cp, devices // (tp * pp * cp), global_batch)
+
+
+def _sharded(layout: Layout, tp: int, pp: int, cp: int, left: int, global_batch: int) -> Layout:
+    fsdp = max(n for n in range(1, min(left, global_batch) + 1) if global_batch % n == 0)
+    blocks = len(layout.trace.blocks)
+    return replace(
+        layout,
+        dp=1,
+        fsdp=fsdp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=1,
+        zero=3,
+        samples=1.0,
+        microbatches=global_batch // fsdp,
+        schedule="1f1b",
+        chunks=1,
+        remat="block",
+        sequence=tp > 1,
+        cut=contiguous([1] * blocks, pp),
+    )
+
+
+def _divides(trace: ModelTrace, tp: int, cp: int) -> bool:
+    """True if tp divides the heads and anything at all, and cp divides the tokens."""
+    if tp == 1:
+        return trace.tokens % cp == 0
+    gemms = [gemm for block, _ in trace.runs for gemm in block.gemms if gemm.divided != "none"]
+    return (
+        bool(gemms)
+        and trace.tokens % cp == 0
+        and all(gemm.batch % tp == 0 for gemm in gemms if gemm.divided == "batch")
+    )
+
+
+def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
+    """Fit on the smallest sufficient number of the same hosts, found by bisection.
+
+    If no number is enough, on very many of them.
+    """
+
+    def on(hosts: int) -> SmallestMemory:
+        return least(replace(layout, machines=resized(layout.machines, hosts)), global_batch)
+
+    low = machine_count(layout.machines)
+    high = 2 * low
+    while not (found := on(high)).fits and high < _MOST_HOSTS:
+        low, high = high, 2 * high
+    while found.fits and high - low > 1:
+        middle = (low + high) // 2
+        fewer = on(middle)
+        low, high, found = (low, middle, fewer) if fewer.fits else (middle, high, found)
+    return found
+
+
+def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
+    """Fit on as many devices of the smallest sufficient kind in the catalogue.
+
+    If none is sufficient, on the largest.
+    """
+    machines = layout.machines
+    own, kind = machines.memory_bytes or machines.device.memory_bytes, machines.device.kind
+    alike = [device for device in CATALOGUE.values() if device.kind == kind and not device.is_core]
+    larger = [device for device in alike if device.memory_bytes > own]
+    found = least(layout, global_batch)
+    for device in sorted(larger, key=lambda device: device.memory_bytes):
+        found = least(replace(layout, machines=on_other_devices(machines, device)), global_batch)
+        if found.fits:
+            break
+    return found
+
+
+def _on(found: SmallestMemory) -> str:
+    """The cluster as `--cluster` takes it, and the plan."""
+    return f"{shape(found.layout.machines)} with {words(found.layout)} ({size(found.needed)} of {size(found.room)})"
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(max(most, 1).bit_length())]
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name[0] in "AEFHILMNORSX" else f"a {name}"

@@ -9,23 +9,39 @@ arguments: no clock ends it.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planning.adjustment import factor_of
-from paceline.planning.machines import machines
+from paceline.planning.axes import DEGREES, REMATS, Remat
+from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.layout import Layout
+from paceline.planning.cost.measured import calibration_of
+from paceline.planning.cost.memory import memory, usable_bytes
+from paceline.planning.machines import factor_of, machines
+from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import Plan
 from paceline.planning.predict import Layouts, priced
-from paceline.planning.search.branch_and_bound import BranchAndBound
-from paceline.planning.search.rejected import nothing_fits, why_it_loses, why_it_wins
-from paceline.planning.search.result import SearchResult, preferred
-from paceline.planning.search.space import Space
+from paceline.planning.search.bounds import Bounds, Floats, MeasuredBounds, RankCost, ShardConfig, smallest
+from paceline.planning.search.result import (
+    Candidate,
+    RejectionCounts,
+    SearchResult,
+    nothing_fits,
+    preferred,
+    why_it_loses,
+    why_it_wins,
+)
+from paceline.planning.search.space import PIPELINES, Ints, Space, divisors, numbered
 
 if TYPE_CHECKING:
-    from paceline.planning.adjustment import Basis
+    from paceline.planning.machines import Basis
 
 
 def search(
@@ -113,3 +129,338 @@ def _cluster(cluster: Cluster | str | Path | None) -> Cluster:
     from paceline.cluster.named import cluster_from
 
     return cluster_from(str(cluster))
+
+
+# rows that are expanded together, most promising first: twice as many each time, up to a block
+_FIRST_BLOCK, _BLOCK = 64, 4096
+# slower plans, relative to the best, are not searched for the list
+_LISTED = 1.1
+# predictions after which only a possible best is searched, no longer the list
+_LIST_EVALUATIONS = 300
+# further plans that are tried if the list is too short
+_FILL = 150
+_OFFLOADED = "the way of the state to host memory and back (offload) is not in this time"
+# number of predicted plans that ends the search; the gap then says by how much the best may be missed
+_MOST_EVALUATIONS = 8000
+# the same on a calibrated machine, whose pipelines are simulated; if there are no more plans, all of them are tried
+_MOST_MEASURED = 2000
+
+
+class Choice(NamedTuple):
+    """One plan of the space: its row, its variant, and its sharded state.
+
+    Attributes:
+        pipeline: index in `PIPELINES`; `remat`: in `REMATS`.
+    """
+
+    row: int
+    pipeline: int
+    remat: int
+    sequence: int
+    fsdp: int
+    zero: int
+
+
+@dataclass
+class PlanTable:
+    """Plan table: plans, or partial plans, with one array per column."""
+
+    row: Ints
+    pipeline: Ints  # of `PIPELINES`
+    remat: Ints  # of `REMATS`
+    sequence: Ints
+    cost: Ints  # index of the rank cost
+    bound_s: Floats
+    fsdp: Ints
+    zero: Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def at(self, places: Any) -> PlanTable:
+        """Rows at the given positions."""
+        return PlanTable(*[getattr(self, name)[places] for name in self.__dataclass_fields__])
+
+    def choice(self, i: int) -> Choice:
+        """The plan at a position."""
+        return Choice(*[int(getattr(self, name)[i]) for name in Choice._fields])
+
+    @classmethod
+    def joined(cls, tables: list[PlanTable]) -> PlanTable:
+        """Concatenation of several tables."""
+        return cls(*[np.concatenate([getattr(part, name) for part in tables]) for name in cls.__dataclass_fields__])
+
+
+class BranchAndBound:
+    """Branch-and-bound search of the best plans.
+
+    Attributes:
+        found: for each set of degrees the best plan so far.
+        rejections: counts of excluded plans.
+        considered: number of plans in the space.
+        evaluated: number of predicted plans.
+    """
+
+    def __init__(self, space: Space, layouts: Layouts, top: int) -> None:
+        self.space, self.layouts, self.top = space, layouts, top
+        self.found: dict[tuple[int, ...], Candidate] = {}
+        self.evaluated = 0
+        # what takes as long is of no interest any more
+        self.limit = float("inf")
+        self.layout = layouts.of(space.base)
+        measured = calibration_of(self.layout) is not None
+        self.bounds = (MeasuredBounds if measured else Bounds)(self.layout, self._trace_at)
+        self.considered = int(space.plans_per_row.sum())
+        self.rejections = RejectionCounts(self.bounds.capacity)
+        self.most = _MOST_MEASURED if measured else _MOST_EVALUATIONS
+        self.everything = measured and self.considered <= self.most
+        self._rank_costs: dict[ShardConfig, int] = {}
+        self._costs: list[RankCost] = []
+        self._fits: dict[tuple[int, ...], bool] = {}
+        self._seen: set[Choice] = set()
+        self._filling = False
+        self._last_s = float("inf")  # of the last one on the list
+
+    def run(self) -> float:
+        """Search; returns the gap."""
+        gap = self._through_all(self.most)
+        # of those that are much slower, the ones that promise most
+        if len(self.found) < self.top:
+            rejections, self.rejections = self.rejections, RejectionCounts(self.rejections.capacity)  # all were counted
+            self._filling, self.limit = True, float("inf")
+            self._through_all(self.evaluated + _FILL)
+            self.rejections = rejections
+        return gap
+
+    def _through_all(self, most: int) -> float:
+        """Expand rows in the order of their bounds, and return the gap.
+
+        It ends when no row can be of interest or `most` plans were predicted.
+        """
+        least = self._least_s
+        order = np.argsort(least, kind="stable")
+        first, size = 0, _FIRST_BLOCK
+        while first < len(order) and least[order[first]] < self.limit:
+            unseen_s = self._search(order[first : first + size], most)
+            first, size = first + size, min(2 * size, _BLOCK)
+            if unseen_s is not None:
+                return self._gap(min([unseen_s, *least[order[first : first + 1]]]))
+        return 0.0
+
+    def _gap(self, unseen_s: float) -> float:
+        best = min((one.prediction.step_time_s for one in self.found.values()), default=0.0)
+        return max(0.0, 1 - unseen_s / best) if best else 1.0
+
+    @cached_property
+    def _least_s(self) -> Floats:
+        """Least seconds of each row, whatever its variants."""
+        every = np.arange(len(self.space.rows["tp"]))
+        found = self._row_s(every, sequence=False, remat="none")
+        divided = every[self.space.allows(every, True, "none")]
+        found[divided] = np.minimum(found[divided], self._row_s(divided, sequence=True, remat="none"))
+        return found
+
+    def _row_s(self, rows: Ints, sequence: bool, remat: Remat) -> Floats:
+        """Least seconds of these rows, with the schedule of the smallest bubble."""
+        return np.asarray(self.bounds.least_s(self._at(rows), sequence, remat) * self._bubbles[rows])
+
+    @cached_property
+    def _bubbles(self) -> Floats:
+        """Least ratio of a pipeline's step to its work, for each row."""
+        rows, every = self.space.rows, np.arange(len(self.space.rows["tp"]))
+        least = np.full(len(every), np.inf)
+        for pipeline in PIPELINES:
+            works = every[self.space.runs(every, pipeline)]
+            least[works] = np.minimum(least[works], self.bounds.passes(self._at(works), pipeline)[0])
+        return np.asarray(least * rows["pp"] / rows["microbatches"])
+
+    def _search(self, rows: Ints, most: int) -> float | None:
+        """Try all plans of these rows that may be among the best.
+
+        Returns the least bound of untried plans if there were too many, else None.
+        """
+        plans = self._with_dp_fsdp(self._variants(rows))
+        plans = plans.at(np.argsort(plans.bound_s, kind="stable"))
+        for i in range(len(plans)):
+            if plans.bound_s[i] >= self.limit:
+                return None
+            if self.evaluated >= most:
+                return float(plans.bound_s[i])
+            choice = plans.choice(i)
+            if choice not in self._seen:
+                self._seen.add(choice)
+                for knobs in self.space.knobs(choice.row):
+                    self._evaluate(choice, knobs)
+        return None
+
+    def _variants(self, rows: Ints) -> PlanTable:
+        """Variants of the rows: pipeline, remat and sequence of possible best plans."""
+        tables = [self._variants_of(rows, sequence, remat) for sequence in (0, 1) for remat in range(len(REMATS))]
+        return PlanTable.joined([part for some in tables for part in some])
+
+    def _variants_of(self, rows: Ints, sequence: int, remat: int) -> list[PlanTable]:
+        space, bounds = self.space, self.bounds
+        rows = rows[space.allows(rows, bool(sequence), REMATS[remat])]
+        least = self._row_s(rows, bool(sequence), REMATS[remat])
+        rows, least = rows[least < self.limit], least[least < self.limit]
+        fits = self._fit(rows, 0, sequence, remat)
+        pipelines = sum(space.runs(rows[~fits], pipeline).astype(np.int64) for pipeline in PIPELINES)
+        self.rejections.out_of_memory += int(np.sum(pipelines * space.factorisations[rows[~fits]]))
+        rows, least = rows[fits], least[fits]
+        cost = self._rank_costs_of(rows, bool(sequence), REMATS[remat])
+        costs, table = self._costs_at(cost), self._at(rows)
+        uneven = bounds.unevenness_s(costs, table["pp"], table["microbatches"])
+        found = []
+        for number, pipeline in enumerate(PIPELINES):
+            some = np.flatnonzero(space.runs(rows, pipeline))
+            work, hops = bounds.passes(self._at(rows[some]), pipeline)
+            even = costs["seconds"][some] * work + costs["hop_s"][some] * hops
+            times = np.maximum(even + uneven[some], least[some])
+            may = times < self.limit
+            if number:
+                may[may] = self._fit(rows[some[may]], number, sequence, remat)
+            some, times = some[may], times[may]
+            ones = np.ones(len(some), np.int64)
+            same = (number * ones, remat * ones, sequence * ones)
+            found.append(PlanTable(rows[some], *same, cost[some], times, ones, 3 * ones))
+        return found
+
+    def _fit(self, rows: Ints, pipeline: int, sequence: int, remat: int) -> NDArray[np.bool_]:
+        """Mask of the rows that may fit with this schedule. None needs less than the first one, 1f1b.
+
+        Of several microbatches those of one sample need the least, so that is asked first, for all such rows at once.
+        """
+
+        def layout(row: int) -> Layout:
+            tp, pp = int(self.space.rows["tp"][row]), int(self.space.rows["pp"][row])
+            trace, cut = self.bounds.easier(tp, pp, PIPELINES[pipeline].chunks(pp))
+            return self._layout(Choice(row, pipeline, remat, sequence, 1, 3), trace=trace, cut=cut)
+
+        table = self._at(rows)
+        degrees = (table[name] for name in ("tp", "cp", "ep", "pp", "shared"))
+        keys, place = numbered(*degrees, (table["microbatches"] > 1).astype(np.int64))
+        for key, first in zip(keys, np.unique(place, return_index=True)[1].tolist(), strict=True):
+            if (*key, pipeline, remat, sequence) not in self._fits:
+                found = self.bounds.fits(smallest(layout(int(rows[first]))))
+                self._fits[(*key, pipeline, remat, sequence)] = found
+        fits = np.array([self._fits[(*key, pipeline, remat, sequence)] for key in keys], np.bool_)[place]
+        fits[fits] = [self.bounds.fits(layout(row)) for row in rows[fits].tolist()]
+        return fits
+
+    def _with_dp_fsdp(self, variants: PlanTable) -> PlanTable:
+        """Factorisations of the data-parallel ranks into dp × fsdp, with each `zero`, that may be best."""
+        several, place = np.unique(self.space.rows["shared"][variants.row], return_inverse=True)
+        ways = [
+            np.array(
+                [(fsdp, zero) for fsdp in divisors(int(n)) for zero in ((3, 2, 1) if fsdp > 1 else (3,))], np.int64
+            )
+            for n in several
+        ]
+        counts = np.array([len(some) for some in ways], np.int64)[place]
+        plans = variants.at(np.repeat(np.arange(len(variants)), counts))
+        if len(place):
+            plans.fsdp, plans.zero = np.concatenate([ways[i] for i in place]).T
+        # a pipeline's stages are whole during a step
+        plans = plans.at((plans.zero == 3) | (self.space.rows["pp"][plans.row] == 1))
+        may = np.ones(len(plans), np.bool_)
+        for refused, refusal in self.space.shards_refused(plans.row, plans.pipeline):
+            refused &= plans.fsdp > 1
+            self.rejections.refuse(*refusal, int(refused.sum()))
+            may &= ~refused
+        plans = plans.at(may)
+        costs, rows = self._costs_at(plans.cost), self._at(plans.row)
+        plans.bound_s = plans.bound_s + self.bounds.beside_s(costs, rows, plans.fsdp, plans.zero)
+        return plans.at(plans.bound_s < self.limit)
+
+    def _evaluate(self, choice: Choice, knobs: dict[str, Any]) -> None:
+        """Predict a plan if it is legal and fits, and keep the best. The best is kept for each set of degrees."""
+        layout = self._layout(choice, **knobs)
+        fits = self.bounds.fits(smallest(layout)) and self.bounds.fits(layout)
+        if not fits or sum(memory(layout).values()) > usable_bytes(layout):
+            self.rejections.out_of_memory += 1
+        elif (refusal := self.space.legal.refusal(self._values(choice) | knobs)) is not None:
+            self.rejections.refuse(*refusal)
+        else:
+            self._keep(self._values(choice) | knobs, layout)
+
+    def _values(self, choice: Choice) -> dict[str, Any]:
+        """A plan's keys and values."""
+        rows, pipeline = self.space.rows, PIPELINES[choice.pipeline]
+        return {
+            **{name: int(rows[name][choice.row]) for name in ("tp", "cp", "ep", "pp", "microbatches")},
+            "dp": int(rows["shared"][choice.row]) // choice.fsdp,
+            "fsdp": choice.fsdp,
+            "zero": choice.zero,
+            "schedule": pipeline.schedule,
+            "virtual": pipeline.virtual,
+            "remat": REMATS[choice.remat],
+            "sequence": bool(choice.sequence),
+        }
+
+    def _layout(self, choice: Choice, **changed: Any) -> Layout:
+        """A plan as numbers, with changed values."""
+        values = self._values(choice)
+        del values["virtual"]
+        values["trace"] = self._trace_at(values["tp"])
+        values["chunks"] = PIPELINES[choice.pipeline].chunks(values["pp"])
+        values["samples"] = float(self.space.rows["samples"][choice.row])
+        changed["threads"] = changed.get("threads") or int(self.space.rows["threads"][choice.row])
+        return self.layout.changed(**values | changed)
+
+    def _trace_at(self, tp: int) -> ModelTrace:
+        return self.layouts.trace_at(self.layout.precision, tp)
+
+    def _keep(self, values: dict[str, Any], layout: Layout) -> None:
+        self.evaluated += 1
+        prediction = estimate(layout)
+        key = tuple(values[name] for name in DEGREES)
+        known = self.found.get(key)
+        if prediction.step_time_s < self._last_s and (
+            known is None or prediction.step_time_s < known.prediction.step_time_s
+        ):
+            plan = replace(self.space.base, **values)
+            if (refusal := self.space.legal.out_of_memory(plan)) is not None:
+                self.rejections.refuse(*refusal)
+                return
+            notes = (*prediction.notes, *((_OFFLOADED,) if layout.offload else ()))
+            self.found[key] = Candidate(plan, layout, replace(prediction, fits=True, notes=notes))
+        self._limit()
+
+    def _limit(self) -> None:
+        """Update the time limit of interesting plans.
+
+        The list of the best is searched as long as that needs few predictions, and only for little slower plans.
+        """
+        times = sorted(one.prediction.step_time_s for one in self.found.values())
+        self._last_s = times[self.top - 1] if len(times) >= self.top else float("inf")
+        if self.everything:
+            return
+        if self._filling or not times:
+            self.limit = self._last_s
+        else:
+            self.limit = min(self._last_s, times[0] * _LISTED) if self.evaluated < _LIST_EVALUATIONS else times[0]
+
+    def _at(self, rows: Ints) -> dict[str, NDArray[Any]]:
+        """The space's columns at these rows."""
+        return {key: column[rows] for key, column in self.space.rows.items()}
+
+    def _rank_costs_of(self, rows: Ints, sequence: bool, remat: str) -> Ints:
+        """Index of each row's rank cost."""
+        table = self._at(rows)
+        sizes = table.pop("size")
+        keys, place = numbered(table["tp"], table["cp"], table["ep"], table["threads"], sizes)
+        samples = dict(zip(sizes.tolist(), table["samples"].tolist(), strict=True))
+        found = []
+        for tp, cp, ep, threads, size in keys:
+            config = ShardConfig(tp, cp, ep, sequence, remat, samples[size], threads)
+            if config not in self._rank_costs:
+                self._rank_costs[config] = len(self._costs)
+                self._costs.append(self.bounds.rank_cost(config))
+            found.append(self._rank_costs[config])
+        return np.array(found, np.int64)[place] if keys else np.zeros(0, np.int64)
+
+    def _costs_at(self, costs: Ints) -> dict[str, Floats]:
+        """The fields of the rank costs at these indices."""
+        several, place = np.unique(costs, return_inverse=True)
+        columns = np.array([self._costs[i] for i in several], np.float64).reshape(-1, len(RankCost._fields)).T
+        return {name: column[place] for name, column in zip(RankCost._fields, columns, strict=True)}

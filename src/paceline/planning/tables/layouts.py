@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec, accelerator
-from paceline.planning.choices import Schedule
+from paceline.errors import ClusterError
+from paceline.planning.axes import Schedule
+from paceline.planning.cost import frameworks as known
+from paceline.planning.cost.compute import peak_flops
 from paceline.planning.cost.estimate import memory_fits
 from paceline.planning.cost.frameworks import (
     MEGATRON_DEEPSPEED,
@@ -18,10 +23,8 @@ from paceline.planning.cost.frameworks import (
 )
 from paceline.planning.cost.layout import Layout, Machines
 from paceline.planning.model.graph import ModelTrace
-from paceline.planning.tables import cells as read
-from paceline.planning.tables.cells import Cells, UnusableError, number, whole
-from paceline.planning.tables.frameworks import framework_of
-from paceline.planning.tables.models import model_of
+from paceline.planning.tables import cells as table
+from paceline.planning.tables.cells import Cells, UnusableError, model_of, number, whole
 
 PCIE = LinkSpec("PCIe 4 x16", 32e9, 10e-6)
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the layers, computed again
@@ -48,7 +51,7 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     samples = number(cells.get("micro_batch", "")) or (1.0 if degrees["pp"] > 1 else batch / data_ranks)
     microbatches = max(round(batch / data_ranks / samples), 1)
     layers = sum(block.kind not in ("embedding", "head") for block in trace.blocks)
-    remat = read.recomputed(cells)
+    remat = table.recomputed(cells)
     if remat == "unknown" and not cells.get("act_ckpt") and not framework.profile.flash:
         remat = "none"  # where nobody asks: images, and small models
     layout = Layout(
@@ -59,10 +62,10 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
         cp=degrees["cp"],
         samples=batch / data_ranks / microbatches,
         microbatches=microbatches,
-        precision=read.precision(cells, device),
-        products=read.products(cells),
+        precision=table.precision(cells, device),
+        products=table.products(cells),
         remat="none" if remat == "unknown" else remat,
-        sequence=framework.sequence or read.sequence(cells),
+        sequence=framework.sequence or table.sequence(cells),
         chunks=_chunks(cells, degrees["pp"], layers),
         lora=_lora(cells),
     )
@@ -76,7 +79,7 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
         layout,
         fp32_gradients="fp32 grad" in cells.get("precision", "").lower(),
         pure="pure" in cells.get("precision", "").lower(),
-        moment_bytes=read.moment_bytes(cells),
+        moment_bytes=table.moment_bytes(cells),
     )
     return _with_least_recomputed(layout) if remat == "unknown" else layout
 
@@ -130,7 +133,7 @@ def _machines(cells: Cells, device: Accelerator, ranks: int) -> Machines:
     text = cells.get("interconnect", "")
     if re.search(r"pcie", text, re.IGNORECASE) and not re.search(r"nvlink|nvswitch", text, re.IGNORECASE):
         device = replace(device, inside=PCIE)
-    rate = read.between_bytes_per_s(text, whole(cells, "gpus_per_node", device.machine or device.per_host))
+    rate = table.between_bytes_per_s(text, whole(cells, "gpus_per_node", device.machine or device.per_host))
     if (
         rate
         and re.search(r"IB|InfiniBand|[HN]DR|RoCE", text)
@@ -140,7 +143,7 @@ def _machines(cells: Cells, device: Accelerator, ranks: int) -> Machines:
         rate *= per_host  # one of a host's cards
     between = LinkSpec("between hosts", rate, device.network.latency_s) if rate else device.network
     hosts = max(-(-ranks // per_host), 1)
-    return Machines(device, hosts, per_host, between, oversubscription=1 / read.fabric_share(text))
+    return Machines(device, hosts, per_host, between, oversubscription=1 / table.fabric_share(text))
 
 
 def _chunks(cells: Cells, pp: int, layers: int) -> int:
@@ -184,7 +187,7 @@ def _sharded(layout: Layout, cells: Cells, data_ranks: int, framework: Framework
         layout = replace(layout, expert_ranks=ep)
     elif ep > 1 and data_ranks % ep == 0:
         layout, data_ranks = replace(layout, ep=ep), data_ranks // ep
-    kind = read.sharding(text, framework.shards)
+    kind = table.sharding(text, framework.shards)
     if kind == "none" and _divides_always(layout, framework):
         kind = "zero1"
     over = re.search(r"\bover (\d+)|fsdp(\d{2,})", text, re.IGNORECASE)
@@ -221,3 +224,202 @@ def _with_least_recomputed(layout: Layout) -> Layout:
         if memory_fits(changed):
             return changed
     return replace(changed, offload_activations=True)
+
+
+# what a plan does not change of a model: its trace has the vocabulary padded for tp
+_MODEL = ("model", "n_layers", "hidden", "ffn", "n_heads", "n_kv_heads", "vocab")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured run: the plan, and what was measured of it.
+
+    Attributes:
+        table, number: the table's name and the row's line.
+        cells: as they are written.
+        seconds: of a step; None if it was not measured.
+        memory_gib: of a device; None likewise.
+        out_of_memory: True if the run ended so.
+    """
+
+    table: str
+    number: int
+    cells: Cells
+    layout: Layout
+    seconds: float | None
+    memory_gib: float | None
+    out_of_memory: bool
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The table and the line."""
+        return self.table, self.number
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Same work on the same machines: rows of a group differ in their plans."""
+        layout = self.layout
+        model = tuple(self.cells.get(name, "") for name in _MODEL)
+        work = (layout.trace.tokens, round(layout.global_batch, 3), layout.precision, layout.products, layout.lora)
+        device = layout.machines.device
+        where = (device.name, device.memory_bytes, layout.ranks, layout.machines.between.bandwidth)
+        return self.table, self.framework, *model, *work, *where
+
+    @property
+    def framework(self) -> str:
+        """Its framework and version, without remarks that tell plans apart."""
+        name = re.split(r"[;(]", self.cells.get("framework", ""))[0].strip().lower()
+        return f"{name} {self.cells.get('source', '')}"
+
+    @property
+    def plan(self) -> tuple[object, ...]:
+        """Part of the layout that a planner chooses."""
+        layout = self.layout
+        degrees = (layout.dp, layout.fsdp, layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_ranks)
+        return *degrees, layout.zero, layout.zero_dp, layout.samples, layout.chunks, layout.schedule, layout.remat
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that cannot be used."""
+
+    table: str
+    number: int
+    why: str
+
+
+def read(files: Iterable[Path]) -> tuple[list[Row], list[Skipped]]:
+    """All rows of the tables that name a model and devices."""
+    rows: list[Row] = []
+    skipped: list[Skipped] = []
+    for path in files:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            table = [
+                {key: (value or "").strip() for key, value in cells.items() if key} for cells in csv.DictReader(file)
+            ]
+        if not table or not {"model", "gpu"} <= table[0].keys():
+            continue
+        for at, cells in enumerate(table, start=2):
+            try:
+                rows.append(row_of(path.stem, at, cells, table))
+            except UnusableError as unusable:
+                skipped.append(Skipped(path.stem, at, str(unusable)))
+            except (ClusterError, ValueError, ZeroDivisionError) as error:
+                skipped.append(Skipped(path.stem, at, str(error).strip().splitlines()[-1]))
+    return rows, skipped
+
+
+def row_of(table: str, at: int, cells: Cells, others: Sequence[Cells]) -> Row:
+    """Row of a table from its cells; its `others` tell what it leaves out.
+
+    Raises:
+        UnusableError: something is not stated that nothing else tells.
+        ClusterError: its device is not in the catalogue.
+    """
+    out_of_memory = any(
+        "oom" in cells.get(name, "").lower() for name in ("memory_gib", "step_time_s", "tokens_per_s_per_gpu")
+    )
+    layout = layout_of(cells, others)
+    seconds = None if out_of_memory else _seconds(cells, layout)
+    memory = None if out_of_memory else number(cells.get("memory_gib", ""))
+    if seconds is None and memory is None and not out_of_memory:
+        raise UnusableError("neither a time nor a memory was measured")
+    return Row(table, at, cells, layout, seconds, memory, out_of_memory)
+
+
+def _seconds(cells: Cells, layout: Layout) -> float | None:
+    """A step's time, or what it is by the rate that was printed instead."""
+    stated = number(cells.get("step_time_s", ""))
+    if stated:
+        return stated
+    tokens, tflops, mfu = (number(cells.get(name, "")) for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu"))
+    if tokens:
+        return layout.global_batch * layout.trace.tokens / tokens / layout.ranks
+    recomputed = layout.remat == "block" and re.search(r"incl\w* recompute", cells.get("notes", ""))
+    flops = (4 if recomputed and tflops else 3) * layout.trace.flops * layout.global_batch / layout.ranks
+    if tflops:
+        return flops / tflops / 1e12
+    if mfu:
+        return flops / peak_flops(layout.machines.device, layout.precision) / (mfu / 100 if mfu > 1 else mfu)
+    return None
+
+
+# In the order in which they are tried
+_NAMES: tuple[tuple[str, Framework], ...] = (
+    (r"titan.*(?:compile|float8|async)", known.TORCHTITAN_COMPILED),
+    (r"titan", known.TORCHTITAN),
+    (r"maxtext|pax|\bjax|xla|paxml|praxis|levanter|t5x", known.MAXTEXT),
+    (r"megatron-deepspeed|megatron.deepspeed", known.MEGATRON_DEEPSPEED),
+    (r"deepspeed", known.DEEPSPEED),
+    (r"composer|llm-foundry", known.COMPOSER),
+    (r"hai-?llm", known.HAI_LLM),
+    (r"libai|oneflow", known.ONEFLOW),
+    (r"paddle", known.PADDLE),
+    (r"\b(?:tf|tensorflow) ?1[89]\.\d\d", known.HOROVOD_UNFUSED),
+    (r"horovod|\btf\b|tensorflow", known.HOROVOD),
+    (r"fsdp|pytorch 2|lit-?gpt|olmo|lightning|meta internal|nanotron", known.FSDP),
+    (r"ddp|apex|mxnet|dali", known.DDP),
+)
+_MODERN = re.compile(r"core|nemo|bridge|transformer ?engine|\bdev\b|h[12]\d\d|b[23]00|mi3\d\d", re.IGNORECASE)
+_FLASH = re.compile(r"(?<!no )flash(?!\w* not)|transformer_engine|xformers|sdpa|splash", re.IGNORECASE)
+
+
+def framework_of(cells: Cells, device: Accelerator) -> Framework:
+    """The framework of a row, with its attention and launches as the row says."""
+    name, notes = cells.get("framework", ""), cells.get("notes", "")
+    found = _by_name(cells, device)
+    profile = found.profile
+    if device.generation in ("pascal", "volta", "turing") and profile.flash:
+        profile = replace(profile, flash=False)  # FlashAttention needs Ampere
+    elif not profile.flash and _FLASH.search(f"{name} {notes}"):
+        profile = replace(profile, flash=True, attention=2)
+    elif re.search(r"no flash|flash\w* off|without flash", notes, re.IGNORECASE):
+        profile = replace(profile, flash=False)
+    if re.search(r"gpt.?oss", cells.get("model", ""), re.IGNORECASE) and _nemo(cells) < (26, 6):
+        profile = replace(profile, flash=False)  # sinks, which fused kernels did not have before cuDNN 9.13
+    if re.search(r"deterministic-mode=True", notes):
+        profile = replace(profile, attention=1, kernels=1.5 * profile.kernels)
+    if found is known.COMPOSER:
+        profile = replace(profile, attention=1)  # its models add ALiBi's biases: FlashAttention in Triton
+    if _unpadded(cells) and device.generation not in ("pascal", "volta") and "16" in cells.get("precision", ""):
+        profile = replace(profile, flash=True, attention=1)  # apex's fused attention for sequences of any length
+    if re.search(r"LAUNCH_BLOCKING=1", notes):
+        profile = replace(profile, blocking=True)
+    if re.search(r"async ?tp|userbuffers|tp-comm-overlap=True", f"{name} {notes}", re.IGNORECASE):
+        profile = replace(profile, overlaps_tp=known.OVERLAPPED_TP)
+    found = replace(found, profile=profile)
+    # NVIDIA's recipes for speed keep and sum gradients in 16 bits
+    narrow = found.name.startswith(known.MEGATRON_CORE.name) and re.search(
+        r"task=|bridge|recipe", f"{name} {notes}", re.IGNORECASE
+    )
+    return replace(found, gradient_bytes=2.0) if narrow else found
+
+
+def _unpadded(cells: Cells) -> bool:
+    """True of NVIDIA's pre-training of BERT with PyTorch or PaddlePaddle."""
+    recipe = re.search(r"pre-?training", cells.get("notes", ""), re.IGNORECASE)
+    by = re.search(r"pytorch|paddle", cells.get("framework", ""), re.IGNORECASE)
+    return bool(recipe and by and re.search(r"\bbert", cells.get("model", ""), re.IGNORECASE))
+
+
+def _nemo(cells: Cells) -> tuple[int, int]:
+    """Year and month of NeMo's container; (0, 0) where it is not told."""
+    found = re.search(r"\b(2\d)\.(\d\d)\b.{0,12}NeMo", f"{cells.get('source', '')} {cells.get('framework', '')}")
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _by_name(cells: Cells, device: Accelerator) -> Framework:
+    name = cells.get("framework", "").lower()
+    for pattern, framework in _NAMES:
+        if re.search(pattern, name):
+            return framework
+    if "megatron" in name or "nemo" in name:
+        about = f"{name} {cells.get('gpu', '')} {cells.get('notes', '')}"
+        if _nemo(cells) >= (26, 6) and "MX" in cells.get("precision", "").upper():
+            return known.MEGATRON_CORE_FUSED
+        return known.MEGATRON_CORE if _MODERN.search(about) else known.MEGATRON_LM
+    if "fsdp" in cells.get("zero_fsdp", "").lower():
+        return known.FSDP
+    if "ddp" in cells.get("zero_fsdp", "").lower():
+        return known.DDP
+    return known.MAXTEXT if device.kind == "tpu" else known.OTHER

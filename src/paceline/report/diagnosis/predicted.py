@@ -11,9 +11,8 @@ from paceline.errors import PacelineError, PlanError
 from paceline.job.job import Job
 from paceline.planning.axes import DEGREES
 from paceline.planning.check.check_plan import check_plan
-from paceline.planning.cost.prediction import Prediction
-from paceline.planning.devices import on_devices, spelled_out
-from paceline.planning.plan import Plan
+from paceline.planning.cost.layout import Prediction
+from paceline.planning.plan import Plan, on_devices, spelled_out
 from paceline.planning.predict import modelled
 from paceline.planning.shortlist import DOUBT, DOUBT_UNCALIBRATED
 from paceline.report.diagnosis.measured import Measured

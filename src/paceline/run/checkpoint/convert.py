@@ -20,8 +20,7 @@ from paceline.files import short_name
 from paceline.run.checkpoint.manifest import MANIFEST, TensorEntry, TensorPiece, sync_folder
 from paceline.run.checkpoint.reader import Loaded, TensorPieces, load, load_latest
 from paceline.run.checkpoint.shard import described_bytes, write_one_by_one
-from paceline.split.layout import ShardLayout
-from paceline.split.parts import Part, local
+from paceline.split.layout import Part, ShardLayout, local
 
 HF_SHARD = "5GB"  # what Hugging Face's hub asks large models to be cut into
 _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"

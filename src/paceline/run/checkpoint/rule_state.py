@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.run.checkpoint.reader import OWN, SYNC, Loaded
-from paceline.split.parts import local
+from paceline.split.layout import local
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

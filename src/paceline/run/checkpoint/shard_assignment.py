@@ -18,9 +18,8 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.run.checkpoint.manifest import Receipt, TensorEntry, TensorPiece
 from paceline.run.checkpoint.shard import describe
-from paceline.split.layout import Box, ShardLayout
+from paceline.split.layout import Box, Part, ShardLayout
 from paceline.split.mesh import Mesh
-from paceline.split.parts import Part
 
 _MOST_CELLS = 10**8
 

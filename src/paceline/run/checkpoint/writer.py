@@ -40,7 +40,7 @@ from paceline.run.checkpoint.manifest import (
 )
 from paceline.run.checkpoint.shard import Shard, describe
 from paceline.run.checkpoint.shard_assignment import MeshCoordinate, ShardContents, merge
-from paceline.split.parts import Part
+from paceline.split.layout import Part
 
 Report = Callable[[str, dict[str, Any]], None]
 

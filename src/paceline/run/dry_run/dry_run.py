@@ -41,15 +41,15 @@ from paceline.job.zoo.models.moe import by_expert
 from paceline.own_random import kept_random
 from paceline.planning.axes import AXES
 from paceline.planning.check.check_plan import check_plan
-from paceline.planning.model.blocks import find_blocks, mixtures
-from paceline.planning.model.recording.quiet import without_logs
+from paceline.planning.model.forward_pass import find_blocks, mixtures
+from paceline.planning.model.recording.model_state import without_logs
 from paceline.planning.plan import Plan
 from paceline.run.build import loader_of
 from paceline.run.dry_run.memory_watch import MemoryWatch
 from paceline.split.apply import Split
 from paceline.split.deferred_init.initialise import DeferredModel, record
 from paceline.split.expert import sent_to_experts
-from paceline.split.memory import StateBytes, predicted_bytes
+from paceline.split.layout import StateBytes, predicted_bytes
 from paceline.split.mesh import Mesh
 
 DEVICES_PER_HOST = 8

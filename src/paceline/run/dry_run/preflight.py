@@ -26,7 +26,7 @@ from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.own_random import kept_random
 from paceline.planning.axes import DEGREES
-from paceline.planning.check.nearest import nearest_plan
+from paceline.planning.check.check_plan import nearest_plan
 from paceline.planning.check.plan_context import Check, PlanContext, loss_is_tried
 from paceline.planning.model.model_info import model_info
 from paceline.planning.plan import Plan

@@ -26,7 +26,7 @@ from paceline.run.checkpoint.shard import describe, write_one_by_one
 from paceline.run.checkpoint.shard_assignment import MeshCoordinate
 from paceline.run.checkpoint.writer import Checkpointer
 from paceline.run.state import restore, snapshot
-from paceline.split.parts import local
+from paceline.split.layout import local
 
 if TYPE_CHECKING:
     from paceline.run.own_loop.loop import OwnLoop

@@ -33,8 +33,7 @@ from paceline.job.partition import Partition
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine, built
 from paceline.run.parity.steps import Compared, Comparison, Reference, Steps
-from paceline.split.layout import ShardLayout
-from paceline.split.parts import local
+from paceline.split.layout import ShardLayout, local
 
 # Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at
 # zero, so nothing is measured by less than this share of the norm of all gradients, of all parameters, or of all

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import psutil
 import torch
 
-from paceline.cluster.doctor.energy import Energy, Telemetry, cpu_energy, telemetry_of
+from paceline.cluster.doctor.probe import Energy, Telemetry, cpu_energy, telemetry_of
 from paceline.device import is_accelerator
 from paceline.device_info import memory
 from paceline.engine.meter import PARTS, Timing
@@ -22,7 +22,7 @@ from paceline.errors import RunError
 from paceline.run.record.callback import Callback, StepInfo
 from paceline.run.record.run import JsonLines
 from paceline.run.tensorboard import TensorBoard
-from paceline.split.memory import held_bytes
+from paceline.split.layout import held_bytes
 from paceline.sync.traffic import Traffic
 
 if TYPE_CHECKING:

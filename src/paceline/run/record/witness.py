@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.engine.engine import Engine
 from paceline.run.record.callback import Callback, StepInfo
 from paceline.run.record.run import JsonLines
-from paceline.split.parts import local
+from paceline.split.layout import local
 
 WITNESS = "PACELINE_WITNESS"  # a folder; set by `paceline chaos` alone
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.errors import CheckpointError
 from paceline.run.checkpoint.manifest import plain
 from paceline.run.state import RankState, numpy_state, python_state, random_tensors, restore_random
-from paceline.split.parts import local
+from paceline.split.layout import local
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

@@ -13,8 +13,8 @@ from paceline.cluster.discover import discover
 from paceline.elastic.seed import wait_for_imports
 from paceline.errors import LaunchError, PacelineError
 from paceline.job.job import Job
-from paceline.planning import cache
-from paceline.planning.auto import auto_plan
+from paceline.planning import history as cache
+from paceline.planning.check.check_plan import auto_plan
 from paceline.planning.history import Pair, remember
 from paceline.planning.knobs import HEADING, NOT_TRIED, SHARE_OF_RUN, Trial, knobs, longest_run_s, steps_are_too_few
 from paceline.planning.plan import Plan

@@ -14,7 +14,6 @@ from paceline.elastic.seed import wait_for_imports
 from paceline.errors import ClusterError, PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job
-from paceline.planning.cache import other_work
 from paceline.planning.calibrate import (
     AXES,
     Axis,
@@ -30,6 +29,7 @@ from paceline.planning.calibrate import (
     reference_time_s,
 )
 from paceline.planning.check.check_plan import check_plan
+from paceline.planning.history import other_work
 from paceline.planning.plan import Plan
 from paceline.planning.transport_info import BETWEEN_HOSTS, TRANSPORTS, carriers
 

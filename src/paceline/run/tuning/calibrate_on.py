@@ -11,11 +11,11 @@ from typing import NamedTuple
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError, PlanError
 from paceline.extensions import ExtensionPoint
-from paceline.planning.adjustment import Adjustment, adjustment
 from paceline.planning.cost.estimate import estimate
+from paceline.planning.machines import Adjustment, adjustment
 from paceline.planning.predict import layout_of
-from paceline.planning.tables import rows as tables
-from paceline.planning.tables.rows import Row, Skipped
+from paceline.planning.tables import layouts as tables
+from paceline.planning.tables.layouts import Row, Skipped
 from paceline.run.record.run import WARM_UP_STEPS, Run
 from paceline.units import count, percent
 

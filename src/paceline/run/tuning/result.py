@@ -18,9 +18,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.files import cache_folder
 from paceline.job.job import Job
-from paceline.planning.cache import WORK, keep, short_hash, work_facts
 from paceline.planning.check.check_plan import check_plan
-from paceline.planning.history import hardware_of
+from paceline.planning.history import WORK, hardware_of, keep, short_hash, work_facts
 from paceline.planning.knobs import SHARE_OF_RUN, Trial, longest_run_s
 from paceline.planning.plan import Plan
 from paceline.planning.shortlist import Forecast

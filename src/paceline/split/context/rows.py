@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_map
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.planning.model.recording.graph import Entry, Graph, Ref
 from paceline.planning.model.recording.record import record_graph
-from paceline.split.context.attention_calls import attention_calls
-from paceline.split.context.replace import replace_attention, replace_forward
-from paceline.split.parts import Parts
+from paceline.planning.model.recording.recorder import Entry, Graph, Ref
+from paceline.split.context.attention_calls import attention_calls, replace_attention, replace_forward
+from paceline.split.layout import Parts
 
 _POINTWISE = torch.Tag.pointwise
 _OF_LAST_DIM = (

@@ -222,8 +222,8 @@ def _check(model: nn.Module) -> None:
 def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
     """Give every parameter and buffer of `module` memory on `device`.
 
-    Meta tensors become uninitialised tensors of the same shape, to be filled through `paceline.split.parts.local`; real
-    buffers and parameters keep their values and move. A tensor that is used in several places stays one tensor and
+    Meta tensors become uninitialised tensors of the same shape, to be filled through `paceline.split.layout.local`;
+    real buffers and parameters keep their values and move. A tensor that is used in several places stays one tensor and
     keeps its attributes. `local` of an FSDP2 parameter must be called after this: FSDP2 pads uneven shards and so
     replaces their memory once more.
 

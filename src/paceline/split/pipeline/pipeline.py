@@ -5,14 +5,17 @@ The schedules are those of `torch.distributed.pipelining`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
+    PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -22,20 +25,18 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 
 from paceline.comm import Group
-from paceline.device import uploaded
+from paceline.device import Clock, uploaded
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
-from paceline.planning.choices import V_SCHEDULES, stages_per_rank
+from paceline.planning.axes import V_SCHEDULES, stages_per_rank
 from paceline.planning.limits import microbatches_fit, sharded_twice
 from paceline.planning.plan import Plan
-from paceline.split.parts import Parts, local
+from paceline.split.layout import Parts, local
 from paceline.split.pipeline.cut_model import CutModel, NewestByShape
 from paceline.split.pipeline.exported import ExportedStage, StageGraph
 from paceline.split.pipeline.forward_trace import TensorShape
 from paceline.split.pipeline.record_forward import Call
 from paceline.split.pipeline.stages import Stage, StageBounds, identity
-from paceline.split.pipeline.timer import PipelineTimer, TimedStage
-from paceline.split.pipeline.weight_gradients import DeferredWeights
 
 # (output, microbatch, its index) -> the scaled scalar to run the backward pass from
 Loss = Callable[[Any, Batch, int], Tensor]
@@ -412,3 +413,125 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 def _work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is in the pipeline's group"
     return work
+
+
+class PipelineTimer:
+    """Timer of the stages of one rank, on accelerators by events in the compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = Clock(device)
+        self._whole: tuple[Any, Any] | None = None
+        self._computing: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time a whole step."""
+        self._computing = []
+        start = self._clock.now()
+        yield
+        self._whole = start, self._clock.now()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Time one stage's computation on one microbatch."""
+        start = self._clock.now()
+        yield
+        self._computing.append((start, self._clock.now()))
+
+    def waited_s(self) -> float:
+        """Seconds of the newest step outside of `computing`; 0 before the first."""
+        if self._whole is None:
+            return 0.0
+        self._clock.reach(self._whole[1])
+        return max(0.0, self._clock.seconds(*self._whole) - sum(self._clock.seconds(*pair) for pair in self._computing))
+
+
+class TimedStage(PipelineStage):
+    """torch's pipeline stage, timed by `timer`, whose forward passes run within `autocast`."""
+
+    timer: PipelineTimer
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.timer.computing(), self.autocast():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self.timer.computing():
+            super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self.timer.computing():
+            super().backward_weight_one_chunk(*args, **kwargs)
+
+    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
+        with self.timer.computing():
+            super().perform_reduce_grad(*args, **kwargs)
+
+
+class DeferredWeights:
+    """Weight gradients of a stage's linear layers, deferred in a backward pass until requested.
+
+    All other gradients come with the backward pass. torch's own split of it (`stage_backward_input`) finds the weights
+    in the autograd graph; where tensors computed from weights reach several layers (T5's position bias) it raises or
+    counts gradients twice (torch 2.13), so `dw_builder`, its hook for a custom split, is used.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        self._pending: list[Callable[[], None]] = []
+        for module in stage.modules():
+            if (
+                isinstance(module, nn.Linear)
+                and type(module).forward is nn.Linear.forward
+                and "forward" not in module.__dict__
+            ):
+                module.__dict__["forward"] = partial(_linear, module, self._pending)
+
+    def __call__(self) -> Callable[[], None]:
+        """A function that computes the gradients deferred since the last call."""
+        taken = list(self._pending)
+        self._pending.clear()
+        return partial(_compute, taken)
+
+
+def _compute(pending: list[Callable[[], None]]) -> None:
+    for compute in pending:
+        compute()
+
+
+def _linear(module: nn.Linear, pending: list[Callable[[], None]], x: Tensor) -> Tensor:
+    # looked up once, as a parametrised weight is computed on access
+    weight = module.weight
+    # A computed weight gets its gradient in the backward pass; a hook on a deferred one would be called with None.
+    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf) or weight._backward_hooks:
+        return F.linear(x, weight, module.bias)
+    y: Tensor = _Linear.apply(x, weight, module.bias, pending)
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` whose backward pass defers the gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pending: list[Callable[[], None]]) -> Tensor:
+        y = F.linear(x, weight, bias)
+        # under autocast y may have a narrower type than x
+        ctx.save_for_backward(x.to(y.dtype))
+        ctx.weight, ctx.pending, ctx.dtypes = weight, pending, (x.dtype, None if bias is None else bias.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        dy, (x,), weight = gradients[0], ctx.saved_tensors, ctx.weight
+        of_x, of_bias = ctx.dtypes
+        ctx.pending.append(partial(_add_gradient, weight, dy, x))
+        dx = (dy @ weight.to(dy.dtype)).to(of_x) if ctx.needs_input_grad[0] else None
+        db = dy.reshape(-1, dy.shape[-1]).sum(0).to(of_bias) if ctx.needs_input_grad[2] else None
+        return dx, None, db, None
+
+
+def _add_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    with torch.no_grad():
+        dw = (dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+    # runs the parameter's hooks, as any backward pass does
+    torch.autograd.backward(weight, dw)

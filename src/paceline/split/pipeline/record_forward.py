@@ -18,21 +18,21 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from paceline.device import forked_random
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.planning.model.recording.model_state import restored
-from paceline.planning.model.recording.operation_mode import OperationMode
-from paceline.planning.model.recording.quiet import without_logs
-from paceline.planning.model.recording.trees import tensors_in
+from paceline.planning.model.recording.model_state import restored, without_logs
+from paceline.planning.model.recording.record import OperationMode
+from paceline.planning.model.recording.recorder import tensors_in
 from paceline.split.parameter_hooks import KEPT_UP_TO_DATE
 from paceline.split.pipeline.forward_trace import (
     Attribute,
     ForwardTrace,
     ModuleCall,
     Node,
+    Observed,
     TensorShape,
     TracedOperation,
+    in_transform,
     strange_type,
 )
-from paceline.split.pipeline.observed import Observed, in_transform
 
 # (model, batch) -> the model's output
 Call = Callable[[Any, Batch], Any]

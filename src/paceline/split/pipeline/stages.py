@@ -17,8 +17,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import Attribute, CallKey, Cut, ForwardTrace, ModuleCall, TensorShape, is_in
-from paceline.split.pipeline.observed import without_reentrant_checkpoints
+from paceline.split.pipeline.forward_trace import (
+    Attribute,
+    CallKey,
+    Cut,
+    ForwardTrace,
+    ModuleCall,
+    TensorShape,
+    is_in,
+    without_reentrant_checkpoints,
+)
 from paceline.split.pipeline.record_forward import Call
 
 # applied to the model's output on the last stage

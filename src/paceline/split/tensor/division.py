@@ -22,15 +22,21 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.planning.model.recording.graph import Entry, Graph
-from paceline.planning.model.recording.layers import is_embedding, is_transposed
+from paceline.planning.model.recording.model_state import is_embedding, is_transposed
 from paceline.planning.model.recording.record import Call
-from paceline.planning.model.tensor.proof import Proof, prove
+from paceline.planning.model.recording.recorder import Entry, Graph
+from paceline.planning.model.tensor.degrees import (
+    Owners,
+    Proof,
+    Unpaired,
+    bias_of,
+    find_unpaired,
+    owners_of,
+    prove,
+    rows_of,
+)
 from paceline.planning.model.tensor.shape_rewriter import install
-from paceline.planning.model.tensor.unpaired import Owners, Unpaired, bias_of, find_unpaired, owners_of, rows_of
-from paceline.split.layout import ShardLayout
-from paceline.split.parts import Parts, shard_parameter
-from paceline.split.tensor.dropout import separate_random_streams
+from paceline.split.layout import Parts, ShardLayout, shard_parameter
 from paceline.split.tensor.layers import (
     TOKENS,
     HeadSwitch,
@@ -43,6 +49,7 @@ from paceline.split.tensor.layers import (
     reduce,
     reduce_scatter,
     row_forward,
+    separate_random_streams,
     take,
     vocabulary_forward,
 )

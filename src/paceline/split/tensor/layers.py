@@ -8,8 +8,9 @@ group directly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,18 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves
 
 from paceline.comm import Group
-from paceline.errors import PlanError
+from paceline.device import random_state, seed, set_random_state
+from paceline.errors import DataError, PlanError
+from paceline.job.zoo.losses import IGNORED, CrossEntropy, check_labels, classes_on_dim_1, logits_of
 from paceline.job.zoo.models.moe import without_values
 from paceline.planning.limits import undivided_tokens
-from paceline.planning.model.recording.layers import is_transposed, weighted
+from paceline.planning.model.recording.model_state import is_transposed, weighted
+from paceline.planning.model.recording.recorder import Graph, Node
+from paceline.planning.model.tensor.rules import Label, bound
 from paceline.split.layout import ShardLayout
 
 # the dimension of (samples, tokens, features) that sequence parallelism divides
@@ -273,3 +280,200 @@ def vocabulary_forward(module: nn.Module, group: Group, rows: int) -> Forward:
         return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
 
     return forward
+
+
+def parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    tp: Group,
+    *,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Mean cross-entropy over all classes, like `F.cross_entropy`, the same on every rank.
+
+    It is 0 if every label is ignored. The gradient of the logits is this rank's own, complete without communication.
+
+    Args:
+        logits: (..., classes / ranks), from class rank * classes / ranks on. Types below 32 bits are computed in 32
+            bits.
+        target: (...), whole numbers below the number of classes, or `ignore_index`.
+        tp: the ranks that divide the classes. Sends two numbers for each label and one more, whatever the number of
+            classes.
+        label_smoothing: the part of a label that is spread over all classes.
+        weight: (classes,), one for each class; the mean is then over the weights of the labels.
+    """
+    loss: Tensor = _CrossEntropy.apply(
+        logits.flatten(0, -2), target.flatten(), tp, ignore_index, label_smoothing, weight
+    )
+    return loss
+
+
+class ParallelLoss:
+    """A job's `cross_entropy` for a model that leaves its logits sharded over `tp`."""
+
+    def __init__(self, loss: CrossEntropy, tp: Group) -> None:
+        self.loss, self.tp = loss, tp
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """The loss as a 0-dimensional tensor, of logits (n, classes / ranks) or (n, t, classes / ranks).
+
+        Raises:
+            DataError: labels that are not whole numbers, not of the output's shape, or (checked on the CPU only) out of
+                range.
+        """
+        logits, labels = classes_on_dim_1(logits_of(output), target)
+        if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+            raise DataError(
+                f"the model returned logits {list(logits.shape)} for labels {list(labels.shape)}; one label "
+                "per sample or token"
+            )
+        # on a GPU this would wait; `check` has looked before
+        if labels.device.type == "cpu":
+            check_labels(labels, self._classes(logits), "in a batch")
+        if self.loss.weight is not None:
+            self.loss.weight = self.loss.weight.to(logits.device)
+        return parallel_cross_entropy(
+            logits, labels, self.tp, label_smoothing=self.loss.label_smoothing, weight=self.loss.weight
+        )
+
+    def items(self, target: Tensor) -> Tensor:
+        """Number of items that the mean is over, as in `CrossEntropy.items`."""
+        return self.loss.items(target)
+
+    def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
+        """Check the labels with `check_labels`, for the classes of all ranks."""
+        logits = logits_of(output)
+        if logits.dim() > 1:
+            check_labels(target, self._classes(logits), where, samples)
+
+    def _classes(self, logits: Tensor) -> int:
+        return logits.shape[-1] * self.tp.size
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of rows of logits (m, c) and labels (m,).
+
+    Keeps the logits and recomputes the probabilities in the backward pass, since they would be another copy, of 32
+    bits.
+
+    With weights w, smoothing e over C classes and the log-sum-exp Z of a row, a label y costs (1 - e) w_y (Z - x_y) + e
+    / C sum_c w_c (Z - x_c), and the mean divides the sum of that by the sum of w_y, as torch does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        tp: Group,
+        ignore_index: int,
+        label_smoothing: float,
+        weight: Tensor | None,
+    ) -> Tensor:
+        rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        part = rows.shape[1]
+        # each label as an index of this rank's classes
+        own = target - tp.rank * part
+        counted = (target != ignore_index).to(rows.dtype)
+        here = counted * ((own >= 0) & (own < part))
+        own = own.clamp(0, part - 1).unsqueeze(1)
+        weights = None if weight is None else weight.to(rows.dtype)[tp.rank * part : (tp.rank + 1) * part]
+        highest = rows.amax(1)
+        tp.all_reduce(highest, "max")
+        of_label = counted if weight is None else weight.to(rows.dtype)[target.where(counted > 0, 0)] * counted
+        sums = torch.stack(
+            [
+                (rows - highest.unsqueeze(1)).exp_().sum(1),
+                rows.gather(1, own).squeeze(1) * here,
+                (rows.sum(1) if weights is None else rows @ weights) if label_smoothing else torch.zeros_like(highest),
+            ]
+        )
+        tp.all_reduce(sums)
+        log_sum = sums[0].log() + highest
+        classes = part * tp.size
+        spread = label_smoothing / classes
+        every = spread * (classes if weight is None else weight.to(rows.dtype).sum())
+        cost = (1 - label_smoothing) * of_label * (log_sum - sums[1])
+        if label_smoothing:
+            cost += (every * log_sum - spread * sums[2]) * counted
+        total = of_label.sum()
+        ctx.save_for_backward(logits, log_sum, own, here, of_label, counted, total, weights)
+        ctx.label_smoothing, ctx.spread, ctx.every = label_smoothing, spread, every
+        return torch.where(total > 0, cost.sum() / total, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_sum, own, here, of_label, counted, total, weights = ctx.saved_tensors
+        rows = logits.to(log_sum.dtype)
+        from_label = (1 - ctx.label_smoothing) * of_label
+        gradient = (rows - log_sum.unsqueeze(1)).exp_().mul_((from_label + ctx.every * counted).unsqueeze(1))
+        gradient.scatter_add_(1, own, -(from_label * here).unsqueeze(1))
+        if ctx.label_smoothing:
+            gradient -= ctx.spread * counted.unsqueeze(1) * (1 if weights is None else weights)
+        scale = torch.where(total > 0, grad.to(total.dtype) / total, 0.0)
+        return gradient.mul_(scale).to(logits.dtype), None, None, None, None, None
+
+
+# the common stream of a device, for the active modules that draw for themselves
+_common: list[tuple[torch.device, Tensor]] = []
+
+
+def separate_random_streams(model: nn.Module, graph: Graph, labels: Mapping[int, Label], rank: int) -> set[str]:
+    """Give modules that draw for sharded tensors other random numbers on each rank. Returns their paths.
+
+    A module whose own code draws for both sharded and replicated tensors goes on drawing the same on all ranks.
+    """
+    divided, whole = set[str](), set[str]()
+    for node in graph.nodes:
+        if _draws(node):
+            (divided if any(v in labels for v in (*node.inputs, *node.outputs)) else whole).add(node.path)
+    separate = {path for path in divided - whole if path}
+    for path in separate:
+        module = model.get_submodule(path)
+        module.__dict__["forward"] = partial(_with_own_masks, module.forward, module, rank)
+    for path in whole - divided:
+        if any(path.startswith(f"{outer}.") for outer in separate):
+            module = model.get_submodule(path)
+            module.__dict__["forward"] = partial(_with_common_masks, module.forward)
+    return separate
+
+
+def _draws(node: Node) -> bool:
+    """True if an operation of a trace uses random numbers."""
+    if isinstance(node.op, str) or torch.Tag.nondeterministic_seeded not in node.op.tags:
+        return False
+    given = bound(node)
+    if "dropout_p" in given:
+        return bool(given["dropout_p"])
+    return not ("dropout" in node.name and (given.get("p") == 0 or given.get("train") is False))
+
+
+def _with_own_masks(forward: Callable[..., Any], module: nn.Module, rank: int, *args: Any, **kwargs: Any) -> Any:
+    device = next(
+        (x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not without_values(x)), None
+    )
+    if device is None or not module.training or torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    number = int(torch.randint(1 << 62, (), device="cpu"))
+    _common.append((device, random_state(device)))
+    try:
+        seed(device, number + rank)
+        return forward(*args, **kwargs)
+    finally:
+        set_random_state(*_common.pop())
+
+
+def _with_common_masks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _common or torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    device, common = _common[-1]
+    own = random_state(device)
+    try:
+        set_random_state(device, common)
+        return forward(*args, **kwargs)
+    finally:
+        _common[-1] = device, random_state(device)
+        set_random_state(device, own)

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.planning.limits import undivided_tokens
-from paceline.planning.model.blocks import find_blocks
-from paceline.planning.model.recording.graph import Entry, Graph, Node, TracedTensor, Unfollowable
+from paceline.planning.model.forward_pass import find_blocks
 from paceline.planning.model.recording.record import Call
-from paceline.planning.model.recording.recorder import unrecorded
-from paceline.planning.model.tensor.proof import Proof, retraced, shapes_of
+from paceline.planning.model.recording.recorder import Entry, Graph, Node, TracedTensor, Unfollowable, unrecorded
+from paceline.planning.model.tensor.degrees import Proof, retraced, shapes_of
 from paceline.planning.model.tensor.regions import EXCHANGES, Boundaries, find_boundaries
 from paceline.planning.model.tensor.rules import Label, implied, is_row
 from paceline.split.tensor.layers import TOKENS

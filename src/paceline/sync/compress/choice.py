@@ -24,7 +24,7 @@ from paceline.comm.allreduce.algorithms import Algorithm
 from paceline.device import synchronize
 from paceline.errors import JobError, PlanError
 from paceline.job.read.imports import load_object
-from paceline.planning.codec_info import CODECS, CompressSpec, auto_candidates
+from paceline.planning.sync_info import CODECS, CompressSpec, auto_candidates
 from paceline.sync.compress.compressor import Compressor
 from paceline.sync.traffic import Traffic
 from paceline.units import percent, seconds

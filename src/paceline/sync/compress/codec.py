@@ -1,6 +1,6 @@
 """The protocol of a codec: numbers to bytes, in a length that their count determines.
 
-To add one, write a class like `half.Cast` and describe it in a `paceline.planning.codec_info.CodecInfo`.
+To add one, write a class like `half.Cast` and describe it in a `paceline.planning.sync_info.CodecInfo`.
 """
 
 from __future__ import annotations

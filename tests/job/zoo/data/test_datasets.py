@@ -15,7 +15,7 @@ from paceline.errors import DataError, JobError
 from paceline.job.data import DataSets, DataSpec
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.planning.model.sample import batch_of
+from paceline.planning.model.forward_pass import batch_of
 
 CODE = """
 import torch

@@ -5,22 +5,20 @@ Placeholders stand for its tensors.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 from paceline.device import CPU, forked_random
 from paceline.job.batch import Batch
-from paceline.planning.model.recording.graph import Shapes
-from paceline.planning.model.recording.layers import has_max_norm
-from paceline.planning.model.recording.recorder import Recorder
-from paceline.planning.model.recording.trees import tensors_within
+from paceline.planning.model.recording.recorder import Recorder, Shapes, tensors_within
 
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 # attributes that torch itself keeps in a module
@@ -126,3 +124,63 @@ def kept_tensors(model: nn.Module, before: set[int]) -> list[Tensor]:
     """Results that the model's modules have stored in their attributes."""
     own = [{k: v for k, v in module.__dict__.items() if k not in _OF_MODULES} for module in model.modules()]
     return [x for x in tensors_within(own) if id(x) not in before]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True if the module computes x W (+ b) and nothing else.
+
+    It is an `nn.Linear`, or `Conv1D` of transformers, whose weight is transposed.
+    """
+    return type(module).forward is nn.Linear.forward or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """True for transformers' `Conv1D`, with weight (in, out)."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """True if the module looks up rows of its weight without needing all of them.
+
+    A maximal norm or counts would need all.
+    """
+    if type(module).forward is not nn.Embedding.forward:
+        return False
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+
+
+def has_max_norm(module: nn.Module) -> TypeGuard[nn.Embedding | nn.EmbeddingBag]:
+    """True if a module is an embedding that renormalises the rows that it looks up."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
+class Weighted(Protocol):
+    """Common attributes of linear layers and embeddings."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def weighted(module: nn.Module) -> Weighted:
+    """The module, typed as one with a weight and perhaps a bias."""
+    return cast("Weighted", module)
+
+
+_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """Silence torch's logs of operations that fail on tensors without values.
+
+    The failure itself is still raised; the caller reports it or tries another way.
+    """
+    logs = [logging.getLogger(name) for name in _LOGS]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

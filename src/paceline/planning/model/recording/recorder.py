@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import CodeType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-from paceline.planning.model.recording.graph import Graph, Kind, Node, Ref, TracedTensor
-from paceline.planning.model.recording.trees import map_tensors, tensors_in, tensors_within
+from torch.utils._pytree import tree_leaves, tree_map
 
 BeforeCall = Callable[[int, str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -131,3 +131,187 @@ def silence(recorder: Recorder) -> Iterator[None]:
 
 def _has_gradients(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+Kind = Literal["parameter", "input", "constant", "result"]
+Shapes = Mapping[str, tuple[int, ...]]
+# operations of a graph whose backward pass is the model's own code
+UNSEEN_GRADIENT = ("hook", "function")
+
+
+@dataclass
+class Graph:
+    """A trace of a model.
+
+    Attributes:
+        outputs: the tensors of the model's result.
+        opaque: path of each opaque module -> reason.
+        logits: the result itself if it is a tensor, else its `logits`, or None.
+    """
+
+    values: list[TracedTensor] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    calls: list[PythonCall] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    opaque: dict[str, str] = field(default_factory=dict)
+    logits: int | None = None
+
+
+@dataclass
+class TracedTensor:
+    """A tensor of the trace.
+
+    Attributes:
+        floating: True for floating point or complex numbers, which can have a gradient.
+        name: a parameter's name in the model.
+        uses: (node, slot), the slots counted over the node's inputs.
+    """
+
+    shape: tuple[int, ...]
+    kind: Kind
+    floating: bool
+    name: str = ""
+    producer: int = -1
+    requires_grad: bool = False
+    uses: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Node:
+    """An operation: an ATen overload, or `linear`, `embedding` (leaf modules) or `opaque`.
+
+    `args` holds `Ref`s in place of tensors.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[int]
+    outputs: list[int]
+    path: str
+
+    @property
+    def name(self) -> str:
+        """The operation's name without its overload, such as `view` or `linear`."""
+        return self.op if isinstance(self.op, str) else self.op.overloadpacket.__name__
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among a node's arguments."""
+
+    value: int
+
+
+@dataclass
+class Entry:
+    """A call of a module, with nodes `start` to `stop`.
+
+    Attributes:
+        arguments: the tensors among its own arguments, by position or keyword.
+        results: the tensors in its result.
+    """
+
+    path: str
+    arguments: dict[int | str, int]
+    start: int
+    stop: int = 0
+    results: list[int] = field(default_factory=list)
+
+
+@dataclass
+class PythonCall:
+    """A call of a torch function in the model's own code. Arguments have `Ref`s in place of tensors."""
+
+    name: str
+    path: str
+    site: Site | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Position of a call in the model's source code.
+
+    `span` is (first line, last line, first column, last column) of `code`.
+    """
+
+    code: CodeType
+    span: tuple[int | None, int | None, int | None, int | None]
+
+
+class Unfollowable(Exception):
+    """Raised if a division of tensors cannot be propagated. The text names the operation, `path` the module."""
+
+    def __init__(self, text: str, path: str = "") -> None:
+        super().__init__(text)
+        self.path = path
+
+
+_LEAVES = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    type(...),
+)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Tensors of a call's arguments or results, in order."""
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Copy of `tree` with `function` applied to its tensors."""
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if kind in _LEAVES:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([map_tensors(function, x) for x in tree])
+    if kind is dict:
+        return {key: map_tensors(function, x) for key, x in tree.items()}
+    return tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
+
+
+def tensors_within(tree: Any) -> list[Tensor]:
+    """Tensors also of mappings and data classes, such as models return.
+
+    Key-value caches are skipped; only generation reads them.
+    """
+    found = []
+    for leaf in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += [x for f in fields(leaf) for x in tensors_within(getattr(leaf, f.name, None))]
+        elif isinstance(leaf, Mapping):
+            found += [x for value in leaf.values() for x in tensors_within(value)]
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif kind is tuple or kind is list:
+        for x in tree:
+            _collect(x, found)
+    elif kind is dict:
+        for x in tree.values():
+            _collect(x, found)
+    elif kind not in _LEAVES:
+        found += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -5,16 +5,30 @@ Found as the split finds them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from paceline.job.batch import Batch
-from paceline.planning.model.recording.layers import is_embedding
-from paceline.planning.model.recording.record import Call
-from paceline.planning.model.tensor.proof import Proof, prove, refusals, survey
-from paceline.planning.model.tensor.unpaired import find_unpaired, owners_of
+from paceline.planning.limits import undivided_heads
+from paceline.planning.model.recording.model_state import is_embedding, is_linear, is_transposed, weighted
+from paceline.planning.model.recording.record import Call, record_graph
+from paceline.planning.model.recording.recorder import Graph, Node, Shapes, Unfollowable
+from paceline.planning.model.tensor.regions import (
+    EXCHANGES,
+    Boundaries,
+    Region,
+    find_boundaries,
+    find_regions,
+    rows_of_heads,
+)
+from paceline.planning.model.tensor.rules import CREATIONS, Label, is_row
+from paceline.planning.model.tensor.shape_rewriter import Rewrites, ShapeRewriter, install
 
 _NONE = frozenset[str]()
 
@@ -102,3 +116,393 @@ class TensorDegrees:
 
     def _is_table(self, path: str) -> bool:
         return is_embedding(self._model.get_submodule(path))
+
+
+# number of elements from which on an unpaired layer is worth a gather of its outputs
+LARGE = 1 << 20
+# parameter, by its first name -> the modules and attribute names that hold it, several if it is tied
+Owners = dict[str, list[tuple[nn.Module, str]]]
+
+
+@dataclass
+class Unpaired:
+    """Unpaired layers of a model.
+
+    Attributes:
+        divided: name of a weight -> paths of the layers that share it.
+        heads: of these layers, those that make the model's logits, which nothing else reads.
+        whole: path of a layer -> reason why it stays replicated.
+    """
+
+    divided: dict[str, list[str]] = field(default_factory=dict)
+    heads: set[str] = field(default_factory=set)
+    whole: dict[str, str] = field(default_factory=dict)
+
+
+def find_unpaired(
+    model: nn.Module,
+    proof: Proof,
+    ranks: int,
+    *,
+    vocabulary: bool = True,
+    partial: Collection[str] | None = None,
+    own: Collection[str] = (),
+) -> Unpaired:
+    """Find large layers outside of all regions.
+
+    With `vocabulary`, embeddings and output heads of any size are divided, too.
+
+    Args:
+        partial: names of parameters whose gradients are partial sums; None: those of the proof.
+        own: paths of layers that work on a rank's tokens only.
+    """
+    owners, found, graph = owners_of(model), Unpaired(), proof.graph
+    paths = {id(module): path for path, module in model.named_modules()}
+    heads = _heads(graph)
+    vocabularies = {rows for _, rows in heads.values()}
+    for name, places in owners.items():
+        layers = [
+            module
+            for module, attribute in places
+            if attribute == "weight" and (is_linear(module) or is_embedding(module))
+        ]
+        if name in proof.divided or name in proof.used_in_part or not layers:
+            continue
+        rows, layer_paths = rows_of(layers[0]), [paths[id(module)] for module in layers]
+        words = any(path in heads for path in layer_paths) or any(is_embedding(module) for module in layers)
+        why = None if vocabulary or not words else "the vocabulary is not to be divided"
+        if why is None and weighted(layers[0]).weight.numel() < LARGE and not (words and rows in vocabularies):
+            why = "small, and no part of a pair"
+        read = {name, *filter(None, (bias_of(owners, module) for module in layers))}
+        why = why or _reason_against(graph, name, read, layer_paths, layers, ranks)
+        if why is None and set(own) & set(layer_paths):
+            why = "it works on this rank's tokens only"
+        if why is None and name in (proof.boundaries.parameters if partial is None else partial):
+            why = "its gradients are partial sums, other ones on each rank"
+        if why is not None:
+            found.whole |= dict.fromkeys(layer_paths, why)
+            continue
+        found.divided[name] = layer_paths
+        found.heads |= {path for path in layer_paths if path in heads and heads[path][0]}
+    return found
+
+
+def owners_of(model: nn.Module) -> Owners:
+    """Modules and attribute names that hold each parameter."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    owners: Owners = {}
+    for module in model.modules():
+        for attribute, p in module._parameters.items():
+            if p is not None:
+                owners.setdefault(names[id(p)], []).append((module, attribute))
+    return owners
+
+
+def rows_of(module: nn.Module) -> int:
+    """Number of a layer's rows: outputs of a linear layer, entries of an embedding."""
+    return weighted(module).weight.shape[1 if is_transposed(module) else 0]
+
+
+def bias_of(owners: Owners, module: nn.Module) -> str | None:
+    """Name of a layer's bias, or None."""
+    return next((name for name, places in owners.items() if any(m is module and a == "bias" for m, a in places)), None)
+
+
+def _reason_against(
+    graph: Graph | None, name: str, parameters: Collection[str], paths: list[str], layers: list[nn.Module], ranks: int
+) -> str | None:
+    """Reason why a weight cannot be divided along its rows, or None.
+
+    Its layers have these parameters.
+    """
+    rows = rows_of(layers[0])
+    if rows % ranks:
+        return f"its {rows} rows are not a multiple of tp={ranks}; a size of {-(-rows // ranks) * ranks} would be"
+    if graph is None:
+        return "the model cannot be traced, so other code may read it"
+    if len({is_transposed(module) for module in layers}) > 1:
+        return "it is tied to a layer that holds it transposed"
+    if not _uses(graph, name):
+        return "the example does not use it"
+    for parameter in parameters:
+        if any(node.op not in ("linear", "embedding") or node.path not in paths for node in _uses(graph, parameter)):
+            return "it is read by other code than its own layer"
+    return None
+
+
+def _uses(graph: Graph, parameter: str) -> list[Node]:
+    """The operations that read a parameter."""
+    number = next(
+        (v for v, value in enumerate(graph.values) if value.kind == "parameter" and value.name == parameter), None
+    )
+    return [] if number is None else [graph.nodes[n] for n, _ in graph.values[number].uses]
+
+
+def _heads(graph: Graph | None) -> dict[str, tuple[bool, int]]:
+    """Output heads: linear layers that make the model's output, as wide as an embedding's rows.
+
+    Each path has (True if nothing else reads the output, width).
+    """
+    if graph is None:
+        return {}
+    rows = {graph.values[node.inputs[1]].shape[0] for node in graph.nodes if node.op == "embedding"}
+    found = {}
+    for node in graph.nodes:
+        out = graph.values[node.outputs[0]] if node.outputs else None
+        if node.op == "linear" and out is not None and out.shape[-1] in rows and node.outputs[0] in graph.outputs:
+            found[node.path] = (node.outputs[0] == graph.logits and not out.uses, out.shape[-1])
+    return found
+
+
+_LAYOUT_ONLY = {
+    *(
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "_reshape_alias",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "contiguous",
+        "clone",
+    ),
+    *("alias", "detach", "detach_", "to", "_to_copy", "lift_fresh"),
+}
+
+_TAKES_SIZES = CREATIONS | {"split", "split_with_sizes", "chunk", "slice", "narrow", "repeat_interleave"}
+
+
+@dataclass
+class Proof:
+    """Regions that may be divided, and reasons for the layers that may not.
+
+    `graph` is None for a model that cannot be traced.
+    """
+
+    graph: Graph | None
+    regions: list[Region] = field(default_factory=list)
+    labels: dict[int, Label] = field(default_factory=dict)
+    boundaries: Boundaries = field(default_factory=Boundaries)
+    rewrites: Rewrites = field(default_factory=dict)
+    why_whole: dict[str, str] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    hints: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def divided(self) -> set[str]:
+        """Names of the parameters that the regions divide."""
+        if self.graph is None:
+            return set()
+        parameters = {self.graph.values[v].name for v in self.labels if self.graph.values[v].kind == "parameter"}
+        return parameters - self.used_in_part.keys()
+
+    @property
+    def used_in_part(self) -> dict[str, Label]:
+        """Labels of parameters that every rank holds whole and uses a part of, by name."""
+        return {} if self.graph is None else rows_of_heads(self.graph, self.labels)
+
+
+@dataclass
+class Survey:
+    """Regions of a model for any number of ranks, not yet verified.
+
+    `graph` is None for a model that cannot be traced.
+    """
+
+    graph: Graph | None
+    regions: list[Region] = field(default_factory=list)
+    why_whole: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def survey(model: nn.Module, example: Batch, call: Call) -> Survey:
+    """Trace a model and find its regions."""
+    try:
+        graph = record_graph(model, example, call)
+        found = find_regions(graph, _hints(model))
+    except Exception as error:  # noqa: BLE001 - whatever the model's code raises on tensors without data
+        text = " ".join(str(error).split())[:200]
+        return Survey(None, notes=[f"the model cannot be traced without data ({text}): it stays whole"])
+    notes = [
+        f"{path} depends on its data, so it stays whole on every rank ({why})" for path, why in graph.opaque.items()
+    ]
+    return Survey(graph, found.regions, found.why_whole, notes)
+
+
+def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Survey | None = None) -> Proof:
+    """Find everything that can be divided over `ranks` ranks. `refused` has reasons if attention heads cannot.
+
+    Args:
+        surveyed: the model's survey, if there is one already.
+    """
+    found = survey(model, example, call) if surveyed is None else surveyed
+    proof = Proof(found.graph, why_whole=dict(found.why_whole), notes=list(found.notes), hints=_hints(model))
+    proof.refused = refusals(found.regions, ranks)
+    if found.graph is not None and not proof.refused:
+        fitting = [region for region in found.regions if region.divides(ranks)]
+        for region in found.regions:
+            if not region.divides(ranks):
+                sizes = " and ".join(str(n) for n in sorted(region.sizes) if n % ranks)
+                _leave_whole(
+                    proof,
+                    region,
+                    f"its size {sizes} is not a multiple of tp={ranks}; tp={_listed(region.degrees)} divide it",
+                )
+        _keep_proven(proof, _alike(fitting), model, ranks, example, call)
+        for node in found.graph.nodes:
+            if node.op == "linear" and found.graph.values[node.inputs[1]].name in proof.boundaries.parameters:
+                proof.why_whole[node.path] = "every rank uses all of its outputs, for its own part of the next layers"
+    return proof
+
+
+def refusals(regions: list[Region], ranks: int) -> list[str]:
+    """Reasons against a degree, one for each number of heads that it does not divide."""
+    bad: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Region]] = {}
+    for region in regions:
+        if region.attention and not region.divides(ranks):
+            shared = tuple(sorted({heads.heads for heads in region.shared}))
+            fits = all(n % ranks == 0 for n in region.heads) and all(heads.fits(ranks) for heads in region.shared)
+            bad.setdefault(
+                (tuple(sorted(region.sizes if fits or not region.heads else region.heads)), shared), []
+            ).append(region)
+    reasons = []
+    for (heads, shared), of in bad.items():
+        where = _common(of[0].columns) + (f" and {len(of) - 1} more" if of[1:] else "")
+        keys = {f"heads of keys and values in {where}": shared}
+        reasons.append(f"tp={ranks} {undivided_heads({f'heads in {where}': heads}, ranks, keys if shared else {})}")
+    return reasons
+
+
+def _listed(degrees: list[int]) -> str:
+    return ", ".join(map(str, degrees[:8])) + (", …" if len(degrees) > 8 else "")
+
+
+def _common(paths: list[str]) -> str:
+    return paths[0].rpartition(".")[0] or paths[0]
+
+
+def _hints(model: nn.Module) -> dict[str, str]:
+    """Parallel styles that Hugging Face's own plan gives to this model's layers."""
+    plan = getattr(model, "_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    styles = {pattern: style for name, style in plan.items() for pattern in (name, f"{prefix}.{name}")}
+    return {path: styles[p] for path, _ in model.named_modules() if (p := re.sub(r"\d+", "*", path)) in styles}
+
+
+def _alike(regions: list[Region]) -> list[list[Region]]:
+    """Groups of the same layers in different blocks, which are kept or dropped together."""
+    groups: dict[str, list[Region]] = {}
+    for region in regions:
+        groups.setdefault(re.sub(r"\d+", "*", region.columns[0]), []).append(region)
+    return list(groups.values())
+
+
+def _leave_whole(proof: Proof, region: Region, why: str) -> None:
+    for path in (*region.columns, *region.rows):
+        proof.why_whole[path] = why
+
+
+def _keep_proven(
+    proof: Proof, groups: list[list[Region]], model: nn.Module, ranks: int, example: Batch, call: Call
+) -> None:
+    """Keep the groups of regions that pass the second trace. All are tried at once, and if that fails one by one."""
+    together = [region for group in groups for region in group]
+    try:
+        _verify(proof, together, model, ranks, example, call)
+    except Unfollowable:
+        for group in groups:
+            try:
+                _verify(proof, [*proof.regions, *group], model, ranks, example, call)
+            except Unfollowable as error:
+                for region in group:
+                    _leave_whole(proof, region, str(error))
+
+
+def _verify(proof: Proof, regions: list[Region], model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
+    """Trace the model with a rank's shapes, and add the regions if that succeeds. It must do what the rules predict.
+
+    Raises:
+        Unfollowable: it does not.
+    """
+    graph = proof.graph
+    assert graph is not None
+    labels = {value: label for region in regions for value, label in region.labels_over(ranks).items()}
+    boundaries = find_boundaries(graph, labels)
+    rewrites = retraced(graph, labels, shapes_of(graph, labels, ranks), model, ranks, example, call)
+    proof.regions, proof.labels, proof.boundaries, proof.rewrites = regions, labels, boundaries, rewrites
+
+
+def shapes_of(graph: Graph, labels: dict[int, Label], ranks: int) -> Shapes:
+    """Shapes of a rank's parts of the divided parameters."""
+    named = {v: graph.values[v] for v in labels if graph.values[v].kind == "parameter"}
+    return {value.name: labels[v].local(value.shape, ranks) for v, value in named.items()}
+
+
+def retraced(
+    graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.Module, ranks: int, example: Batch, call: Call
+) -> Rewrites:
+    """Rewrites of code with which the model does on a rank's part what `labels` predict.
+
+    Raises:
+        Unfollowable: there are none.
+    """
+    rewriter = ShapeRewriter(graph, labels, ranks, model)
+    try:
+        again = record_graph(model, example, call, shapes, graph.opaque, rewriter)
+        if rewriter.rewrites:
+            remove = install(model, rewriter.rewrites)
+            try:
+                again = record_graph(model, example, call, shapes, graph.opaque)
+            finally:
+                remove()
+    except Unfollowable:
+        raise
+    except Exception as error:
+        raise Unfollowable(" ".join(str(error).split())[:200]) from error
+    compare(graph, again, labels, ranks)
+    return rewriter.rewrites
+
+
+def compare(graph: Graph, again: Graph, labels: dict[int, Label], ranks: int) -> None:
+    """Compare a trace of the divided model with that of the whole one.
+
+    Operations that only change the layout are not compared: a mistake in them shows in the shapes of the operations
+    that read them.
+
+    Raises:
+        Unfollowable: an operation is missing, new or another one, or has another shape than `labels` predict.
+    """
+    full, own = _computing(graph), _computing(again)
+    for a, b in zip(full, own, strict=False):
+        # partial sums, before they are joined and perhaps cut along the tokens
+        whole = a.outputs if is_row(a, labels) else ()
+        predicted = [
+            labels[v].local(graph.values[v].shape, ranks) if v in labels and v not in whole else graph.values[v].shape
+            for v in (*a.inputs, *a.outputs)
+        ]
+        found = [again.values[v].shape for v in (*b.inputs, *b.outputs)]
+        if (a.name, a.path, _numbers(a)) != (b.name, b.path, _numbers(b)) or predicted != found:
+            raise Unfollowable(
+                f"{a.name} in {a.path or 'the model'} does not work on a rank's part as it does on the whole"
+            )
+    if len(full) != len(own):
+        raise Unfollowable("the divided model does not do the same operations as the whole one")
+
+
+def _computing(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.name not in _LAYOUT_ONLY and node.op not in EXCHANGES]
+
+
+def _numbers(node: Node) -> list[Any]:
+    """Numbers among a node's arguments, which must be the same on a rank's part.
+
+    A scale, for instance, may be computed from a shape. Attention needs no permission for groups of heads where a rank
+    has a single one.
+    """
+    if node.name in _TAKES_SIZES:
+        return []
+    named = {name: value for name, value in node.kwargs.items() if name != "enable_gqa"}
+    return [leaf for leaf in tree_leaves((node.args, named)) if isinstance(leaf, (int, float))]

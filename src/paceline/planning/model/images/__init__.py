@@ -1,1 +1,0 @@
-"""Traces of image models from their published shapes alone: no module, no torch."""
