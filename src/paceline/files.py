@@ -164,11 +164,12 @@ def made_cache_folder(name: str) -> Path:
 
 
 def write_traceback(text: str, name: str, folder: Path | None = None) -> Path | None:
-    """Write a traceback into a file, and return the file; None if that failed.
+    """Write a traceback to a file, and return the file; None if that failed.
 
     Args:
-        name: of the file, without `.txt`.
-        folder: of the file; None is the folder of tracebacks in the user's cache.
+        text: the traceback.
+        name: name of the file, without `.txt`.
+        folder: folder of the file; None is the folder of tracebacks in the user's cache.
     """
     try:
         file = (folder or made_cache_folder("traceback")) / f"{name}.txt"

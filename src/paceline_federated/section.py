@@ -1,4 +1,4 @@
-"""The federated part of a job: clients of a round, their work, and the agreement."""
+"""The section `federate` of a job: clients of a round, their work, and the aggregation."""
 
 from __future__ import annotations
 
@@ -168,10 +168,10 @@ def _default(spec: type[Spec], key: str) -> Any:
 
 
 def federate_spec(job: Job) -> FederateSpec:
-    """The federated section of a job.
+    """Return the federated section of a job.
 
     Raises:
-        JobError: the job has none.
+        JobError: the job has no such section.
     """
     found = (job.model_extra or {}).get("federate")
     if not isinstance(found, FederateSpec):

@@ -1,4 +1,4 @@
-"""Benchmarks of jobs, comparisons with other systems, simulated scaling, faults, and other systems' configurations.
+"""Laboratory: benchmarks, comparisons with other systems, simulated scaling, faults, and other systems' configurations.
 
 The public API is the function `bench`. Read `scaling/protocol.py` first.
 """

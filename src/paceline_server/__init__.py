@@ -1,7 +1,7 @@
 """Functions, parameters and modules in other processes of the run.
 
-Read `service` (what serves functions), `client` (what calls them), then `values` (what they may be given and return);
-`modules` is on top of them, and what users see of it are the names here.
+Read `service` (serves functions), `client` (calls them), then `values` (arguments and results). `modules` is built on
+them; users see it by the names of this package.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from handmade_live import begun_run
     ("arguments", "error"),
     [
         (["mine", "--at", "0.0.0.0:8000"], "ssh -L 8000:127.0.0.1:8000"),
-        (["mine", "--at", "10.0.0.2:8000"], "on 127.0.0.1 alone, since it is not encrypted"),
-        (["mine", "--at", "page.sock"], "the page of a run is served at 127.0.0.1:PORT"),
-        (["mine", "--at", "127.0.0.1:70000"], "the page of a run is served at 127.0.0.1:PORT"),
+        (["mine", "--at", "10.0.0.2:8000"], "not encrypted"),
+        (["mine", "--at", "page.sock"], "127.0.0.1:PORT"),
+        (["mine", "--at", "127.0.0.1:70000"], "127.0.0.1:PORT"),
         (["nothing"], "nothing is not a run directory"),
         (["s3://bucket/mine"], "only directories can be watched"),
     ],

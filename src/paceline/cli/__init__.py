@@ -1,4 +1,4 @@
-"""The command `paceline`: one file per command; what is heavy is imported inside the command."""
+"""The command `paceline`: one file per command. Heavy modules are imported inside the functions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ app = typer.Typer(name="paceline", cls=Commands, no_args_is_help=True, pretty_ex
 
 
 def commands() -> dict[str, Any]:
-    """Every command by name, as click runs it; loads those of other packages."""
+    """Return every command by name, as click runs it; loads the commands of other packages."""
     group = typer.main.get_command(app)
     context = typer.Context(group)
     return {name: group.get_command(context, name) for name in group.list_commands(context)}  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def _about(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of paceline and exit."),
     ] = False,
     traceback: Annotated[  # read by `main`
-        bool, typer.Option("--traceback", help="Show the traceback of an error, not only its cause; stands anywhere.")
+        bool, typer.Option("--traceback", help="Also show the traceback of an error; may stand anywhere.")
     ] = False,
 ) -> None:
     """Train PyTorch models on your machines, and know how fast it went and why."""
@@ -89,7 +89,7 @@ def _about(
 
 
 def main() -> None:
-    """Run the command line. An error is shown as text with its cause first, and ends it with its exit code."""
+    """Run the command line. An error is printed with its cause first, and sets the exit code."""
     arguments = [word for word in sys.argv[1:] if word != "--traceback"]  # which may stand anywhere
     show_traceback(len(arguments) < len(sys.argv) - 1)
     try:

@@ -1,4 +1,4 @@
-"""Commands of `paceline`: those of the core, and those that other packages add."""
+"""Commands of `paceline`: the built-in ones, and those of other packages."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Command:
     Attributes:
         function: the function that typer calls, or the typer application of a group.
         panel: heading in `paceline --help`.
-        example: a line that shows how the command is called.
-        starts_ranks: True if the command may be started on every host; it then runs on host 0 alone.
-        kind: class of the command, if it is not typer's.
-        settings: of click's context.
+        example: a command line, shown at the end of `--help`.
+        starts_ranks: True if the command may be started on every host; host 0 then runs it, and the others serve.
+        kind: class of the command, if it is not typer's own.
+        settings: settings of click's context.
     """
 
     function: Callable[..., Any] | typer.Typer
@@ -37,7 +37,7 @@ class Command:
     settings: dict[str, Any] | None = None
 
     def built(self, name: str) -> Any:
-        """The command as click runs it."""
+        """Return the command as click runs it."""
         if isinstance(self.function, typer.Typer):
             found = typer.main.get_command(self.function)
             found.name = name
@@ -52,10 +52,10 @@ class Command:
 
 
 class Commands(TyperGroup):
-    """All commands. Those of other packages are loaded when they are called or listed.
+    """Group of all commands. Commands of other packages are loaded when they are called or listed.
 
     Attributes:
-        known: the commands' descriptions; set once, before the group is made.
+        known: descriptions of the commands; set once, before the group is created.
     """
 
     known: ExtensionPoint[Command]
@@ -67,7 +67,7 @@ class Commands(TyperGroup):
         return self.commands.get(cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands, by heading. A package that cannot be loaded is reported."""
+        """Return the names of all commands, sorted by heading; report packages that cannot be loaded."""
         found, errors = self.known.loadable()
         for error in errors:
             typer.echo(f"paceline: note: {error}", err=True)
@@ -78,5 +78,5 @@ class Commands(TyperGroup):
 
 
 def commands_of(built_in: dict[str, Command]) -> ExtensionPoint[Command]:
-    """Commands of the core and of installed packages (entry point `paceline.commands`)."""
+    """Return the commands of the core and of installed packages (entry point `paceline.commands`)."""
     return ExtensionPoint("command", "paceline.commands", Command, built_in, PacelineError)

@@ -25,8 +25,8 @@ def command(
 ) -> None:
     """Serve a live page of runs to a browser on this machine.
 
-    It ends with Ctrl-C or SIGTERM. The page shows what `paceline watch` shows, and more, while the runs train. Its
-    address holds a token.
+    The page shows what `paceline watch` shows, and more, while the runs train. The address has a token, so keep it to
+    yourself. Ctrl-C or SIGTERM ends the page, and the runs go on.
     """
     import asyncio
 
@@ -38,9 +38,9 @@ def command(
 
     def ready() -> None:
         typer.echo(f"serving {', '.join(where)} at {server.url}")
-        typer.echo("The address is for you alone. Ctrl-C ends it; the runs go on.", err=True)
+        typer.echo("Keep the address to yourself. Ctrl-C ends the page; the runs go on.", err=True)
         if opens and not _opened(server.url, folder):
-            typer.echo("There is no browser here that opens it in a window of its own.", err=True)
+            typer.echo("This machine has no browser that opens a window. Open the address yourself.", err=True)
 
     async def until_stopped() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -56,9 +56,9 @@ def command(
 
 
 def _opened(url: str, folder: Path) -> bool:
-    """Open a browser at the page; False where there is none.
+    """Open a browser at the page; return False if there is none.
 
-    It is told a private file that leads there: a command line, and a token on it, can be read by other users.
+    The browser gets a private file that leads to the page, because other users can read command lines and their tokens.
     """
     import webbrowser
 
@@ -74,20 +74,19 @@ def _opened(url: str, folder: Path) -> bool:
 
 
 def port_of(at: str | None) -> int:
-    """The port of an address on loopback; 0, for a free one, without address.
+    """Return the port of an address on loopback; 0 (a free port) without an address.
 
     Raises:
-        RunError: it is no such address.
+        RunError: the address is not of the form 127.0.0.1:PORT.
     """
     if at is None:
         return 0
     host, colon, port = at.rpartition(":")
     if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise RunError(f"--at {at}: the page of a run is served at 127.0.0.1:PORT. Without --at a free port is taken.")
+        raise RunError(f"--at {at}: give an address 127.0.0.1:PORT, or leave --at out to use a free port.")
     if host not in ("127.0.0.1", "localhost"):
         raise RunError(
-            f"--at {at}: the page is served on 127.0.0.1 alone, since it is not encrypted. From another "
-            f"machine, forward the port: ssh -L {port}:127.0.0.1:{port} THIS-HOST, and open the address that is "
-            "printed here there."
+            f"--at {at}: the page is not encrypted, so it is only served on 127.0.0.1. To see it on another machine, "
+            f"forward the port from there (ssh -L {port}:127.0.0.1:{port} THIS-HOST) and open the printed address."
         )
     return int(port)

@@ -17,8 +17,8 @@ def command(
 ) -> None:
     """Write report.html about a run or a benchmark.
 
-    It is one file that opens in any browser, without a network. That of a URL is NAME.report.html in the current
-    directory.
+    The page is one file that any browser opens, without a network. The page of a URL is written to NAME.report.html in
+    the current directory.
     """
     from paceline.storage.url import is_url
 
@@ -35,8 +35,8 @@ def _page(directory: Path) -> Path:
         return write_run_page(Run(directory))
     if not directory.is_dir():
         raise RunError(
-            f"{directory}: no such directory. Name one that `paceline train` or `paceline bench` has written, "
-            "e.g. runs/digits-…"
+            f"{directory}: no such directory. Name a directory of `paceline train` or `paceline bench`, for example "
+            "runs/digits-…"
         )
     for page in PAGES.all().values():
         if page.recognizes(directory):

@@ -98,7 +98,7 @@ class Loader:
         self.device = torch.device("cpu")  # where batches arrive; other than here only for loops of that kind
         self._rank = partition.replica if rank is None else rank
         self._samples = samples or RequestedSamples(dataset, collate_fn, partition.replica, partition.seed)
-        # This process reads a copy when loader processes read the dataset, so that they share no open file.
+        # If loader processes read the dataset, this process reads a copy, so that they share no open file.
         self._looks = self._samples.apart() if self.num_workers else self._samples
         self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
         self._started: Iterator[Any] | None = None  # the same before it, if loader processes run already
@@ -220,9 +220,10 @@ class Loader:
     def fingerprint(self) -> list[int] | None:
         """Return the number of samples, and digests of three samples.
 
-        The first call reads the samples, and later calls return the same. The digest is 0 for a sample that changes
-        between two reads. A stream and a dataset with a state or with epochs have only their number of samples. None if
-        there is no number, if it changes meanwhile, or if each host has its own files.
+        The first call reads the samples, and later calls return the same list. The digest of a sample that changes
+        between two reads is 0. For a stream, and for a dataset with a state or with epochs, the list has only the
+        number of samples. Returns None if there is no such number, if the number changes, or if each host has its own
+        files.
         """
         if self._fingerprint is None:
             self._fingerprint = self._read_fingerprint()
@@ -258,16 +259,16 @@ class Loader:
         """Refuse to weigh the last batch by its samples if `collate_fn` left some out.
 
         Raises:
-            DataError: it did, and the other replicas' batches may be of any size.
+            DataError: samples were left out, and there are other replicas, whose batch sizes are not known.
         """
         if not self.left_out or self.partition.replicas == 1:
             return
         index = in_users_data(self._samples.dataset, self.left_out)[1][0]
         raise DataError(
-            f"sample {index} of {self._samples.name} is None, and collate_fn leaves it out. Then the ranks' batches "
-            "are smaller than they were dealt, so their weights are not known. Leave such samples out before, "
-            "with torch.utils.data.Subset(dataset, indices). A loop of your own may instead say what its loss is the "
-            "mean of: engine.backward(loss, items=len(x))"
+            f"sample {index} of {self._samples.name} is None, and collate_fn leaves it out. The batches of the ranks "
+            "then have unknown sizes, so their losses cannot be weighted. Remove such samples from the data set, "
+            "with torch.utils.data.Subset(dataset, indices). In a loop of your own you can instead give the number "
+            "of samples: engine.backward(loss, items=len(x))"
         )
 
     def smallest_share(self) -> int:
@@ -551,9 +552,9 @@ def _end_processes(loader: StatefulDataLoader[Any]) -> None:
 
 
 def changed_data(saved: list[int] | None, now: list[int] | None) -> str | None:
-    """Describe how a data set has changed, by its two fingerprints.
+    """Describe how a data set has changed between two fingerprints.
 
-    None if it has not changed, or if a fingerprint is unknown.
+    Returns None if it has not changed, or if a fingerprint is unknown.
     """
     if saved is None or now is None or saved == now:
         return None

@@ -71,7 +71,7 @@ class RequestedSamples(Dataset[Any]):
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def apart(self) -> RequestedSamples:
-        """Return a reader that opens files of its own, from a copied dataset."""
+        """Return a reader of a copied dataset, which opens its own files."""
         reader = copy.copy(self)
         reader.dataset = apart(self.dataset)
         reader.read_many = getattr(reader.dataset, "__getitems__", None) if self.read_many is not None else None
@@ -134,7 +134,7 @@ class RequestedSamples(Dataset[Any]):
                 return batch
 
     def length(self) -> int | None:
-        """Number of samples now; None for a data set that has none."""
+        """Return the current number of samples; None for a data set without a length."""
         try:
             return len(self.dataset)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):

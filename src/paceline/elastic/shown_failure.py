@@ -17,7 +17,7 @@ _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def show_traceback(wanted: bool) -> None:
-    """Choose whether tracebacks are shown on the screen, as `--traceback` says."""
+    """Set whether tracebacks are shown on the screen (`--traceback`)."""
     global _shows_traceback
     _shows_traceback = wanted
 
@@ -25,7 +25,7 @@ def show_traceback(wanted: bool) -> None:
 def show(error: Exception) -> None:
     """Print an error on stderr, the cause first.
 
-    Its traceback is shown with `--traceback`, or if it cannot be written to a file.
+    The traceback is shown with `--traceback`, or if it cannot be written to a file.
     """
     cause, frames = cause_and_traceback(error)
     print(f"paceline: {printable(cause)}", file=sys.stderr)
@@ -34,7 +34,7 @@ def show(error: Exception) -> None:
 
 
 def cause_and_traceback(error: Exception) -> tuple[str, str]:
-    """The message of an error, and its traceback; empty if the message says all."""
+    """Return the message of an error, and its traceback; empty if the message is enough."""
     if isinstance(error, PacelineError):
         if error.traceback:
             lines = str(error).replace(error.traceback, "").strip().splitlines()
@@ -45,13 +45,14 @@ def cause_and_traceback(error: Exception) -> tuple[str, str]:
 
 
 def below(frames: str, name: str = "newest", folder: Path | None = None) -> str:
-    """The lines below the cause of an error.
+    """Return the lines below the cause of an error.
 
-    They name its place and the file with the traceback, or show the traceback.
+    These lines name the place of the error and the file with the traceback, or are the traceback itself.
 
     Args:
-        name: of the file, without `.txt`.
-        folder: of the file; None is a folder in the user's cache.
+        frames: the traceback.
+        name: name of the file, without `.txt`.
+        folder: folder of the file; None is a folder in the user's cache.
     """
     file = None if _shows_traceback else write_traceback(frames, name, folder)
     if file is None:
@@ -62,4 +63,4 @@ def below(frames: str, name: str = "newest", folder: Path | None = None) -> str:
         if "site-packages" not in place[0] and not place[0].startswith(OWN_FILES)
     ]
     where = f"raised in {places[-1][0]}, line {places[-1][1]}, in {places[-1][2]}; " if places else ""
-    return f"{where}traceback in {file}, or on the screen with --traceback"
+    return f"{where}traceback in {file}; --traceback shows it on the screen"

@@ -49,9 +49,9 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 def graph_nodes(loss: Tensor, descends: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
-    """Nodes of the autograd graph below a loss.
+    """Iterate over the nodes of the autograd graph of a loss.
 
-    The walk does not go on below a node for which `descends` is false.
+    The nodes below a node for which `descends` returns False are left out.
     """
     waiting, seen = [loss.grad_fn], set()
     while waiting:

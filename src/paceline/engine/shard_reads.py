@@ -1,7 +1,7 @@
-"""Reads of sharded parameters outside of the model's forward pass, by a penalty for instance.
+"""Reads of sharded parameters outside of the model's forward pass, for instance by a penalty.
 
-The forward pass of a divided model computes with shards as with whole parameters. Other code does not: the value would
-be that of one shard, and so may be the gradient. Such reads are refused before they reach an update.
+The forward pass of a divided model handles shards correctly. Other code, such as a penalty in the loss, would compute
+a value from one shard only, and its gradient may be wrong too. Such reads are refused before they reach an update.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from paceline.split.apply import Split
 
 
 class ShardReads(TorchFunctionMode):
-    """Refuses reads of shards. As a context it sees all code that runs in it, `check` sees the graph of a loss."""
+    """Refusal of reads of shards.
+
+    Used as a context, it checks all operations that run in it. `check` checks the autograd graph of a loss.
+    """
 
     def __init__(self, split: Split) -> None:
         super().__init__()
@@ -32,10 +35,10 @@ class ShardReads(TorchFunctionMode):
         self._names: dict[Tensor, str] = {p: name for name, p in split.divided.items()}
         self._depth = 0
         self._started = 0
-        # intervals of autograd's sequence numbers, which count the nodes that a thread makes
+        # intervals of autograd's sequence numbers, which count the nodes that a thread creates
         self._forwards: deque[tuple[int, int]] = deque(maxlen=10_000)
         self._differentiated = False
-        # a stage of a pipeline calls the loss within its own forward pass, and has parameters of its own
+        # a pipeline stage has its own parameters, and calls the loss within its forward pass
         for module in self._modules() if split.pipeline is None else ():
             split.on_close(module.register_forward_pre_hook(self._enter, prepend=True).remove)
             split.on_close(module.register_forward_hook(self._leave, always_call=True).remove)
@@ -58,8 +61,8 @@ class ShardReads(TorchFunctionMode):
         """Refuse a loss whose graph reads shards outside of the model's forward pass.
 
         Args:
-            everywhere: look also behind the model's forward passes, at what their arguments were computed from, and at
-                reads of fsdp's shards within them. This takes longer.
+            everywhere: also check the nodes of the model's forward passes, for reads of fsdp's shards, and the nodes
+                from which their inputs were computed. This takes longer.
 
         Raises:
             PlanError: the loss reads a shard; the message names the parameter.
@@ -69,27 +72,27 @@ class ShardReads(TorchFunctionMode):
                 parameter = getattr(below, "variable", None)
                 if parameter is None or (read := self._shard(parameter)) is None:
                     continue
-                # a gradient of the model's output is computed from shards, too
+                # a gradient of the model's output is also computed from shards
                 if isinstance(parameter, DTensor) or not (self._differentiated or self._by_model(node)):
                     raise self._refusal(read)
 
     def _modules(self) -> Iterator[nn.Module]:
-        """The model, and the layers with shards, which a loop may call one by one."""
+        """Return the model and its layers with shards, which a loop may call directly."""
         for module in self._split.modules:
             yield module
-            # torch.compile would have to leave a compiled block for the hooks
+            # hooks on layers would break the graph of a compiled block
             for layer in module.modules() if self._split.plan.compile == "off" else ():
                 if layer is not module and any(map(self._is_part, layer.parameters(recurse=False))):
                     yield layer
 
     def _shard(self, parameter: Tensor) -> str | None:
-        """Description of a parameter that this rank cannot read like the whole one, or None."""
+        """Describe a parameter that this rank holds only in part; None if it is whole."""
         split = self._split
         if split.pipeline is not None:
-            # the undivided model stays without memory, and the stages have other parameters
+            # the undivided model has no memory; the stages have parameters of their own
             return "parameters of the model" if parameter.is_meta else None
         if parameter not in self._names and split.fully is not None:
-            # while fsdp has gathered parameters, the modules hold other objects
+            # while fsdp holds gathered parameters, the modules' parameters are other objects
             self._names |= {p: name for module in split.modules for name, p in module.named_parameters()}
         divided = isinstance(parameter, DTensor) or self._is_part(parameter)
         return f"the parameter {self._names[parameter]}" if divided and parameter in self._names else None
@@ -122,7 +125,7 @@ class ShardReads(TorchFunctionMode):
                 tensor.grad_fn.register_prehook(self._differentiate)
 
     def _differentiate(self, _: Any) -> None:
-        # only a backward pass with create_graph has this mode on
+        # gradients are only enabled in a backward pass with create_graph
         self._differentiated |= torch.is_grad_enabled()
 
     def _refusal(self, read: str) -> PlanError:

@@ -177,7 +177,7 @@ class SplitModel(Compute):
 def _refused_by_undivided(model: nn.Module, example: Batch, loss: Loss) -> BatchError | None:
     """Explain why the undivided model cannot compute this batch.
 
-    None if it can, or if that does not show without weights.
+    Returns None if the model can compute the batch, or if a run without weights does not show the mistake.
     """
     try:
         with restored(model), torch.no_grad(), _KernelTypes():
@@ -190,7 +190,7 @@ def _refused_by_undivided(model: nn.Module, example: Batch, loss: Loss) -> Batch
 
 
 class _KernelTypes(TorchDispatchMode):
-    """Refuses products of two dtypes, as kernels do and tensors without data do not."""
+    """Refusal of products of two dtypes, which kernels refuse but meta tensors accept."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

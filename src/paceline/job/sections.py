@@ -16,7 +16,11 @@ from paceline.job.spec import Spec
 
 @dataclass(frozen=True)
 class JobSection:
-    """A section of a job. `spec`: the class of its keys."""
+    """A section of a job.
+
+    Attributes:
+        spec: class with the keys of the section as fields.
+    """
 
     spec: type[Spec]
 
@@ -27,10 +31,16 @@ SECTIONS = ExtensionPoint[JobSection]("section of a job", "paceline.job_sections
 def read_sections(
     values: Mapping[str, Any], own: Mapping[str, object], context: Any
 ) -> tuple[dict[str, Any], list[ErrorDetails]]:
-    """Validate the sections that are not the job's own keys.
+    """Validate the sections of other packages.
+
+    Args:
+        values: the job as read from its file.
+        own: the job's own keys, which are left as they are.
+        context: pydantic's validation context.
 
     Returns:
-        The values, with each valid section as its spec and without the others, and the errors of the others.
+        The values with each valid section as an instance of its spec, without the invalid sections; and the errors of
+        the invalid sections.
     """
     whole = dict(values)
     errors: list[ErrorDetails] = []
@@ -47,6 +57,6 @@ def read_sections(
 
 
 def with_sections(job: type[BaseModel]) -> type[BaseModel]:
-    """A class of jobs in which the sections are fields, for messages about keys."""
+    """Return a class of jobs with the sections as fields, for messages about keys."""
     fields: dict[str, Any] = {name: (section.spec | None, None) for name, section in SECTIONS.loadable()[0].items()}
     return create_model(job.__name__, __base__=job, **fields)

@@ -1,5 +1,5 @@
-"""Planner: checks of plans, predictions, the search over all plans, and explanations of a choice.
+"""Planner: plans, their checks and predictions, the search over them, and explanations.
 
-Read `search/search.py` first (the verb `plan`), then `predict.py`, then the folders `check`, `cost` and `explain`;
-`foreign` has the configurations of other systems.
+Read `plan.py` first, then `search/search.py` (`paceline.plan`), `predict.py`, and the folders `check`, `cost` and
+`explain`. `model` traces one forward pass of a model.
 """

@@ -300,7 +300,11 @@ class ServerProcesses(NamedTuple):
 
     @classmethod
     def of(cls, sync: str) -> ServerProcesses:
-        """Servers that a plan's `sync=` asks for. Raises PlanError if its rule has none."""
+        """Return the servers that a plan's `sync=` asks for.
+
+        Raises:
+            PlanError: the rule has no servers.
+        """
         found = SyncSpec.parse(sync).servers
         if found is None:
             raise PlanError(f"sync={sync} has no servers")
@@ -335,7 +339,7 @@ class SyncInfo:
         served: True if servers own the parameters: workers take microbatches of the global batches as they can, and no
             collective joins them between step boundaries.
         run_rank: import path of the function that each rank of a served run calls.
-        servers: number of servers for the arguments; None if replicas sum by themselves.
+        servers: returns the servers for the rule's arguments; None if replicas sum without servers.
         varies: what of this description is otherwise for some arguments, by field; asked with all of them.
     """
 
@@ -480,7 +484,7 @@ class SyncSpec:
 
     @property
     def servers(self) -> ServerProcesses | None:
-        """Servers of the rule with these arguments, or None."""
+        """Servers of the rule with these arguments; None if it has no servers."""
         return self.info.servers(self.arguments)
 
     @property

@@ -78,7 +78,7 @@ def problem_with_transport(name: object) -> str | None:
         return None
     if name in ("nccl", "rccl", "xccl"):
         return (
-            f"{name} carries messages between GPUs, which use it by themselves: leave transport out. "
+            f"{name} carries messages between GPUs, and ranks with GPUs use it automatically: leave transport out. "
             f"{devices_of_ranks()}"
         )
     if name not in TRANSPORTS.names:
@@ -91,7 +91,7 @@ def problem_with_transport(name: object) -> str | None:
 
 
 def devices_of_ranks() -> str:
-    """Sentences about the devices that ranks use on this machine, for messages."""
+    """Describe the devices that ranks use on this machine, for messages."""
     from paceline.cluster.discover import find_gpus  # slow, only for a message
 
     try:

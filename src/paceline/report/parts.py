@@ -1,4 +1,4 @@
-"""Parts of a typical step, and what is lost against one device."""
+"""Parts of a typical step, and the time lost compared with one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORTH_NAMING = 0.05  # of what is lost
 
 
 def typical_parts(lines: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Seconds of each part in the median step of a rank, without warm-up, or None."""
+    """Return the seconds of each part in a rank's median step without warm-up, or None."""
     counted = timed(lines)
     if not counted:
         return None

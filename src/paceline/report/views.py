@@ -1,4 +1,4 @@
-"""Pages of directories that other packages write, for `paceline report`."""
+"""Report pages of other packages, for the directories that these packages write."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.extensions import ExtensionPoint
 
 @dataclass(frozen=True)
 class DirectoryPage:
-    """The page of one kind of directory. Loads nothing heavy.
+    """Report page of one kind of directory. Loads nothing heavy.
 
     Attributes:
-        recognizes: True if a directory is of this kind.
+        recognizes: returns True if a directory is of this kind.
         write: writes the page and returns its path; raises RunError if a file of the directory cannot be read.
     """
 

@@ -1,4 +1,4 @@
-"""A whole run: epochs, evaluations, checkpoints, records, and loops of users' own.
+"""A whole run: choice of a plan, epochs, evaluations, checkpoints, records, recovery; users' own loops.
 
 Read `loop.py` first, then `own_loop/setup.py`, then `checkpoint/writer.py`.
 """

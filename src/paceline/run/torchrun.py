@@ -1,6 +1,7 @@
 """Failure of a rank that another launch engine has started, such as torchrun.
 
-The cause of its error is on the screen and in the engine's own report, its traceback in a file. It waits for nobody.
+The cause of the error is on the screen and in the engine's own report, the traceback in a file. The rank does not wait
+for other ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from paceline.rank_environment import own_rank
 
 
 def fail(error: Exception) -> NoReturn:
-    """Tell of `error`, caught now, and end this rank with exit code 1."""
+    """Report the error that is being handled, and end this rank with exit code 1."""
     record = ErrorRecord.of(error, own_rank())
-    text = record.cause(ranks=1)  # what became of the others is the engine's to tell
+    text = record.cause(ranks=1)  # the engine reports the other ranks
     if record.traceback:
         text += f"\n{below(record.traceback, f'rank-{record.rank}')}"
     with suppress(OSError):  # whoever read it has gone, or the disk is full: what is left is the exit code

@@ -39,7 +39,7 @@ class Split:
     Attributes:
         mesh: all ranks as a grid, with this rank's coordinate.
         example: a microbatch as the model takes it.
-        refused: the error to raise if a batch fails, as the undivided model cannot compute the example either.
+        refused: error to raise if a batch fails; set if the undivided model cannot compute the example either.
         parts: the part that this rank holds of each of its parameters.
         aliases: the further names of tied parameters (`tied_names`).
         modules: the modules that this rank computes: the model, or its pipeline stages.

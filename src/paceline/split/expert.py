@@ -102,10 +102,11 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
 def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Call) -> None:
     """Refuse models that read the parameters of experts outside of the experts' module.
 
-    A penalty is such a read: a rank would read its own experts only. A model that cannot be traced is taken as it is.
+    For instance, a penalty in the forward pass would read only this rank's experts. A model that cannot be traced is
+    accepted.
 
     Raises:
-        PlanError: the model does; the message names the parameter.
+        PlanError: the model reads such a parameter; the message names it.
     """
     try:
         graph = record_graph(model, example, call)
@@ -121,8 +122,8 @@ def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Cal
                 raise PlanError(
                     f"plan {plan}: {reader or 'the model'} reads {value.name}, a parameter of experts, outside of "
                     f"{path}. There a rank holds only its own experts, so the result would be wrong. Use "
-                    f"dp={plan.ranks}, or fsdp={plan.ranks} zero=2; or leave that out of the model's forward pass: for "
-                    "an L2 penalty set the optimizer's weight_decay"
+                    f"dp={plan.ranks} or fsdp={plan.ranks} zero=2, or remove this read from the model's forward pass. "
+                    "For an L2 penalty, set the optimizer's weight_decay instead"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Synchronisation rules, which keep the replicas of a model in agreement: one file each.
+"""Synchronization rules, which keep the replicas of a model consistent: one file each.
 
 All have the methods of `SyncRule`.
 """

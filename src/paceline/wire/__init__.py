@@ -1,4 +1,4 @@
-"""Typed messages between a run's processes, which no stranger can read, send or hold up.
+"""Typed messages between a run's processes, which unauthenticated peers cannot read, send or delay.
 
-Read `key` (who belongs to the run), then `connection` and `listener`; `store` is the rendezvous on top of them.
+Read `key` (which processes belong to the run), then `connection` and `listener`; `store` is the rendezvous on top.
 """

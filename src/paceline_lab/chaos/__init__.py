@@ -1,4 +1,4 @@
-"""Faults on a real run by a seeded schedule, and its promises checked (`paceline chaos`).
+"""Seeded faults on a real run, and a check of what paceline promises (`paceline chaos`).
 
-Read `schedule.py` first, then `play.py`, which carries one out, and `invariants.py`.
+Read `schedule.py` first, then `play.py`, which carries out a schedule, and `invariants.py`.
 """

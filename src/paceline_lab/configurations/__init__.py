@@ -1,4 +1,5 @@
-"""Configurations of other systems: Megatron-LM, DeepSpeed, torchtitan, Accelerate; read, planned and written.
+"""Configurations of other systems: Megatron-LM, DeepSpeed, torchtitan and Accelerate.
 
-Read `configuration.py` first: what every system says in its own words. Each has a file with its reader and its writer.
+Read `configuration.py` first: what all configurations have in common. Each system has a file with a reader and a
+writer.
 """

@@ -48,10 +48,10 @@ _DUMP = re.compile(r"Running with (?:args|configs?): *(?=\{)")
 
 
 def run_of_log(file: Path, cluster: Cluster | None) -> Row:
-    """The run of a log, on the devices of a cluster.
+    """Return the run of a log, on the devices of a cluster.
 
     Raises:
-        PlanError: it is no such log, does not say what ran, or the cluster is not one that it can be of.
+        PlanError: the file is not such a log, does not describe the run, or does not fit the cluster.
     """
     try:
         text = _COLOUR.sub("", _PREFIX.sub("", read_text(file, _MOST_BYTES)))

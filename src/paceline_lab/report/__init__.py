@@ -1,6 +1,6 @@
-"""Pages of benchmarks, comparisons and simulated scaling.
+"""Report pages of benchmarks, comparisons and simulated scaling.
 
-`PAGE_OF_BENCHMARK` and `PAGE_OF_COMPARISON` register the first two with `paceline report`.
+`paceline report` finds the first two as `PAGE_OF_BENCHMARK` and `PAGE_OF_COMPARISON` (entry points).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def template_named(name: str) -> Template:
-    """Template of this package."""
+    """Return a template of this package."""
     from paceline.report.page import template
 
     return template(files(__name__).joinpath("templates", name).read_text())

@@ -1,1 +1,1 @@
-"""Measurement: the same job under several plans, interleaved, with intervals, and what holds it back."""
+"""Benchmarks: one job under several plans, in interleaved rounds, with intervals and limits."""

@@ -1,4 +1,4 @@
-"""Scaling of a job on machines that nobody here has, predicted and simulated (`paceline bench --simulate`).
+"""Predicted and simulated scaling of a job on other machines (`paceline bench --simulate`).
 
-Read `curve.py` first: the points and how they are made. Then `chance.py`: what is drawn at random.
+Read `curve.py` first: the points of a curve. Then `chance.py`: failures and stragglers drawn at random.
 """

@@ -14,24 +14,22 @@ def command(
     what: Annotated[
         list[str], typer.Argument(metavar="WHAT…", help="What clients may use: pkg.mod:name or file.py:name.")
     ],
-    at: Annotated[
-        str, typer.Option("--at", metavar="WHERE", help="ADDRESS:PORT, or the path of a Unix socket to make.")
-    ],
+    at: Annotated[str, typer.Option("--at", metavar="WHERE", help="ADDRESS:PORT, or the path of a new Unix socket.")],
     key: Annotated[
         Path | None,
         typer.Option(
             "--key", metavar="FILE", help="Key of the run.", show_default="PACELINE_KEY_FILE, ~/.paceline/key"
         ),
     ] = None,
-    threads: Annotated[int, typer.Option("--threads", min=2, help="Number of calls that may run at a time.")] = 32,
+    threads: Annotated[int, typer.Option("--threads", min=2, help="Number of calls that may run at once.")] = 32,
     grace: Annotated[
-        float, typer.Option("--grace", metavar="S", min=0.0, help="Seconds that a lost client has to come back.")
+        float, typer.Option("--grace", metavar="S", min=0.0, help="Seconds until a lost client's objects are deleted.")
     ] = 30.0,
 ) -> None:
     """Serve modules, objects and functions to other processes until Ctrl-C or SIGTERM.
 
-    Clients can name what is listed here and nothing else. Between hosts both ends prove the run's key; a Unix socket
-    is private to this user.
+    Clients can only use what is listed here. Between hosts, both ends prove that they have the run's key. A Unix
+    socket is private to this user.
     """
     import threading
 
@@ -50,7 +48,7 @@ def command(
         typer.echo(f"serving {', '.join(what)} at {name_of(serving.address)}")
         stop.wait()
     if serving.strangers:
-        typer.echo(f"closed connections that did not show the run's key: {serving.strangers}")
+        typer.echo(f"connections closed because they did not prove the run's key: {serving.strangers}")
 
 
 COMMAND = Command(command, "Operate", "paceline serve ranking.py:Table --at 10.0.0.2:7000 --key run.key")

@@ -1,7 +1,7 @@
 """A parameter server: a process that owns parameters, and clients that come and go.
 
-Read `machine` (what it does, without sockets), then `process` and `client` (the two ends), then `log` (how nothing is
-lost with a server).
+Read `machine` (its logic, without sockets), then `process` and `client` (the two ends), then `log` (why the loss of a
+server loses no update).
 """
 
 from paceline_server.parameters.client import Pulled, Pushed, ServerClient

@@ -1,7 +1,7 @@
 """The sync rule `server`: replicas that push to parameter servers.
 
-`SERVER` describes the rule without torch. Read `server.py` first, for servers that sum; `served.py` is a worker's side
-of servers that own the parameters, whose loop is `paceline_server/training`.
+`SERVER` describes the rule and does not import torch. Read `server.py` first: servers that sum gradients. `served.py`
+has the workers of servers that own the parameters; their training loop is `paceline_server/training`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _check(arguments: Mapping[str, Any]) -> str | None:
         OUTER_LR.default,
         OUTER_MOMENTUM.default,
     ):
-        return "lr and momentum are the outer optimizer's, which only a period of 2 or more has"
+        return "lr and momentum belong to the outer optimizer, which needs a period of 2 or more"
     if not arguments["staleness"] and arguments["backup"] == "off":
-        return "servers keep nothing, and have no backup, but with a staleness of 1 or more"
+        return "backup=off needs a staleness of 1 or more; other servers keep no state, and have no backup"
     return None
 
 
 def _variants(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Description of the server rule that pushes deltas, or waits for nobody."""
+    """Describe the server rule with a period, with a staleness, or with both."""
     found: dict[str, Any] = {}
     if arguments["period"] > 1:
         found |= {
@@ -69,7 +69,7 @@ SERVER = SyncInfo(
     sends="gradients",
     arguments={
         "staleness": Argument(
-            whole_or_inf, 0.0, "by how many global batches a worker may be ahead, a whole number or inf"
+            whole_or_inf, 0.0, "by how many global batches a worker may be ahead: a whole number or inf"
         ),
         "period": Argument(whole(1), 1, "the number of steps between agreements, at least 1"),
         "servers": Argument(whole(1), 1, "the number of servers that share the parameters, at least 1"),

@@ -1,4 +1,4 @@
-"""Training by a parameter server: workers take pieces of the global batches as they can.
+"""Training with parameter servers: workers take microbatches of the global batches at their own speed.
 
-Read `loop` (the first worker's, which also measures, saves and records), then `worker`; `run` starts each process.
+Read `loop` (the first worker, which also measures, saves and records), then `worker`; `run` starts each process.
 """

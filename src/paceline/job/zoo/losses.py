@@ -299,8 +299,8 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """
     if target.is_floating_point():
         raise DataError(
-            f"labels should be whole numbers, got {described(target)}; for targets that are not classes use "
-            "the loss mse, mae or bce"
+            f"labels should be whole numbers, got {described(target)}; if the targets are not classes, use the loss "
+            "mse, mae or bce"
         )
     if logits.dim() == 3:
         if target.shape != logits.shape[:2]:
@@ -459,14 +459,14 @@ def _misfit(
         return None
     given = (*inputs, *named.values())
     if any(isinstance(x, (list, tuple)) and x and isinstance(x[0], str) for x in given):
-        return f"the batch has text where {name} needs a tensor: turn it into numbers in the data set, or in `collate`"
+        return f"the batch has text, but {name} needs a tensor: convert the text in the data set or in `collate`"
     of_model = {p.dtype for p in model.parameters() if p.is_floating_point()} if isinstance(model, nn.Module) else set()
     of_data = {t.dtype for t in given if isinstance(t, Tensor)}
     return _other_dtype(of_model.pop(), of_data, failure) if len(of_model) == 1 else None
 
 
 def _other_dtype(of_model: torch.dtype, of_data: set[torch.dtype], failure: Exception) -> str | None:
-    """Explain two dtypes of model and data; None if they did not fail."""
+    """Explain a failure by different dtypes of model and data; None for other causes."""
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in (of_model, *of_data)}
     wide = torch.float64 in of_data and of_model != torch.float64
     other = torch.float64 if wide else next((dtype for dtype in of_data if dtype != of_model), None)
@@ -475,8 +475,8 @@ def _other_dtype(of_model: torch.dtype, of_data: set[torch.dtype], failure: Exce
     if of_model != torch.float32 and other == torch.float32:
         precision = "fp64" if of_model == torch.float64 else "bf16"
         return (
-            f"the model is {names[of_model]} and the data float32: leave out what converts the model, such as "
-            f".double() or .half(), and train with precision={precision}"
+            f"the model is {names[of_model]} and the data float32: do not convert the model (.double(), .half()), "
+            f"and train with precision={precision}"
         )
     advice = ", or train with precision=fp64" if wide else ""
     return f"the data is {names[other]} and the model {names[of_model]}: convert it in the data set, x.float(){advice}"

@@ -77,10 +77,10 @@ def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[s
 
 
 def _nothing_to_measure(data: Any) -> str:
-    found = "the validation data have no batch, so there is nothing to measure"
+    found = "the validation data has no batch, so there is nothing to measure"
     if isinstance(data, DataLoader) and getattr(data, "drop_last", False) and data.batch_size:
         return f"{found}. The loader has drop_last=True and batch_size={data.batch_size}: set drop_last=False"
-    return f"{found}. Give evaluate a loader with at least one sample, or leave the evaluation out"
+    return f"{found}. Give engine.evaluate a loader with at least one sample, or leave the evaluation out"
 
 
 def _sum_and_count(name: str, value: Any, batch: Any, loader: Loader | None) -> tuple[float, float]:
@@ -117,7 +117,7 @@ def own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
 
 
 class _Dealt(NamedTuple):
-    """This rank's batches, and the loader that reads them; None if the caller reads them."""
+    """This rank's batches and their loader; None if the caller reads the batches."""
 
     batches: Iterator[Any]
     loader: Loader | None
@@ -143,7 +143,7 @@ def _dealt(data: Any, engine: OwnLoop) -> _Dealt:
 
 
 def _loader_of(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Loader, int]:
-    """This rank's loader, and the most batches that any rank has (0 for a stream)."""
+    """Return this rank's loader, and the largest number of batches of any rank (0 for a stream)."""
     group, seed = engine.data_group, engine.settings.seed
     check(loader, engine.group)
     if isinstance(loader.dataset, IterableDataset):  # read by every rank, which keeps its part of each batch
@@ -153,7 +153,7 @@ def _loader_of(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Loader, int]:
     if in_order:
         own = sampler if group.size == 1 else list(islice(sampler, group.rank, None, group.size))
         drawn = len(sampler)
-    else:  # the ranks' random states differ: the first one draws, and trains on with the same state
+    else:  # the ranks' random states differ, so the first rank draws; its own random state is restored
         with kept_random():
             everyones = group.gather_json(list(sampler) if group.rank == 0 else [])[0]
         own, drawn = everyones[group.rank :: group.size], len(everyones)

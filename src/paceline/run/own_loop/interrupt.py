@@ -1,4 +1,4 @@
-"""Ctrl-C in a loop of one's own: one line, tracebacks in files."""
+"""Ctrl-C in a user's own loop: one line on the screen, tracebacks in files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _told = False
 
 
 def tell_in_one_line(rank: int) -> None:
-    """Have an uncaught KeyboardInterrupt end this rank without a traceback on the screen.
+    """End this rank without a traceback on the screen after an uncaught KeyboardInterrupt.
 
-    The code of the user's `finally` and `except KeyboardInterrupt` runs before, and the rank still ends by SIGINT.
+    The user's `finally` and `except KeyboardInterrupt` still run first, and the rank still ends by SIGINT.
     """
     global _told
     if _told:
@@ -26,7 +26,7 @@ def tell_in_one_line(rank: int) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             before(kind, error, frames)
             return
-        # a launcher passes the terminal's signal on, so it comes twice
+        # the launcher forwards the terminal's signal, so it arrives twice
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         file = write_traceback("".join(traceback.format_exception(kind, error, frames)), f"rank-{rank}")
         if file is None:

@@ -53,8 +53,8 @@ def refuse_own_passes(plan: Plan) -> None:
     """Refuse plans under which a loop cannot compute the model's output itself."""
     if plan.pp > 1 or plan.cp > 1:
         raise PlanError(
-            f"plan {plan}: a pipeline and a divided sequence run the forward pass themselves. Give setup a loss and "
-            "call engine.step(batch), or use dp, fsdp, ep or tp."
+            f"plan {plan}: with pp or cp, the engine runs the forward pass. Give paceline.setup a loss and call "
+            "engine.step(batch), or use dp, fsdp, ep or tp."
         )
 
 

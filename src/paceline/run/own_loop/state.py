@@ -101,7 +101,7 @@ def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str,
     group = engine.group
     _check_folder(engine, folder)
     for loader in engine.loaders:
-        loader.fingerprint()  # now, since training may change what a data set returns
+        loader.fingerprint()  # now, because training may change the samples of a data set
     if not any(group.gather_json(folder.is_dir())):
         return None
     loaded = load_latest(folder, rank=group.rank, world=group.size, report=lambda *_: None, agree=group.gather_json)
@@ -239,15 +239,15 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
 
 
 def _refuse_other_data(engine: OwnLoop, loaded: Loaded) -> None:
-    """Refuse a changed data set, on all ranks if it changed on one."""
+    """Refuse a changed data set on all ranks, also if only one rank has it."""
     problem = None
     for loader, saved in zip(engine.loaders, loaded.values["loop"].get("data", ()), strict=False):
         if what := changed_data(saved, loader.fingerprint()):
             problem = (
                 f"the data set {loader.name} has changed since {loaded.path} was written: {what}. The saved position "
-                "and order of training belong to the earlier data set. Restore the data set. Or train on the new one "
-                "from these weights: engine.export(file) in the earlier loop, then "
-                "model.load_state_dict(safetensors.torch.load_file(file)) before paceline.setup, and no engine.load"
+                "and order belong to the earlier data set. Restore that data set. To train on the new one from these "
+                "weights, call engine.export(file) in the earlier loop. Then call "
+                "model.load_state_dict(safetensors.torch.load_file(file)) before paceline.setup, without engine.load"
             )
             break
     if problems := [said for said in engine.group.gather_json(problem) if said is not None]:

@@ -75,7 +75,7 @@ class StepParity:
 
     @property
     def differences(self) -> Tolerance:
-        """The largest difference of each quantity."""
+        """Largest difference of each quantity."""
         return Tolerance(
             self.loss_difference, self.gradient.difference, self.parameter.difference, self.buffer.difference
         )
@@ -335,12 +335,12 @@ def _other_inputs(found: Sequence[Compared], reference: Reference, plan: Plan) -
 def _amplified(parity: Parity, perturbed: Sequence[StepParity], factor: float) -> str | None:
     """Explain a difference by amplified rounding.
 
-    None if a step differs by more than that.
+    Returns None if a step differs by more than rounding explains.
 
     Args:
-        parity: of a plan that differs.
-        perturbed: steps of one process that began with weights changed by one unit in the last place.
-        factor: how many times as far as that process a plan may differ by rounding.
+        parity: result of a plan that differs.
+        perturbed: steps of one process that began with every weight changed by one unit in the last place.
+        factor: a plan may differ by this many times the difference of that process.
     """
     moved = Tolerance(0.0, 0.0, 0.0, 0.0)
     for own, other in zip(parity.steps, perturbed, strict=True):
@@ -354,9 +354,9 @@ def _amplified(parity: Parity, perturbed: Sequence[StepParity], factor: float) -
         if found > tolerance
     )
     return (
-        "the job amplifies rounding, which explains the difference. A change of all weights by one unit in the last "
-        f"place moves one process by this much: {amounts}. A mistake as large would pass for rounding. Check the plan "
-        "over fewer steps (--steps 1), with a smaller learning rate, or with more samples for each batch norm"
+        "the job amplifies rounding, and this explains the difference. If all weights of one process change by one "
+        f"unit in the last place, its results change by this much: {amounts}. A mistake of this size cannot be told "
+        "from rounding. Check fewer steps (--steps 1), a smaller learning rate, or more samples per batch norm"
     )
 
 

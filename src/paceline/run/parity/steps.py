@@ -29,7 +29,7 @@ class Steps:
     Attributes:
         parts: how a process that computes alone divides a batch; a plan of several ranks divides it by itself.
         folder: tensors of the reference, in `reference-STEP/tensors`.
-        perturbed: begin with weights that are all changed by one unit in the last place.
+        perturbed: begin with every weight changed by one unit in the last place.
     """
 
     job: Job

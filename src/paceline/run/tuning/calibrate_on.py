@@ -30,11 +30,11 @@ _MOST_REASONS, _MOST_PLACES = 8, 6  # that are printed
 
 @dataclass(frozen=True)
 class LogReader:
-    """Reader of logs that another system prints.
+    """Reader of the logs of another system.
 
     Attributes:
-        read: takes the file and the cluster that it was made on, and returns the run. Raises PlanError if the file is
-            no such log, or does not say what ran.
+        read: takes a file and the cluster of its run, and returns the run. Raises PlanError if the file is not such a
+            log, or does not describe the run.
     """
 
     read: Callable[[Path, Cluster | None], Row]

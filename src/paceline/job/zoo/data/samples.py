@@ -148,7 +148,7 @@ class Collated(Dataset[Any]):
 
 
 def are_columns(batch: Any, indices: list[Any], read_many: Callable[[list[Any]], Any] | None) -> bool:
-    """Return whether `read_many(indices)` gave collated columns, and not a tuple with one tensor per sample."""
+    """Return True if `read_many(indices)` gave collated columns instead of one tensor per sample."""
     if not isinstance(batch, tuple) or not all(isinstance(part, Tensor) for part in batch):
         return False
     count = len(indices)
@@ -160,8 +160,8 @@ def are_columns(batch: Any, indices: list[Any], read_many: Callable[[list[Any]],
 def apart(dataset: Any) -> Any:
     """Copy the objects of a data set, but not its data.
 
-    What reading opens (a file, a connection) then belongs to the copy. Loader processes are forked with the original,
-    and each opens its own: processes that share an open file move its position for each other.
+    A file or a connection that reading opens then belongs to the copy. Loader processes are forked with the original,
+    so each opens its own file. Processes that share an open file would change its position for each other.
     """
     copies: dict[int, Any] = {}
     kept: list[Any] = []  # so that no number in `copies` is used twice
