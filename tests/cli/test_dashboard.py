@@ -54,4 +54,4 @@ def test_without_a_browser_the_address_is_there_all_the_same(tmp_path: Path) -> 
         assert process.stdout is not None
         assert "token=" in process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        assert "no browser here" in ended(process).err
+        assert "no browser" in ended(process).err
