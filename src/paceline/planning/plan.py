@@ -253,15 +253,15 @@ def _example(key: str) -> str:
     return _EXAMPLES.get(key) or (_CHOICES[key][-1] if key in _CHOICES else "on")
 
 
-# means nothing without a split
+# keys that have no effect without a split, at their defaults
 _WHOLE: dict[str, Any] = {"zero": 3, "offload": False, "sequence": False, "schedule": "1f1b", "cut": ""}
 
 
 def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
-    """The base plan on `devices` devices; without GPUs, with one thread each.
+    """Return the base plan on `devices` devices.
 
-    So N devices are N cores. Where its replicas take several devices and these are not a whole number of replicas,
-    every device is a replica.
+    Without GPUs, each device is one core with one thread. If the devices cannot be divided into replicas of the base
+    plan, every device holds a replica.
     """
     threads = base.threads if cluster.has_accelerators else 1
     if devices % (base.ranks // base.dp) == 0:
