@@ -1,4 +1,4 @@
-"""Speed of what several hosts need: encryption between ranks, and strangers at their doors.
+"""Speed of what several hosts need: encryption between ranks, and unauthenticated peers at their doors.
 
     python benchmarks/hosts.py [--json]
 
@@ -8,9 +8,9 @@ one thread each:
   on loopback. `encrypted_to_gloo_loopback_16mib`, `encrypted_to_gloo_loopback_1kib`: the same, encrypted.
 - `encrypted_share_loopback`, `encrypted_share_1gbit`: the time with `encrypt=off` / encrypted, 16 MiB, on loopback and
   between two hosts joined by links of 1 Gbit/s.
-- `flood_share`: steps per second while 10,000 connections of strangers knock at both ranks' ports / without them. A
-  step is some arithmetic and an encrypted all-reduce of 1 MiB. Half of the strangers say nothing and stay, the others
-  begin a TLS handshake; the flooding process is held to a tenth of a core.
+- `flood_share`: steps per second while 10,000 connections of unauthenticated peers connect to both ranks' ports /
+  without them. A step is some arithmetic and an encrypted all-reduce of 1 MiB. Half of the unauthenticated peers say
+  nothing and stay, the others begin a TLS handshake; the flooding process is held to a tenth of a core.
 - `first_step_8_hosts_to_1`: time to the first step of 8 ranks on 8 emulated hosts / on one host (`hosts_start.py`).
 
 The same processes hold a group of each kind, and these take turns, in blocks of calls of about 50 ms. A block's time is
@@ -57,7 +57,7 @@ FORMS = (GLOO, PLAIN, SEALED)
 LOOPBACK, RATE = "loopback", "1gbit"
 SIZES = {LOOPBACK: (KIB, 16 * MIB), RATE: (16 * MIB,)}
 STARTS, BLOCKS, BLOCK_S = 3, 12, 0.05
-FLOOD_BLOCKS, FLOOD_BLOCK_S, STRANGERS, FLOODER_SHARE = 6, 2.0, 10_000, 0.1
+FLOOD_BLOCKS, FLOOD_BLOCK_S, UNAUTHENTICATED, FLOODER_SHARE = 6, 2.0, 10_000, 0.1
 Times = dict[str, list[float]]  # seconds a call of every block, by form; the i-th blocks are neighbours
 
 
@@ -85,12 +85,12 @@ def report(as_json: bool) -> None:
                 for size in SIZES[place]:
                     for form, blocks_s in all_reduces(ranks, size).items():
                         found[place, size].setdefault(form, []).extend(blocks_s)
-    flooded = median_interval([share for _ in range(STARTS) for share in steps_with_strangers()])
+    flooded = median_interval([share for _ in range(STARTS) for share in steps_with_unauthenticated_peers()])
     started = first_step_ratio()
     print("all-reduce, fp32, 2 ranks: milliseconds a call; gloo's time / ours; encrypt=off / encrypted (95 % interval)")
     for (place, size), times_s in found.items():
         print("\n".join(lines(place, size, times_s)))
-    print(f"steps per second with {STRANGERS} strangers / without: {flooded}")
+    print(f"steps per second with {UNAUTHENTICATED} unauthenticated peers / without: {flooded}")
     print(f"time to the first step on 8 hosts / on one: {started}")
     print(environment_line())
     if as_json:
@@ -149,8 +149,8 @@ def all_reduces(ranks: Ranks, size: int) -> Times:
     return {form: [max(both) for both in zip(*(answer[form] for answer in answers), strict=True)] for form in FORMS}
 
 
-def steps_with_strangers() -> list[float]:
-    """Steps per second with strangers / without, of neighbouring blocks."""
+def steps_with_unauthenticated_peers() -> list[float]:
+    """Steps per second with unauthenticated peers / without, of neighbouring blocks."""
     with ranks_at(LOOPBACK) as ranks:
         doors = ",".join(f"127.0.0.1:{port}" for port in ranks.ask({"port": True}))
         ranks.ask({"steps_s": 1.0})
@@ -162,7 +162,7 @@ def steps_with_strangers() -> list[float]:
             shares = []
             for _ in range(FLOOD_BLOCKS):
                 alone = min(ranks.ask({"steps_s": FLOOD_BLOCK_S}))
-                flooder.stdin.write(f"{STRANGERS // FLOOD_BLOCKS}\n")
+                flooder.stdin.write(f"{UNAUTHENTICATED // FLOOD_BLOCKS}\n")
                 flooder.stdin.flush()
                 shares.append(min(ranks.ask({"steps_s": FLOOD_BLOCK_S})) / alone)
                 flooder.stdout.readline()
@@ -178,10 +178,10 @@ def flood(doors: list[tuple[str, int]]) -> None:
     for line in sys.stdin:
         started, used = time.monotonic(), time.process_time()
         for i in range(int(line)):
-            stranger = socket.socket()
-            stranger.setblocking(False)
-            stranger.connect_ex(doors[i % len(doors)])
-            there.append(stranger)
+            intruder = socket.socket()
+            intruder.setblocking(False)
+            intruder.connect_ex(doors[i % len(doors)])
+            there.append(intruder)
             if i % 4 >= 2 and len(there) > 20:  # that one is connected by now, if ever
                 with suppress(OSError):
                     there[-20].send(hello)

@@ -32,9 +32,9 @@ from measure import environment_line
 from membership_world import World, played
 from paceline.cluster.discover import environment
 from paceline.elastic.membership import Membership
-from paceline.epoch import Epoch
 from paceline.files import write_whole
-from paceline.run.recovery.border import newest_of
+from paceline.generation import Generation
+from paceline.run.recovery.step_boundary import newest_of
 
 KILLS = 0.0, 0.01, 0.03, 0.05, 0.15
 FEWEST = 30  # events; the most are ten times as many
@@ -113,7 +113,7 @@ class Played:
 
 def hash_of_source() -> str:
     """Hash of the files that the interleavings test, and of the world they are played in."""
-    modules = [inspect.getmodule(part) for part in (Membership, newest_of, Epoch, World)]
+    modules = [inspect.getmodule(part) for part in (Membership, newest_of, Generation, World)]
     source = [inspect.getsource(part) for part in (*modules, play) if part is not None]
     return sha256("".join(source).encode()).hexdigest()
 

@@ -46,7 +46,7 @@ from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.deferred_compiler import defer_compiler
-from paceline.elastic.seed import ALLOCATOR
+from paceline.elastic.forkserver import ALLOCATOR
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.planning.knobs import KNOBS

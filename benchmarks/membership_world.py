@@ -1,13 +1,13 @@
 """The recovery protocol in virtual time: processes, their launcher and their collectives, played.
 
-`Membership` and the two decisions of a process (which epoch to enter next, from which border to go on) are the real
-ones. A collective ends on each rank by itself, once all members of its epoch have come, so a rank may have taken a step
-that others break off. Where a replica is divided over several processes each has a part of the model, and can take over
-only the same one.
+`Membership` and the two decisions of a process (which generation to enter next, from which boundary to go on) are the
+real ones. A collective ends on each rank by itself, once all members of its generation have come, so a rank may have
+taken a step that others break off. Where a replica is divided over several processes each has a part of the model, and
+can take over only the same one.
 
-A model is a number: that of the model before its newest step, and of the epoch in which that was taken, under which it
-is listed. So two models are the same exactly if all their steps are, and what could be wrong with one is asserted where
-it changes.
+A model is a number: that of the model before its newest step, and of the generation in which that was taken, under
+which it is listed. So two models are the same exactly if all their steps are, and what could be wrong with one is
+asserted where it changes.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 from random import Random
 
 from paceline.elastic.membership import WITHIN_S, Membership
-from paceline.epoch import Epoch, next_number
-from paceline.run.recovery.border import Border, Start, newest_of
+from paceline.generation import Generation, next_number
+from paceline.run.recovery.step_boundary import Start, StepBoundary, newest_of
 
-NOWHERE = Epoch(-1, ())
+NOWHERE = Generation(-1, ())
 MOMENTS_S = 0.0, 0.1, WITHIN_S / 3, WITHIN_S  # from one loss to the next
 ROUNDS, STEPS = 80, 6  # after the last loss all have taken so many steps in so many rounds
 
 
 @dataclass(slots=True)
 class Process:
-    """One played process; `taken` and `ready` are those of its `Border`."""
+    """One played process; `taken` and `ready` are those of its `StepBoundary`."""
 
     doing: str = "starting"  # joining, meeting, computing, summing, agreeing, leaving, dead
-    epoch: Epoch = NOWHERE
+    generation: Generation = NOWHERE
     step: int = -1
     taken: int = -1
     ready: int = -1
@@ -55,9 +55,9 @@ class Models:
     before: list[int] = field(default_factory=lambda: [0])
     steps: list[int] = field(default_factory=lambda: [0])
 
-    def after_step(self, model: int, epoch: int) -> int:
-        """The model after one more step, by gradients of the ranks of an epoch."""
-        number = self.numbers.setdefault((model, epoch), len(self.before))
+    def after_step(self, model: int, generation: int) -> int:
+        """The model after one more step, by gradients of the ranks of a generation."""
+        number = self.numbers.setdefault((model, generation), len(self.before))
         if number == len(self.before):
             self.before.append(model)
             self.steps.append(self.steps[model] + 1)
@@ -77,7 +77,7 @@ class World:
         count = replicas * replica_size
         self.processes = [Process() for _ in range(count)]
         self.membership, self.replica_size = Membership(count, replica_size=replica_size), replica_size
-        self.epochs = {0: self.membership.current}
+        self.generations = {0: self.membership.current}
         self.board = 0, 0
         self.entered = dict.fromkeys(range(count), -1)  # of those that live
         self.joining: set[int] = set()
@@ -85,11 +85,11 @@ class World:
         self.unseen: set[int] = set()  # dead, and the launcher has not looked
         self.going: set[int] = set()  # those of them whose host is lost
         self.away: set[int] = set()  # not started before their host is back
-        self.met: dict[int, dict[int, Border]] = {}
+        self.met: dict[int, dict[int, StepBoundary]] = {}
         self.starts: dict[int, Start] = {}
         self.sums: dict[tuple[int, int], Sum] = {}
         self.models = Models()
-        self.made: dict[tuple[int, int], int] = {}  # the model of each step and the epoch it was taken in
+        self.made: dict[tuple[int, int], int] = {}  # the model of each step and the generation it was taken in
         self.committed = self.takes = 0
         self.clock_s = 0.0
 
@@ -109,66 +109,68 @@ class World:
             self.enter(process, number)
 
     def enter(self, process: Process, number: int) -> None:
-        """Go to the next epoch, or say that the process waits to join."""
-        to = next_number(*self.board, process.epoch.number)
+        """Go to the next generation, or say that the process waits to join."""
+        to = next_number(*self.board, process.generation.number)
         if to is None:
             return
         self.news = True
         self.joining.discard(number)
-        if number in self.epochs[to].members:
-            process.epoch, process.doing = self.epochs[to], "meeting"
-            border = Border(step=process.step, epoch=process.taken, ready=process.ready, acted=process.step)
-            self.met.setdefault(to, {})[number] = border
+        if number in self.generations[to].members:
+            process.generation, process.doing = self.generations[to], "meeting"
+            boundary = StepBoundary(
+                step=process.step, generation=process.taken, ready=process.ready, acted=process.step
+            )
+            self.met.setdefault(to, {})[number] = boundary
         else:
-            process.epoch, process.doing = NOWHERE, "joining"
+            process.generation, process.doing = NOWHERE, "joining"
             self.joining.add(number)
-        self.entered[number] = process.epoch.number
+        self.entered[number] = process.generation.number
 
     def meet(self, process: Process, number: int) -> None:
-        """Agree with the others of an epoch on where it goes on from, and take over what is missing."""
-        epoch = process.epoch
-        here, members = self.met[epoch.number], epoch.members
+        """Agree with the others of a generation on where it goes on from, and take over what is missing."""
+        generation = process.generation
+        here, members = self.met[generation.number], generation.members
         if len(here) < len(members):
             self.leave_if_over(process)
             return
-        start = self.starts.get(epoch.number)
+        start = self.starts.get(generation.number)
         if start is None:
             start = newest_of([here[member] for member in members], self.replica_size)
-            self.starts[epoch.number] = start
+            self.starts[generation.number] = start
         rank = members.index(number)
-        if start.border.step < 0:
-            process.step, process.taken, process.model = 0, epoch.number, 0
+        if start.boundary.step < 0:
+            process.step, process.taken, process.model = 0, generation.number, 0
         elif rank in start.ready:
-            self.take(process, start.border.epoch)
+            self.take(process, start.boundary.generation)
         elif rank in start.behind:
             holder = start.holders_of_part(rank, len(members))[0]
             giver = self.processes[members[holder * self.replica_size + rank % self.replica_size]]
-            # what is handed over is what the giver had at the border: it must live, and still be there
-            if giver.doing in ("dead", "meeting") or giver.epoch is not epoch:
+            # what is handed over is what the giver had at the boundary: it must live, and still be there
+            if giver.doing in ("dead", "meeting") or giver.generation is not generation:
                 self.leave_if_over(process)
                 return
-            assert giver.step >= start.border.step, "the border is ahead of who has it"
-            process.step, process.taken = start.border.step, start.border.epoch
+            assert giver.step >= start.boundary.step, "the boundary is ahead of who has it"
+            process.step, process.taken = start.boundary.step, start.boundary.generation
             process.model = self.models.at(process.step, giver.model)
         process.ready = -1
         process.doing = "computing"
         self.check(process)
 
     def post(self, process: Process) -> None:
-        """Send gradients, and whether another epoch is wanted."""
-        key = process.epoch.number, process.step + 1
+        """Send gradients, and whether another generation is wanted."""
+        key = process.generation.number, process.step + 1
         one = self.sums.get(key)
         if one is None:
             one = self.sums[key] = Sum(process.model)
         one.posted += 1
-        one.wants |= self.board[1] > process.epoch.number
+        one.wants |= self.board[1] > process.generation.number
         one.same &= one.model == process.model
         process.doing = "summing"
 
     def sum(self, process: Process) -> None:
         """Have the gradients of all."""
-        one = self.sums[process.epoch.number, process.step + 1]
-        if one.posted < len(process.epoch.members):
+        one = self.sums[process.generation.number, process.step + 1]
+        if one.posted < len(process.generation.members):
             self.leave_if_over(process)
             return
         assert one.same, "gradients of different weights are summed"
@@ -177,22 +179,22 @@ class World:
 
     def agree(self, process: Process, number: int) -> None:
         """Take the step once all have the gradients of all."""
-        one, over = self.sums[process.epoch.number, process.step + 1], self.is_over(process)
+        one, over = self.sums[process.generation.number, process.step + 1], self.is_over(process)
         # what a dead rank sent last may be lost on the way to some
-        if one.agreed < len(process.epoch.members) or (over and number % 2):
+        if one.agreed < len(process.generation.members) or (over and number % 2):
             if over:
                 process.doing = "leaving"
-                process.ready = process.epoch.number if self.replica_size > 1 else -1
+                process.ready = process.generation.number if self.replica_size > 1 else -1
             return
-        self.take(process, process.epoch.number)
+        self.take(process, process.generation.number)
         self.committed = max(self.committed, process.step)
         self.takes += 1
         process.doing = "leaving" if one.wants else "computing"
 
-    def take(self, process: Process, epoch: int) -> None:
-        """Take the next step, by gradients of the ranks of an epoch."""
-        process.model = self.models.after_step(process.model, epoch)
-        process.step, process.taken, process.ready = process.step + 1, epoch, -1
+    def take(self, process: Process, generation: int) -> None:
+        """Take the next step, by gradients of the ranks of a generation."""
+        process.model = self.models.after_step(process.model, generation)
+        process.step, process.taken, process.ready = process.step + 1, generation, -1
         self.check(process)
 
     def check(self, process: Process) -> None:
@@ -211,7 +213,7 @@ class World:
             process.doing = "leaving"
 
     def is_over(self, process: Process) -> bool:
-        return self.board[0] > process.epoch.number
+        return self.board[0] > process.generation.number
 
     def kill(self, number: int, *, host: bool) -> None:
         """End one process, if it lives; `host`: with its host."""
@@ -256,8 +258,8 @@ class World:
 
     def announce(self) -> None:
         current, newest = self.membership.current, self.membership.newest
-        for epoch in (current, newest):
-            assert self.epochs.setdefault(epoch.number, epoch) == epoch, "an epoch has changed"
+        for generation in (current, newest):
+            assert self.generations.setdefault(generation.number, generation) == generation, "a generation has changed"
         self.board = current.number, newest.number
 
 
@@ -312,5 +314,5 @@ def settle(world: World, everybody: set[int]) -> None:
             break
     assert world.takes >= until, "the run stands still"
     assert set(membership.current.members) == whole, "some are left out"
-    found = {processes[number].epoch.number for number in whole}
+    found = {processes[number].generation.number for number in whole}
     assert found == {membership.current.number}, "some are left behind"

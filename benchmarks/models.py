@@ -42,7 +42,7 @@ from pathlib import Path
 from measure import environment_line
 from models_cases import Case, cases
 from paceline.cluster.discover import discover, environment
-from paceline.elastic.seed import warm_up
+from paceline.elastic.forkserver import warm_up
 from paceline.errors import LaunchError, PacelineError
 from paceline.planning.plan import Plan
 from paceline.run.parity.check import Checks
@@ -105,7 +105,7 @@ def main() -> None:
     axes = arguments.axes.split(",")
     if unknown := [axis for axis in axes if axis not in PLANS]:
         parser.error(f"no axis {', '.join(unknown)}; there are {', '.join(PLANS)}")
-    # where the seed finds models_libraries
+    # where the forkserver finds models_libraries
     os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     warm_up(*_IMPORTS)
     results: list[Result] = []

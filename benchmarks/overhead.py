@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader
 from measure import environment_line, our_steps
 from paceline.cluster.discover import discover, environment
 from paceline.comm import Group
-from paceline.elastic.seed import ALLOCATOR
+from paceline.elastic.forkserver import ALLOCATOR
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.planning.plan import Plan

@@ -41,7 +41,7 @@ from typing import Any
 from measure import environment_line
 from paceline.cluster.discover import discover, environment
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
-from paceline.elastic.seed import ALLOCATOR
+from paceline.elastic.forkserver import ALLOCATOR
 from paceline.errors import ClusterError, PacelineError
 from paceline.planning.calibrate import Calibration
 from paceline.planning.cost.layout import Prediction

@@ -125,7 +125,7 @@ class Arena:
         tickets = torch.bincount(torch.arange(until * PIECES) % SIZE, minlength=SIZE).double()
         (counts,) = controller.statistics()
         gaps_s = gaps(self.folder, self.server_kills) or [0.0]
-        print(f"{kills} faults in {time.monotonic() - begin:.0f} s: {faults}; epoch {counts['epoch']}")
+        print(f"{kills} faults in {time.monotonic() - begin:.0f} s: {faults}; generation {counts['generation']}")
         return {
             "lost_updates": float((tickets - weights).clamp(min=0).sum()),
             "double_updates": float((weights - tickets).clamp(min=0).sum()),

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from paceline.device import ON_CPU
+from paceline.elastic.forkserver import warm_up
 from paceline.elastic.place import on_this_machine
 from paceline.elastic.run_on_ranks import run_on_ranks
-from paceline.elastic.seed import warm_up
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.planning.plan import Plan

@@ -51,7 +51,7 @@ from measure import environment_line
 from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import discover, environment
 from paceline.cluster.emulate.hosts import Emulation
-from paceline.elastic.seed import ALLOCATOR
+from paceline.elastic.forkserver import ALLOCATOR
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.record.run import Run

@@ -1,6 +1,6 @@
 """Time from a command to the end of the first step, and the cost of a further rank.
 
-The ranks are forked from a seed process.
+The ranks are forked from a forkserver process.
 
     python benchmarks/start.py [--json] [--repeats N]
 
@@ -12,8 +12,8 @@ Figures:
 - `command_to_plain`, `command_to_torchrun`: the same for whole commands, which train one step.
 - `rank_start_to_import_torch`: from a further launch of one rank to its first line of code / `import torch` in a new
   interpreter.
-- `memory_share_of_8_ranks`: proportional set size of 8 ranks forked from a seed, and of the seed / of 8 interpreters
-  with the same imports.
+- `memory_share_of_8_ranks`: proportional set size of 8 ranks forked from a forkserver, and of the forkserver / of 8
+  interpreters with the same imports.
 
 The three commands run in turn, so what else the machine does falls on all alike; each ratio is of neighbours, and the
 median is shown with its 95 % interval. Their losses are compared first. Figures of a busy machine say little.
@@ -147,7 +147,7 @@ def rank_start() -> float:
             )
             started = time.time()
             launch([f"{Path(__file__).resolve()}:arrive", str(file)], ranks=1, threads=1, pin_cores=None, deadline_s=60)
-            # the first one waits for the seed's imports
+            # the first one waits for the forkserver's imports
             starts += [float(file.read_text()) - started] if number >= 0 else []
     ratio = median_interval(starts).middle / median_interval(imports).middle
     print(
@@ -170,7 +170,7 @@ def memory_share() -> float:
     """Memory of ranks that are forked / of as many interpreters."""
     forked, apart = _memory_bytes(fork=True), _memory_bytes(fork=False)
     print(
-        f"{RANKS_APART} ranks: {forked / 2**20:,.0f} MiB forked, with their seed; {apart / 2**20:,.0f} MiB "
+        f"{RANKS_APART} ranks: {forked / 2**20:,.0f} MiB forked, with their forkserver; {apart / 2**20:,.0f} MiB "
         f"apart; {forked / apart:.2f}"
     )
     return forked / apart
@@ -186,11 +186,13 @@ def _memory_bytes(*, fork: bool) -> int:
 
         def look() -> None:
             if not measured and len(list(Path(folder).glob("ready-*"))) == RANKS_APART:
-                processes = psutil.Process().children(recursive=True)  # the seed is one of them, where there is one
+                processes = psutil.Process().children(
+                    recursive=True
+                )  # the forkserver is one of them, where there is one
                 named = [
                     p
                     for p in processes
-                    if "paceline" in " ".join(p.cmdline()) and (fork or "seed_process" not in str(p.cmdline()))
+                    if "paceline" in " ".join(p.cmdline()) and (fork or "forkserver_process" not in str(p.cmdline()))
                 ]
                 measured.append(sum(p.memory_full_info().pss for p in named))
                 Path(folder, "measured").touch()

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import yaml
 
-from forked import Forked, can_be_forked, share_seed
+from forked import Forked, can_be_forked, share_forkserver
 from paceline.cli import main
 from paceline.cluster.emulate.cgroup import remove_group
 
@@ -55,7 +55,7 @@ class Outcome:
 def paceline(*arguments: object, folder: Path, columns: int | None = None) -> Outcome:
     """Call the command `paceline ARGUMENTS…` in this process, in `folder`, to its end.
 
-    Its ranks are forked from the tests' seed. What only a process of its own shows, `in_a_process` does.
+    Its ranks are forked from the tests' forkserver. What only a process of its own shows, `in_a_process` does.
 
     Args:
         columns: width of the terminal for the errors of the command line.
@@ -67,7 +67,7 @@ def paceline(*arguments: object, folder: Path, columns: int | None = None) -> Ou
         patch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
         if columns is not None:
             patch.setenv("COLUMNS", str(columns))
-        share_seed()
+        share_forkserver()
         with _streams_to(out, err):
             code = _exit_code_of_main()
         return Outcome(code, *(os.pread(file.fileno(), 2**24, 0).decode() for file in (out, err)))

@@ -22,7 +22,7 @@ import pytest
 from forked import keep_environment
 from hosts import Hosts, emulating
 from leaks import Snapshot, adopt_orphans
-from ranks import Ranks, run_on_ranks, start_seed
+from ranks import Ranks, run_on_ranks, start_forkserver
 from simulated.build import COMPILER, build
 from simulated.environment import Simulated
 from slurm_cluster import is_installed as slurm_is_installed
@@ -132,7 +132,7 @@ def loader_processes_end() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _seed(_own_temporary_folder: None) -> None:
-    start_seed()
+    start_forkserver()
 
 
 @pytest.fixture(scope="session")

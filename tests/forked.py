@@ -1,7 +1,7 @@
-"""Commands and seeds in real processes that need not import torch: forks of one that has, the template.
+"""Commands and forkservers in real processes that need not import torch: forks of one that has, the template.
 
-An interpreter for the command `paceline` and one for the seed of its ranks take seconds to import what a fork has at
-once. What the template forks is a child of this process and leads a session. A command has the environment, the
+An interpreter for the command `paceline` and one for the forkserver of its ranks take seconds to import what a fork has
+at once. What the template forks is a child of this process and leads a session. A command has the environment, the
 folder and the descriptors that it is given, as after an exec.
 """
 
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.cluster.emulate.network import call_libc, enter
-from paceline.elastic import seed as seeds
-from paceline.elastic.seed import receive, send
+from paceline.elastic import forkserver as forkservers
+from paceline.elastic.forkserver import receive, send
 from paceline.rank_environment import RankEnvironment
 
-SEED = "seed"
+FORKSERVER = "forkserver"
 _IMPORTS = (
     "ranks",
     "paceline.cli",
@@ -42,7 +42,7 @@ _AFTER_FORK = (
     *("TMPDIR", "XDG_CACHE_HOME", "OMP_NUM_THREADS", "COLUMNS"),
     *("AWS_", "OMPI_", "PACELINE_", "SLURM_"),
     *RankEnvironment.names(),
-    *seeds._AFTER_FORK,
+    *forkservers._AFTER_FORK,
 )
 _CLONE_NEWNS = 0x00020000
 _SIMULATED = "PACELINE_SIMULATED"
@@ -51,7 +51,8 @@ _SIMULATED = "PACELINE_SIMULATED"
 class Forked(subprocess.Popen[str]):
     """A `Popen` of the command `paceline` whose process is forked from the template, instead of an interpreter.
 
-    Its arguments may be `-c` and code instead, as of an interpreter, or `SEED`: then the standard input is its socket.
+    Its arguments may be `-c` and code instead, as of an interpreter, or `FORKSERVER`: then the standard input is its
+    socket.
 
     Args:
         network: path of the network namespace that it is in.
@@ -94,20 +95,20 @@ def can_be_forked(environment: Mapping[str, str]) -> bool:
     return not any(name.startswith(_SIMULATED) or not name.startswith(_AFTER_FORK) for name in other)
 
 
-def share_seed() -> None:
-    """Have later ranks of this process forked from a seed that the template has forked, where it could have become it.
+def share_forkserver() -> None:
+    """Have later ranks of this process forked from a forkserver that the template has forked, where it could be one.
 
-    It is there at once, for the environment of now; a seed that was displaced by others comes back so.
+    It is there at once, for the environment of now; a forkserver that was displaced by others comes back so.
     """
-    variables = {**seeds.DEFAULTS, **os.environ}
-    wanted = seeds.made_for(variables)
-    there = any(seed.made_for == wanted and not seed.lost for seed in seeds._shared)
-    if not there and seeds.why_not() is None and can_be_forked(os.environ):
-        seeds.share(seeds.Seed(variables, _start_seed))
+    variables = {**forkservers.DEFAULTS, **os.environ}
+    wanted = forkservers.made_for(variables)
+    there = any(forkserver.made_for == wanted and not forkserver.lost for forkserver in forkservers._shared)
+    if not there and forkservers.why_not() is None and can_be_forked(os.environ):
+        forkservers.share(forkservers.Forkserver(variables, _start_forkserver))
 
 
-def _start_seed(_: socket.socket, theirs: socket.socket) -> Forked:
-    return Forked([SEED], stdin=theirs, cwd=os.getcwd(), env=os.environ)
+def _start_forkserver(_: socket.socket, theirs: socket.socket) -> Forked:
+    return Forked([FORKSERVER], stdin=theirs, cwd=os.getcwd(), env=os.environ)
 
 
 def template_pids() -> list[int]:
@@ -125,7 +126,7 @@ class _Template:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(theirs.fileno())],
                 cwd="/",
-                env={**environment, **seeds._ONE_THREAD},
+                env={**environment, **forkservers._ONE_THREAD},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
@@ -158,10 +159,10 @@ def _template() -> _Template:
 
 def _serve(channel: socket.socket) -> None:
     """Import, then fork on order, as long as the tests run. Returns in forks only, with nothing done."""
-    from paceline.elastic import seed_process
+    from paceline.elastic import forkserver_process
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal, for the tests
-    unfit = seed_process._imported() or seed_process._import_more(_modules())
+    unfit = forkserver_process._imported() or forkserver_process._import_more(_modules())
     assert unfit is None, unfit
     while True:
         order, descriptors = receive(channel)
@@ -200,20 +201,20 @@ def _be(
     hidden: str | None,
     descriptors: list[int],
 ) -> NoReturn:
-    """Be the command, or the seed of a parent process, to the end of this process."""
-    from paceline.elastic import seed_process
+    """Be the command, or the forkserver of a parent process, to the end of this process."""
+    from paceline.elastic import forkserver_process
 
     code = 1
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(folder)
-        sys.path.insert(0, folder)  # as in a seed that is an interpreter
-        if arguments == [SEED]:
+        sys.path.insert(0, folder)  # as in a forkserver that is an interpreter
+        if arguments == [FORKSERVER]:
             channel, *others = descriptors
             for descriptor in others:
                 os.close(descriptor)
-            seed_process.be_a_copy(socket.socket(fileno=channel), parent)
+            forkserver_process.be_a_copy(socket.socket(fileno=channel), parent)
         _enter(network, hidden)
         for standard, descriptor in enumerate(descriptors):
             os.dup2(descriptor, standard)
@@ -225,9 +226,9 @@ def _be(
         tempfile.tempdir = None
         importlib.invalidate_caches()
         sys.argv[:] = arguments
-        if seeds.why_not() is None:
-            seed_process.split_off()  # before anything here starts a thread
-        seed_process._call_the_process("paceline command")
+        if forkservers.why_not() is None:
+            forkserver_process.split_off()  # before anything here starts a thread
+        forkserver_process._call_the_process("paceline command")
         if arguments[0] == "-c":
             sys.path[0] = ""
             exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})

@@ -24,7 +24,7 @@ import psutil
 
 from forked import template_pids
 from paceline.cluster.emulate.cgroup import PREFIX, place_of_group, processes_of
-from paceline.elastic.seed import shared_pids
+from paceline.elastic.forkserver import shared_pids
 from paceline.errors import ClusterError
 
 _GRACE_S = 3.0  # for threads and processes that are about to end
@@ -123,7 +123,7 @@ def _children() -> set[str]:
 def _descendants() -> list[psutil.Process]:
     """Living processes that this one started, or adopted.
 
-    Python's resource tracker, the seeds and what commands are forked from belong to the whole session, and stay.
+    Python's resource tracker, the forkservers and what commands are forked from belong to the whole session, and stay.
     """
     living = []
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # known before it has its command line

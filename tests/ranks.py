@@ -1,7 +1,7 @@
 """Run a function of a test on several real ranks: processes that talk over gloo or shared memory, with a deadline.
 
-They are started by `paceline.elastic.run_on_ranks`, as ranks of users are, from a seed that has what tests import as
-well. A function is named by its file, so it may stand in any test file, which is not a module that a fresh process
+They are started by `paceline.elastic.run_on_ranks`, as ranks of users are, from a forkserver that has what tests import
+as well. A function is named by its file, so it may stand in any test file, which is not a module that a fresh process
 could import.
 """
 
@@ -23,12 +23,12 @@ from types import ModuleType
 from typing import Any, Literal, Protocol
 
 import simulated
-from forked import share_seed
+from forked import share_forkserver
 from leaks import before_the_transport, of_the_transport
 from paceline.deferred_compiler import COMPILER
+from paceline.elastic.forkserver import wait_for_imports, warm_up
 from paceline.elastic.place import RankPlace, on_this_machine
 from paceline.elastic.run_on_ranks import run_on_ranks as run_rank_function
-from paceline.elastic.seed import wait_for_imports, warm_up
 from paceline.errors import LaunchError
 from paceline.rank_environment import RankEnvironment
 
@@ -60,7 +60,7 @@ _LAUNCHERS = {
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
 }
-_environment: dict[str, str] = {}  # in which the seed was started
+_environment: dict[str, str] = {}  # in which the forkserver was started
 
 
 class RankError(AssertionError):
@@ -119,7 +119,7 @@ def run_in_places(
         )
         try:
             with _in(_environment or dict(os.environ)):
-                start_seed()
+                start_forkserver()
                 wait_for_imports()
                 results = run_rank_function(
                     be_rank,
@@ -237,7 +237,7 @@ def _decoded(text: str) -> Any:
 
 @contextmanager
 def _in(environment: Mapping[str, str]) -> Iterator[None]:
-    """Within, the process has this environment: the seed's, so that a test that changes its own needs no new seed."""
+    """Within, the process has the forkserver's environment, so that a test that changes its own needs no new one."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environment)
@@ -248,8 +248,8 @@ def _in(environment: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def start_seed() -> None:
+def start_forkserver() -> None:
     """Start the process that ranks are forked from, with what tests import already there."""
     _environment.update(os.environ)
-    share_seed()
-    warm_up(*IMPORTS)  # a seed that other launches have displaced is started again
+    share_forkserver()
+    warm_up(*IMPORTS)  # a forkserver that other launches have displaced is started again

@@ -34,7 +34,7 @@ def counting(tickets: int = TICKETS, pieces: int = 4) -> ServerSettings:
 
 
 def push_all(client: ServerClient, after_each: Callable[[int], object] = lambda _: None) -> int:
-    """Take tickets to the border, and push 1 for each; returns how many."""
+    """Take tickets to the boundary, and push 1 for each; returns how many."""
     (spec,) = client.settings.tensors()
     into, count = {"w": torch.zeros(spec.shape, dtype=torch.float64)}, 0
     client.pull(into)
@@ -49,7 +49,7 @@ def push_all(client: ServerClient, after_each: Callable[[int], object] = lambda 
 
 
 def started(client: ServerClient) -> ServerClient:
-    """The client, joined, with zeros as first values and a border behind all tickets."""
+    """The client, joined, with zeros as first values and a boundary behind all tickets."""
     (spec,) = client.settings.tensors()
     client.join()
     client.initialize({"w": torch.zeros(spec.shape, dtype=torch.float64)})

@@ -322,10 +322,10 @@ class _Line:
                         return condition()
                 finally:
                     self._hand_over()
-            elif not waiting.bell.acquire(timeout=max(0.0, until - time.monotonic())):
+            elif not waiting.doorbell.acquire(timeout=max(0.0, until - time.monotonic())):
                 with self._lock, suppress(ValueError):
                     self._waiting.remove(waiting)
-                if waiting.bell.acquire(blocking=False):  # at the last moment, maybe to read for the others
+                if waiting.doorbell.acquire(blocking=False):  # at the last moment, maybe to read for the others
                     self._ring_one()
                 return condition()
             elif condition():
@@ -405,13 +405,13 @@ class _Line:
 class _Waiting:
     """A thread that waits while another one reads for it."""
 
-    __slots__ = ("bell", "condition")
+    __slots__ = ("condition", "doorbell")
 
     def __init__(self, condition: Callable[[], bool]) -> None:
         self.condition = condition
-        self.bell = threading.Lock()
-        self.bell.acquire()
+        self.doorbell = threading.Lock()
+        self.doorbell.acquire()
 
     def ring(self) -> None:
         """Wake it; once."""
-        self.bell.release()
+        self.doorbell.release()

@@ -118,9 +118,9 @@ class Service:
         self.address = self._listener.address
 
     @property
-    def strangers(self) -> int:
+    def unauthenticated(self) -> int:
         """Number of connections that were turned away."""
-        return self._listener.strangers
+        return self._listener.unauthenticated
 
     @property
     def callers(self) -> int:

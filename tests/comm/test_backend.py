@@ -92,19 +92,19 @@ import torch.distributed as dist
 
 import paceline.comm.backend as backend
 from paceline.comm.backend import joined
-from paceline.epoch import Epoch, watch_epoch
+from paceline.generation import Generation, watch_generation
 
 def meet(arguments):
     folder, rank = arguments[0], int(os.environ["RANK"])
-    if rank == 0:  # it comes to an epoch that ends before its group is made, and the other one does not
+    if rank == 0:  # it comes to a generation that ends before its group is made, and the other one does not
         met, backend._met = backend._met, lambda *_: (dist.HashStore(), ("gloo", None))
         try:
-            with watch_epoch(lambda: True), joined(deadline_s=0.1, epoch=Epoch(0, (0, 1))):
+            with watch_generation(lambda: True), joined(deadline_s=0.1, generation=Generation(0, (0, 1))):
                 pass
         except Exception as error:
             Path(folder, "broken-off").write_text(type(error).__name__)
         backend._met = met
-    with joined(deadline_s=20, epoch=Epoch(1, (0, 1))) as group:
+    with joined(deadline_s=20, generation=Generation(1, (0, 1))) as group:
         group.all_reduce(tensor := torch.tensor([rank + 1.0]))
         Path(folder, f"sum-{rank}").write_text(str(tensor.item()))
 """

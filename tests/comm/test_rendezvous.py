@@ -1,4 +1,4 @@
-"""Where ranks meet: behind the run's key where they have one, and strangers in between change nothing."""
+"""Where ranks meet: behind the run's key where they have one, and unauthenticated peers in between change nothing."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_a_rank_with_the_wrong_key_is_told_so(monkeypatch: pytest.MonkeyPatch, t
     server.close()
 
 
-def sum_among_strangers() -> list[float]:
-    """Sums of ranks, before and after strangers did to the store whatever they could."""
+def sum_among_unauthenticated_peers() -> list[float]:
+    """Sums of ranks, before and after unauthenticated peers did to the store whatever they could."""
     rank, (host, _, port) = int(os.environ["RANK"]), os.environ["PACELINE_STORE"].rpartition(":")
     where = host, int(port)
     with joined(deadline_s=DEADLINE_S) as group:
@@ -96,12 +96,12 @@ def _attack(where: tuple[str, int]) -> None:
         TCPStore(*where, None, False, timedelta(seconds=0.5), wait_for_workers=False).set("paceline/0/0/process/0", "x")
     with pytest.raises(ChannelError, match="does not have this run's key"):
         StoreClient(where, RunKey.make(), DEADLINE_S)
-    for stranger in [socket.create_connection(where) for _ in range(200)]:
-        stranger.close()
+    for intruder in [socket.create_connection(where) for _ in range(200)]:
+        intruder.close()
 
 
 @pytest.mark.needs_root
 @pytest.mark.needs_iproute2
-def test_strangers_at_the_store_of_hosts_change_no_sum(hosts: Hosts) -> None:
+def test_unauthenticated_peers_at_the_store_of_hosts_change_no_sum(hosts: Hosts) -> None:
     expected = [2 * 499_500.0] * 3
-    assert hosts(2, rate="1gbit").run(sum_among_strangers) == [expected, expected]
+    assert hosts(2, rate="1gbit").run(sum_among_unauthenticated_peers) == [expected, expected]

@@ -81,4 +81,4 @@ def test_groups_of_every_backend_meet_in_it(backend: str, over: str, ranks: Rank
         results = ranks(3, sums_in, backend, key.to_pem() if key else None, server.address)
         server.close()
     assert results == [[12.0, 12.0], [12.0, 12.0], [6.0, 6.0]]
-    assert server.strangers == 0
+    assert server.unauthenticated == 0

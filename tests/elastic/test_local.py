@@ -112,7 +112,7 @@ def test_a_port_that_was_asked_for_is_rank_0s_for_torchs_own_store(tmp_path: Pat
 def test_a_rank_keeps_the_memory_that_it_frees_unless_the_user_says_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PACELINE_FORK", "0")  # a seed of this environment would cost more
+    monkeypatch.setenv("PACELINE_FORK", "0")  # a forkserver of this environment would cost more
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4096")
     run("tell", tmp_path, ranks=1)
     environment = json.loads((tmp_path / "rank-0.json").read_text())["environment"]

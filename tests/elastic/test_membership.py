@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import membership_world
 from membership_world import played
 from paceline.elastic.membership import MOST_LOSSES, WITHIN_S, Membership
-from paceline.epoch import Epoch, next_number
-from paceline.run.recovery.border import Border, Start, newest_of
+from paceline.generation import Generation, next_number
+from paceline.run.recovery.step_boundary import Start, StepBoundary, newest_of
 
 
 @given(
@@ -44,25 +44,25 @@ def test_no_step_is_lost_while_one_replica_that_took_it_lives(
 
 
 def test_the_protocol_is_imported_without_torch_sockets_or_clocks() -> None:
-    wanted = "paceline.elastic.membership, paceline.run.recovery.border"
+    wanted = "paceline.elastic.membership, paceline.run.recovery.step_boundary"
     code = f"import sys, {wanted}; sys.exit(bool({{'torch', 'socket', 'asyncio'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def without_the_newest(borders: Sequence[Border], replica_size: int = 1) -> Start:
+def without_the_newest(boundaries: Sequence[StepBoundary], replica_size: int = 1) -> Start:
     """Start from a step that is not the newest."""
-    newest = max(border.step for border in borders)
-    older = [Border() if border.step == newest else border for border in borders]
-    return newest_of(older if any(border.step >= 0 for border in older) else borders, replica_size)
+    newest = max(boundary.step for boundary in boundaries)
+    older = [StepBoundary() if boundary.step == newest else boundary for boundary in boundaries]
+    return newest_of(older if any(boundary.step >= 0 for boundary in older) else boundaries, replica_size)
 
 
 def hasty_note(membership: Membership, entered: Mapping[int, int], waiting: set[int]) -> None:
-    """Let processes join while others are on their way to the epoch before."""
+    """Let processes join while others are on their way to the generation before."""
     if membership.wanted is not None or not membership.current.members:
         note(membership, entered, waiting)
     elif whole := {process for process in waiting if membership.replica_of(process) <= waiting}:
         members = tuple(sorted({*membership.current.members, *whole}))
-        membership.wanted = Epoch(membership.current.number + 1, members)
+        membership.wanted = Generation(membership.current.number + 1, members)
 
 
 note = Membership.note
@@ -96,33 +96,33 @@ def test_a_process_that_is_lost_three_times_in_an_hour_is_left_out() -> None:
     assert membership.lost(2, WITHIN_S * 2), "one loss of another is no reason"
 
 
-def test_processes_that_are_lost_together_are_left_out_in_one_epoch() -> None:
+def test_processes_that_are_lost_together_are_left_out_in_one_generation() -> None:
     membership = Membership(4)
     assert membership.lost_together({1, 3}, 0.0) == {1, 3}
-    assert membership.current == Epoch(1, (0, 2))
+    assert membership.current == Generation(1, (0, 2))
 
 
 def test_a_run_that_begins_without_some_takes_in_their_replicas_when_they_come() -> None:
     membership = Membership(6, replica_size=2)
     membership.begin_without({3, 4, 5})
-    assert membership.current == Epoch(0, (0, 1))
+    assert membership.current == Generation(0, (0, 1))
     assert not membership.hopeless
     membership.left_out -= {3}
     membership.note({0: 0, 1: 0, 2: -1, 3: -1}, {2, 3})
-    assert membership.wanted == Epoch(1, (0, 1, 2, 3))
+    assert membership.wanted == Generation(1, (0, 1, 2, 3))
 
 
 def test_a_replica_leaves_after_a_step_and_is_taken_back() -> None:
     membership = Membership(3)
     membership.release({2})
     membership.note({0: 0, 1: 0, 2: 0}, set())
-    assert (membership.current.members, membership.wanted) == ((0, 1, 2), Epoch(1, (0, 1)))
+    assert (membership.current.members, membership.wanted) == ((0, 1, 2), Generation(1, (0, 1)))
     membership.note({0: 1, 1: 1, 2: 0}, {2})
     membership.note({0: 1, 1: 1, 2: 0}, {2})
-    assert (membership.current, membership.wanted) == (Epoch(1, (0, 1)), None), "it waits, and does not join"
+    assert (membership.current, membership.wanted) == (Generation(1, (0, 1)), None), "it waits, and does not join"
     membership.take_back({2})
     membership.note({0: 1, 1: 1, 2: -1}, {2})
-    assert membership.wanted == Epoch(2, (0, 1, 2))
+    assert membership.wanted == Generation(2, (0, 1, 2))
 
 
 def test_a_replica_that_is_leaving_stays_when_it_is_the_last_with_the_state() -> None:
@@ -130,18 +130,18 @@ def test_a_replica_that_is_leaving_stays_when_it_is_the_last_with_the_state() ->
     membership.release({1})
     assert membership.lost(0, 0.0)
     membership.note({1: 1}, set())
-    assert membership.newest == Epoch(1, (1,))
+    assert membership.newest == Generation(1, (1,))
     membership.note({0: -1, 1: 1}, {0})
     membership.note({0: 2, 1: 2}, set())
     membership.note({0: 2, 1: 2}, set())
-    assert membership.wanted == Epoch(3, (0,))
+    assert membership.wanted == Generation(3, (0,))
 
 
 def test_a_process_that_dies_while_it_is_leaving_is_not_started_again() -> None:
     membership = Membership(2)
     membership.release({1})
     assert not membership.lost(1, 0.0)
-    assert membership.current == Epoch(1, (0,))
+    assert membership.current == Generation(1, (0,))
 
 
 def test_losses_that_another_has_noted_count() -> None:
@@ -204,15 +204,17 @@ def test_parts_of_broken_replicas_go_on_together_from_the_newest_step_that_they_
         membership.note({}, waiting)
         found.append(membership.current.members)
     assert found == [(), (0, 1, 2, 3)], "rank 2 has the part that rank 1 has not"
-    kept = Border(step=7, epoch=0)
-    start = newest_of([Border(), kept, kept, Border()], replica_size=2)
-    assert (start.border, start.behind) == (kept, [0, 3])
+    kept = StepBoundary(step=7, generation=0)
+    start = newest_of([StepBoundary(), kept, kept, StepBoundary()], replica_size=2)
+    assert (start.boundary, start.behind) == (kept, [0, 3])
     assert [start.holders_of_part(rank, 4) for rank in range(4)] == [[1], [0], [1], [0]]
-    assert newest_of([Border(), kept, Border(), Border()], replica_size=2).border.step == -1, "from the disk"
+    assert newest_of([StepBoundary(), kept, StepBoundary(), StepBoundary()], replica_size=2).boundary.step == -1, (
+        "from the disk"
+    )
 
 
 def test_a_rank_takes_a_step_by_itself_only_if_another_one_took_it_with_the_same_gradients() -> None:
-    took, broken_off = Border(step=7, epoch=2), Border(step=6, epoch=2, ready=2)
+    took, broken_off = StepBoundary(step=7, generation=2), StepBoundary(step=6, generation=2, ready=2)
     assert newest_of([took, broken_off], replica_size=2).ready == [1]
     assert newest_of([took, took, replace(broken_off, ready=1), took], replica_size=2).behind == [2]
 
@@ -220,7 +222,7 @@ def test_a_rank_takes_a_step_by_itself_only_if_another_one_took_it_with_the_same
 @pytest.mark.parametrize(
     ("current", "wanted", "own", "to"), [(0, 0, -1, 0), (3, 4, 3, 4), (3, 3, 3, None), (5, 5, 3, 5), (3, 4, -1, 3)]
 )
-def test_the_newest_epoch_is_entered_next(current: int, wanted: int, own: int, to: int | None) -> None:
+def test_the_newest_generation_is_entered_next(current: int, wanted: int, own: int, to: int | None) -> None:
     assert next_number(current, wanted, own) == to
 
 
@@ -228,22 +230,22 @@ def test_nobody_goes_on_while_too_few_hosts_are_there_and_all_do_when_enough_are
     membership = Membership(3)
     membership.held = True
     assert membership.lost_together({2}, 0.0) == {2}
-    assert membership.current == Epoch(1, ())
+    assert membership.current == Generation(1, ())
     membership.note({0: 0, 1: 0}, {0, 1})
-    assert membership.current == Epoch(1, ()), "they wait"
+    assert membership.current == Generation(1, ()), "they wait"
     membership.held = False
     membership.note({0: 0, 1: 0, 2: -1}, {0})
-    assert membership.current == Epoch(1, ()), "process 1 may have the newest step"
+    assert membership.current == Generation(1, ()), "process 1 may have the newest step"
     membership.note({0: 0, 1: 0, 2: -1}, {0, 1})
-    assert membership.current == Epoch(2, (0, 1))
+    assert membership.current == Generation(2, (0, 1))
     membership.note({0: 2, 1: 2, 2: -1}, {2})
-    assert membership.wanted == Epoch(3, (0, 1, 2))
+    assert membership.wanted == Generation(3, (0, 1, 2))
 
 
 def test_a_host_that_is_lost_before_its_ranks_take_part_holds_the_others_too() -> None:
     membership = Membership(3)
     membership.lost(2, 0.0)
-    assert membership.current == Epoch(1, (0, 1))
+    assert membership.current == Generation(1, (0, 1))
     membership.held = True
     membership.lost(2, 1.0)
-    assert membership.current == Epoch(2, ())
+    assert membership.current == Generation(2, ())

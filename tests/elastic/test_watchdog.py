@@ -27,7 +27,7 @@ class Ranks:
         self.watchdog = Watchdog(DEADLINE_S, START_S, follows_steps=self.follows_steps)
         self.pids = {rank: 100 + rank for rank in range(self.count)}
         self.marks: dict[int, tuple[Phase, int, float]] = {}
-        self.epoch = 0
+        self.generation = 0
         self.mark(*range(self.count), phase="starting", step=0)
 
     def mark(self, *ranks: int, phase: Phase, step: int) -> None:
@@ -35,7 +35,8 @@ class Ranks:
 
     def look(self) -> list[int]:
         statuses = [
-            RankStatus(r, self.pids[r], 0, phase, step, 0, self.epoch) for r, (phase, step, _) in self.marks.items()
+            RankStatus(r, self.pids[r], 0, phase, step, 0, self.generation)
+            for r, (phase, step, _) in self.marks.items()
         ]
         idle_s = {rank: self.now_s - since_s for rank, (_, _, since_s) in self.marks.items()}
         hung = [s.rank for s in self.watchdog.look(statuses, idle_s, self.now_s, self.paging)]
@@ -208,12 +209,12 @@ def test_words_that_come_late_from_another_host_do_not_begin_the_wait_anew() -> 
     assert LEAST_S <= taken_s < 2 * LEAST_S
 
 
-def test_what_a_survivor_did_when_its_epoch_ended_is_no_computing_in_the_next() -> None:
+def test_what_a_survivor_did_when_its_generation_ended_is_no_computing_in_the_next() -> None:
     ranks = Ranks()
     ranks.steps(30, TICK_S)
     ranks.rank_2_stays("compute", 31)
     ranks.passes(LEAST_S / 2)
-    ranks.epoch += 1
+    ranks.generation += 1
     ranks.passes(DEADLINE_S * 0.9)
     assert not ranks.hung, "it takes over what others have"
     ranks.step(31, TICK_S)

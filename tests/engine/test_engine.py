@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.data.held_out import held_out_batches
 from paceline.engine.engine import Engine
-from paceline.epoch import EpochOver
 from paceline.errors import DataError, NonFiniteError, PlanError, SyncError
+from paceline.generation import GenerationOver
 from paceline.job.loss import LossSpec, build_metrics
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.batchnorm import is_synchronised
@@ -149,7 +149,7 @@ def test_a_local_step_stands_although_the_others_were_lost_before_they_agreed(mo
     before = state_of(engine)["model"]
 
     def lost(step: int) -> None:
-        raise EpochOver(f"a rank was lost in step {step}")
+        raise GenerationOver(f"a rank was lost in step {step}")
 
     monkeypatch.setattr(engine.rule, "after_step", lost)
     assert engine.step(next(batches)).step == engine.step_count == 2

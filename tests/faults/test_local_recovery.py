@@ -55,11 +55,11 @@ def test_replicas_that_take_steps_of_their_own_are_replaced_while_the_others_go_
         for count, (rank, step) in enumerate([(2, 9), (0, 30), (1, 54)], 1):
             wait_for_step(step, run, process)
             kill_rank(rank, process)
-            wait_for_events(run, "epoch", 2 * count, process)
+            wait_for_events(run, "generation", 2 * count, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert outcome.says("the others go on", "rank 0 is back")
-    assert [event["replicas"] for event in events(run, "epoch")] == [2, 3] * 3
+    assert [event["replicas"] for event in events(run, "generation")] == [2, 3] * 3
     assert [event["rank"] for event in events(run, "healed")] == [2, 0, 1]
     assert not events(run, "resume"), "nothing was read from the disk"
     assert sorted(losses(run)) == list(range(1, STEPS + 1)), "the record has every step"
@@ -81,7 +81,7 @@ def test_where_one_replica_is_left_it_trains_alone_until_the_others_are_back(job
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
-    assert events(run, "epoch")[-1]["replicas"] == 3
+    assert events(run, "generation")[-1]["replicas"] == 3
     assert not events(run, "resume")
 
 

@@ -78,7 +78,7 @@ def test_a_lost_part_comes_back_from_another_ranks_memory_and_losses_are_those_o
         for count, (rank, step) in enumerate(kills, 1):
             wait_for_step(step, run, process)
             kill_rank(rank, process)
-            wait_for_events(run, "epoch", count, process)
+            wait_for_events(run, "generation", count, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert outcome.says("was killed by SIGKILL in ", "going on from step ", "kept in memory")

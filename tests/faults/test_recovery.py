@@ -70,13 +70,13 @@ def test_a_killed_rank_costs_no_step_and_is_back_soon(job: Path, undisturbed: di
         for count, (rank, step) in enumerate([(2, 8), (0, 30)], 1):
             wait_for_step(step, run, process)
             kill_rank(rank, process)
-            wait_for_events(run, "epoch", 2 * count, process)
+            wait_for_events(run, "generation", 2 * count, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert outcome.says("rank 2 (host ", "was killed by SIGKILL in ", "the others go on", "rank 2 is back")
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
-    assert [(e["replicas"]) for e in events(run, "epoch")] == [2, 3, 2, 3]
+    assert [(e["replicas"]) for e in events(run, "generation")] == [2, 3, 2, 3]
     assert not events(run, "resume"), "nothing was read from the disk"
     assert checkpoints(run)[-1] == f"step-{STEPS:08d}"
 
@@ -89,15 +89,15 @@ def test_a_rank_for_which_there_is_no_process_is_left_out_until_there_is_one(syn
         [first, second] = sorted(
             (p for p in processes_of(process) if rank_of(p) in (0, 1)), key=lambda p: rank_of(p) or 0
         )
-        seed = first.parent()
-        assert seed is not None
-        with no_new_processes(seed):
-            held = seed.num_fds()
+        forkserver = first.parent()
+        assert forkserver is not None
+        with no_new_processes(forkserver):
+            held = forkserver.num_fds()
             second.kill()
             wait_for_events(run, "lost", 1, process)
             assert "could not be started" in paceline("scale", run, "+1", folder=tmp_path).error
             wait_for_step(max(losses(run)) + 10, run, process)
-            assert seed.num_fds() == held
+            assert forkserver.num_fds() == held
         assert paceline("scale", run, "+1", folder=tmp_path).code == 0
         wait_for(lambda: any(rank_of(p) == 1 for p in processes_of(process)), process)
         outcome = ended(process)
@@ -108,14 +108,14 @@ def test_a_rank_for_which_there_is_no_process_is_left_out_until_there_is_one(syn
 
 
 @pytest.mark.slow
-def test_a_rank_that_sees_many_epochs_keeps_nothing_of_those_before(tmp_path: Path) -> None:
+def test_a_rank_that_sees_many_generations_keeps_nothing_of_those_before(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", **long_job(stop={"steps": 4 * STEPS}))
     boards = []
     with training(job, tmp_path, "dp=3") as (process, run):
         for count, rank in enumerate((1, 2, 1, 2), 1):
             wait_for_step(30 * count, run, process)
             kill_rank(rank, process)
-            wait_for_events(run, "epoch", 2 * count, process)
+            wait_for_events(run, "generation", 2 * count, process)
             wait_for_step(30 * count + 20, run, process)
             [survivor] = [p for p in processes_of(process) if rank_of(p) == 0]
             boards.append(boards_of(survivor))
@@ -182,7 +182,7 @@ def test_a_rank_that_is_killed_again_and_again_is_left_out_and_named(
     with training(job, tmp_path, "dp=3") as (process, run):
         for count in range(3):
             wait_for_step(5 + 10 * count, run, process)
-            wait_for_events(run, "epoch", 2 * count, process)
+            wait_for_events(run, "generation", 2 * count, process)
             kill_rank(1, process)
             wait_for_events(run, "lost", count + 1, process)
         outcome = ended(process)
@@ -249,14 +249,14 @@ def test_what_a_forward_pass_wrote_into_parameters_is_undone_with_its_step(tmp_p
         for count, (rank, step) in enumerate([(2, 8), (0, 30), (1, 60)], 1):
             wait_for_step(step, run, process)
             kill_rank(rank, process)
-            wait_for_events(run, "epoch", 2 * count, process)
+            wait_for_events(run, "generation", 2 * count, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert losses(run) == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_rank_whose_memory_flips_is_counted_over_all_epochs(tmp_path: Path) -> None:
+def test_a_rank_whose_memory_flips_is_counted_over_all_generations(tmp_path: Path) -> None:
     data = long_job()["data"] | {"held_out": 0}  # type: ignore[operator]
     job = write_job(tmp_path / "job.yaml", **long_job(model=f"{WHAT}:FlippingNet", data=data, compare_every=1))
     with training(job, tmp_path, "dp=4") as (process, run):
@@ -264,7 +264,7 @@ def test_a_rank_whose_memory_flips_is_counted_over_all_epochs(tmp_path: Path) ->
         for count in (1, 2):
             wait_for_events(run, "corruption", count, process)
             kill_rank(0, process)
-            wait_for_events(run, "epoch", 2 * count, process)
+            wait_for_events(run, "generation", 2 * count, process)
         outcome = ended(process)
     assert outcome.code == 1
     assert [(event["rank"], event["times"]) for event in events(run, "corruption")] == [(1, 1), (1, 2)]
@@ -341,16 +341,16 @@ def test_a_run_shrinks_and_grows_after_steps_and_its_losses_stay(
         wait_for_step(5, run, process)
         assert paceline("scale", run, "-1", folder=tmp_path).says("rank 2 leaves after a step")
         wait_for_events(run, "scaled", 1, process)
-        wait_for_events(run, "epoch", 1, process)
+        wait_for_events(run, "generation", 1, process)
         assert paceline("scale", run, "+1", folder=tmp_path).says("rank 2 starts, and joins after a step")
-        wait_for_events(run, "epoch", 2, process)
+        wait_for_events(run, "generation", 2, process)
         refused = paceline("scale", run, "+1", folder=tmp_path)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert "all 3 ranks of this run's plan take part" in refused.error
     assert outcome.says("rank 2 has left, as `paceline scale` asked", "rank 2 is back at step")
     assert not events(run, "lost")
-    assert [event["replicas"] for event in events(run, "epoch")] == [2, 3]
+    assert [event["replicas"] for event in events(run, "generation")] == [2, 3]
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
     assert not list(run.glob("scale-*"))
     assert "is not being trained" in paceline("scale", run, "-1", folder=tmp_path).error

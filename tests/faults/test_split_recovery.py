@@ -59,7 +59,7 @@ def killed_in(run: Path, process: subprocess.Popen[str], kills: list[tuple[int, 
     for count, (rank, step) in enumerate(kills, 1):
         wait_for_step(step, run, process)
         kill_rank(rank, process)
-        wait_for_events(run, "epoch", 2 * count, process)
+        wait_for_events(run, "generation", 2 * count, process)
 
 
 @pytest.mark.parametrize("plan", ["dp=2 fsdp=2", "dp=2 tp=2", "dp=2 pp=2 microbatches=2"])
@@ -74,7 +74,7 @@ def test_a_lost_rank_costs_no_step_whichever_part_it_held(
     assert outcome.says("rank 3 (host ", "was killed by SIGKILL in ", "the others go on", "rank 3 is back")
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
-    assert [event["replicas"] for event in events(run, "epoch")] == [1, 2] * 4
+    assert [event["replicas"] for event in events(run, "generation")] == [1, 2] * 4
     assert [event["rank"] for event in events(run, "healed")] == [3, 0, 2, 1]
     assert not events(run, "resume"), "nothing was read from the disk"
 
@@ -97,7 +97,7 @@ def test_a_lost_rank_of_divided_tokens_or_experts_costs_no_step(
     assert outcome.code == 0, outcome.err
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert losses(run) == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-4)
-    assert [event["replicas"] for event in events(run, "epoch")] == [1, 2] * 2
+    assert [event["replicas"] for event in events(run, "generation")] == [1, 2] * 2
     assert [event["rank"] for event in events(run, "healed")] == [3, 0]
     assert not events(run, "resume"), "nothing was read from the disk"
 
@@ -112,7 +112,7 @@ def test_a_replica_that_is_divided_in_two_ways_is_whole_again(
     assert outcome.code == 0, outcome.err
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
     assert [(event["rank"], event["waiting"]) for event in events(run, "lost")] == [(5, [4, 6, 7])]
-    assert [event["replicas"] for event in events(run, "epoch")] == [1, 2]
+    assert [event["replicas"] for event in events(run, "generation")] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_run_ends_once_no_replica_can_be_whole_again(
     with training(job, tmp_path, "dp=2 fsdp=2") as (process, run):
         wait_for_step(4, run, process)
         kill_rank(3, process)
-        wait_for_events(run, "epoch", 1, process)
+        wait_for_events(run, "generation", 1, process)
         kill_rank(0, process)
         outcome = ended(process)
     assert outcome.code == 1

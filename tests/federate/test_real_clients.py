@@ -92,10 +92,10 @@ def test_a_client_with_another_key_or_job_or_without_samples_is_turned_away(tmp_
     other.mkdir()
     write_federated_job(other, steps=1, local_steps=7)
     np.savez(tmp_path / "empty.npz", x=np.zeros((0, 1, 28, 28), np.float32), y=np.zeros(0, np.int64))
-    with federation(tmp_path) as processes, federation(other) as strangers:
+    with federation(tmp_path) as processes, federation(other) as others:
         server, address, screen = processes.serve()
         for join, says in (
-            (strangers.join(address, 0), "does not have this run's key"),
+            (others.join(address, 0), "does not have this run's key"),
             (processes.join(address, 0, "--job", "other/job.yaml"), "another job than this client"),
             (processes.join(address, 1, "--data", "empty.npz"), "no samples|0 samples|empty"),
             (processes.join(address, 9, "--data", "0.npz"), "finds no place"),

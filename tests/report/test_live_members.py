@@ -11,7 +11,7 @@ from handmade_live import NOW, begun_run
 from paceline.report.live_members import MOST_RANKS, Members
 from paceline.run.record.run import Run
 
-LOST = {"rank": 2, "again": True, "epoch": 1}
+LOST = {"rank": 2, "again": True, "generation": 1}
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_ranks_start_on_their_hosts_and_take_part_once_the_run_has_begun(run: Ru
 
 def test_a_lost_rank_is_back_once_it_is_healed_or_has_made_a_step(run: Run) -> None:
     members = after(run, ("lost", LOST))
-    assert (states(members), members.epoch) == ({2: "back"}, 1)
+    assert (states(members), members.generation) == ({2: "back"}, 1)
     members.stepped(2, NOW + 1)  # a line from before
     assert states(members) == {2: "back"}
     members.stepped(2, NOW + 3)
@@ -51,11 +51,11 @@ def test_a_lost_rank_is_back_once_it_is_healed_or_has_made_a_step(run: Run) -> N
 
 
 def test_a_lost_host_takes_its_ranks_along_and_brings_them_back(run: Run) -> None:
-    lost = ("host_lost", {"ranks": list(range(8, 16)), "again": True, "epoch": 3})
+    lost = ("host_lost", {"ranks": list(range(8, 16)), "again": True, "generation": 3})
     assert states(after(run, lost)) == dict.fromkeys(range(8, 16), "lost")
     back = ("host_back", {"ranks": list(range(8, 16))})
     assert states(after(run, lost, back)) == dict.fromkeys(range(8, 16), "back")
-    assert after(run, lost).epoch == 3
+    assert after(run, lost).generation == 3
 
 
 def test_ranks_that_leave_as_asked_are_not_missed_and_may_come_again(run: Run) -> None:

@@ -88,7 +88,7 @@ def test_sixty_four_ranks_are_shown_with_the_one_that_the_others_wait_for(browse
         work = {"imbalance_s": 0.0 if slow else 0.002, "compute_s": 0.01 if slow else 0.008}
         trains(run, *numbers, rank=rank, samples=2048, local_samples=16 if slow else 32, **work)
     happens(run, "slow_rank", rank=37, host="b", ratio=1.3, since_step=2, busy_s=0.01, others_busy_s=0.008)
-    happens(run, "lost", rank=11, reason="rank 11 was killed", stack="", again=True, epoch=1, time=NOW + 1)
+    happens(run, "lost", rank=11, reason="rank 11 was killed", stack="", again=True, generation=1, time=NOW + 1)
     with served(run.path, folder=tmp_path) as page:
         browser.open(page.url, width=390)
         wait_until(browser, "document.querySelectorAll('.rank').length === 64")

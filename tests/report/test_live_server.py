@@ -145,7 +145,7 @@ def test_a_client_gets_everything_and_then_what_has_changed(page: Served, run: R
 )
 def test_numbers_that_no_run_writes_end_no_page(page: Served, run: Run, line: dict[str, Any]) -> None:
     happens(run, "resume", total_steps=10**400)
-    happens(run, "lost", rank=[1], again=True, epoch=10**400, reason="x", stack="")
+    happens(run, "lost", rank=[1], again=True, generation=10**400, reason="x", stack="")
     happens(run, "links", links={"a": {"sent_bytes": 1e299, "received_bytes": "many"}})
     with (run.path / "steps" / "rank-0.jsonl").open("a") as file:
         file.write(json.dumps(step(4) | line) + "\n")

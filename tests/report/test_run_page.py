@@ -332,7 +332,7 @@ def test_a_run_that_was_disturbed_shows_what_that_cost(run: Run, browser: Browse
         {"event": "start", "time": first, "total_steps": 20},
         {"event": "restart", "time": first + 16, "reason": "rank 1 was killed.", "attempt": 1},
         {"event": "resume", "time": first + 18, "step": 9, "total_steps": 20},
-        {"event": "lost", "time": first + 23.5, "rank": 1, "reason": "killed", "epoch": 1, "again": True},
+        {"event": "lost", "time": first + 23.5, "rank": 1, "reason": "killed", "generation": 1, "again": True},
         {"event": "healed", "time": first + 25.5, "rank": "<script>"},
         {"event": "end", "time": first + 30, "reason": "steps", "step": 20, "elapsed_s": 30},
     ]

@@ -152,7 +152,7 @@ def test_changed_frames_end_a_connection_and_nothing_else(
     assert still_serves(within_host)
 
 
-def test_a_stranger_without_the_key_calls_nothing_and_is_counted(tmp_path: Path) -> None:
+def test_an_unauthenticated_peer_without_the_key_calls_nothing_and_is_counted(tmp_path: Path) -> None:
     where, key = ends("TLS", tmp_path)
     with service(where, key) as serving:
         with pytest.raises(ChannelError, match="does not have this run's key"):
@@ -161,7 +161,7 @@ def test_a_stranger_without_the_key_calls_nothing_and_is_counted(tmp_path: Path)
             Client(serving.address, None, deadline_s=DEADLINE_S)
         with Client(serving.address, key) as client:
             assert client.call("echo", 1) == 1
-        assert serving.strangers == 1
+        assert serving.unauthenticated == 1
 
 
 def many(serving: Service, key: RunKey | None, count: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ def test_a_module_is_served_over_tls_to_those_who_have_the_key(tmp_path: Path) -
         [port] = re.findall(r"serving ranking\.py:Tower at 127\.0\.0\.1:(\d+)", process.stdout.readline())
         address = f"127.0.0.1:{port}"
         with pytest.raises(PacelineError, match="does not have this run's key"):
-            remote.connect("stranger", address, read_key(tmp_path / "other.key"), deadline_s=20).close()
+            remote.connect("intruder", address, read_key(tmp_path / "other.key"), deadline_s=20).close()
         with remote.connect("host", address, read_key(tmp_path / "run.key"), deadline_s=20):
             tower = remote.module("host", "ranking.py:Tower", 4)
             there = remote.optimizer(tower, "sgd", lr=1.0)

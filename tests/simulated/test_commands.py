@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from commands import Outcome, ended, in_a_process, started
-from paceline.elastic.seed import Seed, shared_pids
+from paceline.elastic.forkserver import Forkserver, shared_pids
 from paceline.run.record.run import Run
 from simulated.environment import Simulated
 from small_jobs import small_job
@@ -82,13 +82,13 @@ def test_ranks_are_forked_as_the_seed_never_starts_it(simulated: Simulated) -> N
 def test_a_seed_that_an_import_has_made_start_it_is_not_forked(simulated: Simulated, tmp_path: Path) -> None:
     (tmp_path / "starts.py").write_text("import torch\ntorch.ones(1, device='sim')\n")
     sim = simulated.environment()
-    seed = Seed(os.environ | sim | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{sim['PYTHONPATH']}"})
+    forkserver = Forkserver(os.environ | sim | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{sim['PYTHONPATH']}"})
     try:
-        assert seed.wait_until_ready(60) is None
-        seed.will_import(["starts"])
-        assert "has started an accelerator" in str(seed.wait_until_ready(60))
+        assert forkserver.wait_until_ready(60) is None
+        forkserver.will_import(["starts"])
+        assert "has started an accelerator" in str(forkserver.wait_until_ready(60))
     finally:
-        seed.end()
+        forkserver.end()
 
 
 def parents_pid() -> int:

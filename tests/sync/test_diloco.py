@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.epoch import EpochOver
+from paceline.generation import GenerationOver
 from paceline.planning.plan import Plan
 from paceline.sync import build_rule
 from paceline.sync.diloco import DiLoCo
@@ -273,13 +273,13 @@ def test_an_exchange_that_was_broken_off_leaves_no_thread() -> None:
     rank.rule.sum = lost  # type: ignore[method-assign]
     for _ in rank.train(PERIOD):
         pass
-    with pytest.raises(EpochOver):
+    with pytest.raises(GenerationOver):
         rank.rule.detach()
     assert "paceline-sync" not in {thread.name for thread in threading.enumerate()}
 
 
 def lost(tensor: Tensor) -> None:
-    raise EpochOver("a rank was lost")
+    raise GenerationOver("a rank was lost")
 
 
 def test_every_parameter_is_sent_once_a_period(ranks: Ranks) -> None:

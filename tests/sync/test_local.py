@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.epoch import EpochOver
+from paceline.generation import GenerationOver
 from paceline.sync.fragments import cut
 from paceline.sync.local import LocalSGD
 from paceline.sync.rule import Replica
@@ -138,11 +138,11 @@ def test_a_moment_of_agreement_that_is_broken_off_leaves_the_parameters_and_thei
         nonlocal sums
         sums += 1
         if sums == 2:
-            raise EpochOver("a rank was lost")
+            raise GenerationOver("a rank was lost")
         tensor.add_(1)
 
     rule.sum = lost_in_the_second  # type: ignore[method-assign]
-    with pytest.raises(EpochOver), rule.in_agreement():
+    with pytest.raises(GenerationOver), rule.in_agreement():
         pass
     assert sums == 2, "one for each dtype"
     assert all(torch.equal(one, other) for one, other in zip(values(model), own, strict=True))

@@ -149,14 +149,14 @@ def test_between_hosts_there_is_nothing_without_a_key() -> None:
     ],
 )
 def test_a_frame_that_no_peer_sends_ends_the_connection_without_taking_memory(frame: bytes) -> None:
-    stranger, ours = socket.socketpair()
+    intruder, ours = socket.socketpair()
     connection = Connection(ours, Messages, "the other end")
-    stranger.sendall(frame)
+    intruder.sendall(frame)
     with pytest.raises(ChannelError, match=r"the other end (announced|sent what is no message)"):
         connection.receive(DEADLINE_S)
     assert connection.lost
     connection.close()
-    stranger.close()
+    intruder.close()
 
 
 @given(st.lists(MESSAGES, max_size=5), st.lists(st.integers(1, 40)))

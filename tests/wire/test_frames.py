@@ -92,15 +92,15 @@ def test_more_than_the_limits_is_refused_before_any_memory_is_taken(begin: bytes
         taken.append(nbytes)
         return memoryview(bytearray(nbytes))
 
-    stranger, ours = socket.socketpair()
+    intruder, ours = socket.socketpair()
     connection = Connection(ours, Messages, "the other end", LIMITS._replace(memory=memory))
-    stranger.sendall(begin)
+    intruder.sendall(begin)
     with pytest.raises(ChannelError, match="the other end announced"):
         connection.receive(DEADLINE_S)
     assert connection.lost
     assert not taken
     connection.close()
-    stranger.close()
+    intruder.close()
 
 
 def test_a_descriptor_comes_with_its_message_and_is_closed_here() -> None:
@@ -137,10 +137,10 @@ def test_who_lets_no_memory_come_refuses_it_as_a_length() -> None:
 
 
 def test_a_message_is_typed_with_memory_beside_it_too() -> None:
-    stranger, ours = socket.socketpair()
+    intruder, ours = socket.socketpair()
     connection = Connection(ours, Messages, "the other end", LIMITS)
-    stranger.sendall(begin_of(msgspec.msgpack.encode({"type": "unknown"}), 4) + b"four")
+    intruder.sendall(begin_of(msgspec.msgpack.encode({"type": "unknown"}), 4) + b"four")
     with pytest.raises(ChannelError, match="sent what is no message"):
         connection.receive(DEADLINE_S)
     connection.close()
-    stranger.close()
+    intruder.close()

@@ -1,4 +1,4 @@
-"""The listener: its own come in whatever strangers do, and strangers leave no trace but a number."""
+"""The listener: its own come in whatever unauthenticated peers do, and these leave no trace but a number."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_a_listener_serves_many_connections_in_its_own_thread() -> None:
         with pytest.raises(ChannelError):
             connection.receive(DEADLINE_S)
         connection.close()
-    assert served.strangers == 0
+    assert served.unauthenticated == 0
 
 
 def test_a_wrong_key_comes_in_nowhere_and_is_told_at_once() -> None:
     with listening(LOOPBACK, RunKey.make()) as (listener, arrived):
         with pytest.raises(ChannelError, match="does not have this run's key"):
             connect(reached(listener), RunKey.make(), Messages, deadline_s=DEADLINE_S)
-        until(lambda: listener.strangers == 1, "the stranger")
+        until(lambda: listener.unauthenticated == 1, "the unauthenticated peer")
         assert arrived.empty()
 
 
@@ -88,7 +88,7 @@ def test_a_client_that_trusts_everybody_does_not_come_in_with_another_key_or_wit
             link = other.wrap_socket(socket.create_connection(reached(listener)))  # type: ignore[arg-type]
             assert closed_by_peer(link, said=b"")
             link.close()
-        until(lambda: listener.strangers == 2, "two strangers")
+        until(lambda: listener.unauthenticated == 2, "two unauthenticated peers")
         assert arrived.empty()
 
 
@@ -100,7 +100,7 @@ def test_an_older_tls_is_turned_away() -> None:
     with listening(LOOPBACK, key) as (listener, arrived):
         with pytest.raises(OSError):
             older.wrap_socket(socket.create_connection(reached(listener)))  # type: ignore[arg-type]
-        until(lambda: listener.strangers == 1, "the stranger")
+        until(lambda: listener.unauthenticated == 1, "the unauthenticated peer")
         assert arrived.empty()
 
 
@@ -111,10 +111,10 @@ def test_an_older_tls_is_turned_away() -> None:
 )
 def test_plaintext_is_turned_away(said: bytes) -> None:
     with listening(LOOPBACK, RunKey.make()) as (listener, arrived):
-        with socket.create_connection(reached(listener)) as stranger:  # type: ignore[arg-type]
-            stranger.sendall(said)
-            assert closed_by_peer(stranger)
-        assert listener.strangers == 1
+        with socket.create_connection(reached(listener)) as intruder:  # type: ignore[arg-type]
+            intruder.sendall(said)
+            assert closed_by_peer(intruder)
+        assert listener.unauthenticated == 1
         assert arrived.empty()
 
 
@@ -144,7 +144,7 @@ def test_the_recorded_bytes_of_a_connection_open_no_other_one() -> None:
         with socket.create_connection(reached(listener)) as replayed:  # type: ignore[arg-type]
             replayed.sendall(recorded)
             assert closed_by_peer(replayed)
-        assert listener.strangers == 1
+        assert listener.unauthenticated == 1
         assert arrived.empty()
 
 
@@ -187,20 +187,20 @@ def test_slow_handshakes_hold_nobody_up_and_end_at_their_deadline(monkeypatch: p
     monkeypatch.setattr(listener_module, "HANDSHAKE_S", 0.5)
     key = RunKey.make()
     with listening(LOOPBACK, key) as (listener, arrived):
-        strangers = [socket.create_connection(reached(listener)) for _ in range(10)]  # type: ignore[arg-type]
-        for stranger in strangers[5:]:
-            stranger.sendall(b"\x16\x03\x01")  # the beginning of a handshake
+        unauthenticated = [socket.create_connection(reached(listener)) for _ in range(10)]  # type: ignore[arg-type]
+        for intruder in unauthenticated[5:]:
+            intruder.sendall(b"\x16\x03\x01")  # the beginning of a handshake
         own = connect(reached(listener), key, Messages, deadline_s=DEADLINE_S)
         arrived.get(timeout=DEADLINE_S).send(Note("welcome"))
         assert own.receive(DEADLINE_S) == Note("welcome")
-        for stranger in strangers:
-            assert closed_by_peer(stranger)
-            stranger.close()
-        assert listener.strangers == 10
+        for intruder in unauthenticated:
+            assert closed_by_peer(intruder)
+            intruder.close()
+        assert listener.unauthenticated == 10
         own.close()
 
 
-def test_its_own_come_in_while_strangers_flood_it() -> None:
+def test_its_own_come_in_while_unauthenticated_peers_flood_it() -> None:
     key = RunKey.make()
     with listening(LOOPBACK, key) as (listener, arrived):
         ended, made = threading.Event(), []
@@ -225,16 +225,16 @@ def test_its_own_come_in_while_strangers_flood_it() -> None:
         flooding.join()
         for link in made:
             link.close()
-        assert listener.strangers > MOST_UNPROVEN
+        assert listener.unauthenticated > MOST_UNPROVEN
 
 
-def test_the_first_stranger_is_told_and_the_others_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_unauthenticated_peer_is_told_and_the_others_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
     with listening(LOOPBACK, RunKey.make()) as (listener, _):
         for _ in range(3):
-            with socket.create_connection(reached(listener)) as stranger:  # type: ignore[arg-type]
-                stranger.sendall(b"hello, who are you?")
-                assert closed_by_peer(stranger)
-        assert listener.strangers == 3
+            with socket.create_connection(reached(listener)) as intruder:  # type: ignore[arg-type]
+                intruder.sendall(b"hello, who are you?")
+                assert closed_by_peer(intruder)
+        assert listener.unauthenticated == 3
     shown = capfd.readouterr().err
     assert shown.count("does not belong to this run and was turned away") == 1
 
@@ -279,7 +279,7 @@ def test_another_users_process_gets_nothing_out_of_a_unix_socket(tmp_path: Path)
             ).stdout
             os.close(folder)
             assert shown.strip() == said
-        assert listener.strangers == 1
+        assert listener.unauthenticated == 1
         assert arrived.empty()
         connect(reached(listener), None, Messages, deadline_s=DEADLINE_S).close()
 

@@ -25,7 +25,7 @@ from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
 from paceline.wire.listener import MOST_UNPROVEN
 from paceline.wire.store import KEY_LIMIT, VALUE_LIMIT, Answer, Set, StoreClient, StoreServer
-from strangers import mutated_hello
+from unauthenticated import mutated_hello
 
 Clients = Callable[[], StoreClient]
 LOOPBACK = ("127.0.0.1", 0)
@@ -186,7 +186,7 @@ def test_any_requests_of_its_own_are_answered_or_refused(requests: list[msgspec.
     sender.close()
 
 
-def test_strangers_read_and_change_nothing() -> None:
+def test_unauthenticated_peers_read_and_change_nothing() -> None:
     key = RunKey.make()
     server = StoreServer(key, LOOPBACK)
     own = StoreClient(reached(server), key, DEADLINE_S)
@@ -199,14 +199,14 @@ def test_strangers_read_and_change_nothing() -> None:
     other.verify_mode = ssl.CERT_NONE
     for wrap in (lambda link: link, other.wrap_socket):
         heard = b""
-        with suppress(OSError), wrap(socket.create_connection(reached(server))) as stranger:  # type: ignore[arg-type]
-            stranger.settimeout(DEADLINE_S)
-            stranger.sendall(frame)
-            while data := stranger.recv(2**12):
+        with suppress(OSError), wrap(socket.create_connection(reached(server))) as intruder:  # type: ignore[arg-type]
+            intruder.settimeout(DEADLINE_S)
+            intruder.sendall(frame)
+            while data := intruder.recv(2**12):
                 heard += data
         assert b"ours" not in heard
     assert own.get("secret") == b"ours"
-    assert server.strangers == 3
+    assert server.unauthenticated == 3
     own.close()
     server.close()
 
@@ -238,12 +238,12 @@ def test_a_flood_of_mutated_bytes_changes_nothing_and_keeps_nobody_out(count: in
             assert newcomer.get("calls") == str(calls).encode()
             newcomer.close()
     flooding.join()
-    for stranger in there:
-        stranger.close()
+    for intruder in there:
+        intruder.close()
     until = time.monotonic() + DEADLINE_S
-    while server.strangers < count // 2 and time.monotonic() < until:  # the last are still coming
+    while server.unauthenticated < count // 2 and time.monotonic() < until:  # the last are still coming
         calls = own.add("calls", 1)
-    assert server.strangers >= count // 2
+    assert server.unauthenticated >= count // 2
     assert own.num_keys() == 1
     own.close()
     server.close()

@@ -51,7 +51,7 @@ def command(
     """
     start_on(hosts, cluster)
     if not dry:
-        from paceline.elastic.seed import warm_up
+        from paceline.elastic.forkserver import warm_up
 
         warm_up()  # it imports torch while this process imports what is left and reads the job
     from paceline.cli.where import to_run_on

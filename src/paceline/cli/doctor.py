@@ -183,9 +183,9 @@ def _measure_collectives(console: Console, host: Host, measured: ProbeResults) -
 
 
 def _collectives(ranks: int, variables: Mapping[str, str]) -> calls.Speeds:
+    from paceline.elastic.forkserver import warm_up
     from paceline.elastic.place import on_this_machine
     from paceline.elastic.run_on_ranks import run_on_ranks
-    from paceline.elastic.seed import warm_up
 
     warm_up()
     from paceline.comm.measure.calls import SIZES, measure_all_reduces

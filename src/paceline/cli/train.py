@@ -45,7 +45,7 @@ def command(
     """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
     start_on(hosts, cluster)
     from paceline.cluster.launch_engines import is_rank, own_engine
-    from paceline.elastic.seed import warm_up
+    from paceline.elastic.forkserver import warm_up
     from paceline.rank_environment import own_rank
 
     if not is_rank():

@@ -30,8 +30,8 @@ from paceline.comm.group import Group
 from paceline.comm.rendezvous import close_stores, drop_torchs_port, rendezvous_store, torchs_store
 from paceline.comm.transport import SEVERAL_HOSTS, choose, tell_all
 from paceline.device import default_backend, is_accelerator, use
-from paceline.epoch import Epoch, ends_epoch
 from paceline.errors import tell_of_failure
+from paceline.generation import Generation, ends_generation
 from paceline.planning.transport_info import BETWEEN_HOSTS
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment
 
@@ -40,18 +40,20 @@ _joined_by = [0]  # the process that joined last
 
 
 @contextmanager
-def joined(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | None = None) -> Iterator[Group]:
-    """Join the group of a run's or an epoch's ranks; leave it at the end.
+def joined(
+    *, deadline_s: float = 300.0, transport: str = "auto", generation: Generation | None = None
+) -> Iterator[Group]:
+    """Join the group of a run's or a generation's ranks; leave it at the end.
 
     A process that user code forks from this one leaves no group: the connections belong to its parent.
     """
-    group = join(deadline_s=deadline_s, transport=transport, epoch=epoch)
+    group = join(deadline_s=deadline_s, transport=transport, generation=generation)
     try:
         yield group
     except BaseException as error:
         if _is_fork():
             raise
-        over = ends_epoch(error)
+        over = ends_generation(error)
         if not over:
             tell_of_failure(error)  # before anything that may take long: the others may be gone
         abort_all(0.0 if over else LAST_WORD_S)
@@ -60,10 +62,10 @@ def joined(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch |
         leave(group)
 
 
-def join(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | None = None) -> Group:
+def join(*, deadline_s: float = 300.0, transport: str = "auto", generation: Generation | None = None) -> Group:
     """Join the run that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-    With an epoch, only the processes that take part in it meet.
+    With a generation, only the processes that take part in it meet.
 
     Without these, a group of one.
 
@@ -81,10 +83,12 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | N
         if not is_rank():
             return Group(device=device, deadline_s=deadline_s)
         environment = RankEnvironment.from_env()
-        if epoch is not None:
-            environment = replace(environment, rank=epoch.rank_of(environment.rank), world_size=len(epoch.members))
+        if generation is not None:
+            environment = replace(
+                environment, rank=generation.rank_of(environment.rank), world_size=len(generation.members)
+            )
         rank, size = environment.rank, environment.world_size
-        number = next(_joins) if epoch is None else epoch.number
+        number = next(_joins) if generation is None else generation.number
         store, (backend, note) = _met(environment, device, transport, deadline_s, number)
         if not is_accelerator(device):
             register_transport(backend)
@@ -101,7 +105,7 @@ def join(*, deadline_s: float = 300.0, transport: str = "auto", epoch: Epoch | N
             )
             return _group(store, deadline_s, device, note)
         except BaseException as error:
-            if ends_epoch(error):
+            if ends_generation(error):
                 _drop()
             raise
     return _group(store, deadline_s, device, note)

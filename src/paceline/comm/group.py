@@ -20,8 +20,8 @@ from paceline.comm.c10d.transport import Transport, transport_of
 from paceline.comm.deadline import failed_wait, missing_ranks, register
 from paceline.comm.link_speed import GroupLinks
 from paceline.comm.subgroup import make_process_group
-from paceline.epoch import EpochOver, ends_epoch
 from paceline.errors import LoaderProcessError, SyncError, lost_a_peer
+from paceline.generation import GenerationOver, ends_generation
 
 Op = Literal["sum", "mean", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -365,8 +365,8 @@ class Group:
         if "DataLoader worker" in str(error):  # torch raises it from SIGCHLD in whatever the main thread does
             text = f"rank {self.rank}, in a wait for other ranks ({what}): {str(error).strip()}"
             raise LoaderProcessError(text) from error
-        if ends_epoch(error):
-            raise EpochOver(f"rank {self.rank}: {what} was broken off after {waited_s:.1f} s") from error
+        if ends_generation(error):
+            raise GenerationOver(f"rank {self.rank}: {what} was broken off after {waited_s:.1f} s") from error
         if not lost_a_peer(error):
             return
         self._failures += 1

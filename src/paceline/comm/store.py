@@ -10,11 +10,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.epoch import epoch_is_over, epochs_are_watched
 from paceline.errors import ChannelError, DeadlineError
+from paceline.generation import generation_is_over, generations_are_watched
 from paceline.wire.store import StoreClient
 
-_LOOK_S = 0.05  # between two looks at whether the epoch is over
+_LOOK_S = 0.05  # between two looks at whether the generation is over
 
 
 class ChannelStore(Store):
@@ -40,7 +40,7 @@ class ChannelStore(Store):
 
     def get(self, key: str) -> bytes:
         """A value, waited for until it is there."""
-        if epochs_are_watched():
+        if generations_are_watched():
             self.wait([key])
         with _as_torch_tells():
             return self._client.get(key, self._deadline_s)
@@ -49,13 +49,13 @@ class ChannelStore(Store):
         """Wait until all keys are there."""
         deadline_s = self._deadline_s if timeout is None else timeout.total_seconds()
         with _as_torch_tells():
-            if not epochs_are_watched():
+            if not generations_are_watched():
                 self._client.wait(keys, deadline_s)
                 return
             until = time.monotonic() + deadline_s
             while not self._came(keys, until - time.monotonic()):
-                if epoch_is_over():
-                    raise DeadlineError(f"{', '.join(keys[:3])} is waited for no more: the epoch is over")
+                if generation_is_over():
+                    raise DeadlineError(f"{', '.join(keys[:3])} is waited for no more: the generation is over")
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if all keys are there."""

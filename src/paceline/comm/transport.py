@@ -15,8 +15,8 @@ from paceline.comm.address import host_identity as host_identity
 from paceline.comm.shm import futex
 from paceline.comm.shm.rounds import segment_bytes
 from paceline.comm.shm.segment import Handle, attach, create
-from paceline.epoch import EpochOver, epoch_is_over
 from paceline.errors import ClusterError, LaunchError
+from paceline.generation import GenerationOver, generation_is_over
 from paceline.job.read.imports import load_object
 from paceline.planning.transport_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
 from paceline.rank_environment import ENCRYPT
@@ -114,8 +114,8 @@ def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, va
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:  # torch's DistStoreError
-        if epoch_is_over():
-            raise EpochOver(f"rank {rank} waits for these ranks no more") from error
+        if generation_is_over():
+            raise GenerationOver(f"rank {rank} waits for these ranks no more") from error
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
         raise LaunchError(
             f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run"

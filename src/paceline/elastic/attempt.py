@@ -146,10 +146,10 @@ class Attempt:
                 answer_requests(self.setting.folder.path, self.recovery)
             if self.recovery and self.recovery.turn():
                 return None
-            if (seed := self.starter.seed) and seed.lost:
+            if (forkserver := self.starter.forkserver) and forkserver.lost:
                 self._stop_all()
                 return LaunchFailure(
-                    f"the process that the ranks were forked from (pid {seed.pid}) was killed, and they were stopped.",
+                    f"the forkserver of the ranks (pid {forkserver.pid}) was killed, and they were stopped.",
                     0,
                 )
             if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self._counted()):
@@ -181,7 +181,7 @@ class Attempt:
         before = self.ranks[number]
         for suffix in (".error", ".stack"):
             before.record.with_suffix(suffix).unlink(missing_ok=True)
-        self.board.put(number, 0, "starting", 0, time.monotonic_ns(), epoch=-1)
+        self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
         self.ranks[number] = self._start(number, None)
 
     def wait_for_ends(self, numbers: Collection[int], wait_s: float) -> None:

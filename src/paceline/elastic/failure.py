@@ -316,7 +316,7 @@ def shortened(stack: str) -> str:
     """
     threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and "_kill_when_orphaned" not in thread]
     threads.sort(key=lambda thread: "Current thread" not in thread)
-    around = ("launch/rank.py", "launch/seed_process.py", "<frozen runpy>")
+    around = ("elastic/rank.py", "elastic/forkserver_process.py", "<frozen runpy>")
     lines = [line for line in "\n\n".join(threads).splitlines() if not any(place in line for place in around)]
     return "\n".join(lines[:_STACK_LINES])
 

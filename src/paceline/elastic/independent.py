@@ -2,7 +2,7 @@
 
 These are workers and servers of `sync=server`. A worker is one rank, or several that hold the model together; where one
 of these is lost, all are started again. Servers end once all workers have. Workers but the first leave and come back as
-`paceline scale` asks, and with their hosts. The servers are told by epochs who takes part.
+`paceline scale` asks, and with their hosts. The servers are told by generations who takes part.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from paceline.elastic.member import announce
 from paceline.elastic.membership import noted
 from paceline.elastic.recovery import StoppedRanks, kill_hung, most_losses
 from paceline.elastic.scaling import about_to_leave, all_take_part, named
-from paceline.epoch import Epoch
 from paceline.errors import LaunchError
+from paceline.generation import Generation
 from paceline.wire.status import RankStatus
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Independent:
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
         self._out: set[int] = set()  # workers and servers that are not there, by their first rank
         self._away: dict[int, list[int]] = {}  # those of them to start when their host is back, by its number
-        self._epoch = Epoch(-1, ())
+        self._generation = Generation(-1, ())
         self._leaving: set[int] = set()
         self._why: dict[int, str] = {}
         self._stopped = StoppedRanks(attempt)
@@ -280,12 +280,12 @@ class Independent:
         members = tuple(
             number for number in range(self.attempt.setting.ranks) if self._first_of(number) not in self._out
         )
-        if members == self._epoch.members:
+        if members == self._generation.members:
             return
-        self._epoch = Epoch(self._epoch.number + 1, members)
-        announce(self.attempt.board, self.attempt.folder, self._epoch, self._epoch)
+        self._generation = Generation(self._generation.number + 1, members)
+        announce(self.attempt.board, self.attempt.folder, self._generation, self._generation)
         if self.attempt.remote:
-            self.attempt.remote.announce(self._epoch, self._epoch)
+            self.attempt.remote.announce(self._generation, self._generation)
 
     def _note_left(self) -> None:
         """Tell of workers that have left as they were asked to.
@@ -308,7 +308,7 @@ class Independent:
 
     def _tell(self, event: str, **details: Any) -> None:
         if self.attempt.on_event:
-            self.attempt.on_event(event, {**details, "epoch": 0})
+            self.attempt.on_event(event, {**details, "generation": 0})
 
     def _replace(self, number: int) -> None:
         """Start a lost rank again, with the other ranks of its worker.

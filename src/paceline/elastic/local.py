@@ -72,15 +72,15 @@ def launch(
         saves: whether ranks that are told to stop save a checkpoint first, for the message then.
         on_tick: called at least five times a second, in this thread.
         on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason}) and, where ranks recover,
-            ("lost", {rank, waiting, reason, stack, epoch, again, waits}),
-            ("host_lost", {host, number, ranks, reason, epoch, again, waits_s, revived}),
-            ("host_back", {host, number, ranks, epoch}), ("joins", {ranks, epoch}) and
-            ("scaled", {by, ranks, host, epoch}).
+            ("lost", {rank, waiting, reason, stack, generation, again, waits}),
+            ("host_lost", {host, number, ranks, reason, generation, again, waits_s, revived}),
+            ("host_back", {host, number, ranks, generation}), ("joins", {ranks, generation}) and
+            ("scaled", {by, ranks, host, generation}).
         env: variables for the ranks, over those of this process.
         inherited: descriptors that every rank holds open until it ends; not the processes that it starts.
         folder: that the ranks read and write, on whichever host they are; it is named among `module_args`.
-        recovers: the function takes part in epochs (`training/recovery/`): a rank that is killed or hangs is left out
-            and started again, while the others go on.
+        recovers: the function takes part in generations (`run/recovery/`): a rank that is killed or hangs is left
+            out and started again, while the others go on.
         follows_steps: where ranks recover, the limit of one that computes, and that others wait for, follows from the
             steps that the run has taken (`watchdog.py`); `deadline_s` stays the longest.
         replica_ranks: ranks of a replica, which go on together or not at all.

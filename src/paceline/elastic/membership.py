@@ -1,9 +1,9 @@
-"""Membership of processes in the epochs of an attempt, without sockets, clocks and processes.
+"""Membership of processes in the generations of an attempt, without sockets, clocks and processes.
 
-The launcher tells it what it sees, and announces what it decides. An epoch is begun at once where a member is lost: the
-others break off their step. It is *wanted* where one is to join: the members begin it after their step, all after the
-same one, since they agree on it with their gradients. A replica that is divided over several processes takes part whole
-or not at all: those that wait for a lost one of theirs keep what they hold.
+The launcher tells it what it sees, and announces what it decides. A generation is begun at once where a member is lost:
+the others break off their step. It is *wanted* where one is to join: the members begin it after their step, all after
+the same one, since they agree on it with their gradients. A replica that is divided over several processes takes part
+whole or not at all: those that wait for a lost one of theirs keep what they hold.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Set
 
-from paceline.epoch import Epoch
+from paceline.generation import Generation
 
 WITHIN_S = 3600.0  # in which losses and restarts are counted
 MOST_LOSSES = 3  # a process that is lost so often in an hour is left out
@@ -24,13 +24,13 @@ def noted(times_s: list[float], at_s: float) -> int:
 
 
 class Membership:
-    """State machine of the epochs of `processes` processes, numbered from 0.
+    """State machine of the generations of `processes` processes, numbered from 0.
 
     Args:
         replica_size: processes of one replica, whose numbers follow each other.
 
     Attributes:
-        current: the newest epoch that was begun.
+        current: the newest generation that was begun.
         wanted: the one that is to be begun after a step; None where nobody is to join.
         left_out: processes that are not started again, or not before their host is back.
         released: those of them that leave after a step, or have left, as somebody has asked.
@@ -39,8 +39,8 @@ class Membership:
     """
 
     def __init__(self, processes: int, most_losses: int = MOST_LOSSES, replica_size: int = 1) -> None:
-        self.current = Epoch(0, tuple(range(processes)))
-        self.wanted: Epoch | None = None
+        self.current = Generation(0, tuple(range(processes)))
+        self.wanted: Generation | None = None
         self._processes = processes
         self._most_losses, self._replica_size = most_losses, replica_size
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
@@ -50,8 +50,8 @@ class Membership:
         self.held = False
 
     @property
-    def newest(self) -> Epoch:
-        """The epoch of the highest number, begun or wanted."""
+    def newest(self) -> Generation:
+        """The generation of the highest number, begun or wanted."""
         return self.wanted or self.current
 
     @property
@@ -65,9 +65,9 @@ class Membership:
         return set(range(first, first + self._replica_size))
 
     def begin_without(self, processes: Set[int]) -> None:
-        """Have the first epoch without the replicas of processes that are not there yet."""
+        """Have the first generation without the replicas of processes that are not there yet."""
         self.left_out |= processes
-        self.current = Epoch(0, tuple(sorted(self._possible())))
+        self.current = Generation(0, tuple(sorted(self._possible())))
 
     def whole(self, processes: Set[int]) -> set[int]:
         """Processes of those given whose replica is whole."""
@@ -78,7 +78,7 @@ class Membership:
         return process in self.lost_together({process}, at_s)
 
     def lost_together(self, processes: Set[int], at_s: float) -> set[int]:
-        """Note ends of processes, in one epoch; returns which to start again."""
+        """Note ends of processes, in one generation; returns which to start again."""
         losses = {process: noted(self._losses[process], at_s) for process in processes}
         members = {*self.current.members, *self.newest.members}
         if members & processes or (members and self.held):
@@ -109,8 +109,8 @@ class Membership:
             self._losses.pop(process, None)
 
     def note(self, entered: Mapping[int, int], waiting: set[int]) -> None:
-        """Note the epoch that each living process has entered, and which wait to join."""
-        # not before all are there: one on its way to this epoch would go to the next, and be waited for in this
+        """Note the generation that each living process has entered, and which wait to join."""
+        # not before all are there: one on its way to this generation would go to the next, and be waited for in this
         members = set(self.current.members)
         if {entered.get(process) for process in members & set(self.newest.members)} - {self.newest.number}:
             return
@@ -119,9 +119,9 @@ class Membership:
         if self.wanted is not None:
             self.current, self.wanted = self.wanted, None
         elif (joining or staying < members) and not self.held:
-            kept = {process for process, epoch in entered.items() if epoch >= 0}
+            kept = {process for process, generation in entered.items() if generation >= 0}
             if members:
-                self.wanted = Epoch(self.current.number + 1, tuple(sorted(staying | joining)))
+                self.wanted = Generation(self.current.number + 1, tuple(sorted(staying | joining)))
             elif not kept <= waiting:
                 return  # the newest state may be with one that is on its way
             elif self._replica_size == 1 or joining == self._possible():
@@ -135,4 +135,4 @@ class Membership:
 
     def _begin(self, members: set[int]) -> None:
         members = set() if self.held else members
-        self.current, self.wanted = Epoch(self.newest.number + 1, tuple(sorted(members))), None
+        self.current, self.wanted = Generation(self.newest.number + 1, tuple(sorted(members))), None

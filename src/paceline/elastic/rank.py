@@ -1,4 +1,4 @@
-"""One rank: a call of `pkg.mod:function` in a fork of the seed or an interpreter.
+"""One rank: a call of `pkg.mod:function` in a fork of the forkserver or an interpreter.
 
 It never outlives its launcher, and leaves an error as a record for the launcher, which shows the one that matters.
 """
@@ -55,7 +55,7 @@ def run(
     0 when it returns, its own code on SystemExit, 1 on any other exception.
 
     Args:
-        parent: process id of the launcher, or of the seed that ends when the launcher does.
+        parent: process id of the launcher, or of the forkserver that ends when the launcher does.
         launcher: a descriptor of the launcher's process.
         prepare: called first of what may fail, once the rank is in its host and on its cores.
     """

@@ -19,8 +19,8 @@ from paceline.elastic.hosts.remote import RemoteRank, RemoteRanks
 from paceline.elastic.member import announce
 from paceline.elastic.membership import MOST_LOSSES, Membership
 from paceline.elastic.scaling import Scaling
-from paceline.epoch import Epoch
 from paceline.errors import LaunchError
+from paceline.generation import Generation
 from paceline.units import count
 from paceline.wire.status import RankStatus
 
@@ -32,16 +32,16 @@ STOPPED_S = 5.0  # a rank that SIGSTOP holds for so long is taken for lost
 
 
 class Recovery:
-    """Epochs of one attempt.
+    """Generations of one attempt.
 
     Args:
-        epoch: that has begun already; None begins with all ranks.
+        generation: that has begun already; None begins with all ranks.
     """
 
-    def __init__(self, attempt: Attempt, epoch: Epoch | None = None) -> None:
+    def __init__(self, attempt: Attempt, generation: Generation | None = None) -> None:
         self.attempt = attempt
         self.membership = Membership(attempt.setting.ranks, most_losses(), attempt.setting.replica_ranks)
-        self.meets = True  # some ranks are on their way to the newest epoch
+        self.meets = True  # some ranks are on their way to the newest generation
         self._announced = -1, -1
         self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
         self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
@@ -49,10 +49,10 @@ class Recovery:
         self._stopped = StoppedRanks(attempt)
         self._nobody_since = math.inf
         self.scaling = Scaling(self)
-        if epoch is None:
+        if generation is None:
             self._begin_without_absent()
         else:
-            self._go_on_in(epoch)
+            self._go_on_in(generation)
         self._hold_if_too_few()
         self._announce()
 
@@ -69,12 +69,12 @@ class Recovery:
                 f"plan is whole, each has {self.attempt.setting.replica_ranks} ranks. Start more hosts."
             )
 
-    def _go_on_in(self, epoch: Epoch) -> None:
+    def _go_on_in(self, generation: Generation) -> None:
         """Go on with what another coordinator has noted."""
         remote, membership = self.attempt.remote, self.membership
         assert remote is not None
         past = remote.hosts.past
-        membership.current = epoch
+        membership.current = generation
         membership.remember(past.losses, time.monotonic())
         membership.release(set(past.released))
         membership.left_out.update(past.left_out)
@@ -100,7 +100,7 @@ class Recovery:
 
     @property
     def hurries(self) -> bool:
-        """True while others wait for ranks on their way to an epoch, or stopped."""
+        """True while others wait for ranks on their way to a generation, or stopped."""
         return self.meets or bool(self._stopped.now)
 
     @property
@@ -211,7 +211,7 @@ class Recovery:
         return isinstance(rank, RemoteRank) and rank.link.lost is not None
 
     def _note_losses(self) -> None:
-        """Leave out ranks that have ended since the last turn, in one epoch."""
+        """Leave out ranks that have ended since the last turn, in one generation."""
         attempt = self.attempt
         hosts = attempt.remote.spare() if attempt.remote else []
         ended = {rank.number for rank in attempt.ranks if rank.code is not None} - self._handled
@@ -300,11 +300,11 @@ class Recovery:
         self.tell("lost", rank=number, waiting=waiting, **told)
 
     def tell(self, event: str, **details: Any) -> None:
-        """Record an event, with the epoch."""
+        """Record an event, with the generation."""
         if self.attempt.remote:
             self.attempt.remote.hosts.past = self._past()
         if self.attempt.on_event:
-            self.attempt.on_event(event, {**details, "epoch": self.membership.current.number})
+            self.attempt.on_event(event, {**details, "generation": self.membership.current.number})
 
     def _past(self) -> Past:
         """Losses that a later coordinator has to know of."""
@@ -317,14 +317,14 @@ class Recovery:
         membership, before = self.membership, self.membership.newest
         alive = [status for status in self.attempt.board.read() if self.attempt.ranks[status.rank].code is None]
         joining = {status.rank for status in alive if status.phase == "joining"}
-        membership.note({status.rank: status.epoch for status in alive}, joining)
-        self.meets = any(status.epoch != membership.newest.number for status in alive)
+        membership.note({status.rank: status.generation for status in alive}, joining)
+        self.meets = any(status.generation != membership.newest.number for status in alive)
         self._announce()
         if (joined := set(membership.newest.members) - set(before.members)) and self.attempt.on_event:
-            self.attempt.on_event("joins", {"ranks": sorted(joined), "epoch": membership.newest.number})
+            self.attempt.on_event("joins", {"ranks": sorted(joined), "generation": membership.newest.number})
 
     def _announce(self) -> None:
-        """Tell the ranks of the epochs that are new."""
+        """Tell the ranks of the generations that are new."""
         current, newest = self.membership.current, self.membership.newest
         if (current.number, newest.number) == self._announced:
             return

@@ -24,11 +24,11 @@ from pydantic import TypeAdapter
 
 from paceline.cluster.cluster import Cluster
 from paceline.deferred_compiler import COMPILER
+from paceline.elastic.forkserver import warm_up
 from paceline.elastic.hosts.remote import RunFolder
 from paceline.elastic.hosts.same_files import must_agree
 from paceline.elastic.local import COLLECT_S, launch
 from paceline.elastic.place import RankPlace, places_on
-from paceline.elastic.seed import warm_up
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
 from paceline.job.job import Job
@@ -138,7 +138,7 @@ def run_on_plan(
 
 
 def warm_up_for(job: Job, plan: Plan) -> None:
-    """Have the seed import, once, what every rank of this job and plan needs."""
+    """Have the forkserver import, once, what every rank of this job and plan needs."""
     modules = []
     if plan.compile != "off" or plan.splits:
         modules.append(COMPILER)  # it brings all that the splits need of torch, too

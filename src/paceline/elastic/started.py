@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.device import ON_CPU
 from paceline.elastic.failure import is_stopped, state_of
-from paceline.elastic.seed import DEFAULTS, ForkedRank, Seed, seed_for, why_not
+from paceline.elastic.forkserver import DEFAULTS, ForkedRank, Forkserver, forkserver_for, why_not
 from paceline.errors import LaunchError
 from paceline.rank_environment import KEY_FD, RankEnvironment
 
@@ -54,7 +54,7 @@ class StartedRank:
     def signal(self, number: int) -> None:
         """To the rank alone, not to what it started."""
         if self.code is None:
-            with suppress(ProcessLookupError):  # its seed was lost, and the system has reaped it
+            with suppress(ProcessLookupError):  # its forkserver was lost, and the system has reaped it
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
@@ -92,10 +92,10 @@ class Starter:
 
     def __init__(self, module_args: list[str], env: Mapping[str, str]) -> None:
         self.module_args, self.env = module_args, env
-        self.seed: Seed | None = None
+        self.forkserver: Forkserver | None = None
 
     def prepare(self, deadline_s: float, stopped: Callable[[], bool]) -> None:
-        """Wait for the seed that ranks are forked from, if there is to be one.
+        """Wait for the forkserver that ranks are forked from, if there is to be one.
 
         Args:
             stopped: called at least five times a second; if true, the waiting ends.
@@ -106,9 +106,9 @@ class Starter:
         variables = {**os.environ, **self._variables(None)}
         if why_not(variables):
             return
-        seed = seed_for(variables)
-        if seed.wait_until_ready(deadline_s, stopped) is None:
-            self.seed = seed
+        forkserver = forkserver_for(variables)
+        if forkserver.wait_until_ready(deadline_s, stopped) is None:
+            self.forkserver = forkserver
 
     def start(self, environment: RankEnvironment, listener: socket.socket | None) -> StartedRank:
         """Start a rank.
@@ -124,10 +124,10 @@ class Starter:
         variables = {**inherited, **self._variables(environment)}
         process: subprocess.Popen[bytes] | ForkedRank | None = None
         try:
-            if self.seed is None:
+            if self.forkserver is None:
                 process = self._interpreter(variables, environment)
             else:
-                process = self.seed.fork(self.module_args, variables, environment, listener)
+                process = self.forkserver.fork(self.module_args, variables, environment, listener)
             pidfd = os.pidfd_open(process.pid)
         except (OSError, LaunchError) as error:
             if process:
@@ -152,7 +152,7 @@ class Starter:
         )
 
     def _variables(self, environment: RankEnvironment | None) -> dict[str, str]:
-        """Environment variables of a rank, or of the seed, besides those of this process."""
+        """Environment variables of a rank, or of the forkserver, besides those of this process."""
         return {
             **{name: os.environ.get(name, value) for name, value in DEFAULTS.items()},
             **(ON_CPU if environment and environment.host else {}),  # an emulated host has no accelerator

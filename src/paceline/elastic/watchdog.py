@@ -37,7 +37,7 @@ class _Seen:
     """
 
     pid: int
-    epoch: int
+    generation: int
     last: int
     doing: tuple[int, str]
     idle_s: float
@@ -95,10 +95,10 @@ class Watchdog:
         began = seen is not None and seen.doing[1] == "starting" != status.phase
         if seen is None or began or seen.pid != status.pid or status.step < seen.last - 1:
             doing = status.step, status.phase
-            return _Seen(status.pid, status.epoch, status.step, doing, idle_s, idle_s)
-        if seen.epoch != status.epoch:
+            return _Seen(status.pid, status.generation, status.step, doing, idle_s, idle_s)
+        if seen.generation != status.generation:
             # until its next step it meets others, takes over their state, and may show what it did before
-            seen.epoch, seen.steps, seen.waited_s = status.epoch, min(seen.steps, FIRST_STEPS - 1), 0.0
+            seen.generation, seen.steps, seen.waited_s = status.generation, min(seen.steps, FIRST_STEPS - 1), 0.0
             seen.step_s = float("-inf")  # which is no time of a step
         return seen
 

@@ -29,8 +29,8 @@ from paceline.engine.replica_state import ReplicaState
 from paceline.engine.run_ahead import ReductionAhead, UnreadStep
 from paceline.engine.settings import Settings
 from paceline.engine.spike import LossSpikes
-from paceline.epoch import ends_epoch
 from paceline.errors import DataError, JobError, PlanError
+from paceline.generation import ends_generation
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
 from paceline.planning.axes import REPLICA
@@ -120,7 +120,7 @@ class Engine:
         runs_ahead: True if `begin` leaves the numbers of its step to be read later.
         device: where the model is.
         outcome: of the newest step, unless the engine runs ahead.
-        sync_interrupted: True where the epoch ended before replicas agreed on the parameters of the newest step (local
+        sync_interrupted: True where the generation ended before replicas agreed on the parameters of the newest step (local
             rules). The step stands, as this replica's own.
         before_update: called with the number of every optimizer step before it (the checkpoint writer copies weights
             until then); None where nobody asks.
@@ -544,15 +544,15 @@ class Engine:
     def _agree_on_parameters(self, step: int) -> None:
         """Agree on parameters, as local rules do in every step.
 
-        A replica that left its update out takes part, since others wait for it. Where the epoch ends meanwhile the step
-        stands, and replicas agree the next time.
+        A replica that left its update out takes part, since others wait for it. Where the generation ends meanwhile the
+        step stands, and replicas agree the next time.
         """
         self.meter.mark(OPTIMIZER)
         self.on_phase("sync", step)
         try:
             self.rule.after_step(step)
         except Exception as error:
-            if not ends_epoch(error):
+            if not ends_generation(error):
                 raise
             self.sync_interrupted = True
         self.meter.mark(COMM)

@@ -17,7 +17,7 @@ from paceline.planning.sync_info import sync_info
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
-_MADE_DENSE: WeakSet[nn.Module] = WeakSet()  # were sparse; another epoch's plan may keep them so
+_MADE_DENSE: WeakSet[nn.Module] = WeakSet()  # were sparse; another generation's plan may keep them so
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:

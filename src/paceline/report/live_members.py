@@ -35,11 +35,11 @@ class Members:
     """Ranks of a run by number, as its events tell of them.
 
     Attributes:
-        epoch: of the ranks' membership: how often they have met anew.
+        generation: of the ranks' membership: how often they have met anew.
     """
 
     def __init__(self, run: Run) -> None:
-        self.epoch = 0
+        self.generation = 0
         self.ranks: dict[int, Member] = {}
         self.planned(run)
 
@@ -56,10 +56,10 @@ class Members:
         """Take in an event."""
         at = float(event["time"])
         if event["event"] in ("lost", "host_lost", "joins"):
-            self.epoch = min(max(self.epoch, int(event.get("epoch", 0))), 2**53)
+            self.generation = min(max(self.generation, int(event.get("generation", 0))), 2**53)
         match event["event"]:
             case "launch" | "restart":
-                self.epoch = 0
+                self.generation = 0
                 self._set([rank for rank, member in self.ranks.items() if member.state != "left"], "starts", at)
             case "start" | "resume":
                 self._set([rank for rank, member in self.ranks.items() if member.state == "starts"], "in", at)

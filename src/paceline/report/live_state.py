@@ -145,7 +145,7 @@ def _members(run: LiveRun) -> Section:
     return {
         "in": states.count("in"),
         "of": len(states) - states.count("left"),
-        "epoch": run.members.epoch,
+        "generation": run.members.generation,
         "hosts": [[_text(name), ranks] for name, ranks in hosts.items()],
     }
 

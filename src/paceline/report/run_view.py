@@ -39,7 +39,7 @@ TROUBLE = (
     "resume",
     "slow_rank",
     "spike",
-    "strangers",
+    "unauthenticated",
     "balance",
     "recut",
 )

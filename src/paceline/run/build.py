@@ -90,8 +90,8 @@ def build_engine(
     """This rank's engine for a job: its model part, optimizer, loss and data share.
 
     Args:
-        optimizer: of a whole model that was trained before, in another epoch of the run; None makes a new one.
-        goes_on: the model has, or gets, the state of an earlier epoch; else it begins with the job's weights.
+        optimizer: of a whole model that was trained before, in another generation of the run; None makes a new one.
+        goes_on: the model has, or gets, the state of an earlier generation; else it begins with the job's weights.
 
     Raises:
         PlanError: the plan cannot divide this model so, or has another number of ranks.

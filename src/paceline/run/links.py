@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.device import ON_CPU, default_backend
+from paceline.elastic.forkserver import warm_up
 from paceline.elastic.place import places_on
 from paceline.elastic.run_on_ranks import run_on_ranks
-from paceline.elastic.seed import warm_up
 from paceline.errors import LaunchError
 from paceline.planning import transport_info
 from paceline.planning.sync_info import ALGORITHMS

@@ -14,8 +14,8 @@ from paceline.comm.backend import joined
 from paceline.data.loader import Position
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.run_ahead import UnreadStep
-from paceline.epoch import ends_epoch
 from paceline.errors import NonFiniteError, SyncError, tell_of_failure
+from paceline.generation import ends_generation
 from paceline.job.batch import Batch
 from paceline.job.data import DataSets
 from paceline.job.partition import Partition
@@ -33,8 +33,8 @@ from paceline.run.record.recorder import StepRecorder, Unwritten
 from paceline.run.record.run import Run
 from paceline.run.record.witness import WITNESS, Witness
 from paceline.run.recovery.balancing import Balancing
-from paceline.run.recovery.border import Border
 from paceline.run.recovery.recutting import Recutting, follows_times
+from paceline.run.recovery.step_boundary import StepBoundary
 from paceline.run.stop_signals import stop_signals
 
 
@@ -50,19 +50,19 @@ def train_in(run: Run, group: Group) -> None:
     job = run.job
     check_device(run, group)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    loop, border, signals = _loop(run, run.plan, data, group), None, list[str]()
+    loop, boundary, signals = _loop(run, run.plan, data, group), None, list[str]()
     with stop_signals(signals.append):
-        while not loop.run(border, recut=True):
-            border, plan = loop.border(), replace(run.plan, cut=loop.recutting.cut)
+        while not loop.run(boundary, recut=True):
+            boundary, plan = loop.boundary(), replace(run.plan, cut=loop.recutting.cut)
             signals += [loop.signal] if loop.signal else []
-            loop.engine.on_phase("starting", border.step)
+            loop.engine.on_phase("starting", boundary.step)
             loop.engine.close()
             unwritten = loop.recorder.unwritten
             del loop
             gc.collect()  # the weights
             loop = _loop(run, plan, data, group, unwritten)
             loop.signal = next(iter(signals), None)
-            border = border if loop.resumed(border) else None
+            boundary = boundary if loop.resumed(boundary) else None
     loop.engine.close()
 
 
@@ -82,14 +82,14 @@ class Loop:
 
     Attributes:
         callbacks: the run's callbacks, in the order of their calls.
-        another_is_wanted: whether the ranks are to meet again in another epoch of the run, with more of them.
-        at_border: called before each batch is read.
+        another_is_wanted: whether the ranks are to meet again in another generation of the run, with more of them.
+        at_boundary: called before each batch is read.
         recutting: decides on other cuts of pipelines.
         leaving: whether all ranks have agreed to meet again, or to cut their pipelines anew.
     """
 
     def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group, *, unwritten: Unwritten = ()) -> None:
-        """Make a loop; `unwritten` is what TensorBoard has not got of this process's epoch before."""
+        """Make a loop; `unwritten` is what TensorBoard has not got of this process's generation before."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
         self.epoch_steps = engine.loader.partition.steps_per_epoch
         self.stop = StopRule(self.job.stop, self.epoch_steps)
@@ -112,33 +112,33 @@ class Loop:
         self._after_step = [c.after_step for c in self.callbacks if type(c).after_step is not Callback.after_step]
         self.signal: str | None = None
         self.another_is_wanted: Callable[[], bool] = lambda: False
-        self.at_border: Callable[[], None] = lambda: None
+        self.at_boundary: Callable[[], None] = lambda: None
         self.leaving = False
         self._last: StepInfo | None = None
         self._before: list[StepInfo] = []  # steps before it that the replicas did not agree on
         self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read
 
-    def run(self, border: Border | None = None, *, recut: bool = False, has_position: bool = False) -> bool:
+    def run(self, boundary: StepBoundary | None = None, *, recut: bool = False, has_position: bool = False) -> bool:
         """Train until the stop rule or a signal ends the run, then save.
 
         Args:
-            border: where the ranks go on from, whose state the engine has; None begins, or resumes from a checkpoint.
+            boundary: where the ranks go on from, whose state the engine has; None begins, or resumes from a checkpoint.
             recut: the same ranks go on, with another cut of the model; the loader is in its place.
             has_position: the loader is in its place, where ranks meet anew.
 
         Returns:
-            False where the ranks left before the end: to meet again in another epoch of the run, or to go on with
+            False where the ranks left before the end: to meet again in another generation of the run, or to go on with
             another cut of their pipelines (`Recutting.cut`).
 
         Raises:
             PacelineError: anything that keeps the run from going on. Checkpoints written before stay valid.
-            EpochOver: a rank was lost.
+            GenerationOver: a rank was lost.
         """
         try:
             with stop_signals(self._note_signal):
                 reason = (
-                    self._begin() if border is None else self._go_on(border, recut=recut, has_position=has_position)
+                    self._begin() if boundary is None else self._go_on(boundary, recut=recut, has_position=has_position)
                 )
                 while reason is None and not self.leaving:
                     reason = self._epoch()
@@ -150,7 +150,7 @@ class Loop:
                 self._finish(reason)
             return True
         except BaseException as error:
-            self.recorder.goes_on = ends_epoch(error)
+            self.recorder.goes_on = ends_generation(error)
             if not self.recorder.goes_on:
                 tell_of_failure(error)
             raise
@@ -182,7 +182,7 @@ class Loop:
             raise
 
     def _steps(self) -> str | None:
-        self.at_border()
+        self.at_boundary()
         for batch in self.engine.loader:
             reason = None
             for info in self.advance(batch):
@@ -197,7 +197,7 @@ class Loop:
                 self._acted = self.engine.step_count
                 if self.leaving:
                     return None
-            self.at_border()
+            self.at_boundary()
         reason = self.evaluations.after_epoch()
         self._acted = self.engine.step_count
         return reason
@@ -267,7 +267,7 @@ class Loop:
         self.checkpoints.saving.poll()
         self.events.missing(self.recorder.lines)
         info.ending = self._ending(info.result)
-        self.leaving = self.leaving or "epoch" in info.result.votes
+        self.leaving = self.leaving or "generation" in info.result.votes
         return self._act(info)
 
     def _act(self, info: StepInfo) -> str | None:
@@ -291,19 +291,19 @@ class Loop:
         for callback in self.callbacks:
             callback.on_evaluation(step, metrics)
 
-    def resumed(self, border: Border) -> bool:
+    def resumed(self, boundary: StepBoundary) -> bool:
         """Load the newest checkpoint; False where it is not of this step."""
-        return self.checkpoints.resume() and self.engine.step_count == border.step
+        return self.checkpoints.resume() and self.engine.step_count == boundary.step
 
     @property
     def begun(self) -> bool:
         """True once the ranks have a state to go on from."""
         return self._acted >= 0
 
-    def border(self) -> Border:
-        """Position of the loop, for the ranks of another epoch to go on from."""
+    def boundary(self) -> StepBoundary:
+        """Position of the loop, for the ranks of another generation to go on from."""
         pipeline = self.engine.split.pipeline if self.engine.split is not None else None
-        return Border(
+        return StepBoundary(
             step=self.engine.step_count,
             acted=self._acted,
             stop=self.stop.state_dict(),
@@ -318,41 +318,41 @@ class Loop:
             cut="" if pipeline is None else pipeline.cut,
         )
 
-    def _go_on(self, border: Border, *, recut: bool, has_position: bool) -> str | None:
-        """Go on with the ranks of another epoch; returns the reason if the run ends."""
+    def _go_on(self, boundary: StepBoundary, *, recut: bool, has_position: bool) -> str | None:
+        """Go on with the ranks of another generation; returns the reason if the run ends."""
         engine = self.engine
-        engine.step_count, self._acted = border.step, border.acted
+        engine.step_count, self._acted = boundary.step, boundary.acted
         if not (recut or has_position):
-            engine.loader.load_state_dict(self._position(border.step))
-        engine.compute.normalization.items_per_sample = border.items_per_sample
+            engine.loader.load_state_dict(self._position(boundary.step))
+        engine.compute.normalization.items_per_sample = boundary.items_per_sample
         engine.compute.normalization.prepare()
         # alike on all ranks, which were broken off in different places
         engine.updates = 0
         if engine.guard.spikes is not None:
-            engine.guard.spikes.load_state_dict((border.outcome or {}).get("last_losses", []))
-        self.stop.load_state_dict(border.stop)
-        self.evaluations.at, self.checkpoints.rejected = border.evaluated_at, border.rejected
-        engine.replica_state.corruption.times, self.recutting.recuts = list(border.corrupted), border.recuts
+            engine.guard.spikes.load_state_dict((boundary.outcome or {}).get("last_losses", []))
+        self.stop.load_state_dict(boundary.stop)
+        self.evaluations.at, self.checkpoints.rejected = boundary.evaluated_at, boundary.rejected
+        engine.replica_state.corruption.times, self.recutting.recuts = list(boundary.corrupted), boundary.recuts
         self.checkpoints.continued()
         self.checkpoints.begin()
-        self._last = None if border.last is None else StepInfo.from_json(border.last)
-        self._before = [StepInfo.from_json(info) for info in border.before]
+        self._last = None if boundary.last is None else StepInfo.from_json(boundary.last)
+        self._before = [StepInfo.from_json(info) for info in boundary.before]
         for info in (*self._before, self._last):
             if info is not None:
                 self.recorder.complete(info)
         if not recut:
-            ranks = {"step": border.step, "replicas": engine.plan.dp, "ranks": self.group.size}
-            self.events("epoch", {**ranks, "transport": self.group.transport.name})
-            self._tell_start(border.step)
+            ranks = {"step": boundary.step, "replicas": engine.plan.dp, "ranks": self.group.size}
+            self.events("generation", {**ranks, "transport": self.group.transport.name})
+            self._tell_start(boundary.step)
         engine.meter.restart()
         reason = None
-        if self._last is not None and border.acted < border.step:
+        if self._last is not None and boundary.acted < boundary.step:
             # what follows this step was broken off
             reason = self._act(self._last)
-            if reason is None and border.step % self.epoch_steps == 0:
+            if reason is None and boundary.step % self.epoch_steps == 0:
                 reason = self.evaluations.after_epoch()
-            self._acted = border.step
-        return reason or self.stop.ended(border.step)
+            self._acted = boundary.step
+        return reason or self.stop.ended(boundary.step)
 
     def _tell_start(self, step: int) -> None:
         for callback in self.callbacks:
@@ -407,8 +407,8 @@ class Loop:
         if any(found := self.group.gather_json(self.engine.compute.experts.counts())):
             self.events("experts", {"step": self.engine.step_count, **add_counts(found)})
         reasons = self.group.gather_json(reason)
-        if strangers := sum(self.group.gather_json(self.group.transport.strangers)):
-            self.events("strangers", {"connections": strangers})
+        if unauthenticated := sum(self.group.gather_json(self.group.transport.unauthenticated)):
+            self.events("unauthenticated", {"connections": unauthenticated})
         named = next((r for r in reasons if r != "interrupted"), reason)
         self.events(
             "end",
@@ -444,7 +444,7 @@ class Loop:
         if self.signal is not None:
             self.engine.signals.vote("interrupted")
         if self.another_is_wanted():
-            self.engine.signals.vote("epoch")
+            self.engine.signals.vote("generation")
         if self.group.rank == 0:
             if self.stop.out_of_time():
                 self.engine.signals.vote("out_of_time")

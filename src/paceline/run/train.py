@@ -20,6 +20,7 @@ from paceline.cluster.launch_engines import is_rank
 from paceline.cluster.launch_engines.engine import HOST_DEVICES
 from paceline.console import Console as SafeConsole
 from paceline.deferred_compiler import defer_compiler
+from paceline.elastic.forkserver import warm_up
 from paceline.elastic.hosts.hosts import Hosts, current_hosts
 from paceline.elastic.hosts.over_hosts import over_hosts
 from paceline.elastic.hosts.remote import RunFolder
@@ -30,7 +31,6 @@ from paceline.elastic.place import RankPlace, cores_on, places_on, with_servers
 from paceline.elastic.possible import recovers_in_place, recovery_is_on
 from paceline.elastic.run_lock import RunLock
 from paceline.elastic.run_on_ranks import warm_up_for
-from paceline.elastic.seed import warm_up
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
@@ -349,8 +349,8 @@ def _record(job: Job, cluster: Cluster, plan: Plan, path: Path, before: Run | No
 
 def _lock_on(run: Run, takeover: Takeover | None, say: Say) -> RunLock:
     """The lock on a run that goes on; taken already where ranks were kept."""
-    if takeover and takeover.next_epoch:
-        return takeover.next_epoch.lock
+    if takeover and takeover.next_generation:
+        return takeover.next_generation.lock
     return RunLock(run.path, say, succeeds=takeover is not None)
 
 

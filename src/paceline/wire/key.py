@@ -139,7 +139,7 @@ def own_key() -> RunKey | None:
     return read_key(Path(path)) if (path := os.environ.get(KEY_FILE)) else None
 
 
-@lru_cache(maxsize=1)  # ranks ask in every epoch, and keep the key's contexts
+@lru_cache(maxsize=1)  # ranks ask in every generation, and keep the key's contexts
 def _parsed(pem: bytes) -> RunKey:
     return RunKey.from_pem(pem)
 

@@ -1,4 +1,4 @@
-"""Listener for the run's own processes, whom no stranger holds up.
+"""Listener for the run's own processes, whom no unauthenticated peer holds up.
 
 One thread waits for everything. A turn takes few new connections, after what the known ones have sent; few may be
 unproven at a time, each for a few seconds.
@@ -59,7 +59,7 @@ class Listener:
         limits: of what may come.
 
     Attributes:
-        strangers: number of connections that were turned away.
+        unauthenticated: number of connections that were turned away.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Listener:
             self._socket.close()
             raise ChannelError("without the run's key only a Unix socket is listened on")
         self.address = self._own_path or _address_of(self._socket)
-        self.strangers = 0
+        self.unauthenticated = 0
         self._unproven: dict[int, _Unproven] = {}
         self._served: dict[int, Connection] = {}
         self._socket.setblocking(False)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._epoll.register(self._doorbell, select.EPOLLIN)
         self._epoll.register(self._socket, select.EPOLLIN)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="paceline-listener", daemon=True)
@@ -99,9 +99,9 @@ class Listener:
         """Stop listening, and close the connections that are served here. Those handed over stay."""
         if not self._closing:
             self._closing = True
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._doorbell, 1)
             self._thread.join()
-            os.close(self._bell)
+            os.close(self._doorbell)
 
     def _run(self) -> None:
         try:
@@ -151,7 +151,7 @@ class Listener:
         if (user := user_of_peer(link)) == os.geteuid():
             self._welcome(link, name_of(self._own_path or Path("a Unix socket")))
         else:
-            self._count_stranger(f"a process of user {user}")
+            self._count_unauthenticated(f"a process of user {user}")
             link.close()
 
     def _await_proof(self, link: socket.socket) -> None:
@@ -229,12 +229,12 @@ class Listener:
 
     def _drop(self, fd: int) -> None:
         unproven = self._unproven.pop(fd)
-        self._count_stranger(unproven.peer)
+        self._count_unauthenticated(unproven.peer)
         unproven.link.close()  # which takes it out of the epoll
 
-    def _count_stranger(self, who: str) -> None:
-        self.strangers += 1
-        if self.strangers == 1:
+    def _count_unauthenticated(self, who: str) -> None:
+        self.unauthenticated += 1
+        if self.unauthenticated == 1:
             print(
                 f"paceline: {name_of(self.address)}: {who} does not belong to this run and was turned away. "
                 "Others will be, too, without a word.",

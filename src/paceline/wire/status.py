@@ -19,7 +19,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 _CODES = {phase: code for code, phase in enumerate(PHASES)}
 _SLOT_BYTES = 64  # a cache line each, so that ranks do not slow each other's marks
-_PID, _ATTEMPT, _PHASE, _STEP, _CHANGED, _EPOCH = range(6)  # 8-byte fields of a slot
+_PID, _ATTEMPT, _PHASE, _STEP, _CHANGED, _GENERATION = range(6)  # 8-byte fields of a slot
 _CURRENT, _WANTED = range(2)  # those of the last slot, which is the launcher's
 
 
@@ -30,7 +30,7 @@ class RankStatus:
     Attributes:
         phase: `joining` is a replacement that waits to be let in.
         changed_ns: CLOCK_MONOTONIC, which all processes of a machine share.
-        epoch: that it takes part in.
+        generation: that it takes part in.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class RankStatus:
     phase: Phase
     step: int
     changed_ns: int
-    epoch: int = 0
+    generation: int = 0
 
     def idle_s(self, now_ns: int) -> float:
         """Seconds since the last mark."""
@@ -97,30 +97,36 @@ class StatusBoard:
         slot[_STEP] = step
         slot[_CHANGED] = time.monotonic_ns()
 
-    def put(self, rank: int, pid: int, phase: Phase, step: int, changed_ns: int, epoch: int = 0) -> None:
+    def put(self, rank: int, pid: int, phase: Phase, step: int, changed_ns: int, generation: int = 0) -> None:
         """Show what the launcher was told of a rank on another host."""
         first = rank * _SLOT_BYTES // 8
-        values = ((_PID, pid), (_PHASE, _CODES[phase]), (_STEP, step), (_CHANGED, changed_ns), (_EPOCH, epoch))
+        values = (
+            (_PID, pid),
+            (_PHASE, _CODES[phase]),
+            (_STEP, step),
+            (_CHANGED, changed_ns),
+            (_GENERATION, generation),
+        )
         for field, value in values:
             self._words[first + field] = value
 
-    def enter(self, epoch: int) -> None:
-        """Say that this rank takes part in an epoch."""
-        self._slot[_EPOCH] = epoch
+    def enter(self, generation: int) -> None:
+        """Say that this rank takes part in a generation."""
+        self._slot[_GENERATION] = generation
 
     def announce(self, current: int, wanted: int) -> None:
-        """Tell ranks which epoch is begun now, and which after a step."""
+        """Tell ranks which generation is begun now, and which after a step."""
         self._launchers[_WANTED] = wanted
         self._launchers[_CURRENT] = current
 
     @property
-    def current_epoch(self) -> int:
-        """The newest epoch that was begun; ranks of others leave theirs at once."""
+    def current_generation(self) -> int:
+        """The newest generation that was begun; ranks of others leave theirs at once."""
         return self._launchers[_CURRENT]
 
     @property
-    def wanted_epoch(self) -> int:
-        """The epoch to begin after a step; the current one where nobody joins."""
+    def wanted_generation(self) -> int:
+        """The generation to begin after a step; the current one where nobody joins."""
         return self._launchers[_WANTED]
 
     def read(self) -> list[RankStatus]:
@@ -129,7 +135,7 @@ class StatusBoard:
         width = _SLOT_BYTES // 8
         slots = [words[first : first + width] for first in range(0, len(words) - width, width)]
         return [
-            RankStatus(rank, s[_PID], s[_ATTEMPT], PHASES[s[_PHASE]], s[_STEP], s[_CHANGED], s[_EPOCH])
+            RankStatus(rank, s[_PID], s[_ATTEMPT], PHASES[s[_PHASE]], s[_STEP], s[_CHANGED], s[_GENERATION])
             for rank, s in enumerate(slots)
         ]
 

@@ -115,9 +115,9 @@ class StoreServer:
         self.address = self._listener.address
 
     @property
-    def strangers(self) -> int:
+    def unauthenticated(self) -> int:
         """The number of connections that were turned away."""
-        return self._listener.strangers
+        return self._listener.unauthenticated
 
     def close(self) -> None:
         """Stop serving; clients get an error."""

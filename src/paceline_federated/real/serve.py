@@ -126,7 +126,9 @@ class Federation:
                 if not interrupted:
                     self.gathering.front.say_farewell(reason)
             stop = {"reason": reason, "step": self.round, "elapsed_s": round(self.stop.elapsed_s, 3)}
-            self.record.events.event("end", {**stop, "interrupted": interrupted, "strangers": service.strangers})
+            self.record.events.event(
+                "end", {**stop, "interrupted": interrupted, "unauthenticated": service.unauthenticated}
+            )
 
     def _rounds(self, run: Run) -> str:
         if not self.round:

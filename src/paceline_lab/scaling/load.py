@@ -9,7 +9,7 @@ import time
 import psutil
 
 from paceline.cluster.cluster import Host
-from paceline.elastic.seed import cpu_s
+from paceline.elastic.forkserver import cpu_s
 from paceline.stats import Interval
 
 NOISE_CORES = 0.05  # what a machine's own housekeeping takes
@@ -66,7 +66,7 @@ def undisturbed(time_s: Interval, stolen: float) -> Interval:
 
 
 def _own_cpu_s() -> float:
-    # The seed, whose children the ranks are, is waited for only at the end.
+    # The forkserver, whose children the ranks are, is waited for only at the end.
     times = os.times()
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return times.user + times.system + children.ru_utime + children.ru_stime + cpu_s()

@@ -47,8 +47,8 @@ def command(
     with stop_signals(lambda _: stop.set()), serve(what, place, run_key, threads=threads, grace_s=grace) as serving:
         typer.echo(f"serving {', '.join(what)} at {name_of(serving.address)}")
         stop.wait()
-    if serving.strangers:
-        typer.echo(f"connections closed because they did not prove the run's key: {serving.strangers}")
+    if serving.unauthenticated:
+        typer.echo(f"connections closed because they did not prove the run's key: {serving.unauthenticated}")
 
 
 COMMAND = Command(command, "Operate", "paceline serve ranking.py:Table --at 10.0.0.2:7000 --key run.key")

@@ -86,9 +86,9 @@ class Serving:
         self.address = self._service.address
 
     @property
-    def strangers(self) -> int:
+    def unauthenticated(self) -> int:
         """Number of connections that were turned away."""
-        return self._service.strangers
+        return self._service.unauthenticated
 
     @property
     def objects(self) -> int:

@@ -24,13 +24,13 @@ class Backup:
 
     Attributes:
         address: of the backup, as a view has it.
-        epoch: in which it becomes the backup, and takes operations.
+        generation: in which it becomes the backup, and takes operations.
         counts: the primary answers nobody before the backup has; until the state is there it does not count.
         lost: it failed once, and is used no more.
     """
 
-    def __init__(self, address: str, key: RunKey | None, epoch: int, name: str) -> None:
-        self.address, self.epoch = address, epoch
+    def __init__(self, address: str, key: RunKey | None, generation: int, name: str) -> None:
+        self.address, self.generation = address, generation
         self.counts = self.lost = False
         self._client = Client(as_address(address), key, name=name, deadline_s=ANSWER_S, reconnect=False)
         self._sent: deque[tuple[int, Pending]] = deque()
@@ -39,7 +39,7 @@ class Backup:
 
     def install(self, index: int, state: dict[str, Any]) -> None:
         """Send the whole state, after so many operations. Raises ChannelError."""
-        self._sent.append((index, self._client.begin("install", self.epoch, index, state, deadline_s=STATE_S)))
+        self._sent.append((index, self._client.begin("install", self.generation, index, state, deadline_s=STATE_S)))
 
     def post(self, index: int, operation: Operation) -> None:
         """Send an operation. A failure is told by `wait`."""
@@ -47,7 +47,7 @@ class Backup:
         entry = [name, identity, sequence, plain(action)]
         deadline_s = (ANSWER_S if self.counts else STATE_S) + nbytes(entry) / SLOWEST_BYTES_PER_S
         try:
-            pending = self._client.begin("repeat", self.epoch, index, entry, deadline_s=deadline_s)
+            pending = self._client.begin("repeat", self.generation, index, entry, deadline_s=deadline_s)
         except (ChannelError, RemoteError):
             self.lost = True
         else:
@@ -68,7 +68,7 @@ class Backup:
     def answers(self) -> bool:
         """True if it is there, and still the backup."""
         try:
-            return not self.lost and self._client.call("alive", self.epoch)[:2] == ["ok", True]
+            return not self.lost and self._client.call("alive", self.generation)[:2] == ["ok", True]
         except (ChannelError, RemoteError):
             return False
 

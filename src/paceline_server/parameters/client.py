@@ -203,7 +203,7 @@ class ServerClient:
         return self._pushed(gradients, into, ticket, delta, take)
 
     def take(self) -> Ticket | None:
-        """Take a ticket, waited for; None: all tickets up to the border are applied."""
+        """Take a ticket, waited for; None: all tickets up to the boundary are applied."""
         (reply,) = self._act([Take()])
         return None if reply[4] is None else Ticket(*reply[4])
 
@@ -235,7 +235,7 @@ class ServerClient:
         """Begin a sum over all members; call the result for it. The tensor holds the sum then.
 
         Args:
-            space: an epoch of the run by its number and name; a newer one ends the sums of those before.
+            space: a generation of the run by its number and name; a newer one ends the sums of those before.
             number, bucket: which sum: that of a step, and of a part of the gradients.
             coded: what is sent in the place of the tensor.
             index: of this member among `members`. The sum is taken in this order, so it is the same in every run.
@@ -264,7 +264,7 @@ class ServerClient:
         return {"parts": [part["parameters"] for part in parts], "batches": parts[0]["batches"]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned, by one client and at a border."""
+        """Restore what `state` returned, by one client and at a boundary."""
         if len(state["parts"]) != len(self.lines):
             raise ServerRefused(f"the state is of {len(state['parts'])} servers, and there are {len(self.lines)}")
         self._act([Load(part, state["batches"]) for part in state["parts"]])

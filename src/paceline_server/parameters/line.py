@@ -52,7 +52,7 @@ class Line:
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._closed = False
-        self._at, self._epoch = "", -1
+        self._at, self._generation = "", -1
         self.connected(time.monotonic() + deadline_s)
 
     def ask(self, function: str, *args: Any, waits_s: float | None = None, more: Sequence[Any] = ()) -> Asked:
@@ -98,12 +98,12 @@ class Line:
                 self.addresses.append(self.addresses.pop(self.addresses.index(self._at)))
             self._learn(addresses)
 
-    def note(self, client: Client, epoch: int) -> None:
-        """Ask for the addresses of an epoch that is new to this client."""
-        if epoch == self._epoch:
+    def note(self, client: Client, generation: int) -> None:
+        """Ask for the addresses of a generation that is new to this client."""
+        if generation == self._generation:
             return
         with self._lock:
-            self._epoch = epoch
+            self._generation = generation
         try:
             status, value = client.call("hello", self._settings.fingerprint, self._settings.digest)[:2]
         except ChannelError:
@@ -130,14 +130,14 @@ class Line:
             reconnect=False,  # to another process, maybe
         )
         try:
-            status, value, *epoch = client.call("hello", self._settings.fingerprint, self._settings.digest)
+            status, value, *generation = client.call("hello", self._settings.fingerprint, self._settings.digest)
             if status == "refused":
                 raise ServerRefused(str(value))
             if status in ("ok", "elsewhere"):
                 self._learn(value)
             if status == "ok":
                 self._client, self._at = client, text
-                self._epoch = epoch[0]
+                self._generation = generation[0]
             return bool(status == "ok")
         finally:
             if self._client is not client:
@@ -174,11 +174,11 @@ class Asked:
             ServerLost: no process of the server answers.
         """
         while True:
-            status, value, *epoch = self._answer()
+            status, value, *generation = self._answer()
             match status:
                 case "ok":
                     assert self._client is not None
-                    self.line.note(self._client, epoch[0])
+                    self.line.note(self._client, generation[0])
                     return value
                 case "refused":
                     raise (NoMember if _NO_MEMBER in value else ServerRefused)(value)

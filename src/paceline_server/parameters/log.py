@@ -75,16 +75,16 @@ class Log:
         self._closing = False
         self._deposed = threading.Event()  # not primary
         self._deposed.set()
-        self._installed: int | None = None  # epoch in which this process is the backup
+        self._installed: int | None = None  # generation in which this process is the backup
         self._backup: Backup | None = None
         self._thread: threading.Thread | None = None
         if journal:
             journal.replay(self._load, self._apply)
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """Number of the view; 0 before the first."""
-        return self.view.epoch if self.view else 0
+        return self.view.generation if self.view else 0
 
     @property
     def has_backup(self) -> bool:
@@ -127,7 +127,7 @@ class Log:
         """Ask whether this still is the primary. Raises Elsewhere where it is not; ChannelError where nobody says."""
         view = self._views.read()
         with self.turn:
-            if self.primary and view is not None and view.epoch > self.epoch:
+            if self.primary and view is not None and view.generation > self.generation:
                 self._backup, self._installed = None, None
                 self._step_down()
                 self.turn.notify_all()
@@ -175,13 +175,13 @@ class Log:
     # What the other process of this server calls
 
     def attend(self, caller: Caller, address: str) -> int:
-        """Take a process as the backup: it gets the state, then every operation. Returns the epoch."""
+        """Take a process as the backup: it gets the state, then every operation. Returns the generation."""
         with self.turn:
             self.must_be_primary()
             if self._backup and not self._backup.lost:
                 raise ServerRefused(f"{self._name} has a backup already, at {self._backup.address}")
             assert self.view is not None
-            backup = Backup(address, self._key, self.view.epoch + 1, self._name)
+            backup = Backup(address, self._key, self.view.generation + 1, self._name)
             backup.install(self.index, self.machine.state())
             self._backup, index = backup, self.index
         try:
@@ -191,11 +191,11 @@ class Log:
             backup.wait(index)
             with self.turn:
                 self.must_be_primary()
-                together = View(backup.epoch, self._own, address)
+                together = View(backup.generation, self._own, address)
                 if backup.lost or not self._views.replace(self.view, together):
-                    raise ChannelError(f"{address} is not the backup of epoch {backup.epoch}")
+                    raise ChannelError(f"{address} is not the backup of generation {backup.generation}")
                 self.view = together
-                return backup.epoch
+                return backup.generation
         except (ChannelError, RemoteError) as error:
             backup.close()
             with self.turn:
@@ -203,33 +203,33 @@ class Log:
                     self._backup = None
             raise ServerRefused(str(error)) from None
 
-    def beat(self, caller: Caller, epoch: int) -> bool:
-        """Answer, a while later, whether this is the primary of an epoch.
+    def beat(self, caller: Caller, generation: int) -> bool:
+        """Answer, a while later, whether this is the primary of a generation.
 
         The caller waits meanwhile, and sees the end of this process at once.
         """
         self._deposed.wait(_BEAT_S)  # without the lock, which is held while a large push is applied
-        return self.primary and self.epoch == epoch
+        return self.primary and self.generation == generation
 
-    def install(self, caller: Caller, epoch: int, index: int, state: dict[str, Any]) -> None:
+    def install(self, caller: Caller, generation: int, index: int, state: dict[str, Any]) -> None:
         """Begin with the state of the primary."""
         with self.turn:
-            if self.primary or (self.view and epoch <= self.view.epoch):
-                raise ServerRefused(f"{caller.name} sent the state of epoch {epoch}, which is over")
+            if self.primary or (self.view and generation <= self.view.generation):
+                raise ServerRefused(f"{caller.name} sent the state of generation {generation}, which is over")
             self.machine = self._new_machine()
             self.machine.load(state)
-            self.index, self._installed = index, epoch
+            self.index, self._installed = index, generation
 
-    def repeat(self, caller: Caller, epoch: int, index: int, entry: Any) -> None:
+    def repeat(self, caller: Caller, generation: int, index: int, entry: Any) -> None:
         """Apply an operation of the primary."""
         with self.turn:
-            if self.primary or epoch != self._installed or index != self.index + 1:
-                raise ServerRefused(f"{caller.name} sent operation {index} of epoch {epoch}: it is deposed")
+            if self.primary or generation != self._installed or index != self.index + 1:
+                raise ServerRefused(f"{caller.name} sent operation {index} of generation {generation}: it is deposed")
             self._apply(entry)
 
-    def alive(self, caller: Caller, epoch: int) -> bool:
-        """True if this process is the backup in an epoch."""
-        return self._installed == epoch and not self.primary
+    def alive(self, caller: Caller, generation: int) -> bool:
+        """True if this process is the backup in a generation."""
+        return self._installed == generation and not self.primary
 
     def _apply(self, entry: Any) -> None:
         name, identity, sequence, values = entry
@@ -267,12 +267,12 @@ class Log:
         view = self._views.read()
         if view is None or not view.primary or (view.primary == self._own and self._journal):
             with self.turn:
-                self._lead(view, View(1 if view is None else view.epoch + 1, self._own))
+                self._lead(view, View(1 if view is None else view.generation + 1, self._own))
         else:
             self._be_backup(view)
 
     def _lead(self, before: View | None, after: View) -> None:
-        """Become the primary of an epoch, if nobody else has."""
+        """Become the primary of a generation, if nobody else has."""
         if self._views.replace(before, after):
             self.view, self.primary, self._installed = after, True, None
             self._deposed.clear()
@@ -292,30 +292,30 @@ class Log:
         newest = self._views.read()
         with self.turn:
             # a primary may be lost once the view says that this is its backup, and before it could say so itself
-            ours = newest is not None and newest.backup == self._own and newest.epoch == self._installed
+            ours = newest is not None and newest.backup == self._own and newest.generation == self._installed
             if newest is not None and ours and not self._closing:
-                self._lead(newest, View(newest.epoch + 1, self._own))
+                self._lead(newest, View(newest.generation + 1, self._own))
             else:
                 self._installed = None
 
     def _attend(self, address: Address) -> None:
         """Be the backup of a primary until one of both is lost. Raises where it takes none, or is lost."""
         with Client(address, self._key, name=self._name, deadline_s=_BEAT_DEADLINE_S, reconnect=False) as primary:
-            status, epoch = primary.call("attend", self._own, deadline_s=2 * STATE_S)[:2]
+            status, generation = primary.call("attend", self._own, deadline_s=2 * STATE_S)[:2]
             if status != "ok":
-                raise ServerRefused(str(epoch))
-            while not self._closing and primary.call("beat", epoch)[:2] == ["ok", True]:
+                raise ServerRefused(str(generation))
+            while not self._closing and primary.call("beat", generation)[:2] == ["ok", True]:
                 pass
 
     def _go_on_without(self, backup: Backup) -> None:
-        """Begin an epoch without the backup; who cannot begin it is deposed."""
+        """Begin a generation without the backup; who cannot begin it is deposed."""
         backup.close()
         with self.turn:
             if self._backup is not backup:
                 self.must_be_primary()
                 return  # another thread has
             assert self.view is not None
-            alone = View(self.view.epoch + 1, self._own)
+            alone = View(self.view.generation + 1, self._own)
             try:
                 ours = self._views.replace(self.view, alone)
             except ChannelError as error:

@@ -87,7 +87,7 @@ class Machine:
             case Leave() | Initialize():
                 pass
             case Open() if self.tickets is not None:
-                pass  # who keeps the borders need not be a member
+                pass  # who keeps the boundaries need not be a member
             case _:
                 self.clients.must_be_member(operation.name, operation.identity)
                 self._check_of_member(operation)
@@ -182,7 +182,7 @@ class Machine:
                 if not self.tickets.holds(name, number, attempt):
                     raise ServerRefused(f"{name} gave back ticket {number}, which it does not hold")
             case Load() if self._round or self._sum.count or (self.tickets and self.tickets.in_flight):
-                raise ServerRefused(f"{name} loads a checkpoint while pushes are under way: do it at a border")
+                raise ServerRefused(f"{name} loads a checkpoint while pushes are under way: do it at a boundary")
 
     def _check_push(self, name: str, push: Push) -> None:
         if not self.parameters.ready:

@@ -103,9 +103,9 @@ class ParameterServer:
         return self._log.has_backup
 
     @property
-    def strangers(self) -> int:
+    def unauthenticated(self) -> int:
         """Connections without the run's key."""
-        return self._service.strangers
+        return self._service.unauthenticated
 
     @property
     def callers(self) -> int:
@@ -124,9 +124,9 @@ class ParameterServer:
                 "version": machine.parameters.version,
                 "operations": self._log.index,
                 "batches": machine.tickets.batches if machine.tickets else 0,
-                "epoch": self._log.epoch,
+                "generation": self._log.generation,
                 "backup": self.has_backup,
-                "strangers": self.strangers,
+                "unauthenticated": self.unauthenticated,
             }
 
     def expel(self, name: str) -> None:
@@ -157,7 +157,7 @@ class ParameterServer:
         self.close()
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
-        """Functions that may be called. Each answer is ["ok", value, epoch], or says why there is none."""
+        """Functions that may be called. Each answer is ["ok", value, generation], or says why there is none."""
         functions: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "act": self._act,
@@ -197,7 +197,7 @@ class ParameterServer:
             self._connected[caller.identity] = caller
             try:
                 value = function(caller, *args)
-                return ["ok", value, self._log.epoch]
+                return ["ok", value, self._log.generation]
             except Elsewhere:
                 return self._elsewhere()
             except ServerRefused as error:

@@ -138,7 +138,7 @@ class ServerSettings:
         if self.pieces and self.pieces % self.pushes_per_step:
             yield (
                 f"a step of {self.pushes_per_step} pushes does not divide the {self.pieces} pieces of a global batch, "
-                f"so that a border would leave gradients unapplied; take a divisor of {self.pieces}"
+                f"so that a boundary would leave gradients unapplied; take a divisor of {self.pieces}"
             )
         if not self.rounds and self.combine in ("trimmed_mean", "median"):
             yield f"combine={self.combine} is of all pushes of a round: set rounds=True"
@@ -166,7 +166,7 @@ class Slice(NamedTuple):
 def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
     """Slices that each server owns: contiguous rows, of about equally many bytes.
 
-    A tensor is cut along dimension 0 at a server's border. Optimizers that scale by the norm of a whole tensor (LARS,
+    A tensor is cut along dimension 0 at a server's boundary. Optimizers that scale by the norm of a whole tensor (LARS,
     LAMB) get whole tensors.
 
     Raises:

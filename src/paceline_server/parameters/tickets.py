@@ -55,7 +55,7 @@ class Tickets:
         return self._below // self._pieces
 
     @property
-    def at_border(self) -> bool:
+    def at_boundary(self) -> bool:
         """True if every ticket that may be dealt is applied."""
         return self._below >= self.until * self._pieces
 
@@ -65,12 +65,12 @@ class Tickets:
         return self._holders
 
     def open(self, until: int) -> None:
-        """Allow tickets of batches below `until`; a border that is further already stays."""
+        """Allow tickets of batches below `until`; a boundary that is further already stays."""
         self.until = max(self.until, until)
 
     def waits(self, client: str) -> str | None:
         """Reason why a client has to wait for a ticket, or None."""
-        if self.at_border:
+        if self.at_boundary:
             return None
         if sum(holder == client for holder in self._holders.values()) >= self._at_once:
             return f"it holds {self._at_once} tickets already: push or give back one"
@@ -82,8 +82,8 @@ class Tickets:
         return None
 
     def deal(self, client: str) -> Ticket | None:
-        """The next ticket; None at the border. Not where `waits` gives a reason."""
-        if self.at_border:
+        """The next ticket; None at the boundary. Not where `waits` gives a reason."""
+        if self.at_boundary:
             return None
         if self._again:
             number = heapq.heappop(self._again)

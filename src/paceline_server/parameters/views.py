@@ -1,8 +1,8 @@
-"""Views of a server: its primary and its backup, in numbered epochs.
+"""Views of a server: its primary and its backup, in numbered generations.
 
 The view is one value that is only ever replaced by the next one, by compare-and-set, so at any time at most one process
 believes rightly that it is the primary: a backup that cannot reach its primary, and a primary that cannot reach its
-backup, both ask for the next epoch, and one of them gets it. The other one is deposed, and refuses everything.
+backup, both ask for the next generation, and one of them gets it. The other one is deposed, and refuses everything.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Address = tuple[str, int] | Path
 
 
 class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An epoch of a server. Addresses as text: `host:port`, or the path of a socket."""
+    """A generation of a server. Addresses as text: `host:port`, or the path of a socket."""
 
-    epoch: int
+    generation: int
     primary: str
     backup: str | None = None
 
     def addresses(self) -> list[str]:
-        """The addresses of this epoch, the primary's first."""
+        """The addresses of this generation, the primary's first."""
         return [address for address in (self.primary, self.backup) if address]
 
 

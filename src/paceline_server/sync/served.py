@@ -53,7 +53,7 @@ class ServedDeltas(Served):
     arXiv:2311.08105) on each push. Between rounds a worker keeps its optimizer's state.
 
     Attributes:
-        outer: state of the servers' optimizer at the last border, by the parameters' names; on the first worker.
+        outer: state of the servers' optimizer at the last boundary, by the parameters' names; on the first worker.
     """
 
     def __init__(self, **arguments: object) -> None:

@@ -25,7 +25,7 @@ class ServerSums(AllReduce):
 
     The result is that of `allreduce`, in buckets that are pushed while the backward pass goes on where replicas are on
     several hosts. The servers are threads of the first `servers` replicas' ranks, each with a part of every bucket, and
-    end with them: what a lost rank has served is served by the ranks of the next epoch.
+    end with them: what a lost rank has served is served by the ranks of the next generation.
 
     Args:
         servers: how many share the sums. Other arguments are those of the rule's other forms.

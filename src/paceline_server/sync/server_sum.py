@@ -16,9 +16,9 @@ from paceline.comm.allreduce.flat import FlatAllReduce
 from paceline.comm.comm_thread import CommThread, Task
 from paceline.comm.group import Group, Op
 from paceline.device import is_accelerator
-from paceline.epoch import EpochOver, epoch_is_over, epochs_are_watched
 from paceline.errors import ChannelError, LaunchError, ServerLost, ServerRefused, SyncError
 from paceline.files import scratch_folder
+from paceline.generation import GenerationOver, generation_is_over, generations_are_watched
 from paceline.sync.compress.alone import Feedback, decoder
 from paceline.wire.key import RunKey, own_key
 from paceline_server.parameters.client import ServerClient
@@ -27,7 +27,7 @@ from paceline_server.parameters.settings import GroupSettings, ServerSettings, T
 from paceline_server.parameters.views import as_address, as_text
 
 _LEAVE_S = 5.0
-_LOOK_S = 0.05  # between two looks at whether the epoch is over
+_LOOK_S = 0.05  # between two looks at whether the generation is over
 _SUMS_OF_A_RANK = 2  # under way at once, at most
 _Part = tuple[Tensor, Tensor | None]  # a tensor to be summed in place, and what is sent instead
 _SPACE = 0, "sums"  # of the numbers of sums; a server sums for one group only
@@ -49,7 +49,7 @@ class ServerSum(FlatAllReduce):
         self._held = ExitStack()
         self._numbers = count()
         # a sum that others do not come to can be broken off only by another thread
-        self._beside = CommThread("paceline-sums") if epochs_are_watched() else None
+        self._beside = CommThread("paceline-sums") if generations_are_watched() else None
         with self._held as held:
             key = _key_of(group)
             own = self._serve(group, key, servers) if group.rank < servers else None
@@ -108,11 +108,11 @@ class ServerSum(FlatAllReduce):
                 self._sum(number, parts)
             else:
                 self._wait(self._beside.start(partial(self._sum, number, parts)))
-        except EpochOver:
+        except GenerationOver:
             raise
         except (ChannelError, ServerLost, ServerRefused) as error:
-            if epoch_is_over():
-                raise EpochOver(f"rank {self.group.rank}: a sum on the servers was broken off") from error
+            if generation_is_over():
+                raise GenerationOver(f"rank {self.group.rank}: a sum on the servers was broken off") from error
             raise SyncError(f"rank {self.group.rank}: sum {number} on the servers: {error}") from error
 
     def close(self) -> None:
@@ -132,11 +132,11 @@ class ServerSum(FlatAllReduce):
             result()
 
     def _wait(self, task: Task) -> None:
-        """Wait for sums, unless the epoch ends before them."""
+        """Wait for sums, unless the generation ends before them."""
         while not task.done.wait(_LOOK_S):
-            if epoch_is_over():
+            if generation_is_over():
                 self.client.close()
-                raise EpochOver(f"rank {self.group.rank}: a sum on the servers was broken off")
+                raise GenerationOver(f"rank {self.group.rank}: a sum on the servers was broken off")
         task.wait()
 
     def _serve(self, group: Group, key: RunKey | None, servers: int) -> str:
@@ -160,7 +160,7 @@ class ServerSum(FlatAllReduce):
 def _await_leave(server: ParameterServer) -> None:
     """Wait for a while until all clients have left. Their last answers may be under way."""
     until = time.monotonic() + _LEAVE_S
-    while server.callers and time.monotonic() < until and not epoch_is_over():
+    while server.callers and time.monotonic() < until and not generation_is_over():
         time.sleep(0.005)
 
 

@@ -1,6 +1,6 @@
 """The first worker: computes pieces as all do, and measures, saves and records.
 
-At a border everything before it is applied, and nothing after it: there a run is as any other. It lies where the job
+At a boundary everything before it is applied, and nothing after it: there a run is as any other. It lies where the job
 evaluates or saves by steps, where it saves by the clock or is stopped, and where the run ends.
 """
 
@@ -22,7 +22,7 @@ from paceline.run.record.run import Run
 from paceline.units import count
 from paceline.wire.store import StoreClient
 from paceline_server.training.log import LoggedBatches, LoggedPiece
-from paceline_server.training.rounds import next_border
+from paceline_server.training.rounds import next_boundary
 from paceline_server.training.worker import Worker
 
 BEGIN = "served/begin"  # key of the run's store: batches before the first round
@@ -32,7 +32,7 @@ _FIRST_AHEAD = 16  # batches, before their time is known
 
 
 class FirstWorker(Loop):
-    """Trains from border to border."""
+    """Trains from boundary to boundary."""
 
     def __init__(self, run: Run, worker: Worker, data: DataSets, group: Group, store: StoreClient) -> None:
         super().__init__(run, worker.engine, data, group)
@@ -74,7 +74,7 @@ class FirstWorker(Loop):
         return f"sync=server: {own} the parameters{backup}; {plan.dp} workers push {pushed}{coded}, {ahead}"
 
     def _return(self, progress: dict[str, Any]) -> str | None:
-        """Go on behind the newest border."""
+        """Go on behind the newest boundary."""
         self.engine.step_count = self._opened = progress["step"]
         self.stop.load_state_dict(progress["stop"])
         self.evaluations.at = progress["evaluated_at"]
@@ -86,11 +86,11 @@ class FirstWorker(Loop):
         return self.stop.ended(progress["step"])
 
     def _steps(self) -> str | None:
-        """Train to the next border, and do what is due there."""
-        border = self._next_border()
+        """Train to the next boundary, and do what is due there."""
+        boundary = self._next_boundary()
         self._last_written = time.monotonic()
-        while not self._reached(border):
-            self._compute(border)
+        while not self._reached(boundary):
+            self._compute(boundary)
         step = self._opened
         self._take_over(step)
         info = self._last_of(step)
@@ -105,15 +105,15 @@ class FirstWorker(Loop):
         self._note_progress()
         return reason
 
-    def _compute(self, border: int) -> None:
+    def _compute(self, boundary: int) -> None:
         """Compute a piece, if there is one."""
-        self._open(border)
+        self._open(boundary)
         # of the rest of the loop the worker's ranks know the same
         self._opened, self._votes = self._share([self._opened, self._votes])
         self._ask()
         done = self.worker.advance()
         if done is None:
-            self._border_reached = True
+            self._boundary_reached = True
             return
         for result in [part.result for part in done.parts if part.result is not None]:
             self._votes |= result.votes
@@ -125,26 +125,26 @@ class FirstWorker(Loop):
         if self.client is not None:
             self._write()
 
-    def _open(self, border: int) -> None:
+    def _open(self, boundary: int) -> None:
         """Have more batches dealt, unless something is to be done first."""
-        self._border_reached = False
-        if self.client is None or self._votes or self._opened >= border:
+        self._boundary_reached = False
+        if self.client is None or self._votes or self._opened >= boundary:
             return
         ahead = _FIRST_AHEAD if self._batch_s is None else max(_FIRST_AHEAD, math.ceil(_AHEAD_S / self._batch_s))
         rounds = self.worker.rounds
-        wanted = min(border, rounds.whole(max(self.log.next, self.engine.step_count) + ahead))
+        wanted = min(boundary, rounds.whole(max(self.log.next, self.engine.step_count) + ahead))
         if wanted > self._opened:
             self._opened = wanted
             self.client.open(rounds.until(wanted))
 
-    def _reached(self, border: int) -> bool:
+    def _reached(self, boundary: int) -> bool:
         """True if all that was dealt is applied, and no more is to be."""
-        return self._border_reached and (bool(self._votes) or self._opened >= border)
+        return self._boundary_reached and (bool(self._votes) or self._opened >= boundary)
 
-    def _next_border(self) -> int:
+    def _next_boundary(self) -> int:
         """The step after which something is due."""
-        self._border_reached = False
-        return next_border(self.job, self.epoch_steps, self.total_steps, self.engine.step_count)
+        self._boundary_reached = False
+        return next_boundary(self.job, self.epoch_steps, self.total_steps, self.engine.step_count)
 
     def _take_over(self, step: int) -> None:
         """Have the state of the servers in this engine."""
@@ -153,7 +153,7 @@ class FirstWorker(Loop):
         self.engine.loader.load_state_dict(self._position(step))
 
     def _ending(self, result: StepResult) -> str | None:
-        """Reason why the run ends at a border, on all ranks of this worker.
+        """Reason why the run ends at a boundary, on all ranks of this worker.
 
         The first has seen the losses of all batches before it.
         """
@@ -163,7 +163,7 @@ class FirstWorker(Loop):
     # Record
 
     def _last_of(self, step: int) -> StepInfo:
-        """The last batch before a border, after all others were written."""
+        """The last batch before a boundary, after all others were written."""
         info = (self._write(step) or self._told(step, [], 0.0)) if self.client is not None else None
         told = self._share(None if info is None else info.as_json())
         return info or StepInfo.from_json(told)
@@ -233,5 +233,5 @@ class FirstWorker(Loop):
         self.store.set(_PROGRESS, json.dumps(progress).encode())
 
 
-_TOLD_S = 1.0  # for workers to tell of their last pieces before a border
+_TOLD_S = 1.0  # for workers to tell of their last pieces before a boundary
 _WRITE_S = 0.2  # from one look at the other workers' losses to the next

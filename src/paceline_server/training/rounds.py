@@ -9,15 +9,15 @@ from paceline.job.job import Job
 
 
 class Rounds:
-    """Consecutive global batches, `period` to a round, or fewer before a border.
+    """Consecutive global batches, `period` to a round, or fewer before a boundary.
 
     Args:
         begin: the global batch with which round 0 begins.
-        border: the next border behind a number of batches.
+        boundary: the next boundary behind a number of batches.
     """
 
-    def __init__(self, period: int, begin: int, border: Callable[[int], int]) -> None:
-        self.period, self._border = period, border
+    def __init__(self, period: int, begin: int, boundary: Callable[[int], int]) -> None:
+        self.period, self._boundary = period, boundary
         self._begins = [begin]  # of each round that was asked for
 
     def batches(self, number: int) -> range:
@@ -26,7 +26,7 @@ class Rounds:
             return range(self._begins[0] + number, self._begins[0] + number + 1)
         while len(self._begins) <= number + 1:
             begin = self._begins[-1]
-            self._begins.append(min(begin + self.period, self._border(begin)))
+            self._begins.append(min(begin + self.period, self._boundary(begin)))
         return range(self._begins[number], self._begins[number + 1])
 
     def until(self, batch: int) -> int:
@@ -43,7 +43,7 @@ class Rounds:
         return self.batches(rounds - 1).stop if rounds else self._begins[0]
 
 
-def next_border(job: Job, epoch_steps: int, total_steps: int | None, step: int) -> int:
+def next_boundary(job: Job, epoch_steps: int, total_steps: int | None, step: int) -> int:
     """The step after which something is due: an evaluation, a checkpoint, the end."""
     measured = job.evaluate.every_steps or job.evaluate.every_epochs * epoch_steps
     every = [n for n in (measured, job.checkpoint.every_steps) if n is not None]

@@ -20,8 +20,8 @@ from paceline.comm.backend import joined
 from paceline.device import use
 from paceline.elastic.member import announced
 from paceline.engine.engine import Engine
-from paceline.epoch import Epoch, watch_epoch
 from paceline.errors import LaunchError, ServerRefused
+from paceline.generation import Generation, watch_generation
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.planning.sync_info import ServerProcesses, SyncSpec
@@ -40,13 +40,13 @@ from paceline_server.parameters.views import StoreViews, View, as_address, as_te
 from paceline_server.training.log import PieceLog
 from paceline_server.training.loop import BEGIN, FirstWorker
 from paceline_server.training.pieces import Pieces
-from paceline_server.training.rounds import Rounds, next_border
+from paceline_server.training.rounds import Rounds, next_boundary
 from paceline_server.training.settings import read, settings_of, tensors_of, written
 from paceline_server.training.whole import Whole
 from paceline_server.training.worker import Worker
 
 SETTINGS, ENDED, ADDRESS = "served/settings", "served/ended", "served/address"  # keys of the run's store
-_LOOK_S = 0.02  # from one look at whether a border is over to the next
+_LOOK_S = 0.02  # from one look at whether a boundary is over to the next
 _START_S = 300.0  # time for the first worker and the servers to start; the launcher watches each of them
 _DEALT_AGAIN_S = 2 * GRACE_S  # from the end of a worker that hangs until another worker has its piece
 _ALIVE_S = 0.25  # between two marks of a server that it lives, and looks at who takes part
@@ -87,13 +87,13 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
         )
         store.set(f"{ADDRESS}/{number}", as_text(server.address).encode())
         assert environment.status_file is not None
-        folder, epoch = environment.status_file.parent, Epoch(-1, ())
+        folder, generation = environment.status_file.parent, Generation(-1, ())
         while not server.ended.wait(_ALIVE_S):
             # "done" has no limit of its own but the deadline, and no signal is for it
             board.mark("done", 0)
-            if board.current_epoch != epoch.number and (found := announced(folder, board.current_epoch)):
-                epoch = found
-                _expel(server, run, epoch)
+            if board.current_generation != generation.number and (found := announced(folder, board.current_generation)):
+                generation = found
+                _expel(server, run, generation)
 
 
 def _vacate(store: StoreClient, views: StoreViews, number: int) -> None:
@@ -107,14 +107,14 @@ def _vacate(store: StoreClient, views: StoreViews, number: int) -> None:
         return
     view = views.read()
     if view is not None and view.addresses() == [store.get(key).decode()]:
-        views.replace(view, View(view.epoch + 1, ""))
+        views.replace(view, View(view.generation + 1, ""))
 
 
-def _expel(server: ParameterServer, run: Run, epoch: Epoch) -> None:
+def _expel(server: ParameterServer, run: Run, generation: Generation) -> None:
     """Deal the pieces of workers again that take part no more."""
     firsts = range(0, run.plan.ranks, run.plan.ranks // run.plan.dp)
     for first in firsts:
-        if first not in epoch.members:
+        if first not in generation.members:
             with suppress(ServerRefused):
                 server.expel(_name(first))
 
@@ -130,7 +130,7 @@ def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
     The first worker also measures, saves and records.
     """
     leaves = threading.Event()
-    signal.signal(signal.SIGUSR1, lambda *_: leaves.set())  # `launch/independent.py:LEAVE`
+    signal.signal(signal.SIGUSR1, lambda *_: leaves.set())  # `elastic/independent.py:LEAVE`
     job, number = run.job, environment.rank // (run.plan.ranks // run.plan.dp)
     with _own_group(run, environment, number) as group, ExitStack() as held:
         check_device(run, group)
@@ -162,7 +162,7 @@ def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
 
 
 def _work_until(worker: Worker, log: PieceLog, leaves: threading.Event, ended: Callable[[], bool]) -> None:
-    """Compute pieces; at a border wait for the first worker."""
+    """Compute pieces; at a boundary wait for the first worker."""
     with stop_signals(lambda name: None):  # the first worker ends the run, for all
         while not worker.whole.share(leaves.is_set()):
             if (done := worker.advance()) is not None:
@@ -185,10 +185,10 @@ def _own_group(run: Run, environment: RankEnvironment, worker: int) -> Iterator[
     if size == 1:
         yield Group(device=use(environment.local_rank), deadline_s=deadline_s)
         return
-    met = Epoch(1 + worker + environment.starts * run.plan.dp, tuple(range(worker * size, (worker + 1) * size)))
+    met = Generation(1 + worker + environment.starts * run.plan.dp, tuple(range(worker * size, (worker + 1) * size)))
     with (
-        watch_epoch(lambda: False),
-        joined(deadline_s=deadline_s, transport=run.plan.transport, epoch=met) as group,
+        watch_generation(lambda: False),
+        joined(deadline_s=deadline_s, transport=run.plan.transport, generation=met) as group,
     ):
         yield group
 
@@ -203,7 +203,7 @@ def _rounds(run: Run, engine: Engine, store: StoreClient) -> Rounds:
     epoch_steps, total_steps = _partition(engine).steps_per_epoch, _total_steps(job, engine)
     # without rounds a ticket has the number of its batch, which the servers' schedule counts
     begin = 0 if period == 1 else int(store.get(BEGIN, _START_S))
-    return Rounds(period, begin, lambda step: next_border(job, epoch_steps, total_steps, step))
+    return Rounds(period, begin, lambda step: next_boundary(job, epoch_steps, total_steps, step))
 
 
 def _total_steps(job: Job, engine: Engine) -> int | None:

@@ -88,7 +88,7 @@ class Worker:
         return self._rounds()
 
     def advance(self) -> Piece | None:
-        """Compute and push the next piece; None where everything up to the border is applied."""
+        """Compute and push the next piece; None where everything up to the boundary is applied."""
         self.engine.on_phase("sync", self.engine.step_count)
         ticket = None
         if self.client is not None:

@@ -49,7 +49,7 @@ def _entries(folder: str) -> list[str]:
 def _open() -> list[str]:
     """Open descriptors of groups and tensors.
 
-    The one of this process' bell stays while it has groups, for groups to come.
+    The one of this process' doorbell stays while it has groups, for groups to come.
     """
     links = []
     for fd in _entries("/proc/self/fd"):

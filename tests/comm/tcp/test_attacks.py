@@ -25,7 +25,7 @@ from paceline.comm.tcp.tls import TlsHandshake
 from paceline.errors import SyncError
 from paceline.wire.key import RunKey
 from ranks import RankError, Ranks
-from strangers import mutated_hello
+from unauthenticated import mutated_hello
 
 ROUNDS, NUMEL = 6, 300_000
 TELLING = b"nobody is to read this" * 100
@@ -146,10 +146,10 @@ def replayed() -> tuple[bool, bool, int]:
         dist.barrier()
         is_exact &= exact(group)
         dist.barrier()
-        return is_exact, TELLING in answers, listener.strangers
+        return is_exact, TELLING in answers, listener.unauthenticated
 
 
-def test_a_recorded_connection_that_is_played_again_is_a_strangers(ranks: Ranks) -> None:
+def test_a_recorded_connection_that_is_played_again_is_an_unauthenticated_peers(ranks: Ranks) -> None:
     results = ranks(2, replayed, backend="tcp")
     assert results == [(True, False, 1), (True, False, 0)]
 
@@ -230,7 +230,7 @@ def answer_to(context: ssl.SSLContext, where: tuple[str, int], greeting: Greetin
 
 
 def told_to_others() -> list[int]:
-    """How long the answers are to strangers with a key of their own, with TLS 1.2, and to ranks at the wrong door."""
+    """Lengths of the answers to a key of its own, to TLS 1.2, and to ranks at the wrong door."""
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
     link = next(iter(group._mesh.links.values()))
@@ -246,9 +246,9 @@ def told_to_others() -> list[int]:
             (RunKey.make().client_context(), honest),
             (old, honest),
             (nobody, honest),
-            (link._member.client, replace(honest, group=bytes(16), knock=False)),
-            (link._member.client, replace(honest, receiver=7, knock=False)),
-            (link._member.client, replace(honest, sender=link.peer.rank, knock=False)),
+            (link._member.client, replace(honest, group=bytes(16), reconnect=False)),
+            (link._member.client, replace(honest, receiver=7, reconnect=False)),
+            (link._member.client, replace(honest, sender=link.peer.rank, reconnect=False)),
             (link._member.client, replace(honest, group=bytes(16))),
         )
     ]
@@ -262,17 +262,17 @@ def test_only_a_rank_of_the_group_that_holds_the_key_gets_an_answer(ranks: Ranks
 
 
 def at_a_dead_ranks_port() -> tuple[bool, str, bytes]:
-    """A stranger listens where rank 0 did: what rank 1's link says of it, and what the stranger was told."""
+    """An intruder listens where rank 0 did: what rank 1's link says of it, and what the intruder was told."""
     with group_through(passing) as (group, _):
         is_exact, error, told = exact(group), "", b""
         dist.barrier()
         if group.rank() == 1:
-            error, told = stranger_instead(group)
+            error, told = intruder_instead(group)
         dist.barrier()
         return is_exact and exact(group), error, told
 
 
-def stranger_instead(group: TcpProcessGroup) -> tuple[str, bytes]:
+def intruder_instead(group: TcpProcessGroup) -> tuple[str, bytes]:
     link, told, failures, until = group._mesh.links[0], b"", list[str](), time.monotonic() + 30
     context = RunKey.make().server_context()
     context.verify_mode = ssl.CERT_NONE
@@ -282,14 +282,14 @@ def stranger_instead(group: TcpProcessGroup) -> tuple[str, bytes]:
         failures.append(str(error))
         failed(error)
 
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
+    with socket.create_server(("127.0.0.1", 0)) as intruder:
         with group._progress.lock:
             link._failed = recorded  # type: ignore[method-assign]
-            link.peer = replace(real, port=stranger.getsockname()[1])
+            link.peer = replace(real, port=intruder.getsockname()[1])
             link.lose(ConnectionError("as a test wants it"))
-        stranger.settimeout(1)
+        intruder.settimeout(1)
         while not any("run's key" in failure for failure in failures) and time.monotonic() < until:
-            with suppress(OSError), stranger.accept()[0] as connection:
+            with suppress(OSError), intruder.accept()[0] as connection:
                 connection.settimeout(20)
                 told += TlsHandshake(connection, context, accepts=True).message(GREETING_BYTES) or b""
         with group._progress.lock:
@@ -297,7 +297,7 @@ def stranger_instead(group: TcpProcessGroup) -> tuple[str, bytes]:
     return str(failures), told
 
 
-def test_a_stranger_at_the_port_of_a_dead_rank_learns_nothing(ranks: Ranks) -> None:
+def test_an_unauthenticated_peer_at_the_port_of_a_dead_rank_learns_nothing(ranks: Ranks) -> None:
     (first, _, _), (second, error, told) = ranks(2, at_a_dead_ranks_port, backend="tcp")
     assert first
     assert second
@@ -310,12 +310,12 @@ def mutated_frames(count: int) -> tuple[bool, int]:
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
     link = next(iter(group._mesh.links.values()))
-    listener_module._STRANGERS_PER_S = 1e6  # none is to wait
+    listener_module._UNAUTHENTICATED_PER_S = 1e6  # none is to wait
     is_exact = True
     for seed in range(count):
         where, own = (link.peer.address, link.peer.port), (f"127.0.0.{seed % 250 + 1}", 0)  # not all ports of one
-        with socket.create_connection(where, 60, own) as stranger, suppress(OSError):
-            stranger.sendall(mutated_hello(seed))
+        with socket.create_connection(where, 60, own) as intruder, suppress(OSError):
+            intruder.sendall(mutated_hello(seed))
         if seed % (count // 4) == 0:
             is_exact &= exact(group)
     dist.barrier()

@@ -129,7 +129,7 @@ def test_an_exception_while_a_connection_is_served_ends_its_group_only(
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-def test_an_exception_while_a_stranger_is_served_turns_it_away(
+def test_an_exception_while_an_unauthenticated_peer_is_served_turns_it_away(
     two_groups: Pairs, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
     original, raised = TlsHandshake.message, threading.Event()

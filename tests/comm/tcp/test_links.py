@@ -220,7 +220,7 @@ def test_a_killed_rank_is_named_by_all_others_long_before_the_deadline(ranks: Ra
         )
 
 
-def strangers() -> int:
+def unauthenticated() -> int:
     """They connect, many at once, and say nothing, something, or much; some stay. The ranks notice nothing."""
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
@@ -228,9 +228,9 @@ def strangers() -> int:
     there: list[socket.socket] = []
     expected = work(3, 100_000)
     for i in range(300):
-        stranger = socket.create_connection((peer.address, peer.port), timeout=10)
-        stranger.sendall([b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"pace-tcp" + bytes(60)][i % 4])
-        there.append(stranger)
+        intruder = socket.create_connection((peer.address, peer.port), timeout=10)
+        intruder.sendall([b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"pace-tcp" + bytes(60)][i % 4])
+        there.append(intruder)
     with connections_that_break(0.1):
         assert work(6, 100_000)[:3] == expected
     open_ones = len(
@@ -240,14 +240,14 @@ def strangers() -> int:
             if c.laddr.port == group._mesh._listener.port and c.status == "ESTABLISHED"
         ]
     )
-    for stranger in there:
-        stranger.close()
+    for intruder in there:
+        intruder.close()
     dist.barrier()
     return open_ones
 
 
-def test_strangers_have_no_effect_and_are_sent_away(ranks: Ranks) -> None:
-    for open_ones in ranks(2, strangers, backend="tcp"):
+def test_unauthenticated_peers_have_no_effect_and_are_sent_away(ranks: Ranks) -> None:
+    for open_ones in ranks(2, unauthenticated, backend="tcp"):
         assert open_ones < 80
 
 

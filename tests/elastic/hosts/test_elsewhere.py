@@ -32,10 +32,10 @@ def test_a_host_has_a_new_number_at_the_new_coordinator() -> None:
     assert GoesOnElsewhere(MOVED).place_of(place_of(2, "vm")).number == 1  # hosts of one name have their number behind
 
 
-@pytest.mark.parametrize("stranger", [place_of(1, "c"), place_of(1, "vm"), place_of(1, "b")])
-def test_a_host_that_the_run_does_not_have_is_told_so(stranger: HostPlace) -> None:
-    with pytest.raises(LaunchError, match=f"host {stranger.name} is none of its hosts"):
-        GoesOnElsewhere(MOVED).place_of(stranger)
+@pytest.mark.parametrize("intruder", [place_of(1, "c"), place_of(1, "vm"), place_of(1, "b")])
+def test_a_host_that_the_run_does_not_have_is_told_so(intruder: HostPlace) -> None:
+    with pytest.raises(LaunchError, match=f"host {intruder.name} is none of its hosts"):
+        GoesOnElsewhere(MOVED).place_of(intruder)
 
 
 def test_host_0_that_was_started_again_hears_of_the_coordinator_of_its_run_only(

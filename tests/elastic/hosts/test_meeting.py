@@ -15,12 +15,12 @@ from host_processes import own_address
 from paceline.cluster.cluster import Cluster, Host
 from paceline.cluster.launch_engines import HostPlace
 from paceline.elastic.hosts import gather, pulse, takeover
+from paceline.elastic.hosts.agent import Coordinator
 from paceline.elastic.hosts.hosts import Hosts
 from paceline.elastic.hosts.link import Link
 from paceline.elastic.hosts.meeting import Meeting
 from paceline.elastic.hosts.messages import Elsewhere, Succession, Successor, ToHost
 from paceline.elastic.hosts.returns import Returns
-from paceline.elastic.hosts.serve import Coordinator
 from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
 
@@ -142,7 +142,7 @@ def test_a_message_that_was_given_back_is_taken_once_more(meeting: Meeting) -> N
 
 def test_a_loss_that_was_written_and_not_yet_told_is_known_from_the_record(tmp_path: Path) -> None:
     assert takeover.noted_lost(str(tmp_path)) == set()
-    told = [("host_lost", "b"), ("host_lost", "c"), ("host_back", "b"), ("epoch", "d"), ("host_lost", "b")]
+    told = [("host_lost", "b"), ("host_lost", "c"), ("host_back", "b"), ("generation", "d"), ("host_lost", "b")]
     lines = [json.dumps({"event": event, "host": host}) for event, host in told]
     (tmp_path / "events.jsonl").write_text("\n".join([*lines, "no event", '{"event": "host_back", "host": "c"}', "{"]))
     assert takeover.noted_lost(str(tmp_path)) == {"b"}

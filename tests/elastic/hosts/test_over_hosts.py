@@ -115,7 +115,7 @@ def test_between_two_networks_every_port_is_behind_the_key(tmp_path: Path, hosts
         wait_for_step(5, run, processes[0])
         listening = [ports_in(host.namespace) for host in emulated.emulation.hosts]
         answers = [
-            stranger(host.namespace, *where)
+            intruder(host.namespace, *where)
             for host, found in zip(emulated.emulation.hosts, listening, strict=True)
             for where in found
         ]
@@ -135,7 +135,7 @@ def test_between_two_networks_every_port_is_behind_the_key(tmp_path: Path, hosts
     assert {step: together[step] for step in range(1, 51)} == pytest.approx(losses(first / "alone"), rel=1e-3)
 
 
-def stranger(network: str, address: str, port: int) -> bytes:
+def intruder(network: str, address: str, port: int) -> bytes:
     """What a port answers to somebody without the key, who speaks plainly."""
 
     def ask() -> bytes:
@@ -320,7 +320,7 @@ def test_a_run_begins_with_the_hosts_that_are_there_and_takes_in_one_that_comes_
             zero, one, two = outcomes([*hosts, third])
     assert (zero.code, one.code, two.code) == (143, 143, 143), zero.err + one.err + two.err
     assert zero.says("2 of at most 3 hosts are there", "(number 2) has come", "rank 2 is back at step")
-    assert [event["replicas"] for event in events(run, "epoch")] == [3]
+    assert [event["replicas"] for event in events(run, "generation")] == [3]
 
 
 @pytest.mark.slow

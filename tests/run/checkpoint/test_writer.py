@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.epoch import EpochOver, watch_epoch
 from paceline.errors import CheckpointError
+from paceline.generation import GenerationOver, watch_generation
 from paceline.run.checkpoint.manifest import MANIFEST
 from paceline.run.checkpoint.reader import load, load_latest
 from paceline.run.checkpoint.shard import CODES
@@ -303,15 +303,15 @@ def test_a_rank_whose_file_went_away_leaves_no_checkpoint(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_part_of_a_lost_rank_is_waited_for_no_longer_than_its_epoch(tmp_path: Path) -> None:
+def test_the_part_of_a_lost_rank_is_waited_for_no_longer_than_its_generation(tmp_path: Path) -> None:
     saving = checkpointer(tmp_path, world=2)
     saving.save(3, Snapshot({"weight": torch.ones(4)}))
     over = threading.Event()
-    with watch_epoch(over.is_set):
+    with watch_generation(over.is_set):
         with ThreadPoolExecutor(1) as pool:
             completed = pool.submit(saving.complete)
             over.set()
-            with pytest.raises(EpochOver, match="part of a lost rank"):
+            with pytest.raises(GenerationOver, match="part of a lost rank"):
                 completed.result()
         saving.abandon()
     save(tmp_path, 3, Snapshot({"weight": torch.ones(4)}))

@@ -73,9 +73,9 @@ class Story:
     def loses_a_rank(self) -> None:
         """The survivors repeat the step under way."""
         self.passes("recovery", 0.3)
-        self.event("lost", rank=2, reason="killed", epoch=1, again=True)
+        self.event("lost", rank=2, reason="killed", generation=1, again=True)
         self.passes("recovery", 0.1)
-        self.event("epoch", step=self.step, replicas=3)
+        self.event("generation", step=self.step, replicas=3)
         self.step += 1
         self.passes("useful" if self.step > self.furthest else "replay", STEP_S)
         self.furthest = max(self.furthest, self.step)

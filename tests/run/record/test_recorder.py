@@ -238,8 +238,8 @@ def test_tensorboard_waits_until_the_run_is_not_short_and_its_events_keep_their_
     assert [event.step for event in events.Scalars("train/loss")] == [1]
 
 
-def test_what_tensorboard_has_not_got_goes_over_to_the_next_epochs_recorder(tmp_path: Path) -> None:
-    """To write it when an epoch ends early in a run would import TensorBoard in the pause of a recovery."""
+def test_what_tensorboard_has_not_got_goes_over_to_the_next_generations_recorder(tmp_path: Path) -> None:
+    """To write it when a generation ends early in a run would import TensorBoard in the pause of a recovery."""
     first = recorder(tmp_path)
     first.on_evaluation(1, {"accuracy": 0.5})
     first.goes_on = True

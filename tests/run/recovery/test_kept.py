@@ -1,4 +1,4 @@
-"""Parts of a model that a rank keeps between two epochs: steps that were broken off are taken alone, or again."""
+"""Parts of a model that a rank keeps between two generations: steps that were broken off are taken alone, or again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.engine.engine import Engine
-from paceline.epoch import EpochOver
+from paceline.generation import GenerationOver
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
-from paceline.run.recovery.border import Border
 from paceline.run.recovery.handover import agree_on_start
 from paceline.run.recovery.kept import KeptModel, KeptPart
+from paceline.run.recovery.step_boundary import StepBoundary
 from paceline.split.apply import Split
 from ranks import Ranks
 from small_jobs import small_job
@@ -37,14 +37,14 @@ def parts_after(job: Job, plan: str, broken: Mapping[int, str]) -> list[Tensor]:
             breaks_off(engine, broken[group.rank])
         try:
             train(engine, BROKEN_STEP)
-        except EpochOver:
+        except GenerationOver:
             kept.broken_off(engine)
         kept.keep(engine)
-        start = agree_on_start(group, border(engine, kept), replica_size=2)
+        start = agree_on_start(group, boundary(engine, kept), replica_size=2)
         engine.close()
-        engine = kept.engine(job, replace(Plan.parse(plan), cut=start.border.cut), data, group, begins=False)
+        engine = kept.engine(job, replace(Plan.parse(plan), cut=start.boundary.cut), data, group, begins=False)
         kept.restore(engine, group, start)
-        assert engine.step_count == start.border.step == BROKEN_STEP - (len(broken) == group.size)
+        assert engine.step_count == start.boundary.step == BROKEN_STEP - (len(broken) == group.size)
         assert engine.updates == engine.step_count, "all ranks compare replicas before the same updates"
         train(engine, STEPS)
         parts = [p.detach().clone() for p in engine.named_parameters().values()]
@@ -53,7 +53,7 @@ def parts_after(job: Job, plan: str, broken: Mapping[int, str]) -> list[Tensor]:
 
 
 def train(engine: Engine, steps: int) -> None:
-    """Take the steps of the first epoch up to this one."""
+    """Take the steps of the first generation up to this one."""
     engine.updates = engine.step_count
     engine.loader.load_state_dict(engine.loader.state_dict() | {"step": engine.step_count, "reader": None})
     for batch in engine.loader:
@@ -69,10 +69,10 @@ def breaks_off(engine: Engine, place: str) -> None:
 
     def after_sums(split: Split) -> Tensor:
         sum_over_all(split)
-        raise EpochOver("a rank is lost")
+        raise GenerationOver("a rank is lost")
 
     def before_update(step: int) -> None:
-        raise EpochOver("a rank is lost")
+        raise GenerationOver("a rank is lost")
 
     if place == "sums":
         agreement._sum_over_all = after_sums  # type: ignore[method-assign]
@@ -80,11 +80,11 @@ def breaks_off(engine: Engine, place: str) -> None:
         engine._prepare_update = before_update  # type: ignore[method-assign]
 
 
-def border(engine: Engine, kept: KeptPart) -> Border:
+def boundary(engine: Engine, kept: KeptPart) -> StepBoundary:
     pipeline = engine.split.pipeline if engine.split is not None else None
-    return Border(
+    return StepBoundary(
         step=engine.step_count,
-        epoch=0,
+        generation=0,
         ready=0 if kept.ready else -1,
         outcome=None if engine.outcome is None else asdict(engine.outcome),
         cut="" if pipeline is None else pipeline.cut,
@@ -113,7 +113,7 @@ def test_a_step_that_was_broken_off_on_some_ranks_is_taken_by_them_too_and_once(
         assert all(map(torch.equal, disturbed, undisturbed))
 
 
-def test_a_whole_model_stays_the_same_from_epoch_to_epoch_whatever_it_is_in_a_condition() -> None:
+def test_a_whole_model_stays_the_same_from_generation_to_generation_whatever_it_is_in_a_condition() -> None:
     job, plan = small_job(model={"factory": "small_jobs:WithoutLength"}), Plan()
     data = job.data.build(input_shape=None, seed=job.seed)
     kept = KeptModel()

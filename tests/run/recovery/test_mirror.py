@@ -16,10 +16,10 @@ from paceline.engine.engine import Engine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.recovery import mirror as mirrors
-from paceline.run.recovery.border import Border
 from paceline.run.recovery.free_memory import Need, lack_of
 from paceline.run.recovery.kept import KeptPart
 from paceline.run.recovery.mirror import Mirror
+from paceline.run.recovery.step_boundary import StepBoundary
 from ranks import Ranks
 from small_jobs import small_job
 
@@ -35,14 +35,14 @@ def state_of(engine: Engine) -> list[Tensor]:
 
 
 def trained(mirror: Mirror, engine: Engine, group: Group, told: list[Any]) -> dict[int, list[Tensor]]:
-    """The states at all borders of the first steps, with copies of some."""
+    """The states at all boundaries of the first steps, with copies of some."""
     mirror.begin(engine, group, lambda event, details: told.append((event, details)))
     states = {}
-    mirror.at_border(lambda: Border(step=engine.step_count, acted=engine.step_count))
+    mirror.at_boundary(lambda: StepBoundary(step=engine.step_count, acted=engine.step_count))
     for batch in engine.loader:
         engine.step(batch)
         states[engine.step_count] = state_of(engine)
-        mirror.at_border(lambda: Border(step=engine.step_count, acted=engine.step_count))
+        mirror.at_boundary(lambda: StepBoundary(step=engine.step_count, acted=engine.step_count))
         if engine.step_count == STEPS:
             break
     return states
@@ -62,16 +62,16 @@ def goes_back(job: Job, plan: str) -> int:
             mirror = Mirror(EVERY)
         start = mirror.start(group, saved=-1)
         assert start is not None
-        assert (start.new, start.lost_steps) == ([LOST], STEPS - start.border.step)
+        assert (start.new, start.lost_steps) == ([LOST], STEPS - start.boundary.step)
         engine = kept.engine(job, Plan.parse(plan), data, group, begins=False)
         mirror.restore(engine, group, start)
-        for now, then in zip(state_of(engine), states[start.border.step], strict=True):
+        for now, then in zip(state_of(engine), states[start.boundary.step], strict=True):
             assert torch.equal(now, then)
         engine.close()
-        assert mirror.start(group, saved=start.border.step + 1) is None, "a newer checkpoint is there"
+        assert mirror.start(group, saved=start.boundary.step + 1) is None, "a newer checkpoint is there"
         assert mirror.start(group, saved=-1) is None, "copies were let go"
     assert not told
-    return start.border.step
+    return start.boundary.step
 
 
 def test_what_a_rank_has_lost_comes_back_from_the_copy_that_another_holds(ranks: Ranks) -> None:

@@ -26,9 +26,9 @@ from paceline.run.loop import train_in
 from paceline.run.record.goodput import goodput
 from paceline.run.record.progress import event_sentence
 from paceline.run.record.run import Run
-from paceline.run.recovery.border import Border, newest_of
 from paceline.run.recovery.recut import Recut, Stages
 from paceline.run.recovery.recutting import follows_times
+from paceline.run.recovery.step_boundary import StepBoundary, newest_of
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank
 
@@ -135,7 +135,7 @@ def test_ranks_that_recover_go_on_with_the_new_cut(tmp_path: Path, plan: str, lo
         wait_for_events(path, "recut", 1, process)
         wait_for_step(events(path, "recut")[0]["step"] + 8, path, process)
         kill_rank(lost, process)
-        wait_for_events(path, "epoch", 1, process)
+        wait_for_events(path, "generation", 1, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert outcome.says(f"{slow} computed", "stages begin at blocks.5 instead of blocks.3")
@@ -145,7 +145,7 @@ def test_ranks_that_recover_go_on_with_the_new_cut(tmp_path: Path, plan: str, lo
     assert losses(path) == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
     board = EventAccumulator(str(path / "tensorboard"))
     board.Reload()
-    assert board.Scalars("train/loss")[0].step == 1, "those of the first epoch, too"
+    assert board.Scalars("train/loss")[0].step == 1, "those of the first generation, too"
 
 
 def test_stages_stay_where_the_plan_names_them_or_ranks_have_state_of_their_own() -> None:
@@ -166,9 +166,9 @@ def test_people_are_told_which_rank_is_slow_and_where_stages_begin() -> None:
 
 def test_parts_of_two_cuts_are_not_put_together() -> None:
     """Ranks may be lost while some have the new cut already."""
-    old, new = (Border(step=7, epoch=1, cut=cut) for cut in ("blocks.3", "blocks.5"))
+    old, new = (StepBoundary(step=7, generation=1, cut=cut) for cut in ("blocks.3", "blocks.5"))
     start = newest_of([old, old, new, new], replica_size=2)
-    assert (start.border.cut, start.behind) == ("blocks.5", [0, 1])
+    assert (start.boundary.cut, start.behind) == ("blocks.5", [0, 1])
     start = newest_of([old, old, old, new], replica_size=2)
-    assert (start.border.cut, start.behind) == ("blocks.3", [3])
+    assert (start.boundary.cut, start.behind) == ("blocks.3", [3])
     assert newest_of([old, new], replica_size=2).begins, "from the checkpoint that was saved for the change"

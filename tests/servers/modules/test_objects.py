@@ -223,7 +223,7 @@ def test_between_hosts_the_key_is_asked_for() -> None:
     allowed = [path_of(name) for name in NAMES]
     with remote.serve(allowed, "127.0.0.1:0", key) as serving_here:
         with pytest.raises(ChannelError, match="does not have this run's key"):
-            remote.connect("stranger", serving_here.address, RunKey.make(), deadline_s=5.0)
+            remote.connect("intruder", serving_here.address, RunKey.make(), deadline_s=5.0)
         with remote.connect("there", serving_here.address, key) as host:
             layer = remote.module(host, path_of("linear"), seed=0)
             x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
@@ -232,7 +232,7 @@ def test_between_hosts_the_key_is_asked_for() -> None:
             assert serving_here.objects == 1
         with pytest.raises(ChannelError, match="closed"):
             layer(x)
-    assert serving_here.strangers == 1
+    assert serving_here.unauthenticated == 1
 
 
 @given(st.data())

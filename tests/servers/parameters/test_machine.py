@@ -273,7 +273,7 @@ def test_tickets_wait_for_the_batches_that_the_staleness_asks_for() -> None:
     assert a.machine.read_waits("a", 2) == "1 global batches are applied"
 
 
-def test_the_border_is_told_when_every_ticket_is_applied() -> None:
+def test_the_boundary_is_told_when_every_ticket_is_applied() -> None:
     (a,) = started(settings_of(pieces=1))
     assert a.ask(Take()).ticket is None
     a.ask(Open(1))
@@ -408,7 +408,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.network.append(Worker("launcher").next(Leave(f"rank {n}")))
 
     @rule(until=st.integers(0, BATCHES))
-    def a_border_is_opened(self, until: int) -> None:
+    def a_boundary_is_opened(self, until: int) -> None:
         for worker in self.workers:
             if worker.joined and not worker.sent:
                 self.network.append(worker.next(Open(until)))

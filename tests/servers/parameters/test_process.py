@@ -68,7 +68,7 @@ def counted(client: ServerClient) -> list[float]:
     return weights.tolist()
 
 
-def test_two_clients_share_the_tickets_over_tls_and_a_stranger_is_turned_away() -> None:
+def test_two_clients_share_the_tickets_over_tls_and_an_unauthenticated_peer_is_turned_away() -> None:
     key = RunKey.make()
     with ParameterServer(("127.0.0.1", 0), key, counting()) as server:
         clients = [
@@ -85,7 +85,7 @@ def test_two_clients_share_the_tickets_over_tls_and_a_stranger_is_turned_away() 
         clients[0].pull({"w": (weights := torch.zeros(TICKETS, dtype=torch.float64))})
         assert weights.tolist() == ALL
         (statistics,) = clients[0].statistics()
-        assert statistics["strangers"] == 1
+        assert statistics["unauthenticated"] == 1
         assert [statistics["clients"][f"rank {n}"]["pushes"] for n in range(2)] == counts
         for client in clients:
             client.close()
@@ -106,12 +106,12 @@ def test_a_server_that_is_killed_loses_nothing_that_was_pushed(folder: Path) -> 
                 elif count == TICKETS // 2:
                     killer.join()
                     servers.start(2)
-                    view = servers.view(lambda view: view.epoch > 2 and view.backup is not None)
+                    view = servers.view(lambda view: view.generation > 2 and view.backup is not None)
                     servers.signal(servers.number(view.primary))
 
             assert push_all(client, after_each) == TICKETS
             assert counted(client) == ALL
-            assert client.statistics()[0]["epoch"] >= 5
+            assert client.statistics()[0]["generation"] >= 5
 
 
 def test_a_primary_that_dies_before_it_can_tell_its_backup_so_is_followed_by_it(folder: Path) -> None:
@@ -330,7 +330,9 @@ def test_sums_are_in_the_order_of_the_members_and_the_same_for_all(served: Calla
         found = []
         for number in range(5):
             begun = [
-                clients[index].begin_sum((0, "epoch 0"), number, given[index].clone(), index=index, members=3, bucket=b)
+                clients[index].begin_sum(
+                    (0, "generation 0"), number, given[index].clone(), index=index, members=3, bucket=b
+                )
                 for b in range(2)
             ]
             found += [result() for result in begun]
@@ -341,20 +343,20 @@ def test_sums_are_in_the_order_of_the_members_and_the_same_for_all(served: Calla
             assert all(torch.equal(one, expected) for one in found)
 
 
-def test_a_sum_names_who_is_missing_and_ends_with_its_epoch(served: Callable[..., ServerClient]) -> None:
+def test_a_sum_names_who_is_missing_and_ends_with_its_generation(served: Callable[..., ServerClient]) -> None:
     settings = counting()
     client = served(settings, deadline_s=0.1)
     with pytest.raises(DeadlineError, match=r"no tensor from clients \[1, 2\] for sum 7.0"):
-        client.sum((0, "epoch 0"), 7, torch.ones(2), index=0, members=3)
-    waiting = served(settings, "rank 1").begin_sum((0, "epoch 0"), 8, torch.ones(2), index=1, members=2)
-    assert client.sum((1, "epoch 1"), 8, torch.ones(2), index=0, members=1).tolist() == [1, 1]
-    with pytest.raises(ServerRefused, match="the sums of 'epoch 0' are over: 'epoch 1' has begun"):
+        client.sum((0, "generation 0"), 7, torch.ones(2), index=0, members=3)
+    waiting = served(settings, "rank 1").begin_sum((0, "generation 0"), 8, torch.ones(2), index=1, members=2)
+    assert client.sum((1, "generation 1"), 8, torch.ones(2), index=0, members=1).tolist() == [1, 1]
+    with pytest.raises(ServerRefused, match="the sums of 'generation 0' are over: 'generation 1' has begun"):
         waiting()
-    served(settings, "rank 2", deadline_s=0.1).begin_sum((1, "epoch 1"), 9, torch.ones(2), index=0, members=2)
+    served(settings, "rank 2", deadline_s=0.1).begin_sum((1, "generation 1"), 9, torch.ones(2), index=0, members=2)
     with pytest.raises(DeadlineError):
-        client.sum((1, "epoch 1"), 9, torch.ones(2), index=0, members=2)
+        client.sum((1, "generation 1"), 9, torch.ones(2), index=0, members=2)
     with pytest.raises(ServerRefused, match=r"gave \(3,\) torch.float32 for a sum of \(2,\)"):
-        client.sum((1, "epoch 1"), 9, torch.ones(3), index=1, members=2)
+        client.sum((1, "generation 1"), 9, torch.ones(3), index=1, members=2)
 
 
 @pytest.mark.slow

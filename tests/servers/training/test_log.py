@@ -45,7 +45,7 @@ def test_batches_come_in_order_once_all_their_pieces_are_known(
     assert found == [(n, PIECES) for n in range(5)]
 
 
-def test_at_a_border_what_nobody_told_of_is_left_out(store: StoreClient) -> None:
+def test_at_a_boundary_what_nobody_told_of_is_left_out(store: StoreClient) -> None:
     log = LoggedBatches(store, 1, PIECES, 2)
     for batch, number in [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 0)]:
         log.add(piece(batch, number))

@@ -17,11 +17,11 @@ from servers.training.test_split import job_in, trained
 
 # with the outer step of a plain sum a single worker computes what one process does
 ALONE = "server:staleness=1,servers=2,backup=off,period=5,lr=1,momentum=0 precision=fp64"
-STEPS = 60  # of the small job, with a border after every 6 and 20
+STEPS = 60  # of the small job, with a boundary after every 6 and 20
 
 
 @given(period=st.integers(1, 9), begin=st.integers(0, 50), every=st.sets(st.integers(1, 30), min_size=1, max_size=3))
-def test_rounds_cover_every_batch_once_and_end_at_each_border(period: int, begin: int, every: set[int]) -> None:
+def test_rounds_cover_every_batch_once_and_end_at_each_boundary(period: int, begin: int, every: set[int]) -> None:
     rounds = Rounds(period, begin, lambda step: min((step // n + 1) * n for n in every))
     found = [rounds.batches(number) for number in range(40)]
     assert found[0].start == begin
@@ -31,7 +31,7 @@ def test_rounds_cover_every_batch_once_and_end_at_each_border(period: int, begin
         assert rounds.until(batches.stop) == number + 1
         assert rounds.whole(batches.start + 1) == batches.stop
         if period > 1:
-            assert not any(batch % n == 0 for batch in batches[1:] for n in every), "it goes over a border"
+            assert not any(batch % n == 0 for batch in batches[1:] for n in every), "it goes over a boundary"
 
 
 def test_a_worker_alone_trains_as_one_process_also_when_it_resumes_within_a_round(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_several_workers_learn_by_rounds_and_every_piece_counts_once(more: str, 
     run = tmp_path / "r"
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     told = events(run, "served")[-1]["workers"].values()
-    borders = sorted({*range(0, STEPS + 1, 6), *range(0, STEPS + 1, 20)})
-    rounds = sum(-(-(after - before) // 4) for before, after in pairwise(borders))
+    boundaries = sorted({*range(0, STEPS + 1, 6), *range(0, STEPS + 1, 20)})
+    rounds = sum(-(-(after - before) // 4) for before, after in pairwise(boundaries))
     assert sum(worker["pushes"] for worker in told) == 2 * rounds
     assert newest(run) < 0.5 * losses(run)[1], "it learns"
     [sentence] = events(run, "sync")[0]["said"]

@@ -92,7 +92,7 @@ def test_coded_gradients_are_fewer_bytes_and_learn_as_much(tmp_path: Path) -> No
     assert coded == pytest.approx(plain, abs=0.1)
 
 
-def test_a_stopped_run_goes_on_behind_its_newest_border(tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_behind_its_newest_boundary(tmp_path: Path) -> None:
     plan = "dp=2 sync=server:staleness=2,backup=off"
     first = paceline("train", job_in(tmp_path, stop={"steps": 21}), "--plan", plan, "--run", "r", folder=tmp_path)
     assert first.code == 0, first.err
@@ -125,7 +125,7 @@ def points():
 '''
 
 
-def test_a_target_that_is_met_between_borders_ends_the_run_at_the_next(tmp_path: Path) -> None:
+def test_a_target_that_is_met_between_boundaries_ends_the_run_at_the_next(tmp_path: Path) -> None:
     (tmp_path / "rarely.py").write_text(RARELY_EASY)
     model, data = ({"factory": f"{tmp_path}/rarely.py:{name}"} for name in ("net", "points"))
     job = job_in(

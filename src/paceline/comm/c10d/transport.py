@@ -19,11 +19,11 @@ class Transport:
     Attributes:
         name: as in a plan (`shm`, `tcp`, `gloo`), or torch's name of an accelerator's.
         shares_memory: True if tensors from `empty` lie in memory that all ranks share.
-        strangers: connections without the run's key that this rank has turned away so far.
+        unauthenticated: connections without the run's key that this rank has turned away so far.
     """
 
     shares_memory = False
-    strangers = 0
+    unauthenticated = 0
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -225,7 +225,7 @@ def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket,
 
 
 def _accepted(listener: socket.socket, token: bytes, deadline_s: float) -> socket.socket:
-    """The connection that knows the token; strangers are turned away."""
+    """The connection that knows the token; unauthenticated peers are turned away."""
     while True:
         connection, _ = listener.accept()
         connection.settimeout(deadline_s)

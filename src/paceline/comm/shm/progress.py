@@ -1,9 +1,9 @@
 """Progress of shared-memory operations: whoever waits drives all generators of the process.
 
-A wait spins briefly, then offers its core to others, then sleeps on this process' *bell*: a word of shared memory that
-peers ring after they have stored what somebody may be waiting for. So no rank spins for long on a core that another one
-needs, waiting for one group never holds up another, and every wait ends: at its deadline, or soon after a peer has
-died.
+A wait spins briefly, then offers its core to others, then sleeps on this process' *doorbell*: a word of shared memory
+that peers ring after they have stored what somebody may be waiting for. So no rank spins for long on a core that
+another one needs, waiting for one group never holds up another, and every wait ends: at its deadline, or soon after a
+peer has died.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.cluster.emulate.cgroup import cpu_quota
 from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Driver, Operation, call_all
 from paceline.comm.shm import futex
 from paceline.comm.shm.segment import Handle, Segment, attach, create
-from paceline.epoch import epoch_is_over
+from paceline.generation import generation_is_over
 from paceline.rank_environment import RankEnvironment, is_our_rank
 
 # longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
@@ -29,16 +29,16 @@ _SPIN_S = 20e-6
 _YIELD_S = 2e-3  # still looking, but any thread that wants the core gets it
 _YIELD_OVERSUBSCRIBED_S = 200e-6  # the same with more ranks than cores
 _NAP_S = 0.1  # the longest sleep between two looks at whether the peers live
-_SLEEPERS, _RUNG = 0, 1  # the words of a bell
+_SLEEPERS, _RUNG = 0, 1  # the words of a doorbell
 
 
 @dataclass
 class Peer:
-    """Another process of this host: rank, bell, and a pidfd that shows its end."""
+    """Another process of this host: rank, doorbell, and a pidfd that shows its end."""
 
     rank: int
     pid: int
-    bell: memoryview
+    doorbell: memoryview
     bell_address: int
     life: int
 
@@ -50,8 +50,8 @@ class Peer:
 
     def ring(self) -> None:
         """Wake it if it sleeps. A fence must lie between the store that it waits for and this look."""
-        if self.bell[_SLEEPERS]:
-            self.bell[_RUNG] = (self.bell[_RUNG] + 1) & 0xFFFFFFFF
+        if self.doorbell[_SLEEPERS]:
+            self.doorbell[_RUNG] = (self.doorbell[_RUNG] + 1) & 0xFFFFFFFF
             futex.wake(self.bell_address)
 
 
@@ -61,26 +61,26 @@ class ShmProgress(Driver):
     def __init__(self) -> None:
         super().__init__(threading.RLock())
         self.oversubscribed = False  # whether there are more ranks on this host than cores for them
-        self._own = create(4096, "bell")
-        self._bell = self._own.segment.words(0, 2)
-        self._bell_address = self._own.segment.address + 8 * _RUNG
+        self._own = create(4096, "doorbell")
+        self._doorbell = self._own.segment.words(0, 2)
+        self._doorbell_address = self._own.segment.address + 8 * _RUNG
         self._peers: dict[Handle, tuple[Segment, int]] = {}
         self._wanted = threading.Event()
         self._urgent = threading.Event()
         self._watching = False
 
     @property
-    def bell(self) -> Handle:
-        """The handle that peers need to ring this process' bell."""
+    def doorbell(self) -> Handle:
+        """The handle that peers need to ring this process' doorbell."""
         return self._own.handle
 
-    def meet(self, rank: int, bell: Handle) -> Peer:
-        """The process that has this bell, as a rank of a group."""
-        if bell not in self._peers:
-            segment = attach(bell)
-            self._peers[bell] = (segment, os.pidfd_open(bell.pid))
-        segment, life = self._peers[bell]
-        return Peer(rank, bell.pid, segment.words(0, 2), segment.address + 8 * _RUNG, life)
+    def meet(self, rank: int, doorbell: Handle) -> Peer:
+        """The process that has this doorbell, as a rank of a group."""
+        if doorbell not in self._peers:
+            segment = attach(doorbell)
+            self._peers[doorbell] = (segment, os.pidfd_open(doorbell.pid))
+        segment, life = self._peers[doorbell]
+        return Peer(rank, doorbell.pid, segment.words(0, 2), segment.address + 8 * _RUNG, life)
 
     def expect(self, ranks: int) -> None:
         """Register a group with so many ranks on this host.
@@ -116,8 +116,8 @@ class ShmProgress(Driver):
     def _wake_thread(self) -> None:
         self._wanted.set()
         self._urgent.set()
-        self._bell[_RUNG] = (self._bell[_RUNG] + 1) & 0xFFFFFFFF
-        futex.wake(self._bell_address)
+        self._doorbell[_RUNG] = (self._doorbell[_RUNG] + 1) & 0xFFFFFFFF
+        futex.wake(self._doorbell_address)
 
     def drive(self, is_over: Callable[[], bool]) -> None:
         """Drive everything until `is_over`: look, then yield the core, then sleep."""
@@ -136,23 +136,23 @@ class ShmProgress(Driver):
                 os.sched_yield()
 
     def _sleep(self, is_over: Callable[[], bool]) -> None:
-        """Sleep until the bell rings or a short time is over, then fail hopeless operations.
+        """Sleep until the doorbell rings or a short time is over, then fail hopeless operations.
 
         Hopeless ones are late or wait for a dead peer.
         """
         with self.lock:
-            self._bell[_SLEEPERS] += 1
+            self._doorbell[_SLEEPERS] += 1
             futex.fence()
-            rung = self._bell[_RUNG]
+            rung = self._doorbell[_RUNG]
         try:
             with self.lock:
-                calls = self._advance()  # what came before the bell could be rung
+                calls = self._advance()  # what came before the doorbell could be rung
             call_all(calls)
             if not is_over():
-                futex.wait(self._bell_address, rung, _NAP_S)
+                futex.wait(self._doorbell_address, rung, _NAP_S)
         finally:
             with self.lock:
-                self._bell[_SLEEPERS] -= 1
+                self._doorbell[_SLEEPERS] -= 1
         with self.lock:
             calls = self._advance()
             self._fail_hopeless()
@@ -186,8 +186,8 @@ class ShmProgress(Driver):
             return self._watching
 
     def _hopeless(self, operation: Operation) -> DistBackendError | None:
-        if epoch_is_over():
-            return DistBackendError(f"{operation.what}: the epoch is over")
+        if generation_is_over():
+            return DistBackendError(f"{operation.what}: the generation is over")
         gone = [peer for peer in operation.waits_for() if peer.is_gone()]
         gone = [
             peer for peer in operation.waits_for() if peer in gone

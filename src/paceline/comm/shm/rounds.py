@@ -57,9 +57,9 @@ class Rounds:
         self._arenas_made = 0  # the same on all ranks
         own = create(segment_bytes(size), "group")
         try:
-            handles = _exchange(store, rank, size, own.handle, progress.bell, timeout_s)
+            handles = _exchange(store, rank, size, own.handle, progress.doorbell, timeout_s)
             self.segments = [own.segment if r == rank else attach(handle) for r, (handle, _) in enumerate(handles)]
-            self.peers = [progress.meet(r, bell) for r, (_, bell) in enumerate(handles)]
+            self.peers = [progress.meet(r, doorbell) for r, (_, doorbell) in enumerate(handles)]
             _all_are_here(store, rank, size, timeout_s)
         finally:
             own.close_descriptor()
@@ -164,10 +164,10 @@ class Rounds:
 
 
 def _exchange(
-    store: Store, rank: int, size: int, own: Handle, bell: Handle, timeout_s: float
+    store: Store, rank: int, size: int, own: Handle, doorbell: Handle, timeout_s: float
 ) -> list[tuple[Handle, Handle]]:
     """Every rank's handles, by rank."""
-    store.set(f"shm/{rank}", json.dumps([asdict(own), asdict(bell)]))
+    store.set(f"shm/{rank}", json.dumps([asdict(own), asdict(doorbell)]))
     _wait(store, [f"shm/{r}" for r in range(size)], timeout_s)
     found = [json.loads(store.get(f"shm/{r}")) for r in range(size)]
     return [(Handle(**a), Handle(**b)) for a, b in found]

@@ -26,9 +26,9 @@ class Greeting:
 
     Attributes:
         group: a random name of the group.
-        knock: the sender may not connect, and asks the other to, as connection number `epoch` is lost.
+        reconnect: the sender may not connect, and asks the other to, as its connection is lost.
         sealed: what the sender sends afterwards is encrypted.
-        epoch: the number of this connection, counted by the rank that accepts; before, of the last one.
+        number: the number of this connection, counted by the rank that accepts; before, of the last one.
         received: bytes of the stream that the sender has.
         key: what it seals with, new for every connection.
     """
@@ -36,9 +36,9 @@ class Greeting:
     group: bytes
     sender: int
     receiver: int
-    knock: bool
+    reconnect: bool
     sealed: bool
-    epoch: int
+    number: int
     received: int
     key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
 
@@ -46,7 +46,7 @@ class Greeting:
         """For the wire."""
         return _GREETING.pack(
             *(_MAGIC, _VERSION, self.group, self.sender, self.receiver),
-            *(self.knock, self.sealed, self.epoch, self.received, self.key),
+            *(self.reconnect, self.sealed, self.number, self.received, self.key),
         )
 
     @classmethod

@@ -1,8 +1,8 @@
 """The link to another rank: a stream over a TCP connection, re-made when lost.
 
-Of two ranks the one with the higher number connects. The other can only knock: open a connection to say that it misses
-one. A knock, like a connect, also tells whether the process is still there: where the address answers and nobody
-listens any more, it is gone; where nothing answers, it is the network, which may come back.
+Of two ranks the one with the higher number connects. The other can only request to be reconnected: open a connection to
+say that it misses one. A reconnect request, like a connect, also tells whether the process is still there: where the
+address answers and nobody listens any more, it is gone; where nothing answers, it is the network, which may come back.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PeerLink:
         self._loop, self._member = loop, member
         self._connects = own.rank > peer.rank
         self._attempt: _Connecting | None = None
-        self._epoch = 0  # the number of the connection, counted by the rank that accepts
+        self._number = 0  # the number of the connection, counted by the rank that accepts
         self._attempts = 0  # since the connection was lost
         self._since = time.monotonic()  # connected, or not
         self._next_attempt = self._since + (0.0 if self._connects else _FIRST_KNOCK_S)
@@ -135,7 +135,7 @@ class PeerLink:
             return
         self._watch()
 
-    def adopt(self, wire: Wire, epoch: int, has_received: int) -> None:
+    def adopt(self, wire: Wire, number: int, has_received: int) -> None:
         """Go on over a connection whose other end is known to be the peer.
 
         Raises:
@@ -146,7 +146,7 @@ class PeerLink:
         _tune(wire.connection)
         self.stream.attach(wire, has_received)
         self.connections += 1
-        self._epoch, self._attempts, self._since = epoch, 0, time.monotonic()
+        self._number, self._attempts, self._since = number, 0, time.monotonic()
         self._refused.clear()
         self._loop.expect_no_more(self)
         self._loop.watch(wire.connection.fileno(), _READ, self._on_event, self._on_fault)
@@ -154,19 +154,19 @@ class PeerLink:
         self.flush()
 
     def accept(self, handshake: TlsHandshake, hello: Greeting) -> None:
-        """The other rank has connected, or knocks; the connection is this link's from now on.
+        """The other rank has connected, or requests a reconnect; the connection is this link's from now on.
 
         Raises:
             SyncError: the two ends do not fit together.
         """
-        own = self._greeting(self._epoch + (not hello.knock))
+        own = self._greeting(self._number + (not hello.reconnect))
         if not own.answers(hello):
             handshake.connection.close()
             return
-        if hello.knock:
+        if hello.reconnect:
             with handshake.connection:
                 handshake.send(own.to_bytes())
-            if self._connects and hello.epoch >= self._epoch and not self._attempt:
+            if self._connects and hello.number >= self._number and not self._attempt:
                 self.lose(ConnectionError("the other side has lost the connection"))
                 self._next_attempt = 0.0
             return
@@ -177,7 +177,7 @@ class PeerLink:
             return
         handshake.send(own.to_bytes())
         self._check_sealed(hello)
-        self.adopt(wire_after(handshake.connection, own, hello), own.epoch, hello.received)
+        self.adopt(wire_after(handshake.connection, own, hello), own.number, hello.received)
 
     def lose(self, error: OSError) -> None:
         """The connection is lost: make another."""
@@ -284,7 +284,7 @@ class PeerLink:
     def _try(self, now: float) -> None:
         self._attempts += 1
         patience_s = min(_ATTEMPT_S[0] * 1.5 ** max(0, self._attempts - 8), _ATTEMPT_S[1])
-        hello = self._greeting(self._epoch)
+        hello = self._greeting(self._number)
         try:
             self._attempt = _Connecting(self.own, self.peer, self._member.client, hello, now + patience_s)
         except OSError as error:
@@ -302,14 +302,14 @@ class PeerLink:
                 return
             if not welcome.answers(attempt.hello):
                 raise ConnectionError(f"another rank listens at {self.peer.address}:{self.peer.port}")
-            if not self._connects:  # a knock, heard
+            if not self._connects:  # a reconnect request, heard
                 self._end_attempt()
                 self._next_attempt = time.monotonic() + _FIRST_KNOCK_S
                 return
             self._check_sealed(welcome)
             self._loop.forget(attempt.connection.fileno())
             self._attempt = None
-            self.adopt(wire_after(attempt.connection, attempt.hello, welcome), welcome.epoch, welcome.received)
+            self.adopt(wire_after(attempt.connection, attempt.hello, welcome), welcome.number, welcome.received)
         except ssl.SSLError as error:
             reason = (error.reason or str(error)).lower().replace("_", " ")
             self._failed(
@@ -325,9 +325,11 @@ class PeerLink:
         except Exception as error:  # noqa: BLE001 - retried; the deadline's error names it
             self._failed(ConnectionError(f"{type(error).__name__}: {error}"))
 
-    def _greeting(self, epoch: int) -> Greeting:
-        member, knock = self._member, not self._connects
-        return Greeting(member.group, self.own.rank, self.peer.rank, knock, member.sealed, epoch, self.stream.received)
+    def _greeting(self, number: int) -> Greeting:
+        member, reconnect = self._member, not self._connects
+        return Greeting(
+            member.group, self.own.rank, self.peer.rank, reconnect, member.sealed, number, self.stream.received
+        )
 
     def _check_sealed(self, other: Greeting) -> None:
         if other.sealed != self._member.sealed:

@@ -1,7 +1,8 @@
-"""Listener for a group's other ranks, on the cluster's address alone; strangers cost it little.
+"""Listener for a group's other ranks, on the cluster's address alone; unauthenticated peers cost it little.
 
-Who does not hold the run's key is a stranger. Few connections at a time may be without proof, each for a few seconds,
-and strangers who come too often make the listener rest: connections that there are go on at full speed.
+Who does not hold the run's key is an unauthenticated peer. Few connections at a time may be without proof, each for a
+few seconds, and unauthenticated peers who come too often make the listener rest: connections that there are go on at
+full speed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from paceline.errors import LaunchError
 _PATIENCE_S = 5.0  # for a new connection to prove itself
 _MOST_PENDING = 64  # connections that have not; beyond, the oldest is dropped
 _MOST_A_TURN = 8  # accepted, before the ranks' own connections have their turn
-_STRANGERS = 64.0  # in a row, and then so many a second
-_STRANGERS_PER_S = 50.0
+_UNAUTHENTICATED = 64.0  # in a row, and then so many a second
+_UNAUTHENTICATED_PER_S = 50.0
 _BACKLOG = 256
 
 
@@ -50,8 +51,8 @@ class Listener:
     ) -> None:
         self._loop, self._context, self._welcome = loop, context, welcome
         self._pending: dict[int, _Pending] = {}
-        self.strangers = 0  # so far
-        self._allowance, self._looked_at = _STRANGERS, time.monotonic()
+        self.unauthenticated = 0  # so far
+        self._allowance, self._looked_at = _UNAUTHENTICATED, time.monotonic()
         self._resting = False
         self._socket = _listen(address)
         self.address, self.port = self._socket.getsockname()[:2]
@@ -115,8 +116,8 @@ class Listener:
 
     def _turn_away(self, fd: int) -> None:
         self._forget(fd).connection.close()
-        self.strangers += 1
-        self._loop.strangers += 1
+        self.unauthenticated += 1
+        self._loop.unauthenticated += 1
         self._allowance -= 1
 
     def _forget(self, fd: int) -> TlsHandshake:
@@ -127,7 +128,7 @@ class Listener:
         """Drop who is late, and end a rest."""
         for fd in [fd for fd, pending in self._pending.items() if now > pending.until]:
             self._turn_away(fd)
-        self._allowance = min(_STRANGERS, self._allowance + _STRANGERS_PER_S * (now - self._looked_at))
+        self._allowance = min(_UNAUTHENTICATED, self._allowance + _UNAUTHENTICATED_PER_S * (now - self._looked_at))
         self._looked_at = now
         if self._allowance >= 1:
             self._rest(False)

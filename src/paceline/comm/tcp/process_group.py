@@ -38,9 +38,9 @@ class TcpProcessGroup(DrivenProcessGroup):
 
     @property
     def transport(self) -> Transport:
-        """The transport for `Group`, with the strangers that came to this process so far."""
+        """The transport for `Group`, with the unauthenticated peers that came to this process so far."""
         described = Transport("tcp")
-        described.strangers = 0 if self._closed else self._mesh.loop.strangers
+        described.unauthenticated = 0 if self._closed else self._mesh.loop.unauthenticated
         return described
 
     def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, call_all
-from paceline.epoch import epoch_is_over
 from paceline.errors import SyncError
+from paceline.generation import generation_is_over
 
 _NAP_S = 0.02  # the longest sleep between two looks at whether waits are in vain
 _CLOCK_S = 0.05  # between two looks of the links
@@ -40,7 +40,7 @@ class TcpProgress(Driver):
     """Drives the operations and the connections of this process, of all its groups over TCP.
 
     Attributes:
-        strangers: connections that the groups' listeners have turned away so far.
+        unauthenticated: connections that the groups' listeners have turned away so far.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class TcpProgress(Driver):
         self._turns = threading.Condition(self.lock)
         self._wanted = threading.Condition(self.lock)
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN)
-        self._handlers: dict[int, tuple[Callable[[int], None], OnFault]] = {self._bell: (lambda _: None, _ignore)}
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._doorbell, select.EPOLLIN)
+        self._handlers: dict[int, tuple[Callable[[int], None], OnFault]] = {self._doorbell: (lambda _: None, _ignore)}
         self._clocks: dict[object, tuple[Callable[[float], None], OnFault]] = {}
         self._expected: set[object] = set()
         self._driving = False
@@ -58,14 +58,14 @@ class TcpProgress(Driver):
         self._urgent = False
         self._watch_until = 0.0
         self._looked_at = self._checked_at = 0.0
-        self.strangers = 0
+        self.unauthenticated = 0
         self._start_thread("paceline-tcp")
 
     def close(self) -> None:
         """End the thread, and watch no socket any more."""
         super().close()
         self._epoll.close()
-        os.close(self._bell)
+        os.close(self._doorbell)
 
     # Sockets and clocks; the caller holds the lock
 
@@ -125,7 +125,7 @@ class TcpProgress(Driver):
 
     def _wake_thread(self) -> None:
         self._wanted.notify_all()
-        os.eventfd_write(self._bell, 1)  # never read: called once, at the end
+        os.eventfd_write(self._doorbell, 1)  # never read: called once, at the end
 
     def _look(self) -> Calls:
         return [] if self._driving else self._turn(0)
@@ -205,8 +205,8 @@ class TcpProgress(Driver):
 
     def _hopeless(self, operation: Operation) -> Exception | None:
         waited_s = time.monotonic() - operation.started
-        if epoch_is_over():
-            return SyncError(f"{operation.what}: the epoch is over")
+        if generation_is_over():
+            return SyncError(f"{operation.what}: the generation is over")
         awaited: Sequence[Awaited] = operation.waits_for()
         over = [why for peer in awaited if (why := peer.why_over())]
         if over:

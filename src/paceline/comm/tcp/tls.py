@@ -32,7 +32,7 @@ class TlsHandshake:
         self.connection = connection
         self._context, self._accepts, self._opening = context, accepts, opening
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls: ssl.SSLObject | None = None  # a stranger who says something else costs none
+        self._tls: ssl.SSLObject | None = None  # an unauthenticated peer who says something else costs none
         self._shaken = False
         self._record = bytearray()
         self._read_bytes = 0

@@ -1,8 +1,8 @@
 """Host processes of emulated hosts, one in each host but the first.
 
-They are forked from the seed, and are the seeds of their own ranks. They meet at host 0 and serve it as those of real
-hosts do. Host 0 is coordinated by the process that was started as a command: its ranks and its sockets are in the
-emulated host, and it is outside, where files in object stores are reached.
+They are forked from the forkserver, and are the forkservers of their own ranks. They meet at host 0 and serve it as
+those of real hosts do. Host 0 is coordinated by the process that was started as a command: its ranks and its sockets
+are in the emulated host, and it is outside, where files in object stores are reached.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from paceline.cluster.emulate.hosts import EmulatedHost
 from paceline.cluster.emulate.network import inside
 from paceline.cluster.launch_engines import HostPlace
 from paceline.elastic.failure import ErrorRecord
+from paceline.elastic.forkserver import warm_up, why_not
+from paceline.elastic.hosts.agent import run_agent
 from paceline.elastic.hosts.gather import joined, links_of
 from paceline.elastic.hosts.hosts import Hosts, coordinating
 from paceline.elastic.hosts.meeting import Meeting
 from paceline.elastic.hosts.messages import Welcome
 from paceline.elastic.hosts.returns import Returns
-from paceline.elastic.hosts.serve import serve
-from paceline.elastic.seed import warm_up, why_not
 from paceline.elastic.started import StartedRank, Starter
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
@@ -35,7 +35,7 @@ from paceline.wire.key import RunKey, key_descriptor, own_key
 
 _ENGINE = "emulate"
 _TICK_S = 0.02
-_START_S = 300.0  # for the seed to import torch
+_START_S = 300.0  # for the forkserver to import torch
 _DISMISSED_S = 10.0  # for a host process to end that was dismissed
 _HANG_UP_S = 5.0  # from SIGHUP to SIGKILL, for one that does not hear this process
 
@@ -78,14 +78,14 @@ def be_host_process(_: list[str]) -> None:
     assert environment.host is not None
     assert key is not None
     if why_not() is None:
-        from paceline.elastic.seed_process import split_off
+        from paceline.elastic.forkserver_process import split_off
 
         split_off()  # before anything here starts a thread
     signal.signal(signal.SIGHUP, lambda *_: sys.exit())  # from the coordinator, where the link to it is cut
     name, number = environment.host.name, environment.rank
     where = environment.master_address, environment.master_port
     coordinator = joined(HostPlace(number, environment.world_size, *where, name, _ENGINE), key)
-    serve(coordinator, f"host {name} (number {number})")
+    run_agent(coordinator, f"host {name} (number {number})")
     coordinator.connection.close()
 
 

@@ -23,13 +23,13 @@ from paceline.cluster.cluster import Host
 from paceline.cluster.discover import discover
 from paceline.cluster.identity import host_identity
 from paceline.cluster.launch_engines import HostPlace
+from paceline.elastic.hosts.agent import Coordinator
 from paceline.elastic.hosts.elsewhere import GoesOnElsewhere, told_elsewhere
 from paceline.elastic.hosts.hosts import WAIT, Hosts, hosts_wait_s
 from paceline.elastic.hosts.link import AbsentLink, Link, keep_alive
 from paceline.elastic.hosts.measure import measured_cluster
 from paceline.elastic.hosts.meeting import Meeting
 from paceline.elastic.hosts.messages import Dismiss, Elsewhere, Held, Joining, Refused, ToHost, Welcome
-from paceline.elastic.hosts.serve import Coordinator
 from paceline.elastic.signals import exit_code_of
 from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
 from paceline.printable import printable
@@ -254,12 +254,12 @@ def _missing(place: HostPlace, key: RunKey, meeting: Meeting, links: dict[int, L
     absent = [str(number) for number in range(1, place.count) if number not in links]
     hosts = f"host{'s' * (len(absent) > 1)} {', '.join(absent)} of {place.count} {'have' if len(absent) > 1 else 'has'}"
     at = f"{place.coordinator}:{place.port}"
-    strangers = (
-        f"; {meeting.strangers} connections did not prove the run's key ({key.fingerprint})"
-        if meeting.strangers
+    unauthenticated = (
+        f"; {meeting.unauthenticated} connections did not prove the run's key ({key.fingerprint})"
+        if meeting.unauthenticated
         else ""
     )
-    return f"{hosts} not come to host 0 ({place.name}) at {at} after {waited_s:.0f} s{strangers}"
+    return f"{hosts} not come to host 0 ({place.name}) at {at} after {waited_s:.0f} s{unauthenticated}"
 
 
 def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> None:

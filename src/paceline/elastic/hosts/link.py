@@ -1,4 +1,4 @@
-"""Link between the coordinator and one serving host."""
+"""Link between the coordinator and one agent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_U
 
 
 class Link:
-    """A serving host as the coordinator sees it.
+    """An agent as the coordinator sees it.
 
     Attributes:
         address: where other hosts reach it.

@@ -42,7 +42,7 @@ def measured_cluster(own: Host, links: Sequence[Link], *, measures: bool = True)
 
 
 class Measuring:
-    """Part of a serving host in the measurement. It listens only while others measure."""
+    """Part of an agent in the measurement. It listens only while others measure."""
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
@@ -108,7 +108,7 @@ def _measure_others(links: Sequence[Link], found: Found) -> None:
 
 
 def _is_measured(link: Link, other: Link, hosts: int) -> bool:
-    """True if one serving host measures to another."""
+    """True if one agent measures to another."""
     return other.number == link.number + 1 or (hosts <= _EVERY_PAIR and other.number > link.number)
 
 

@@ -31,9 +31,9 @@ class Meeting:
         return self._listener.address
 
     @property
-    def strangers(self) -> int:
+    def unauthenticated(self) -> int:
         """The number of connections that were turned away."""
-        return self._listener.strangers
+        return self._listener.unauthenticated
 
     def direct(self, elsewhere: Elsewhere) -> None:
         """Tell hosts that come where the run goes on.

@@ -1,4 +1,4 @@
-"""Messages between the coordinating host process and the serving ones."""
+"""Messages between the coordinator and the agents."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Held(Struct, array_like=True, frozen=True):
     """Ranks of an attempt that a host has kept since the coordinator was lost.
 
     Attributes:
-        newest: number of the newest epoch that was announced there.
-        ranks: number, process id and epoch of each that lives.
+        newest: number of the newest generation that was announced there.
+        ranks: number, process id and generation of each that lives.
     """
 
     attempt: int
@@ -38,11 +38,11 @@ class Held(Struct, array_like=True, frozen=True):
     @property
     def entered(self) -> set[int]:
         """Ranks that have a state to go on from."""
-        return {number for number, _, epoch in self.ranks if epoch >= 0}
+        return {number for number, _, generation in self.ranks if generation >= 0}
 
 
 class Joining(Struct, tag=True, frozen=True):
-    """First message of a serving host: who it is.
+    """First message of an agent: who it is.
 
     Attributes:
         clock_s: its wall clock, seconds since the epoch.
@@ -120,7 +120,7 @@ class Row(Struct, array_like=True, frozen=True):
     idle_ns: int
     stopped: bool
     paging: bool
-    epoch: int
+    generation: int
 
 
 class Rows(Struct, tag=True, frozen=True):
@@ -152,7 +152,7 @@ class Fetch(Struct, tag=True, frozen=True):
 
 
 class Interrupted(Struct, tag=True, frozen=True):
-    """A signal that a serving host got, for the whole run."""
+    """A signal that an agent got, for the whole run."""
 
     signal: str
 
@@ -252,7 +252,7 @@ class Start(Struct, tag=True, frozen=True):
 
 
 class Announce(Struct, tag=True, frozen=True):
-    """Epochs of the run with their members: the current one, and the newest.
+    """Generations of the run with their members: the current one, and the newest.
 
     Attributes:
         store: where ranks meet from now on; "" where that is as before.

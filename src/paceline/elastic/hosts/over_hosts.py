@@ -9,13 +9,13 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
 from paceline.cluster.launch_engines import HostPlace, own_engine
+from paceline.elastic.forkserver import warm_up
+from paceline.elastic.hosts.agent import Coordinator, run_agent
 from paceline.elastic.hosts.elsewhere import GoesOnElsewhere
 from paceline.elastic.hosts.gather import gathered, joined
 from paceline.elastic.hosts.hosts import Hosts, coordinating, current_hosts
 from paceline.elastic.hosts.returns import Returns
-from paceline.elastic.hosts.serve import Coordinator, serve
 from paceline.elastic.hosts.takeover import met_again
-from paceline.elastic.seed import warm_up
 from paceline.elastic.signals import exit_code_of, sigterm_as_exit
 from paceline.errors import LaunchError
 from paceline.printable import printable
@@ -108,7 +108,7 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
     found: Hosts | Coordinator = joined(place, key, succeeds=True)
     while isinstance(found, Coordinator):
         with closing(found.connection):
-            code = serve(found, f"host {place.name} (number {place.number})")
+            code = run_agent(found, f"host {place.name} (number {place.number})")
         if found.lost is None or found.succession is None or code != 1:
             found.close()
             failed = f"{'was stopped' if code in (130, 143) else 'has failed'} (exit code {code})"

@@ -1,4 +1,4 @@
-"""Pulse between the coordinator and the serving hosts, who find each other silent.
+"""Pulse between the coordinator and the agents, who find each other silent.
 
 A cut network ends no connection. The pulse has a connection and a thread of its own at either end, so that a host that
 sends large files, or waits for its disk, is not taken for one that is gone. Both count rounds in which nothing came
@@ -40,7 +40,7 @@ Listen = Callable[[type[Struct], Callable[[Connection, Beat], None]], Listener]
 
 
 class Pulses:
-    """Pulses of the serving hosts, at the coordinator. A host counts from its first beat on.
+    """Pulses of the agents, at the coordinator. A host counts from its first beat on.
 
     Args:
         listen: opens a listener for messages of a type, which calls a function for each.
@@ -113,7 +113,7 @@ class Pulses:
 
 
 class Pulse:
-    """Pulse of a serving host, which hears the coordinator's.
+    """Pulse of an agent, which hears the coordinator's.
 
     Args:
         where: address and port of the coordinator's `Pulses`.

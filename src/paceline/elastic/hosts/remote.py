@@ -41,9 +41,9 @@ from paceline.elastic.hosts.messages import (
 from paceline.elastic.hosts.pulse import Pulses
 from paceline.elastic.possible import NEEDS
 from paceline.elastic.signals import StopSignals
-from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.files import write_whole
+from paceline.generation import Generation
 from paceline.rank_environment import RankEnvironment
 from paceline.wire.status import PHASES, StatusBoard
 
@@ -269,9 +269,9 @@ class RemoteRanks:
             if link.held is None:
                 self._prepare(link, self._show_token())
                 continue
-            for number, pid, epoch in link.held.ranks:
+            for number, pid, generation in link.held.ranks:
                 self.ranks[number].pid, self.ranks[number].code = pid, None
-                self.board.put(number, pid, "sync", 0, time.monotonic_ns(), epoch)
+                self.board.put(number, pid, "sync", 0, time.monotonic_ns(), generation)
             link.send(Adopt(link.number, self._begin.pulse_port, self._begin.silence_s))
 
     def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
@@ -298,8 +298,8 @@ class RemoteRanks:
                     spared.append((link, numbers, self._of_lost(link)))
         return spared
 
-    def announce(self, current: Epoch, newest: Epoch) -> None:
-        """Tell the ranks of other hosts of the epochs of the run."""
+    def announce(self, current: Generation, newest: Generation) -> None:
+        """Tell the ranks of other hosts of the generations of the run."""
         self._announced = Announce(current.number, list(current.members), newest.number, list(newest.members))
         for link in self.links:
             link.send(self._announced)
@@ -425,7 +425,7 @@ class RemoteRanks:
             rank.stopped, rank.paging = row.stopped, row.paging
             if rank.code is None:
                 rank.alive_at = now
-            self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns, row.epoch)
+            self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns, row.generation)
 
     def _tell(self, link: Link, message: Told) -> None:
         """Keep a rank's record, in this host's time, or its stack."""

@@ -1,10 +1,10 @@
 """Takeover: when the coordinator of a run is lost, the next host continues the run.
 
 The hosts that are left meet anew, at the one of the lowest number that can be reached. It runs the command as host 0
-did, and numbers them from 0. Where the run recovers in place they have kept their ranks, which begin the next epoch
-before that (`next_epoch.py`); else it continues the run as it was saved. At least half of the hosts have to come. Where
-the lost host still lives with the other half, the lock of the run directory decides (`training/record/run_lock.py`):
-who has it trains.
+did, and numbers them from 0. Where the run recovers in place they have kept their ranks, which begin the next
+generation before that (`next_generation.py`); else it continues the run as it was saved. At least half of the hosts
+have to come. Where the lost host still lives with the other half, the lock of the run directory decides
+(`elastic/run_lock.py`): who has it trains.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 
 from paceline.cluster.cluster import Host
 from paceline.cluster.launch_engines import HostPlace
+from paceline.elastic.hosts.agent import Coordinator
+from paceline.elastic.hosts.agent_attempt import AgentAttempt
 from paceline.elastic.hosts.gather import refuse, take, taken_in, welcomed
 from paceline.elastic.hosts.hosts import Hosts
 from paceline.elastic.hosts.link import AbsentLink, Link
 from paceline.elastic.hosts.meeting import Meeting
 from paceline.elastic.hosts.messages import EndAttempt, Over, Past, Succession, Successor, ToHost
-from paceline.elastic.hosts.next_epoch import NextEpoch, whole_replicas
+from paceline.elastic.hosts.next_generation import NextGeneration, whole_replicas
 from paceline.elastic.hosts.pulse import silence_limit_s
-from paceline.elastic.hosts.serve import Coordinator
-from paceline.elastic.hosts.served import ServedAttempt
 from paceline.elastic.signals import exit_code_of
 from paceline.errors import ChannelError, DeadlineError, LaunchError
 from paceline.files import whole_lines
@@ -55,19 +55,19 @@ class Takeover:
         lost: names the host that coordinated it.
         by: names this host.
         attempt: the ranks that this host has kept, where the run goes on with them and those that others have kept.
-        next_epoch: that these have begun.
+        next_generation: that these have begun.
     """
 
     run: str
     lost: str
     by: str
-    attempt: ServedAttempt | None = None
-    next_epoch: NextEpoch | None = None
+    attempt: AgentAttempt | None = None
+    next_generation: NextGeneration | None = None
 
     def close(self) -> None:
         """End the ranks that were kept, where nobody has taken them over."""
-        if self.next_epoch is not None:
-            self.next_epoch.close()
+        if self.next_generation is not None:
+            self.next_generation.close()
         if self.attempt is not None:
             self.attempt.end()
 
@@ -170,18 +170,18 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
     by = f"host {there.name} (number {place.number})"
     _say(f"{by} coordinates now{_with(link.name for link in met)}, and continues the run in {succession.run}")
     hosts = welcomed(_host_of(there), meeting, met, key, measures=before.attempt is None)
-    attempt, next_epoch = _kept(before.attempt, met), None
+    attempt, next_generation = _kept(before.attempt, met), None
     hosts.least = place.least
     if attempt is not None:
         hosts.past = _older(succession.past, time.monotonic() - before.told_at)
         _add_lost(hosts, succession, before)
         has_ended = partial(_is_known_to_have_ended, before, key)
         try:
-            next_epoch = NextEpoch(hosts, Path(succession.run), attempt, _say, has_ended)
+            next_generation = NextGeneration(hosts, Path(succession.run), attempt, _say, has_ended)
         except BaseException as error:  # another trains in that directory
             hosts.dismiss(exit_code_of(error))
             raise
-    hosts.takeover = Takeover(succession.run, before.who, by, attempt, next_epoch)
+    hosts.takeover = Takeover(succession.run, before.who, by, attempt, next_generation)
     tell_successors(hosts, succession.run)
     return hosts
 
@@ -281,7 +281,7 @@ def _why_absent(error: DeadlineError) -> str:
     return "silent" if isinstance(cause, OSError) and cause.errno in _UNREACHABLE else ""
 
 
-def _kept(attempt: ServedAttempt | None, links: list[Link]) -> ServedAttempt | None:
+def _kept(attempt: AgentAttempt | None, links: list[Link]) -> AgentAttempt | None:
     """The attempt here, if a whole replica of it lives; ranks of others are ended."""
     same = [link for link in links if link.held and attempt and link.held.attempt == attempt.begin.attempt]
     if attempt is not None and not whole_replicas(attempt, same):

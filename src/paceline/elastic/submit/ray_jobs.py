@@ -1,4 +1,4 @@
-"""Ray: a job on a running cluster; its driver is `launch/on_ray.py`."""
+"""Ray: a job on a running cluster; its driver is `elastic/on_ray.py`."""
 
 from __future__ import annotations
 

@@ -202,8 +202,8 @@
 
     members(members) {
       figure(this.cards.members.querySelector(".value"), `${members.in} of ${members.of}`);
-      say(this.cards.members.querySelector(".small"), members.epoch ? `membership ${members.epoch + 1}` : "");
-      say(this.fields.members, `${members.in} of ${members.of} ranks take part${members.epoch ? `; they have met anew ${members.epoch === 1 ? "once" : members.epoch + " times"}` : ""}.`);
+      say(this.cards.members.querySelector(".small"), members.generation ? `membership ${members.generation + 1}` : "");
+      say(this.fields.members, `${members.in} of ${members.of} ranks take part${members.generation ? `; they have met anew ${members.generation === 1 ? "once" : members.generation + " times"}` : ""}.`);
       const away = [];
       sized(this.node.querySelector(".hosts"), "div", members.hosts.length).forEach((row, number) => {
         const [host, ranks] = members.hosts[number];

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.epoch import EpochOver, epoch_is_over
 from paceline.errors import CheckpointError
+from paceline.generation import GenerationOver, generation_is_over
 from paceline.run.checkpoint.manifest import (
     PARTIAL,
     REPLACED,
@@ -217,15 +217,15 @@ class Checkpointer:
         """Complete the current checkpoint on the calling thread, at its normal priority.
 
         Raises:
-            EpochOver: a rank was lost, whose part would be waited for in vain.
+            GenerationOver: a rank was lost, whose part would be waited for in vain.
         """
         if self._thread is not None:
             self._hurry.set()
             self._thread.join()
             self._thread = None
             for _ in self._work:
-                if epoch_is_over():
-                    raise EpochOver("the checkpoint under way lacks the part of a lost rank")
+                if generation_is_over():
+                    raise GenerationOver("the checkpoint under way lacks the part of a lost rank")
         self._copying = False
 
     def _claim_folder(self) -> None:

@@ -262,7 +262,7 @@ class _Clock:
             case "recut":  # behind a checkpoint that was waited for
                 self._add(time, "checkpoint")
                 self._until = "recut"
-            case "epoch":  # the ranks have met anew, without a lost one or with a healed one
+            case "generation":  # the ranks have met anew, without a lost one or with a healed one
                 self._add(time, "recovery")
                 self._until = "recovery"
             case "healed":

@@ -43,7 +43,7 @@ TROUBLE = (
     "restart",
     "slow_rank",
     "spike",
-    "strangers",
+    "unauthenticated",
     "tracker",
 )
 
@@ -316,7 +316,7 @@ def event_sentence(event: dict[str, Any]) -> str | None:
         case "rewind":
             kept = f", kept {'in memory' if event['kept'] == 'memory' else 'on disk'}" if event.get("kept") else ""
             return f"went back from step {event['from_step']} to step {event['to_step']}{kept}; that batch is left out"
-        case "strangers":
+        case "unauthenticated":
             return f"{event['connections']} connections to the ranks' ports did not show the run's key and were closed"
         case "tracker":
             return f'tracker "{event["name"]}" {event["said"]}'

@@ -1,4 +1,4 @@
-"""Agreement of an epoch's ranks on their state, and its handover."""
+"""Agreement of a generation's ranks on their state, and its handover."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.comm import Group
 from paceline.comm.link_speed import GroupLinks
 from paceline.run.build import seed_all
 from paceline.run.checkpoint.shard import DTYPES
-from paceline.run.recovery.border import Border, Start, newest_of
 from paceline.run.recovery.memory_state import MemoryState
+from paceline.run.recovery.step_boundary import Start, StepBoundary, newest_of
 from paceline.sync.start import broadcast_tensors
 
 if TYPE_CHECKING:
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def agree_on_start(group: Group, own: Border, replica_size: int) -> Start:
+def agree_on_start(group: Group, own: StepBoundary, replica_size: int) -> Start:
     """Start that all ranks of the group agree on.
 
     A rank may have taken the step that others broke off: then they take over its result, and no step is taken twice.
-    Links between hosts that were measured in an epoch before are not measured again.
+    Links between hosts that were measured in a generation before are not measured again.
     """
     told = group.gather_json([asdict(own), group.links and asdict(group.links)])
     # who joins has not measured any: all choose their algorithms by the same numbers
     links = next((links for _, links in told if links), None)
     group.links = links and replace(msgspec.convert(links, GroupLinks), hosts=group.hosts)
-    return newest_of([Border(**border) for border, _ in told], replica_size)
+    return newest_of([StepBoundary(**boundary) for boundary, _ in told], replica_size)
 
 
 def hand_over(engine: Engine, group: Group, source: int, behind: Collection[int]) -> None:

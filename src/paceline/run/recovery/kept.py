@@ -1,4 +1,4 @@
-"""State that a process keeps between two epochs of a run."""
+"""State that a process keeps between two generations of a run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.build import begin_engine, build_engine, built
-from paceline.run.recovery.border import Border, Start
 from paceline.run.recovery.handover import draw_anew, hand_over
 from paceline.run.recovery.memory_state import MemoryState
+from paceline.run.recovery.step_boundary import Start, StepBoundary
 from paceline.run.recovery.undo import StepUndo
 from paceline.sync.local_rule import LocalRule
 from paceline.sync.start import broadcast_tensors
 
 
 class Kept(ABC):
-    """State of one rank between two epochs. `KeptModel` is that of a whole model, `KeptPart` of a divided one.
+    """State of one rank between two generations. `KeptModel` is that of a whole model, `KeptPart` of a divided one.
 
     Attributes:
         undo: takes a step back that was broken off.
-        ready: whether the next step can be taken without other ranks (see `Border.ready`).
+        ready: whether the next step can be taken without other ranks (see `StepBoundary.ready`).
     """
 
     undo: StepUndo
@@ -36,7 +36,7 @@ class Kept(ABC):
 
     @abstractmethod
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
-        """An engine for the ranks of an epoch; `begins`: with the job's weights. All ranks of the group call this."""
+        """Make an engine for a generation's ranks, who all call this; `begins`: with the job's weights."""
 
     @abstractmethod
     def restore(self, engine: Engine, group: Group, start: Start) -> None:
@@ -47,7 +47,7 @@ class Kept(ABC):
         """Note that a step was broken off, before anything of its groups is closed."""
 
     def keep(self, engine: Engine) -> None:
-        """Keep the engine's state at the newest step border."""
+        """Keep the engine's state at the newest step boundary."""
         self.undo.undo(engine.step_count)
 
     @abstractmethod
@@ -118,7 +118,7 @@ class _Agreed:
 
 
 class KeptPart(Kept):
-    """State of a rank that holds a part of the model. It is copied, and the model divided anew in each epoch.
+    """State of a rank that holds a part of the model. It is copied, and the model divided anew in each generation.
 
     What divides a model (FSDP2's units, meshes, the schedules of pipelines) holds on to the groups that it was made
     for. Models are built without memory, and only the part of this rank gets some.
@@ -147,7 +147,7 @@ class KeptPart(Kept):
         """See `Kept.restore`. Each part comes from a rank that has the same one."""
         assert engine.split is not None
         if group.rank in start.ready:
-            self._finish(engine, start.border)
+            self._finish(engine, start.boundary)
         elif self.state is not None and group.rank not in start.behind:
             _put(self.state, engine)
         of_part = range(group.rank % start.replica_size, group.size, start.replica_size)
@@ -174,12 +174,12 @@ class KeptPart(Kept):
         super().keep(engine)
         self.state = MemoryState.of(engine, {})
 
-    def _finish(self, engine: Engine, border: Border) -> None:
+    def _finish(self, engine: Engine, boundary: StepBoundary) -> None:
         """Take the step that was broken off, as other ranks have."""
         assert self.state is not None
         assert self._agreed is not None
-        assert border.outcome is not None
-        outcome, agreed = Outcome(**border.outcome), self._agreed
+        assert boundary.outcome is not None
+        outcome, agreed = Outcome(**boundary.outcome), self._agreed
         if not outcome.updated:  # then buffers are those before the forward pass
             buffers = {name: value for name, value in self.state.tensors.items() if name.startswith("buffer/")}
             agreed.state.tensors |= buffers

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class MemoryState:
-    """Tensors and values of one rank at a step border.
+    """Tensors and values of one rank at a step boundary.
 
     Only what the rank holds itself: neither `of` nor `restore` speaks with other ranks. A run is at one step again when
     all of them restore states of the same step. Under a rule with local steps these are the replica's own parameters.

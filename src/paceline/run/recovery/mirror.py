@@ -20,11 +20,11 @@ from paceline.comm.group import Pending
 from paceline.engine.meter import CHECKPOINT
 from paceline.planning.cost.constants import COPY_TRAFFIC, STATE_COPIES, STATE_SHARE
 from paceline.run.checkpoint.shard import DTYPES
-from paceline.run.recovery.border import Border, Start
 from paceline.run.recovery.free_memory import lack
 from paceline.run.recovery.handover import DTYPE_NAMES
 from paceline.run.recovery.last_good import FEWEST, MOST
 from paceline.run.recovery.memory_state import MemoryState, state_bytes
+from paceline.run.recovery.step_boundary import Start, StepBoundary
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -37,19 +37,19 @@ Shapes = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of each tens
 
 @dataclass
 class Copy:
-    """State of one rank at a step border, in one piece of memory.
+    """State of one rank at a step boundary, in one piece of memory.
 
-    `border` and `values` are JSON: `Border` and `MemoryState.values`.
+    `boundary` and `values` are JSON: `StepBoundary` and `MemoryState.values`.
     """
 
     rank: int
-    border: dict[str, Any]
+    boundary: dict[str, Any]
     values: dict[str, Any]
     shapes: Shapes
     memory: Tensor
 
     @classmethod
-    def of(cls, engine: Engine, border: Border, reuse: Copy | None) -> Copy:
+    def of(cls, engine: Engine, boundary: StepBoundary, reuse: Copy | None) -> Copy:
         """Copy the state of an engine.
 
         Args:
@@ -63,7 +63,7 @@ class Copy:
             memory = torch.empty(_nbytes(shapes), dtype=torch.uint8)
             for name, part in _parts(memory, shapes).items():
                 part.copy_(state.tensors[name])
-        return cls(engine.group.rank, asdict(border), state.values, shapes, memory)
+        return cls(engine.group.rank, asdict(boundary), state.values, shapes, memory)
 
     @classmethod
     def to_receive(cls, header: dict[str, Any], reuse: Copy | None) -> Copy:
@@ -75,25 +75,25 @@ class Copy:
     @property
     def header(self) -> dict[str, Any]:
         """All but the memory, as JSON."""
-        return {"rank": self.rank, "border": self.border, "values": self.values, "shapes": self.shapes}
+        return {"rank": self.rank, "boundary": self.boundary, "values": self.values, "shapes": self.shapes}
 
     @property
     def moment(self) -> Moment:
         """Steps and cuts of the run before it was taken."""
-        return _moment(self.border)
+        return _moment(self.boundary)
 
     @property
     def state(self) -> MemoryState:
         """The state, whose tensors lie in the memory."""
-        return MemoryState(self.border["step"], _parts(self.memory, self.shapes), self.values)
+        return MemoryState(self.boundary["step"], _parts(self.memory, self.shapes), self.values)
 
 
 class Mirror:
     """Keeps a copy of this rank's state, and one of another rank's.
 
-    All ranks copy their states at the same step borders, and they travel while the next steps are trained. Two versions
-    are kept, so one is whole whenever a rank is lost; the memory is that of four states. Where a machine has too little
-    free, no rank keeps copies.
+    All ranks copy their states at the same step boundaries, and they travel while the next steps are trained. Two
+    versions are kept, so one is whole whenever a rank is lost; the memory is that of four states. Where a machine has
+    too little free, no rank keeps copies.
 
     Args:
         every_steps: steps between two copies; None: chosen so that they cost no more than `STATE_SHARE` of the time.
@@ -116,27 +116,27 @@ class Mirror:
         Args:
             saved: step of the newest checkpoint; -1 without any.
         """
-        labels = [[copy.rank, copy.border] for copy in (*self._held, *self._own)]
+        labels = [[copy.rank, copy.boundary] for copy in (*self._held, *self._own)]
         told = group.gather_json({"saved": saved, "reached": self._reached, "copies": labels})
         newest_saved = max(rank["saved"] for rank in told)
         holders: dict[Moment, dict[int, int]] = {}
-        borders: dict[Moment, Border] = {}
+        boundaries: dict[Moment, StepBoundary] = {}
         for holder, has in enumerate(told):
-            for rank, border in has["copies"]:
-                then = holders.setdefault(_moment(border), {})
+            for rank, boundary in has["copies"]:
+                then = holders.setdefault(_moment(boundary), {})
                 then[rank] = rank if then.get(rank) == rank else holder
-                borders[_moment(border)] = Border(**border)
+                boundaries[_moment(boundary)] = StepBoundary(**boundary)
         for moment in sorted(holders, reverse=True):
             if moment[0] >= newest_saved and len(holders[moment]) == group.size:
                 behind = sorted(rank for rank, holder in holders[moment].items() if holder != rank)
                 lost_steps = max(rank["reached"] for rank in told) - moment[0]
-                return Start(borders[moment], [], behind, behind, group.size, holders[moment], lost_steps)
+                return Start(boundaries[moment], [], behind, behind, group.size, holders[moment], lost_steps)
         self._own, self._held = [], []
         return None
 
     def restore(self, engine: Engine, group: Group, start: Start) -> None:
         """Go back to the copies of a step. All ranks of the group call this."""
-        moment, me = (start.border.step, start.border.recuts), group.rank
+        moment, me = (start.boundary.step, start.boundary.recuts), group.rank
         given = [self._copy(rank, moment) for rank in start.behind if start.holders[rank] == me]
         headers = {header["rank"]: header for told in group.gather_json([c.header for c in given]) for header in told}
         own = Copy.to_receive(headers[me], None) if me in headers else self._copy(me, moment)
@@ -147,7 +147,7 @@ class Mirror:
         self._reached = -1
 
     def begin(self, engine: Engine, group: Group, tell: Callable[[str, dict[str, Any]], None]) -> None:
-        """Take part in an epoch. All ranks of the group call this; `end` closes what it opens.
+        """Take part in a generation. All ranks of the group call this; `end` closes what it opens.
 
         Args:
             tell: writes an event of the run.
@@ -158,14 +158,14 @@ class Mirror:
         self._off = False
         self._to, self._from = partners(group.rank, group.hosts, group.size)
 
-    def at_border(self, border: Callable[[], Border]) -> None:
+    def at_boundary(self, boundary: Callable[[], StepBoundary]) -> None:
         """Copy the state between two steps, where that is due."""
         step = self.engine.step_count
         if self._newest < 0:  # not before a step was taken: what that takes of the memory is known then
             self._newest, self._next, self._ended = step, step + 1, time.perf_counter()
         if self._off or self._newest <= step < self._next:
             return
-        now = border()
+        now = boundary()
         if now.acted < step:  # a checkpoint or an evaluation is yet to come
             return
         self.engine.on_phase("checkpoint", step)
@@ -173,7 +173,7 @@ class Mirror:
         self.engine.meter.mark(CHECKPOINT)
         self.engine.on_phase("data", step + 1)
 
-    def _take(self, step: int, border: Border) -> None:
+    def _take(self, step: int, boundary: StepBoundary) -> None:
         """Copy the state after a step; all ranks do."""
         assert self._group is not None
         began = time.perf_counter()
@@ -185,7 +185,7 @@ class Mirror:
             return
         # no rank needs the older version any more, since all have the newer one
         worth_it = self._group.gather_json(COPY_TRAFFIC * self._cost_s / max(step_s, 1e-6) / STATE_SHARE)
-        self._send(self._group, Copy.of(self.engine, border, self._own.pop(0) if len(self._own) > 1 else None))
+        self._send(self._group, Copy.of(self.engine, boundary, self._own.pop(0) if len(self._own) > 1 else None))
         steps = max(worth_it)
         steps = FEWEST if math.isinf(steps) else min(max(math.ceil(steps), 1), MOST)
         self._newest, self._next = step, step + (self.every_steps or steps)
@@ -214,7 +214,7 @@ class Mirror:
         self._coming = None
 
     def end(self) -> None:
-        """End an epoch."""
+        """End a generation."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -239,8 +239,8 @@ class Mirror:
         return next(copy for copy in (*self._own, *self._held) if (copy.rank, copy.moment) == (rank, moment))
 
 
-def _moment(border: Mapping[str, Any]) -> Moment:
-    return border["step"], border["recuts"]
+def _moment(boundary: Mapping[str, Any]) -> Moment:
+    return boundary["step"], boundary["recuts"]
 
 
 def partners(rank: int, hosts: Sequence[int], size: int) -> tuple[int, int]:

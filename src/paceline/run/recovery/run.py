@@ -1,4 +1,4 @@
-"""Training by one process of a run that recovers, in epoch after epoch."""
+"""Training by one process of a run that recovers, in generation after generation."""
 
 from __future__ import annotations
 
@@ -14,45 +14,47 @@ from paceline.comm.link_speed import GroupLinks
 from paceline.elastic.member import Member
 from paceline.elastic.possible import is_mirrored
 from paceline.engine.engine import Engine
-from paceline.epoch import EpochOver, ends_epoch, watch_epoch
+from paceline.generation import GenerationOver, ends_generation, watch_generation
 from paceline.run.build import check_device, seed_all
 from paceline.run.checkpoint.manifest import checkpoints
 from paceline.run.loop import Loop
 from paceline.run.record.recorder import Unwritten
 from paceline.run.record.run import Run
-from paceline.run.recovery.border import Border, Start
 from paceline.run.recovery.handover import agree_on_start
 from paceline.run.recovery.kept import Kept, KeptModel, KeptPart
 from paceline.run.recovery.mirror import Mirror
 from paceline.run.recovery.recutting import follows_times
+from paceline.run.recovery.step_boundary import Start, StepBoundary
 from paceline.run.stop_signals import stop_signals
 from paceline.wire.status import StatusBoard
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Train the run in the directory `arguments[0]`, in all epochs with this process."""
+    """Train the run in the directory `arguments[0]`, in all generations with this process."""
     run = Run(arguments[0])
     member = Member.of_this_rank()
     trainee = Trainee(run, member)
-    gc.freeze()  # modules, model and data are never garbage: between two epochs they are not looked through
-    with watch_epoch(member.is_over), stop_signals(trainee.note_signal):
+    gc.freeze()  # modules, model and data are never garbage: between two generations they are not looked through
+    with watch_generation(member.is_over), stop_signals(trainee.note_signal):
         ended = was_frozen = False
         while not ended:
-            epoch = member.next_epoch()
+            generation = member.next_generation()
             try:
-                with joined(deadline_s=run.job.deadline_s, transport=run.plan.transport, epoch=epoch) as group:
+                with joined(
+                    deadline_s=run.job.deadline_s, transport=run.plan.transport, generation=generation
+                ) as group:
                     ended = trainee.train(group)
             except Exception as error:
-                if not ends_epoch(error):
+                if not ends_generation(error):
                     raise
-            gc.collect()  # the engine of that epoch, with its memory and descriptors: its parts refer to each other
+            gc.collect()  # frees that generation's engine, whose parts refer to each other
             if not was_frozen:
                 was_frozen = True
                 gc.freeze()  # what was imported since
 
 
 class Trainee:
-    """State, data and position of a process, which it keeps from epoch to epoch."""
+    """State, data and position of a process, which it keeps from generation to generation."""
 
     def __init__(self, run: Run, member: Member) -> None:
         self.run, self.member = run, member
@@ -61,24 +63,24 @@ class Trainee:
             self.kept.build(run.job, run.plan)
         self.data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
         self.mirror = Mirror(run.job.checkpoint.memory_every_steps) if is_mirrored(run.plan) else None
-        self.border = Border()
+        self.boundary = StepBoundary()
         self.links: GroupLinks | None = None
         self.signal: str | None = None
         self._unwritten: Unwritten = ()
 
     def train(self, group: Group) -> bool:
-        """Train as one rank of an epoch's group; True if the run has ended."""
+        """Train as one rank of a generation's group; True if the run has ended."""
         check_device(self.run, group)
         group.links = self.links
-        start = agree_on_start(group, self.border, self.run.plan.ranks // self.run.plan.dp)
+        start = agree_on_start(group, self.boundary, self.run.plan.ranks // self.run.plan.dp)
         if self.mirror is not None:
             newest = max((step for step, _ in checkpoints(self.run.checkpoints)), default=-1)
             start = self.mirror.start(group, newest) or start
         ended, recut = self._train(group, start)
         while recut:
-            StatusBoard.of_this_rank().mark("starting", self.border.step)
+            StatusBoard.of_this_rank().mark("starting", self.boundary.step)
             gc.collect()  # the weights of the stages before
-            again = replace(start, border=replace(self.border, cut=recut), ready=[], behind=[], new=[], holders={})
+            again = replace(start, boundary=replace(self.boundary, cut=recut), ready=[], behind=[], new=[], holders={})
             ended, recut = self._train(group, again, saved=True)
         return ended
 
@@ -86,32 +88,32 @@ class Trainee:
         """Train with one cut of the model, from a checkpoint where the state is `saved`.
 
         Returns:
-            Whether the run has ended; and the cut with which it is to go on in this epoch, or "".
+            Whether the run has ended; and the cut with which it is to go on in this generation, or "".
         """
         run, begun = self.run, time.monotonic()
         # as many microbatches as before, or batch norms would see other parts of the global batch
-        plan = replace(run.plan, dp=group.size // start.replica_size, cut=start.border.cut or run.plan.cut)
+        plan = replace(run.plan, dp=group.size // start.replica_size, cut=start.boundary.cut or run.plan.cut)
         engine = self.kept.engine(run.job, plan, self.data, group, begins=start.begins)
         self.links = group.links
-        engine.replica_state.corruption.members = self.member.epoch.members
+        engine.replica_state.corruption.members = self.member.generation.members
         ended, loop, has_state, broken = False, None, False, False
         try:
             if start.begins:
                 seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
             elif not saved:
                 (self.kept if self.mirror is None else self.mirror).restore(engine, group, start)
-                self.border, has_state = start.border, True
+                self.boundary, has_state = start.boundary, True
             loop = self._loop(engine, group, start)
             loop.recutting.built_s = time.monotonic() - begun
-            border = None if start.begins or (saved and not loop.resumed(start.border)) else start.border
+            boundary = None if start.begins or (saved and not loop.resumed(start.boundary)) else start.boundary
             # from here on nothing goes back to the cut before
-            self.border, has_state = border or Border(), border is not None
+            self.boundary, has_state = boundary or StepBoundary(), boundary is not None
             self.kept.forget()
             if self.mirror is not None:
                 self.mirror.begin(engine, group, loop.events)
-            ended = loop.run(border, recut=saved, has_position=bool(start.holders))
+            ended = loop.run(boundary, recut=saved, has_position=bool(start.holders))
         except Exception as error:
-            if not ends_epoch(error):
+            if not ends_generation(error):
                 raise
             broken = True
             if self.mirror is not None:
@@ -125,11 +127,11 @@ class Trainee:
         if loop is not None:
             self._unwritten = loop.recorder.unwritten
         if loop is not None and loop.begun:
-            self.border, self.signal, has_state = self._border(loop, start), loop.signal, True
+            self.boundary, self.signal, has_state = self._boundary(loop, start), loop.signal, True
         if self.mirror is None and has_state and not ended:
             self.kept.keep(engine)
         elif self.mirror is not None and broken:
-            self.border = Border()  # without the part that is lost, the others are of no use
+            self.boundary = StepBoundary()  # without the part that is lost, the others are of no use
         with suppress(Exception):  # its ranks may be gone
             if self.mirror is not None:
                 self.mirror.end()
@@ -141,28 +143,28 @@ class Trainee:
         loop = Loop(self.run, engine, self.data, group, unwritten=self._unwritten)
         loop.signal, mirror = self.signal, self.mirror
         if mirror is None:
-            loop.at_border = lambda: self._at_border(engine)
+            loop.at_boundary = lambda: self._at_boundary(engine)
         else:
-            loop.at_border = lambda: mirror.at_border(loop.border)
+            loop.at_boundary = lambda: mirror.at_boundary(loop.boundary)
         loop.another_is_wanted, loop.recutting.on = self.member.another_is_wanted, follows_times(self.run.plan)
         if start.holders:
-            loop.events("went_back", {"step": start.border.step, "lost_steps": start.lost_steps})
+            loop.events("went_back", {"step": start.boundary.step, "lost_steps": start.lost_steps})
         for rank in () if start.begins else start.new:
-            loop.events("healed", {"rank": self.member.epoch.members[rank], "step": start.border.step})
+            loop.events("healed", {"rank": self.member.generation.members[rank], "step": start.boundary.step})
         return loop
 
-    def _at_border(self, engine: Engine) -> None:
+    def _at_boundary(self, engine: Engine) -> None:
         if engine.sync_interrupted:
-            raise EpochOver(f"the epoch ended in step {engine.step_count}")
+            raise GenerationOver(f"the generation ended in step {engine.step_count}")
         self.kept.undo.remember(engine.step_count)
 
-    def _border(self, loop: Loop, start: Start) -> Border:
-        epoch = self.member.epoch.number
-        border = replace(loop.border(), epoch=epoch)
-        if border.step == start.border.step:
-            border = replace(border, epoch=start.border.epoch, outcome=start.border.outcome)
-        return replace(border, ready=epoch if self.kept.ready else -1)
+    def _boundary(self, loop: Loop, start: Start) -> StepBoundary:
+        generation = self.member.generation.number
+        boundary = replace(loop.boundary(), generation=generation)
+        if boundary.step == start.boundary.step:
+            boundary = replace(boundary, generation=start.boundary.generation, outcome=start.boundary.outcome)
+        return replace(boundary, ready=generation if self.kept.ready else -1)
 
     def note_signal(self, name: str) -> None:
-        """Have a signal between two epochs stop the run in the next."""
+        """Have a signal between two generations stop the run in the next."""
         self.signal = name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
-from paceline.elastic.seed import wait_for_imports
+from paceline.elastic.forkserver import wait_for_imports
 from paceline.errors import LaunchError, PacelineError
 from paceline.job.job import Job
 from paceline.planning import history as cache

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from paceline.cluster.cluster import Cluster, Emulate, Host
 from paceline.cluster.discover import discover
+from paceline.elastic.forkserver import wait_for_imports
 from paceline.elastic.place import places_on
 from paceline.elastic.run_on_ranks import run_on_plan, run_on_ranks
-from paceline.elastic.seed import wait_for_imports
 from paceline.errors import ClusterError, PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job

@@ -1,4 +1,4 @@
-"""Serving host process: it obeys the coordinator until that dismisses it."""
+"""Agent of a host: it obeys the coordinator until that dismisses it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from paceline.elastic.hosts.agent_attempt import AgentAttempt
 from paceline.elastic.hosts.measure import Measuring
 from paceline.elastic.hosts.meeting import Meeting
 from paceline.elastic.hosts.messages import (
@@ -27,17 +28,16 @@ from paceline.elastic.hosts.messages import (
     Succession,
 )
 from paceline.elastic.hosts.same_files import digests
-from paceline.elastic.hosts.served import ServedAttempt
 from paceline.elastic.signals import StopSignals
 from paceline.errors import LaunchError, PacelineError
 from paceline.wire.connection import Connection
 
-_TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their way to an epoch
+_TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their way to a generation
 _SAVE_S = 30.0  # for ranks to save and end when the coordinator is lost
 
 
 class Coordinator:
-    """Host 0 as a serving host sees it.
+    """Host 0 as an agent sees it.
 
     Attributes:
         name: of the host.
@@ -57,7 +57,7 @@ class Coordinator:
         self.succession: Succession | None = None
         self.told_at = 0.0
         self.released = False
-        self.attempt: ServedAttempt | None = None
+        self.attempt: AgentAttempt | None = None
 
     @property
     def who(self) -> str:
@@ -111,7 +111,7 @@ class Coordinator:
         return None
 
 
-def serve(coordinator: Coordinator, who: str) -> int:
+def run_agent(coordinator: Coordinator, who: str) -> int:
     """Obey until the coordinator dismisses this host. Returns the exit code of the command on host 0."""
     attempt, measuring = coordinator.attempt, Measuring()
     with StopSignals() as signals:
@@ -135,7 +135,7 @@ def serve(coordinator: Coordinator, who: str) -> int:
                         case Succession():
                             coordinator.succession, coordinator.told_at = message, time.monotonic()
                         case Begin():
-                            attempt = ServedAttempt(message, coordinator)
+                            attempt = AgentAttempt(message, coordinator)
                         case _ if attempt is not None and attempt.obey(message):
                             attempt = None
                 if signals.first and not told:
@@ -157,13 +157,13 @@ def serve(coordinator: Coordinator, who: str) -> int:
                 attempt.close()
 
 
-def _may_go_on(coordinator: Coordinator, attempt: ServedAttempt | None, signals: StopSignals) -> bool:
+def _may_go_on(coordinator: Coordinator, attempt: AgentAttempt | None, signals: StopSignals) -> bool:
     """True if the ranks here may go on without the coordinator."""
     is_alone = coordinator.lost is not None and coordinator.succession is not None and signals.first is None
     return is_alone and attempt is not None and attempt.recovers_alone and attempt.copy is None
 
 
-def _may_save(coordinator: Coordinator, attempt: ServedAttempt) -> bool:
+def _may_save(coordinator: Coordinator, attempt: AgentAttempt) -> bool:
     """True if the ranks here can save without the coordinator.
 
     Those that may wait for another coordinator cannot: they take no step without the ranks of host 0, which end with
@@ -173,7 +173,7 @@ def _may_save(coordinator: Coordinator, attempt: ServedAttempt) -> bool:
     return not waits and not coordinator.silent
 
 
-def _wait(coordinator: Coordinator, attempt: ServedAttempt | None) -> None:
+def _wait(coordinator: Coordinator, attempt: AgentAttempt | None) -> None:
     """Wait for a message or the end of a rank, for a moment at most."""
     descriptors = [coordinator.connection.fileno(), *(attempt.descriptors() if attempt else [])]
     poll = select.poll()

@@ -1,4 +1,4 @@
-"""States of ranks at step borders, and which of them an epoch goes on from.
+"""States of ranks at step boundaries, and which of them a generation goes on from.
 
 Without torch, sockets and clocks, so that millions of interleavings can be played (`benchmarks/interleavings.py`).
 """
@@ -11,13 +11,13 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Border:
+class StepBoundary:
     """State of a loop at the end of a step, besides tensors. JSON, the same on all ranks of one step.
 
     Attributes:
         step: optimizer steps taken; -1 on a rank that has no state yet.
-        epoch: in which the newest step was taken. A step that was broken off may be taken twice, by other ranks.
-        ready: the epoch in which the next step was broken off on this rank of a divided replica, where it has the
+        generation: in which the newest step was taken. A step that was broken off may be taken twice, by other ranks.
+        ready: the generation in which the next step was broken off on this rank of a divided replica, where it has the
             gradients of all ranks and can take the step by itself; else -1.
         acted: the newest step after which evaluations and checkpoints are done.
         stop: state of the stop rule.
@@ -33,7 +33,7 @@ class Border:
     """
 
     step: int = -1
-    epoch: int = -1
+    generation: int = -1
     ready: int = -1
     acted: int = -1
     stop: dict[str, Any] = field(default_factory=dict)
@@ -50,10 +50,10 @@ class Border:
 
 @dataclass(frozen=True)
 class Start:
-    """Start of an epoch: the state that its ranks go on from.
+    """Start of a generation: the state that its ranks go on from.
 
     Attributes:
-        border: the newest that the ranks have the whole model of, or an empty one.
+        boundary: the newest that the ranks have the whole model of, or an empty one.
         ready: ranks that take the newest step by themselves.
         behind: ranks that take the state over from others.
         new: those of them that have no state yet.
@@ -62,7 +62,7 @@ class Start:
         lost_steps: steps that are trained again.
     """
 
-    border: Border
+    boundary: StepBoundary
     ready: list[int]
     behind: list[int]
     new: list[int]
@@ -73,7 +73,7 @@ class Start:
     @property
     def begins(self) -> bool:
         """True if the ranks begin, or go on from what is saved."""
-        return self.border.step < 0
+        return self.boundary.step < 0
 
     def holders_of_part(self, rank: int, ranks: int) -> list[int]:
         """Replicas that have the part of `rank` in the newest state, of `ranks` in all."""
@@ -82,20 +82,20 @@ class Start:
         return [replica for replica, of_part in enumerate(parts) if of_part in have]
 
 
-def newest_of(borders: Sequence[Border], replica_size: int = 1) -> Start:
-    """Start of ranks with these borders, of which each `replica_size` ranks hold one model.
+def newest_of(boundaries: Sequence[StepBoundary], replica_size: int = 1) -> Start:
+    """Start of ranks with these boundaries, of which each `replica_size` ranks hold one model.
 
     A rank takes a step when all ranks have its gradients, so those that it was broken off on are ready to take it.
     """
-    found = {(border.epoch, border.step, border.cut) for border in borders if border.step >= 0}
-    for epoch, step, cut in sorted(found, reverse=True):
-        cut_so = [(rank, border) for rank, border in enumerate(borders) if border.cut == cut]
-        taken = [rank for rank, border in cut_so if (border.step, border.epoch) == (step, epoch)]
-        ready = [rank for rank, border in cut_so if (border.step + 1, border.ready) == (step, epoch)]
+    found = {(boundary.generation, boundary.step, boundary.cut) for boundary in boundaries if boundary.step >= 0}
+    for generation, step, cut in sorted(found, reverse=True):
+        cut_so = [(rank, boundary) for rank, boundary in enumerate(boundaries) if boundary.cut == cut]
+        taken = [rank for rank, boundary in cut_so if (boundary.step, boundary.generation) == (step, generation)]
+        ready = [rank for rank, boundary in cut_so if (boundary.step + 1, boundary.ready) == (step, generation)]
         if len({rank % replica_size for rank in (*taken, *ready)}) == replica_size:
-            source = max(taken, key=lambda rank: (borders[rank].acted, -rank))
-            behind = [rank for rank in range(len(borders)) if rank not in (*taken, *ready)]
-            new = [rank for rank in behind if borders[rank].step < 0]
-            return Start(replace(borders[source], ready=-1), ready, behind, new, replica_size)
-    ranks = range(len(borders))
-    return Start(Border(), [], [*ranks], [*ranks], replica_size)
+            source = max(taken, key=lambda rank: (boundaries[rank].acted, -rank))
+            behind = [rank for rank in range(len(boundaries)) if rank not in (*taken, *ready)]
+            new = [rank for rank in behind if boundaries[rank].step < 0]
+            return Start(replace(boundaries[source], ready=-1), ready, behind, new, replica_size)
+    ranks = range(len(boundaries))
+    return Start(StepBoundary(), [], [*ranks], [*ranks], replica_size)

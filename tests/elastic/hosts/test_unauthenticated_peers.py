@@ -1,4 +1,4 @@
-"""Strangers at every port of a whole run: it trains what it trains without them."""
+"""Unauthenticated peers at every port of a whole run: it trains what it trains without them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commands import events, losses, wait_for_step, write_job
 from host_processes import host_processes, outcomes, ports_in
 from hosts import EmulatedHosts, Hosts
 from paceline.cluster.emulate.network import inside
-from strangers import mutated_hello
+from unauthenticated import mutated_hello
 
 CONNECTIONS, OPEN_AT_A_TIME = 6000, 500
 
@@ -22,17 +22,19 @@ CONNECTIONS, OPEN_AT_A_TIME = 6000, 500
 @pytest.mark.needs_root
 @pytest.mark.needs_iproute2
 @pytest.mark.timeout(400)
-def test_a_run_that_strangers_flood_has_the_losses_of_one_that_is_left_alone(tmp_path: Path, hosts: Hosts) -> None:
+def test_a_run_that_unauthenticated_peers_flood_has_the_losses_of_one_that_is_left_alone(
+    tmp_path: Path, hosts: Hosts
+) -> None:
     emulated, folders = hosts(3, rate="1gbit"), [tmp_path / "0", tmp_path / "1"]
     for folder in folders:
         folder.mkdir()
     flooded, told = trained(tmp_path / "flooded", folders, emulated, steps=100_000, flood=True)
     assert "does not belong to this run and was turned away" in told
     assert events(tmp_path / "flooded", "start")[0]["transport"] == "tcp"
-    assert events(tmp_path / "flooded", "strangers")[0]["connections"] > 0
+    assert events(tmp_path / "flooded", "unauthenticated")[0]["connections"] > 0
     alone, told = trained(tmp_path / "alone", folders, emulated, steps=max(flooded), flood=False)
     assert "turned away" not in told
-    assert events(tmp_path / "alone", "strangers") == []
+    assert events(tmp_path / "alone", "unauthenticated") == []
     assert alone == flooded
 
 
@@ -60,17 +62,17 @@ def trained(
 
 
 def knock(doors: list[tuple[str, int]]) -> None:
-    """At all of them in turns; a third of the strangers say nothing, the others a changed handshake, and all stay."""
+    """At all of them in turns; a third say nothing, the others send a changed handshake, and all stay."""
     there: list[socket.socket] = []
     for number in range(CONNECTIONS):
-        stranger = socket.socket()
-        stranger.settimeout(2)
-        there.append(stranger)
+        intruder = socket.socket()
+        intruder.settimeout(2)
+        there.append(intruder)
         with suppress(OSError):  # a queue that is full answers nobody
-            stranger.connect(doors[number % len(doors)])
+            intruder.connect(doors[number % len(doors)])
             if number % 3:
-                stranger.sendall(mutated_hello(number))
+                intruder.sendall(mutated_hello(number))
         if len(there) > OPEN_AT_A_TIME:
             there.pop(0).close()
-    for stranger in there:
-        stranger.close()
+    for intruder in there:
+        intruder.close()

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from paceline.device import VISIBLE
+from paceline.elastic.forkserver import Forkserver, forkserver_for, shared_pids, warm_up, why_not
 from paceline.elastic.local import launch
-from paceline.elastic.seed import Seed, seed_for, shared_pids, warm_up, why_not
 from paceline.errors import LaunchError
 from paceline.rank_environment import RankEnvironment
 
@@ -44,10 +44,10 @@ def test_a_fork_holds_no_socket_of_another_rank_or_of_the_launcher(tmp_path: Pat
 
 def test_ranks_of_all_attempts_and_launches_are_forked_from_one_process(tmp_path: Path) -> None:
     warm_up()
-    seed = shared_pids()[-1]
+    forkserver = shared_pids()[-1]
     told = run("tell_of_the_fork_and_fail_once", tmp_path, restarts=1)
     assert {"fork-1-0", "fork-1-1"} <= told.keys()
-    assert {one["parent"] for one in told.values()} == {seed} == {shared_pids()[-1]}
+    assert {one["parent"] for one in told.values()} == {forkserver} == {shared_pids()[-1]}
 
 
 def test_a_fork_has_the_folder_and_the_limits_that_its_launcher_has_now(
@@ -74,34 +74,34 @@ def test_ranks_are_stopped_and_started_again_where_their_seed_is_killed(tmp_path
 
 
 def test_a_seed_outlives_the_question_after_a_process_that_is_not_its_own() -> None:
-    seed = seed_for(os.environ)
+    forkserver = forkserver_for(os.environ)
     with pytest.raises(LaunchError):
-        seed.ask({"do": "wait", "pid": os.getpid()})
-    assert not seed.lost
+        forkserver.ask({"do": "wait", "pid": os.getpid()})
+    assert not forkserver.lost
 
 
 def test_an_answer_that_comes_after_its_time_out_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.elastic.seed._ANSWER_S", 0.5)
-    seed = Seed(os.environ)
+    monkeypatch.setattr("paceline.elastic.forkserver._ANSWER_S", 0.5)
+    forkserver = Forkserver(os.environ)
     try:
-        assert seed.wait_until_ready(60) is None
-        os.kill(seed.pid, signal.SIGSTOP)
+        assert forkserver.wait_until_ready(60) is None
+        os.kill(forkserver.pid, signal.SIGSTOP)
         with pytest.raises(LaunchError):
-            seed.fork(["time:sleep", "60"], os.environ, RankEnvironment(0, 1, "127.0.0.1", 0), None)
-        os.kill(seed.pid, signal.SIGCONT)
+            forkserver.fork(["time:sleep", "60"], os.environ, RankEnvironment(0, 1, "127.0.0.1", 0), None)
+        os.kill(forkserver.pid, signal.SIGCONT)
         with pytest.raises(LaunchError, match="process 1 is no rank"):
-            seed.ask({"do": "wait", "pid": 1})
-        assert psutil.Process(seed.pid).children() == [], "a rank that was forked too late has ended"
+            forkserver.ask({"do": "wait", "pid": 1})
+        assert psutil.Process(forkserver.pid).children() == [], "a rank that was forked too late has ended"
     finally:
-        seed.end()
+        forkserver.end()
 
 
 def test_a_scheduler_that_signals_every_process_ends_no_seed_and_ranks_alone_are_ended(tmp_path: Path) -> None:
     assert len(run("tell_of_the_fork", tmp_path)) == 2
-    seed = shared_pids()[-1]
-    os.kill(seed, signal.SIGTERM)
+    forkserver = shared_pids()[-1]
+    os.kill(forkserver, signal.SIGTERM)
     told = run("tell_of_the_fork", tmp_path)
-    assert {one["parent"] for one in told.values()} == {seed}
+    assert {one["parent"] for one in told.values()} == {forkserver}
     assert {one["on_sigterm"] for one in told.values()} == {signal.SIG_DFL}
 
 
@@ -136,13 +136,13 @@ def test_what_an_import_starts_is_not_forked(
 
 
 def test_another_environment_is_that_of_a_new_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = seed_for(os.environ)
+    before = forkserver_for(os.environ)
     changed = {**dict.fromkeys(VISIBLE, "1"), "PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "9", "RANK": "7"}
-    assert seed_for({**os.environ, **changed}) is before
-    after = seed_for({**os.environ, "TORCH_LOGS": "dynamo"})  # read when torch is imported
+    assert forkserver_for({**os.environ, **changed}) is before
+    after = forkserver_for({**os.environ, "TORCH_LOGS": "dynamo"})  # read when torch is imported
     assert after is not before
-    assert seed_for(os.environ) is before
-    third = seed_for({**os.environ, "TORCH_LOGS": "aot"})
+    assert forkserver_for(os.environ) is before
+    third = forkserver_for({**os.environ, "TORCH_LOGS": "aot"})
     assert after.lost
     assert shared_pids() == [before.pid, third.pid]
 

@@ -1,4 +1,4 @@
-"""Epoch that the ranks of hosts begin as soon as these have met anew.
+"""Generation that the ranks of hosts begin as soon as these have met anew.
 
 What the new coordinator has to read and import before it runs the command keeps no rank waiting.
 """
@@ -11,23 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cluster.identity import interface_of
+from paceline.elastic.hosts.agent_attempt import AgentAttempt
 from paceline.elastic.hosts.hosts import Hosts
 from paceline.elastic.hosts.link import Link
 from paceline.elastic.hosts.messages import Announce
-from paceline.elastic.hosts.served import ServedAttempt
 from paceline.elastic.membership import Membership
 from paceline.elastic.place import RankPlace
 from paceline.elastic.rendezvous import rendezvous
 from paceline.elastic.run_lock import RunLock
-from paceline.epoch import Epoch
+from paceline.generation import Generation
 
 
-class NextEpoch:
-    """Epoch that ranks which hosts have kept begin without the lost coordinator.
+class NextGeneration:
+    """Generation that ranks which hosts have kept begin without the lost coordinator.
 
     Attributes:
         lock: of the run directory.
-        epoch: of the whole replicas that are left; of nobody, where too few hosts are.
+        generation: of the whole replicas that are left; of nobody, where too few hosts are.
         places: of all ranks of the run.
         rendezvous: where the ranks meet.
 
@@ -40,7 +40,7 @@ class NextEpoch:
     """
 
     def __init__(
-        self, hosts: Hosts, run: Path, kept: ServedAttempt, say: Callable[[str], object], has_ended: Callable[[], bool]
+        self, hosts: Hosts, run: Path, kept: AgentAttempt, say: Callable[[str], object], has_ended: Callable[[], bool]
     ) -> None:
         self.places = _places(hosts, kept)
         with ExitStack() as made:
@@ -51,8 +51,8 @@ class NextEpoch:
             self.rendezvous = made.enter_context(rendezvous(meet_at, kept.scratch, kept.begin.port or None))
             held = [kept.held(), *(link.held for link in hosts.links if link.held)]
             members = set() if hosts.too_few else whole_replicas(kept, hosts.links)
-            self.epoch = Epoch(max(host.newest for host in held) + 1, tuple(sorted(members)))
-            number, ranks = self.epoch.number, list(self.epoch.members)
+            self.generation = Generation(max(host.newest for host in held) + 1, tuple(sorted(members)))
+            number, ranks = self.generation.number, list(self.generation.members)
             message = Announce(number, ranks, number, ranks, self.rendezvous.store)
             for link in hosts.links:
                 if link.held:
@@ -65,13 +65,13 @@ class NextEpoch:
         self._made.close()
 
 
-def whole_replicas(kept: ServedAttempt, links: Sequence[Link]) -> set[int]:
+def whole_replicas(kept: AgentAttempt, links: Sequence[Link]) -> set[int]:
     """Ranks on this host and those that live, and whose replica does."""
     ranks = {rank for held in (kept.held(), *(link.held for link in links)) if held for rank in held.entered}
     return Membership(len(kept.begin.places), replica_size=kept.begin.replica_ranks).whole(ranks)
 
 
-def _places(hosts: Hosts, kept: ServedAttempt) -> list[RankPlace]:
+def _places(hosts: Hosts, kept: AgentAttempt) -> list[RankPlace]:
     names, own = kept.begin.places, _own_place(hosts)
     numbers = {host.name: number for number, host in enumerate(hosts.cluster.hosts)}
     return [

@@ -1,8 +1,8 @@
-"""Handle on the seed: a process that imports torch once, and forks ranks.
+"""Handle on the forkserver: a process that imports torch once, and forks ranks.
 
-A fork takes a small part of the time of the imports, and shares their memory. The seed starts no thread and no
+A fork takes a small part of the time of the imports, and shares their memory. The forkserver starts no thread and no
 accelerator, which no fork would survive; where something that is imported does, or `PACELINE_FORK=0` is set, every rank
-is a Python interpreter of its own. `seed_process.py` is what runs in the seed.
+is a Python interpreter of its own. `forkserver_process.py` is what runs in the forkserver.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.rank_environment import RankEnvironment
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else lost peers' C++ stacks bury the first error
 OFF = "PACELINE_FORK"  # set to 0: every rank is an interpreter of its own
-# Read by libgomp while it is loaded: it would keep all forks on the cores that it chose for the seed.
+# Read by libgomp while it is loaded: it would keep all forks on the cores that it chose for the forkserver.
 _BEFORE_FORK = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # Not read by the imports, as nothing is that `RankEnvironment` names.
 _AFTER_FORK = {
@@ -52,7 +52,7 @@ _AFTER_FORK = {
 # no thread may be there when it forks
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # that one process keeps: an environment that is changed for a while, and changed back, costs no imports
-_MOST_SEEDS = 2
+_MOST_FORKSERVERS = 2
 _ANSWER_S = 60.0
 _TICK_S = 0.2
 _LENGTH = struct.Struct("!I")
@@ -63,7 +63,7 @@ class ForkedRank:
     """A forked rank. It stays a zombie until `wait`, so no other process gets its number before."""
 
     pid: int
-    seed: Seed
+    forkserver: Forkserver
 
     def kill(self) -> None:
         """SIGKILL, to the process alone."""
@@ -71,15 +71,15 @@ class ForkedRank:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Exit code, negative for a signal; that of SIGTERM where the seed was lost."""
+        """Exit code, negative for a signal; that of SIGTERM where the forkserver was lost."""
         try:
-            return int(self.seed.ask({"do": "wait", "pid": self.pid})["code"])
+            return int(self.forkserver.ask({"do": "wait", "pid": self.pid})["code"])
         except LaunchError:
             return -signal.SIGTERM
 
 
-class SeedProcess(Protocol):
-    """Process of a seed; a `Popen` is one."""
+class ForkserverProcess(Protocol):
+    """Process of a forkserver; a `Popen` is one."""
 
     @property
     def pid(self) -> int: ...
@@ -88,8 +88,8 @@ class SeedProcess(Protocol):
     def wait(self) -> int: ...
 
 
-class Seed:
-    """A seed process. It ends with this process, however that ends, or at `end`.
+class Forkserver:
+    """A forkserver process. It ends with this process, however that ends, or at `end`.
 
     Args:
         variables: the environment that its ranks are to have, but for what `RankEnvironment` holds.
@@ -99,7 +99,7 @@ class Seed:
     def __init__(
         self,
         variables: Mapping[str, str],
-        start: Callable[[socket.socket, socket.socket], SeedProcess] | None = None,
+        start: Callable[[socket.socket, socket.socket], ForkserverProcess] | None = None,
     ) -> None:
         self.made_for = made_for(variables)
         self.owner = os.getpid()
@@ -115,7 +115,7 @@ class Seed:
 
     @property
     def pid(self) -> int:
-        """Process id of the seed."""
+        """Process id of the forkserver."""
         return self._process.pid
 
     @property
@@ -146,7 +146,7 @@ class Seed:
 
     def will_import(self, modules: Sequence[str]) -> None:
         """Have it import these before the next fork; nothing waits for that here."""
-        with self._lock, suppress(OSError):  # a lost seed is told by the next fork
+        with self._lock, suppress(OSError):  # a lost forkserver is told by the next fork
             if new := [name for name in modules if name not in self._imported]:
                 self._imported.update(new)
                 self._order({"do": "import", "modules": new})
@@ -165,7 +165,7 @@ class Seed:
                 closes its own end.
 
         Raises:
-            LaunchError: the process could not be forked, or the seed is lost.
+            LaunchError: the process could not be forked, or the forkserver is lost.
         """
         passed = [] if listener is None else [listener.fileno()]
         key = [] if environment.key_fd is None else [environment.key_fd]
@@ -190,7 +190,7 @@ class Seed:
         """Send an order, and return the answer.
 
         Raises:
-            LaunchError: the seed could not do it, or is lost.
+            LaunchError: the forkserver could not do it, or is lost.
         """
         with self._lock:
             try:
@@ -245,7 +245,7 @@ def _interpreter(variables: Mapping[str, str], channel: socket.socket) -> subpro
     own_thread = threading.current_thread() is threading.main_thread()
     numbers = [str(channel.fileno()), str(os.getpid()), str(int(own_thread))]
     return subprocess.Popen(
-        [sys.executable, "-m", "paceline.elastic.seed_process", *numbers],
+        [sys.executable, "-m", "paceline.elastic.forkserver_process", *numbers],
         # asked whether there is a GPU, it does not start CUDA
         env={**variables, **_ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         stdin=subprocess.DEVNULL,
@@ -255,12 +255,12 @@ def _interpreter(variables: Mapping[str, str], channel: socket.socket) -> subpro
     )
 
 
-_shared: list[Seed] = []  # of this process; the one that was used last is the last
+_shared: list[Forkserver] = []  # of this process; the one that was used last is the last
 _sharing = threading.Lock()
 
 
 def warm_up(*modules: str) -> None:
-    """Start the shared seed process, unless it runs.
+    """Start the shared forkserver process, unless it runs.
 
     It imports torch while this process does other things.
 
@@ -268,51 +268,53 @@ def warm_up(*modules: str) -> None:
         modules: what it is to import besides, for ranks that all need it. They may start no thread.
     """
     if why_not() is None:
-        seed_for({**DEFAULTS, **os.environ}).will_import(modules)
+        forkserver_for({**DEFAULTS, **os.environ}).will_import(modules)
 
 
-def seed_for(variables: Mapping[str, str]) -> Seed:
-    """Shared seed for ranks with this environment.
+def forkserver_for(variables: Mapping[str, str]) -> Forkserver:
+    """Shared forkserver for ranks with this environment.
 
     It is a new one where the environment, or what else processes inherit from this one, has changed since the start of
     the others. Of these the one that was used last is kept.
     """
     with _sharing:
         wanted = made_for(variables)
-        usable = [seed for seed in _shared if seed.owner == os.getpid() and not seed.lost]
-        found = [seed for seed in usable if seed.made_for == wanted] or [Seed(_without_ranks(variables))]
+        usable = [forkserver for forkserver in _shared if forkserver.owner == os.getpid() and not forkserver.lost]
+        found = [forkserver for forkserver in usable if forkserver.made_for == wanted] or [
+            Forkserver(_without_ranks(variables))
+        ]
         if found[0] not in usable:
             atexit.register(found[0].end)
-        others = [seed for seed in usable if seed is not found[0]]
-        for seed in _shared:
-            if seed is not found[0] and seed not in others[1 - _MOST_SEEDS :]:
-                seed.end()
-        _shared[:] = [*others[1 - _MOST_SEEDS :], found[0]]
+        others = [forkserver for forkserver in usable if forkserver is not found[0]]
+        for forkserver in _shared:
+            if forkserver is not found[0] and forkserver not in others[1 - _MOST_FORKSERVERS :]:
+                forkserver.end()
+        _shared[:] = [*others[1 - _MOST_FORKSERVERS :], found[0]]
         return found[0]
 
 
-def share(seed: Seed) -> None:
-    """Have later ranks of this process forked from this seed, where its environment is theirs."""
-    atexit.register(seed.end)
+def share(forkserver: Forkserver) -> None:
+    """Have later ranks of this process forked from this forkserver, where its environment is theirs."""
+    atexit.register(forkserver.end)
     with _sharing:
-        _shared.append(seed)
+        _shared.append(forkserver)
 
 
 def wait_for_imports(deadline_s: float = _ANSWER_S) -> None:
-    """Wait until the shared seeds, if any, have imported everything and are idle."""
-    for seed in _shared:
-        if seed.owner == os.getpid():
+    """Wait until the shared forkservers, if any, have imported everything and are idle."""
+    for forkserver in _shared:
+        if forkserver.owner == os.getpid():
             with suppress(LaunchError):  # the launch will tell
-                seed.wait_until_ready(deadline_s)
+                forkserver.wait_until_ready(deadline_s)
 
 
 def shared_pids() -> list[int]:
-    """Process ids of the shared seeds; the one that was used last is the last."""
-    return [seed.pid for seed in _shared]
+    """Process ids of the shared forkservers; the one that was used last is the last."""
+    return [forkserver.pid for forkserver in _shared]
 
 
 def cpu_s() -> float:
-    """CPU seconds of the shared seeds and of their ranks that have ended."""
+    """CPU seconds of the shared forkservers and of their ranks that have ended."""
     import psutil
 
     total = 0.0
@@ -331,7 +333,7 @@ def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Inherited state of a fork: what a seed's ranks must have in common."""
+    """Inherited state of a fork: what a forkserver's ranks must have in common."""
     return {
         "environment": {name: value for name, value in _without_ranks(variables).items() if name not in _AFTER_FORK},
         "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),

@@ -1,4 +1,4 @@
-"""One attempt on a serving host: its ranks, and the files that travel."""
+"""One attempt on an agent: its ranks, and the files that travel."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ from paceline.elastic.hosts.messages import (
 from paceline.elastic.hosts.pulse import Pulse
 from paceline.elastic.member import announce, store_file
 from paceline.elastic.started import StartedRank, Starter
-from paceline.epoch import Epoch
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
+from paceline.generation import Generation
 from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
 from paceline.wire.key import key_descriptor, own_key
 from paceline.wire.status import StatusBoard
 
 if TYPE_CHECKING:
-    from paceline.elastic.hosts.serve import Coordinator
+    from paceline.elastic.hosts.agent import Coordinator
 
 _ROWS_S = 0.25  # from one status to the next
 _SENDING_S = 0.1  # longest time that a turn sends files; messages and losses wait for it
 _IDLE_S = 5.0  # ranks that do nothing for so long wait in vain for those of a lost host
 
 
-class ServedAttempt:
+class AgentAttempt:
     """The ranks that the coordinator has this host start, from `Begin` to `EndAttempt`."""
 
     def __init__(self, begin: Begin, coordinator: Coordinator) -> None:
@@ -67,7 +67,7 @@ class ServedAttempt:
         self._ended: set[int] = set()
         self._oom_kills = oom_kills()
         self._rows_at, self._newest = 0.0, 0
-        self._shown: list[tuple[int, bool]] = []  # epoch of each rank, and whether it waits to join
+        self._shown: list[tuple[int, bool]] = []  # generation of each rank, and whether it waits to join
         self._asked: set[str] = set()
         self._made = ExitStack()
         self.scratch = self._made.enter_context(scratch_folder())
@@ -97,9 +97,9 @@ class ServedAttempt:
 
     @property
     def meets(self) -> bool:
-        """True while ranks here are on their way to an epoch."""
+        """True while ranks here are on their way to a generation."""
         board = self.board.read()
-        return any(rank.code is None and board[rank.number].epoch != self._newest for rank in self.ranks)
+        return any(rank.code is None and board[rank.number].generation != self._newest for rank in self.ranks)
 
     def held(self) -> Held:
         """The ranks that live, for another coordinator. Ends of the others are not told to it again."""
@@ -110,12 +110,12 @@ class ServedAttempt:
             if rank.code is not None:
                 self._ended.add(rank.number)
         living = [rank for rank in self.ranks if rank.code is None]
-        newest = max(self.board.current_epoch, self.board.wanted_epoch)
-        return Held(self.begin.attempt, newest, [(r.number, r.pid, board[r.number].epoch) for r in living])
+        newest = max(self.board.current_generation, self.board.wanted_generation)
+        return Held(self.begin.attempt, newest, [(r.number, r.pid, board[r.number].generation) for r in living])
 
     def keep(self) -> None:
-        """Have the ranks break off their step, and wait for another coordinator's epoch."""
-        number = max(self.board.current_epoch, self.board.wanted_epoch) + 1
+        """Have the ranks break off their step, and wait for another coordinator's generation."""
+        number = max(self.board.current_generation, self.board.wanted_generation) + 1
         self.announce(Announce(number, [], number, []))
 
     def descriptors(self) -> list[int]:
@@ -248,14 +248,14 @@ class ServedAttempt:
             for path in (rank.record, rank.record.with_suffix(".stack")):
                 path.unlink(missing_ok=True)
                 self._told.pop(path, None)
-            self.board.put(number, 0, "starting", 0, time.monotonic_ns(), epoch=-1)
+            self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
 
     def announce(self, message: Announce) -> None:
-        """Show the run's epochs to the ranks here."""
+        """Show the run's generations to the ranks here."""
         if message.store:
             write_whole(store_file(self.scratch), message.store)
-        current = Epoch(message.current, tuple(message.members))
-        announce(self.board, self.scratch, current, Epoch(message.newest, tuple(message.newest_members)))
+        current = Generation(message.current, tuple(message.members))
+        announce(self.board, self.scratch, current, Generation(message.newest, tuple(message.newest_members)))
         self._newest = message.newest
 
     def _is_alone(self) -> bool:
@@ -265,8 +265,8 @@ class ServedAttempt:
 
     def _tell_rows(self, *, at_once: bool = False) -> None:
         board = self.board.read()
-        # what epochs are made by is told at once
-        shown = [(board[r.number].epoch, board[r.number].phase == "joining") for r in self.ranks]
+        # what generations are made by is told at once
+        shown = [(board[r.number].generation, board[r.number].phase == "joining") for r in self.ranks]
         if not at_once and time.monotonic() - self._rows_at < _ROWS_S and shown == self._shown:
             return
         self._rows_at, self._shown, now_ns = time.monotonic(), shown, time.monotonic_ns()
@@ -274,7 +274,7 @@ class ServedAttempt:
         for rank in self.ranks:
             status = board[rank.number]
             idle_ns = max(0, now_ns - status.changed_ns)
-            place = status.phase, status.step, idle_ns, rank.stopped, rank.paging, status.epoch
+            place = status.phase, status.step, idle_ns, rank.stopped, rank.paging, status.generation
             rows.append(Row(rank.number, status.attempt, *place))
         if rows:
             self.coordinator.send(Rows(rows))

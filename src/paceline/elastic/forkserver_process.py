@@ -1,4 +1,4 @@
-"""The seed process: imports once, then forks a rank for every order of its launcher."""
+"""The forkserver process: imports once, then forks a rank for every order of its launcher."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 from paceline import device
 from paceline.deferred_compiler import defer_compiler
+from paceline.elastic.forkserver import DEFAULTS, Forkserver, receive, send, share
 from paceline.elastic.rank import PR_SET_PDEATHSIG, run
-from paceline.elastic.seed import DEFAULTS, Seed, receive, send, share
 from paceline.rank_environment import RankEnvironment
 
 _IMPORTS = ("paceline.run.loop", "paceline.elastic.run_on_ranks")  # what every rank needs
@@ -38,7 +38,7 @@ class _Order:
     Attributes:
         folder: the launcher's current one; `limits` of resources and `cores` are the launcher's as well.
         descriptors: for stdout, stderr, torch's store where the rank serves it, the run's key, and those to hold.
-        seed: process id of the seed.
+        forkserver: process id of the forkserver.
     """
 
     arguments: list[str]
@@ -49,7 +49,7 @@ class _Order:
     limits: dict[str, tuple[int, int]]
     cores: list[int]
     descriptors: list[int]
-    seed: int
+    forkserver: int
 
 
 def main() -> None:
@@ -72,16 +72,16 @@ def main() -> None:
 
 
 def split_off() -> None:
-    """Have a copy of this process be the seed of the ranks that it starts.
+    """Have a copy of this process be the forkserver of the ranks that it starts.
 
-    It was forked from a seed itself, and has started no thread that a fork could disturb.
+    It was forked from a forkserver itself, and has started no thread that a fork could disturb.
     """
     _call_the_process("paceline host process")
-    share(Seed({**DEFAULTS, **os.environ}, _copy))
+    share(Forkserver({**DEFAULTS, **os.environ}, _copy))
 
 
 def _copy(ours: socket.socket, channel: socket.socket) -> _Child:
-    """Fork a seed that obeys what comes on `channel`."""
+    """Fork a forkserver that obeys what comes on `channel`."""
     launcher = os.getpid()
     if (pid := os.fork()) == 0:
         ours.close()
@@ -91,12 +91,12 @@ def _copy(ours: socket.socket, channel: socket.socket) -> _Child:
 
 
 def be_a_copy(channel: socket.socket, launcher: int) -> NoReturn:
-    """Be a seed that obeys its parent, the launcher; in a fork of a seed."""
+    """Be a forkserver that obeys its parent, the launcher; in a fork of a forkserver."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         watch = os.pidfd_open(launcher)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        _call_the_process("paceline seed")
+        _call_the_process("paceline forkserver")
         _serve(channel, launcher, watch, _unfit)
     except BaseException:  # noqa: BLE001 - nothing of it is for the code that was forked
         traceback.print_exc()
@@ -140,7 +140,7 @@ def _imported() -> str | None:
         return traceback.format_exc()
     gc.enable()
     gc.collect()
-    _keep_for_the_seed()
+    _keep_for_the_forkserver()
     return _unfit()
 
 
@@ -152,11 +152,11 @@ def _import_more(modules: list[str]) -> str | None:
             importlib.import_module(name)
     gc.enable()
     gc.collect()
-    _keep_for_the_seed()
+    _keep_for_the_forkserver()
     return _unfit()
 
 
-def _keep_for_the_seed() -> None:
+def _keep_for_the_forkserver() -> None:
     """Have ranks neither collect nor finalize what was imported.
 
     They share its memory, and would copy it.
@@ -189,7 +189,7 @@ def _serve(channel: socket.socket, launcher: int, watch: int, ready: Callable[[]
 
 def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
     """Obey until the launcher is gone; then None. In a rank: what it is to be."""
-    seed = os.getpid()
+    forkserver = os.getpid()
     while True:
         ready, _, _ = select.select([channel.fileno(), watch], [], [])
         if watch in ready:
@@ -215,7 +215,7 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
             answer = {"pid": pid}
             if pid == 0:
                 channel.close()
-                return _Order(**message, descriptors=descriptors, seed=seed)
+                return _Order(**message, descriptors=descriptors, forkserver=forkserver)
         for descriptor in descriptors:
             os.close(descriptor)
         send(channel, answer)
@@ -253,7 +253,13 @@ def _become(order: _Order, watch: int) -> None:
     for name, limit in order.limits.items():
         resource.setrlimit(getattr(resource, name), limit)
     os.sched_setaffinity(0, order.cores)
-    run(order.arguments, environment, order.seed, watch, prepare=lambda: _settle(order.folder, environment.threads))
+    run(
+        order.arguments,
+        environment,
+        order.forkserver,
+        watch,
+        prepare=lambda: _settle(order.folder, environment.threads),
+    )
     _end()
 
 
@@ -261,7 +267,7 @@ def _end() -> NoReturn:
     """End as an interpreter does, but keep modules, whose teardown copies shared memory."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons, and asks executors to end
     atexit._run_exitfuncs()  # as multiprocessing does in its forks
-    for file in gc.get_objects():  # without what the seed froze
+    for file in gc.get_objects():  # without what the forkserver froze
         if issubclass(type(file), io.IOBase):
             with suppress(OSError, ValueError):  # closed, not to be written, or whoever read it has gone
                 file.flush()
@@ -269,7 +275,7 @@ def _end() -> NoReturn:
 
 
 def _call_the_process(title: str) -> None:
-    """Show a title in `ps` and `top`, instead of the seed's command line."""
+    """Show a title in `ps` and `top`, instead of the forkserver's command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # of the arguments; fields 48 and 49 of the file, counted from 1
     ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)

@@ -1,4 +1,4 @@
-"""What strangers say in tests: handshakes as of a run, with random changes."""
+"""What unauthenticated peers say in tests: handshakes as of a run, with random changes."""
 
 from __future__ import annotations
 
