@@ -65,15 +65,13 @@ def test_a_fork_has_the_folder_and_the_limits_that_its_launcher_has_now(
     assert str(tmp_path) in told["path"]
 
 
-def test_ranks_are_stopped_and_started_again_where_their_seed_is_killed(tmp_path: Path) -> None:
-    with pytest.raises(
-        LaunchError, match=r"the process that the ranks were forked from \(pid \d+\) was killed, and they were stopped"
-    ):
+def test_ranks_are_stopped_and_started_again_where_their_forkserver_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"the forkserver of the ranks \(pid \d+\) was killed, and they were stopped"):
         run("kill_the_parent", tmp_path)
     assert len(run("tell_of_the_fork", tmp_path)) == 2
 
 
-def test_a_seed_outlives_the_question_after_a_process_that_is_not_its_own() -> None:
+def test_a_forkserver_outlives_the_question_after_a_process_that_is_not_its_own() -> None:
     forkserver = forkserver_for(os.environ)
     with pytest.raises(LaunchError):
         forkserver.ask({"do": "wait", "pid": os.getpid()})
@@ -96,7 +94,7 @@ def test_an_answer_that_comes_after_its_time_out_is_not_taken_for_the_next_one(m
         forkserver.end()
 
 
-def test_a_scheduler_that_signals_every_process_ends_no_seed_and_ranks_alone_are_ended(tmp_path: Path) -> None:
+def test_a_scheduler_that_signals_every_process_ends_no_forkserver_and_ranks_alone_are_ended(tmp_path: Path) -> None:
     assert len(run("tell_of_the_fork", tmp_path)) == 2
     forkserver = shared_pids()[-1]
     os.kill(forkserver, signal.SIGTERM)
@@ -135,7 +133,7 @@ def test_what_an_import_starts_is_not_forked(
     assert not (tmp_path / "finalized").exists()
 
 
-def test_another_environment_is_that_of_a_new_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_environment_is_that_of_a_new_forkserver(monkeypatch: pytest.MonkeyPatch) -> None:
     before = forkserver_for(os.environ)
     changed = {**dict.fromkeys(VISIBLE, "1"), "PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "9", "RANK": "7"}
     assert forkserver_for({**os.environ, **changed}) is before
@@ -147,7 +145,7 @@ def test_another_environment_is_that_of_a_new_seed(monkeypatch: pytest.MonkeyPat
     assert shared_pids() == [before.pid, third.pid]
 
 
-def test_a_signal_while_the_seed_imports_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_the_forkserver_imports_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_LOGS", "+dynamo")  # so that a new one is needed
     events: list[str] = []
 
