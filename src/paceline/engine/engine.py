@@ -120,8 +120,8 @@ class Engine:
         runs_ahead: True if `begin` leaves the numbers of its step to be read later.
         device: where the model is.
         outcome: of the newest step, unless the engine runs ahead.
-        sync_interrupted: True where the generation ended before replicas agreed on the parameters of the newest step (local
-            rules). The step stands, as this replica's own.
+        sync_interrupted: True where the generation ended before replicas agreed on the parameters of the newest step
+            (local rules). The step stands, as this replica's own.
         before_update: called with the number of every optimizer step before it (the checkpoint writer copies weights
             until then); None where nobody asks.
     """
