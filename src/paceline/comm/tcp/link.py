@@ -154,7 +154,7 @@ class PeerLink:
         self.flush()
 
     def accept(self, handshake: TlsHandshake, hello: Greeting) -> None:
-        """The other rank has connected, or requests a reconnect; the connection is this link's from now on.
+        """The other rank has connected, or requests a reconnect; this link owns the connection.
 
         Raises:
             SyncError: the two ends do not fit together.

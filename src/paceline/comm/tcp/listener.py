@@ -1,4 +1,4 @@
-"""Listener for a group's other ranks, on the cluster's address alone; unauthenticated peers cost it little.
+"""Listener for a group's other ranks, on the cluster's address; unauthenticated peers cost it little.
 
 Who does not hold the run's key is an unauthenticated peer. Few connections at a time may be without proof, each for a
 few seconds, and unauthenticated peers who come too often make the listener rest: connections that there are go on at

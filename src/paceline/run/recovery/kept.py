@@ -36,7 +36,7 @@ class Kept(ABC):
 
     @abstractmethod
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
-        """Make an engine for a generation's ranks, who all call this; `begins`: with the job's weights."""
+        """Make a generation's engine, on all its ranks; `begins`: with the job's weights."""
 
     @abstractmethod
     def restore(self, engine: Engine, group: Group, start: Start) -> None:
