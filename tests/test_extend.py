@@ -334,6 +334,7 @@ def test_a_panel_from_a_package_is_on_the_page_of_a_run(runs: Path) -> None:
 # A system of the comparison
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # eleven starts of ranks
 def test_a_system_from_a_package_is_compared_with_ours_on_the_same_losses(installed: str, tmp_path: Path) -> None:
     write_job(tmp_path / "job.yaml")

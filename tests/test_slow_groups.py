@@ -23,9 +23,7 @@ def slow_files() -> set[Path]:
 
 def test_each_file_with_slow_tests_is_in_exactly_one_group() -> None:
     slow = slow_files()
-    times = Counter(
-        file for paths in groups().values() for path in paths for file in slow if file.is_relative_to(path)
-    )
+    times = Counter(file for paths in groups().values() for path in paths for file in slow if file.is_relative_to(path))
     wrong = {str(file.relative_to(ROOT)): times[file] for file in slow if times[file] != 1}
     assert not wrong
 

@@ -36,6 +36,7 @@ def test_options_that_mean_nothing_for_a_comparison_of_systems_are_refused(job: 
     assert not (tmp_path / "bench").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_comparison_that_ctrl_c_ends_keeps_what_it_measured_and_goes_on(job: Path, tmp_path: Path) -> None:
     command = ("paceline", "bench", job, "--systems", "plain", "--repeat", 2, "--steps", 12, "--out", "c")
@@ -54,6 +55,7 @@ def test_a_comparison_that_ctrl_c_ends_keeps_what_it_measured_and_goes_on(job: P
     assert json.loads((tmp_path / "c" / "report.json").read_text())["repeats"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # fourteen starts
 def test_a_weak_comparison_trains_the_batch_of_all_ranks_to_the_losses_of_one_process(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", data={"kind": "synthetic", "samples": 4096, "held_out": 0})

@@ -69,6 +69,7 @@ def test_the_catalogue_may_stand_without_a_file_wherever_it_stands() -> None:
     assert with_bundled(["--catalogue", "a.csv", "job.yaml"]) == ["--catalogue", "a.csv", "job.yaml"]
 
 
+@pytest.mark.slow
 def test_examples_of_prices_say_that_they_are_examples(folder: Path) -> None:
     shown = paceline("plan", "job.yaml", "--tokens", "2B", "--cheapest", "--catalogue", folder=folder)
     assert shown.code == 0, shown.err

@@ -28,7 +28,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = {"uneven", "momentum", "scaffold", "personal"}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_a_batch_of_clients_is_equal_to_clients_one_by_one(case: str, tmp_path: Path) -> None:
     federate, changes = CASES[case]
     found = []

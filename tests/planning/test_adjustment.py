@@ -155,6 +155,7 @@ def test_the_plan_that_is_returned_is_one_of_the_equal_ones() -> None:
     assert times[chosen] <= equal_ratio() * best[0].prediction.step_time_s
 
 
+@pytest.mark.slow
 def test_gains_of_changes_are_the_same_with_a_factor() -> None:
     """Both sides of a comparison are multiplied, other devices included."""
     factors = found([1.3] * 20)

@@ -39,7 +39,7 @@ def curve(batch: int = 64, name: str = "4x8xH100-SXM", scaling: str = "strong", 
     sigma=st.sampled_from([None, 0.0, 0.05]),
     failures=st.sampled_from([0.0, 0.004, 5.0]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_figures_of_a_curve_agree_with_each_other(
     batch: int, name: str, scaling: str, sigma: float | None, failures: float
 ) -> None:

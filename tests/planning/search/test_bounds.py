@@ -95,7 +95,7 @@ def solver_of(job: Job, cluster: Cluster, small: int = 0) -> tuple[BranchAndBoun
     return BranchAndBound(Space(job, cluster, Plan(), layouts.trace), layouts, top=10), layouts
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
 @given(JOBS, CLUSTERS, st.integers(0, 2**32), st.sampled_from([0, 0, 3]))
 def test_no_bound_of_time_is_above_the_prediction(job: Job, cluster: Cluster, seed: int, small: int) -> None:
     solver, layouts = solver_of(job, cluster, small)
@@ -109,7 +109,7 @@ def test_no_bound_of_time_is_above_the_prediction(job: Job, cluster: Cluster, se
         assert solver._least_s[choice.row] <= predicted * (1 + 1e-9), str(plan)
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
 @given(JOBS, CLUSTERS, st.integers(0, 2**32), st.sampled_from([0, 0, 3]))
 def test_no_plan_that_fits_is_taken_for_too_large(job: Job, cluster: Cluster, seed: int, small: int) -> None:
     solver, _ = solver_of(job, cluster, small)

@@ -93,6 +93,7 @@ def test_the_end_of_a_run_that_is_stopped_or_killed_is_told(
         assert told[-2]["step"] == max(losses(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_no_tracker(tmp_path: Path, site: dict[str, str]) -> None:
     job = a_job(tmp_path, noting(), stop={"steps": 3000})
     arguments = ("train", job, "--plan", "dp=2", "--run", "run")
@@ -108,6 +109,7 @@ def test_a_rank_that_dies_ends_no_tracker(tmp_path: Path, site: dict[str, str]) 
     assert steps[-1] == 3000
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_or_dies_is_said_once_and_the_run_and_the_others_go_on(
     tmp_path: Path, site: dict[str, str]
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_tracker_that_hangs_keeps_a_run_waiting_for_seconds_at_most(tmp_path: 
     psutil.Process(pid).kill()
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_first_rank_alone_has_trackers(tmp_path: Path, site: dict[str, str]) -> None:
     job = a_job(tmp_path, noting())
     words = ("--nproc-per-node", 2, "-m", "paceline", "train", job, "--run-dir", "run")

@@ -71,6 +71,7 @@ def test_what_a_tracker_raises_is_said_once_and_the_loop_goes_on(tmp_path: Path,
     assert outcome.err.count(said) == 1
 
 
+@pytest.mark.slow
 def test_of_two_ranks_the_first_alone_makes_the_tracker(tmp_path: Path, site: dict[str, str]) -> None:
     words = ("--nproc-per-node", 2, "loop.py", "ends", "{}")
     with started("torchrun", *words, folder=tmp_path, environment=site) as process:
