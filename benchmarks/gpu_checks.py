@@ -85,7 +85,6 @@ FIRST = (
 )
 LATER = (
     Case(RULES, "ring", "gpt", "dp=2 sync=allreduce:ring"),
-    Case(RULES, "tree", "gpt", "dp=2 sync=allreduce:tree"),
     Case(RULES, "flat", "gpt", "dp=2 sync=allreduce:flat"),
     Case(RULES, "hierarchical", "gpt", "dp=2 sync=allreduce:hierarchical"),
     Case(RULES, "averaging, the plainest one", "gpt", "dp=2 sync=averaging"),

@@ -127,7 +127,7 @@ def compare() -> Found:
 def growths(hosts: int, ranks_per_host: int) -> Iterator[Growth]:
     """Every algorithm on one arrangement, in turns."""
     with Emulation(Emulate(hosts=hosts, rate=SCALING_RATE)) as emulation, ranks_on(emulation, ranks_per_host) as ranks:
-        names = [FLAT, "ring", "tree", *([HIERARCHICAL] if ranks_per_host > 1 else [])]
+        names = [FLAT, "ring", *([HIERARCHICAL] if ranks_per_host > 1 else [])]
         for nbytes in SCALING_SIZES:
             predicted_s = ranks.ask({"predict": nbytes})[0]
             times_s: Times = {name: [] for name in names}

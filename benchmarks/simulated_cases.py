@@ -182,10 +182,10 @@ SPLITS = {  # by work: every split, and products of two and of three; those for 
 RULES = (
     "dp=2",
     "dp=2 sync=averaging",
-    *(f"dp=4 sync=allreduce:{algorithm}" for algorithm in ("flat", "ring", "tree", "hierarchical")),
+    *(f"dp=4 sync=allreduce:{algorithm}" for algorithm in ("flat", "ring", "hierarchical")),
     # where a replica is divided, the algorithm is our own; else it is that of the accelerator's library
     "dp=2 fsdp=2 sync=allreduce:ring",
-    "dp=2 tp=2 sync=allreduce:tree",
+    "dp=2 tp=2 sync=allreduce:ring",
     "dp=2 sync=local:2",
     "dp=2 sync=diloco:2",
     "dp=2 sync=diloco:3,fragments=2,overlap=1",

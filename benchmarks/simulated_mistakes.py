@@ -28,7 +28,7 @@ class Mistake:
 _BUCKETS = "gpt dp=2 + small buckets + checkpoints"
 _LOCAL = "gpt dp=2 sync=local:3 + evaluate + checkpoints"
 _OVERLAP = "gpt dp=2 sync=diloco:3,fragments=2,overlap=1"
-_RING, _TREE = "gpt dp=2 fsdp=2 sync=allreduce:ring", "gpt dp=2 tp=2 sync=allreduce:tree"
+_RING = "gpt dp=2 fsdp=2 sync=allreduce:ring"
 _SEQUENCE = "gpt tp=2 sequence=on"
 _PIPELINE = "gpt pp=2 microbatches=4"
 
@@ -74,20 +74,6 @@ _WAITS = (
         "        under_way.wait.wait()",
         "        pass",
         (_RING,),
-    ),
-    Mistake(
-        "a tree adds a child's part before it is there",
-        "comm/allreduce/tree.py",
-        "wires.start_exchange([], [(ranks[child], received)]).wait()",
-        "wires.start_exchange([], [(ranks[child], received)])",
-        (_TREE,),
-    ),
-    Mistake(
-        "a tree hands the sum on before it is there",
-        "comm/allreduce/tree.py",
-        "wires.start_exchange([], [(ranks[parent], tensor)]).wait()",
-        "wires.start_exchange([], [(ranks[parent], tensor)])",
-        (_TREE,),
     ),
     Mistake(
         "buckets that were sent are not waited for",

@@ -42,11 +42,6 @@ def test_a_slow_inside_slows_the_ring() -> None:
     )
 
 
-def test_a_tree_sends_the_whole_tensor_up_and_down() -> None:
-    assert links(0, 0, 1, 1).tree_s(int(1 * MB)) == pytest.approx(2 * (11 * MS + 1.1 * MS))
-    assert links(0, 1, 2, 3, 4).tree_s(int(1 * MB)) == pytest.approx(2 * 3 * 11 * MS)
-
-
 def test_by_host_only_what_must_crosses_the_link_and_memory_is_hidden() -> None:
     assert links(0, 0, 1, 1).hierarchical_s(int(4 * MB)) == pytest.approx(0.04 * MS + 2 * MS + 40 * MS)
     assert links(0, 0, 1, 1, 2, 2).hierarchical_s(int(3 * MB)) == pytest.approx(0.04 * MS + 4 * MS + 40 * MS)
@@ -57,8 +52,7 @@ def test_by_host_only_what_must_crosses_the_link_and_memory_is_hidden() -> None:
     )
 
 
-def test_small_tensors_want_a_tree_and_large_ones_the_hierarchy() -> None:
+def test_large_tensors_want_the_hierarchy() -> None:
     eight = links(0, 0, 1, 1, 2, 2, 3, 3)
-    assert eight.tree_s(100) < min(eight.ring_s(100), eight.hierarchical_s(100))
     large = int(100 * MB)
-    assert eight.hierarchical_s(large) < min(eight.flat_s(large), eight.ring_s(large), eight.tree_s(large))
+    assert eight.hierarchical_s(large) < min(eight.flat_s(large), eight.ring_s(large))

@@ -41,7 +41,7 @@ def test_a_rule_is_read_with_its_settings_and_their_defaults(
     ("text", "message"),
     [
         ("alreduce", 'unknown rule "alreduce". Did you mean "allreduce"?'),
-        ("allreduce:rings", 'allreduce is one of auto, flat, ring, tree, hierarchical, not "rings"'),
+        ("allreduce:rings", 'allreduce is one of auto, flat, ring, hierarchical, not "rings"'),
         ("allreduce:ring,period=3", "allreduce takes no period"),
         ("local", "local needs the number of steps between agreements, at least 1, e.g. sync=local:8"),
         ("local:0", 'local is the number of steps between agreements, at least 1, not "0"'),

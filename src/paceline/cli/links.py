@@ -47,8 +47,8 @@ def command(
     algorithms: Annotated[
         str | None,
         typer.Option(
-            help="Which of the all-reduce: flat, ring, tree, hierarchical, auto.",
-            show_default="flat; between hosts the first four",
+            help="Which of the all-reduce: flat, ring, hierarchical, auto.",
+            show_default="flat; between hosts the first three",
         ),
     ] = None,
     cluster: Annotated[

@@ -96,6 +96,11 @@ class Group:
         """
         return self.counts.sent_bytes
 
+    def count(self, sent_bytes: int, *, reduced_bytes: int = 0) -> None:
+        """Count the bytes of a call. Every call does so here, also one by other means than the backend."""
+        self.counts.sent_bytes += sent_bytes
+        self.counts.reduced_bytes += reduced_bytes
+
     # Other groups of the same ranks, or of some of them
 
     @property
@@ -194,7 +199,7 @@ class Group:
         if self.size == 1:
             return
         self._same("all-reduce", tensor, op)
-        self._count_reduced(tensor)
+        self.count(2 * tensor.nbytes * (self.size - 1) // self.size, reduced_bytes=tensor.nbytes)
         # gloo takes one with gaps, and leaves a wrong result
         whole = tensor if tensor.is_contiguous() else tensor.contiguous()
         started = time.monotonic()
@@ -211,7 +216,7 @@ class Group:
     def start_all_reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
         """Begin an all-reduce (sum or maximum) and return at once; `wait()` on the result before `tensor` is read."""
         self._same("all-reduce", tensor, op)
-        self._count_reduced(tensor)
+        self.count(2 * tensor.nbytes * (self.size - 1) // self.size, reduced_bytes=tensor.nbytes)
         return Pending(self, "all-reduce", [self._reduce(tensor, op, waits=False)])
 
     def _reduce(self, tensor: Tensor, op: Op, *, waits: bool) -> dist.Work:
@@ -222,9 +227,7 @@ class Group:
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Replace `tensor` on every rank by that of rank `root` of the group."""
         if self.size > 1:
-            self._same(f"broadcast from rank {root}", tensor)
-            self.counts.sent_bytes += tensor.nbytes * (self.size - 1) // self.size
-            with self._named("broadcast"):
+            with self._call(f"broadcast from rank {root}", tensor, tensor.nbytes * (self.size - 1) // self.size):
                 dist.broadcast(tensor, group_src=root, group=self.backend)
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> None:
@@ -232,9 +235,7 @@ class Group:
         if self.size == 1:
             gathered.copy_(own.view_as(gathered))
             return
-        self._same("all-gather", own)
-        self.counts.sent_bytes += own.nbytes * (self.size - 1)
-        with self._named("all-gather"):
+        with self._call("all-gather", own, own.nbytes * (self.size - 1)):
             _all_gather(gathered, own, group=self.backend)
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Op = "sum") -> None:
@@ -245,9 +246,7 @@ class Group:
         if self.size == 1:
             own.copy_(whole.view_as(own))
             return
-        self._same("reduce-scatter", whole, op)
-        self.counts.sent_bytes += whole.nbytes * (self.size - 1) // self.size
-        with self._named("reduce-scatter"):
+        with self._call("reduce-scatter", whole, whole.nbytes * (self.size - 1) // self.size, op):
             _reduce_scatter(own, whole, op=_OPS[op], group=self.backend)
         if op == "mean":
             own.div_(self.size)
@@ -261,10 +260,8 @@ class Group:
             return [rows]
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows.detach()
-        self._same("all-gather of rows", padded)
-        self.counts.sent_bytes += padded.nbytes * (self.size - 1)
         parts = [torch.empty_like(padded) for _ in counts]
-        with self._named("all-gather"):
+        with self._call("all-gather of rows", padded, padded.nbytes * (self.size - 1)):
             dist.all_gather(parts, padded, group=self.backend)
         gathered = [part[:count] for part, count in zip(parts, counts, strict=True)]
         gathered[self.rank] = rows
@@ -281,10 +278,8 @@ class Group:
         if self.size == 1:
             received.copy_(rows)
             return
-        self._same("all-to-all", rows[:0] if sends else rows)
         kept = sends[self.rank] if sends else len(rows) // self.size
-        self.counts.sent_bytes += rows.nbytes - rows[:kept].nbytes
-        with self._named("all-to-all"):
+        with self._call("all-to-all", rows[:0] if sends else rows, rows.nbytes - rows[:kept].nbytes):
             dist.all_to_all_single(
                 received, rows, receives and list(receives), sends and list(sends), group=self.backend
             )
@@ -334,7 +329,7 @@ class Group:
 
         `wait()` on the result before received tensors are read or sent ones are changed.
         """
-        self.counts.sent_bytes += sum(tensor.nbytes for _, tensor in send)
+        self.count(sum(tensor.nbytes for _, tensor in send))
         assert self.backend is not None
         with self._named("the start of messages"):
             return Pending(self, "messages", start_messages(self.backend, send, receive), (send, receive))
@@ -344,9 +339,13 @@ class Group:
     def _same(self, what: str, tensor: Tensor, op: Op | None = None) -> None:
         """Called before each collective; a `CheckedGroup` compares it over the ranks."""
 
-    def _count_reduced(self, tensor: Tensor) -> None:
-        self.counts.reduced_bytes += tensor.nbytes
-        self.counts.sent_bytes += 2 * tensor.nbytes * (self.size - 1) // self.size
+    @contextmanager
+    def _call(self, what: str, tensor: Tensor, sent_bytes: int, op: Op | None = None) -> Iterator[None]:
+        """A collective of the backend: compared over the ranks where that is asked for, counted, errors explained."""
+        self._same(what, tensor, op)
+        self.count(sent_bytes)
+        with self._named(what):
+            yield
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:

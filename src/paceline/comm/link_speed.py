@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, inf, log2
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,6 @@ class GroupLinks:
         """
         n = len(self.hosts)
         return 2 * (n - 1) * (self.step_s + nbytes / n / min(self.between.bandwidth, self._inside.bandwidth))
-
-    def tree_s(self, nbytes: int) -> float:
-        """Seconds of a binomial tree over the ranks, host by host.
-
-        It sends 2 log2(n) messages of the whole tensor, those between hosts over log2(h) levels.
-        """
-        levels, between = ceil(log2(len(self.hosts))), ceil(log2(len(set(self.hosts))))
-        return 2 * (between * self.between.message_s(nbytes) + (levels - between) * self._inside.message_s(nbytes))
 
     def hierarchical_s(self, nbytes: int) -> float:
         """Seconds of the hierarchical all-reduce over h hosts.

@@ -282,7 +282,6 @@ _ALGORITHMS = "paceline.comm.allreduce"
 ALGORITHMS = {
     "flat": f"{_ALGORITHMS}.flat:FlatAllReduce",
     "ring": f"{_ALGORITHMS}.ring:RingAllReduce",
-    "tree": f"{_ALGORITHMS}.tree:TreeAllReduce",
     "hierarchical": f"{_ALGORITHMS}.hierarchical:HierarchicalAllReduce",
 }
 

@@ -40,7 +40,6 @@ _SIZES = {
 _DASHES: dict[str, Dash] = {
     "flat": "solid",
     "ring": "dash",
-    "tree": "dot",
     "hierarchical": "dashdot",
     "auto": "dashdot",
 }
@@ -48,7 +47,7 @@ _DASHES: dict[str, Dash] = {
 _DECADES = {
     n * scale: f"{n} {unit}" for scale, unit in ((1e3, "kB/s"), (1e6, "MB/s"), (1e9, "GB/s")) for n in (1, 10, 100)
 }
-_SYMBOLS = {"flat": "circle", "ring": "diamond", "tree": "triangle", "hierarchical": "square", "auto": "cross"}
+_SYMBOLS = {"flat": "circle", "ring": "diamond", "hierarchical": "square", "auto": "cross"}
 
 
 def write_links_page(

@@ -8,6 +8,7 @@ that pays.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from paceline.planning.transport_info import bucket_bytes_between_hosts
 from paceline.sync.rows import numbers_of, sum_rows
 from paceline.sync.rule import Reduction, Replica, SyncRule, not_by_the_engine
 from paceline.sync.start import broadcast_state
-from paceline.sync.traffic import Traffic
+from paceline.sync.traffic import Traffic, ring_bytes
 
 if TYPE_CHECKING:
     from paceline.sync.compress import CodecChooser, SumCoder
@@ -40,8 +41,7 @@ class AllReduce(SyncRule):
     pass communicates.
 
     Args:
-        algorithm: how a sum is made (see `paceline.comm.allreduce.algorithms`): flat, ring, tree, hierarchical, or
-            auto.
+        algorithm: how a sum is made (see `paceline.comm.allreduce.algorithms`): flat, ring, hierarchical, or auto.
         compress: what is sent of the gradients (see `paceline.sync.compress`): none, a codec, or auto. Losses and votes
             go as they are.
     """
@@ -237,11 +237,8 @@ class AllReduce(SyncRule):
         tables = [p for p in self.rows if only is None or p in only]
         if not tables:
             return []
-        before, traffic = dp.sent_bytes, self.rows_traffic
-        gradients = sum_rows(tables, dp)
-        traffic.sent_bytes += dp.sent_bytes - before
-        traffic.plain_bytes += dp.sent_bytes - before
-        return gradients
+        with self.rows_traffic.counting(dp):
+            return sum_rows(tables, dp)
 
     def _begin_full_buckets(self) -> None:
         """Send full buckets, in bucket order only.
@@ -355,18 +352,16 @@ class BucketStream:
         if self._thread is not None:
             bucket.pending = self._thread.start(lambda: self.sum(bucket, name))
             return
-        before = self.group.sent_bytes
-        bucket.send(self.group)
-        self._count(bucket, before)
+        with self._counting(bucket):
+            bucket.send(self.group)
 
     def sum(self, bucket: Bucket, name: str) -> None:
         """Sum a bucket now. `name` is the key of its error feedback."""
         if self.compressor is not None:
             self.compressor.sum(name, bucket.flat, bucket.views)  # what follows the gradients is summed exactly
             return
-        before = self.group.sent_bytes
-        self.algorithm.all_reduce(bucket.flat)
-        self._count(bucket, before)
+        with self._counting(bucket):
+            self.algorithm.all_reduce(bucket.flat)
 
     def close(self) -> None:
         """End the thread and free this stream's resources, after the buckets' memory was released."""
@@ -376,8 +371,6 @@ class BucketStream:
         if self._thread is not None:
             self.group.close()
 
-    def _count(self, bucket: Bucket, before: int) -> None:
-        """Count what an exact sum sent, and what a ring sends at least."""
-        size = self.group.size
-        self.traffic.sent_bytes += self.group.sent_bytes - before
-        self.traffic.plain_bytes += 2 * (size - 1) * bucket.flat.nbytes // size
+    def _counting(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """Count what an exact sum sends, and what a ring sends at least."""
+        return self.traffic.counting(self.group, ring_bytes(bucket.flat.nbytes, self.group.size))

@@ -21,17 +21,17 @@ class Averaging(SyncRule):
         broadcast_state(replica)
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
-        dp, only, before = self.replica.dp, self.replica.backward.only, self.replica.dp.sent_bytes
+        dp, only = self.replica.dp, self.replica.backward.only
         trained = [p for p in self.replica.trainable if only is None or p in only]
-        # All ranks make the same calls, also for a parameter that only some replicas used. One that none used keeps no
-        # gradient.
-        used = scalars.new_tensor([float(p.grad is not None) for p in trained])
-        dp.all_reduce(used)
-        for parameter in [p for p, count in zip(trained, used.tolist(), strict=True) if count]:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
-            # A sum, for the engine has weighted each replica's gradient by its share of the global batch.
-            dp.all_reduce(parameter.grad)
-        # The engine's own numbers: the loss, votes, times.
-        dp.all_reduce(scalars)
-        self.replica.traffic.sent_bytes += dp.sent_bytes - before
+        with self.replica.traffic.counting(dp):
+            # All ranks make the same calls, also for a parameter that only some replicas used.
+            # One that none used keeps no gradient.
+            used = scalars.new_tensor([float(p.grad is not None) for p in trained])
+            dp.all_reduce(used)
+            for parameter in [p for p, count in zip(trained, used.tolist(), strict=True) if count]:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+                # A sum, for the engine has weighted each replica's gradient by its share of the global batch.
+                dp.all_reduce(parameter.grad)
+            # The engine's own numbers: the loss, votes, times.
+            dp.all_reduce(scalars)
         return Reduction([p.grad for p in trained if p.grad is not None], scalars)

@@ -13,6 +13,7 @@ from paceline.comm.group import Group
 from paceline.sync.fragments import FlatParameters, by_dtype
 from paceline.sync.rule import Reduction, Replica, SyncRule
 from paceline.sync.start import broadcast_state
+from paceline.sync.traffic import ring_bytes
 
 
 class LocalRule(SyncRule):
@@ -87,15 +88,9 @@ class LocalRule(SyncRule):
         self.identical = False
 
     def sum(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over the replicas, and count the bytes sent.
-
-        These are 2 (n - 1) / n of it, by any algorithm.
-        """
-        self.algorithm.all_reduce(tensor)
-        size, traffic = self.replica.dp.size, self.replica.traffic
-        sent = 2 * (size - 1) * tensor.nbytes // size
-        traffic.sent_bytes += sent
-        traffic.plain_bytes += sent
+        """Replace a tensor by its sum over the replicas."""
+        with self.replica.traffic.counting(self.group, ring_bytes(tensor.nbytes, self.group.size)):
+            self.algorithm.all_reduce(tensor)
 
     def detach(self) -> None:
         if not isinstance(self.algorithm, Group):

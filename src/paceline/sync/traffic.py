@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+
+from paceline.comm.group import Group
 
 
 @dataclass
@@ -23,6 +26,19 @@ class Traffic:
     error_square: float = 0.0
     signal_square: float = 0.0
 
+    @contextmanager
+    def counting(self, group: Group, plain_bytes: int | None = None) -> Iterator[None]:
+        """Add what this rank sends over a group within the context; the group counts it.
+
+        Args:
+            plain_bytes: see the class; by default as much as is sent, as by an exact sum.
+        """
+        before = group.sent_bytes
+        yield
+        sent = group.sent_bytes - before
+        self.sent_bytes += sent
+        self.plain_bytes += sent if plain_bytes is None else plain_bytes
+
     def become(self, parts: Iterable[Traffic]) -> None:
         """Take over the sums of several parts."""
         parts = list(parts)
@@ -33,3 +49,8 @@ class Traffic:
     def relative_error(self) -> float:
         """L2 norm of the error relative to the data's; 0 if nothing was compressed."""
         return (self.error_square / self.signal_square) ** 0.5 if self.signal_square > 0 else 0.0
+
+
+def ring_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that each rank of a ring all-reduce of `nbytes` sends: 2 (n - 1) / n of them."""
+    return 2 * (ranks - 1) * nbytes // ranks

@@ -83,8 +83,8 @@ class CodedSums:
     def sum(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> None:
         """Replace `flat` by its sum over the ranks; what follows the views is summed exactly."""
         numel = sum(view.numel() for view in views)
-        self.traffic.sent_bytes += self.algorithm.coded_sum(name, flat, numel, self._code)
-        self.traffic.plain_bytes += flat.nbytes
+        with self.traffic.counting(self.algorithm.group, flat.nbytes):
+            self.algorithm.coded_sum(name, flat, numel, self._code)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Error feedback and random state of this rank."""
@@ -117,6 +117,5 @@ class ServerDeltas(DiLoCo):
         return CodedSums(codec, self.algorithm, self.replica.traffic)
 
     def sum(self, tensor: Tensor) -> None:
-        self.algorithm.all_reduce(tensor)
-        self.replica.traffic.sent_bytes += tensor.nbytes
-        self.replica.traffic.plain_bytes += tensor.nbytes
+        with self.replica.traffic.counting(self.group):
+            self.algorithm.all_reduce(tensor)

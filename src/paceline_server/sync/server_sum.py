@@ -70,17 +70,16 @@ class ServerSum(FlatAllReduce):
         flat = tensor.detach().contiguous().view(-1)
         flat = flat.cpu() if is_accelerator(flat.device) else flat
         self._summed([(part, None) for part in flat.tensor_split(self.servers)])
-        self.group.counts.reduced_bytes += tensor.nbytes
-        self.group.counts.sent_bytes += tensor.nbytes
+        self.group.count(tensor.nbytes, reduced_bytes=tensor.nbytes)
         if op == "mean":
             flat.div_(self.group.size)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view(tensor.shape))
 
-    def coded_sum(self, name: str, flat: Tensor, numel: int, code: Feedback) -> int:
+    def coded_sum(self, name: str, flat: Tensor, numel: int, code: Feedback) -> None:
         """Replace `flat` on every rank by its sum, with coded pushes.
 
-        The first `numel` numbers are coded. The sums come back as they are. Returns the bytes pushed.
+        The first `numel` numbers are coded. The sums come back as they are.
 
         Args:
             name: of the tensor, for error feedback.
@@ -96,9 +95,7 @@ class ServerSum(FlatAllReduce):
         flat[:numel].copy_(numbers)
         flat[numel:].copy_(tail)
         sent_bytes = tail.nbytes + sum(part.nbytes if coded is None else coded.nbytes for part, coded in parts)
-        self.group.counts.reduced_bytes += flat.nbytes
-        self.group.counts.sent_bytes += sent_bytes
-        return sent_bytes
+        self.group.count(sent_bytes, reduced_bytes=flat.nbytes)
 
     def _summed(self, parts: list[_Part]) -> None:
         """Sum tensors in place, each on the next server."""

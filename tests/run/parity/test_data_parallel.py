@@ -223,7 +223,7 @@ def trained_overlapping(algorithm: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("backend", "algorithm"),
-    [("gloo", "flat"), ("shm", "flat"), ("shm", "ring"), ("shm", "tree"), ("shm", "hierarchical")],
+    [("gloo", "flat"), ("shm", "flat"), ("shm", "ring"), ("shm", "hierarchical")],
 )
 def test_buckets_sent_during_the_backward_pass_carry_the_same_gradients(
     ranks: Ranks, backend: Backend, algorithm: str

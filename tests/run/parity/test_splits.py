@@ -75,10 +75,9 @@ THREE_AXES = [
     "tp=2 pp=2 cp=2 microbatches=2",
 ]
 BY_RULE = [  # every exact way to sum the gradients, over dp and over products with each split
-    *(f"dp=4 sync=allreduce:{algorithm}" for algorithm in ("flat", "ring", "tree", "hierarchical")),
-    *(f"dp=3 sync=allreduce:{algorithm}" for algorithm in ("ring", "tree")),
+    *(f"dp=4 sync=allreduce:{algorithm}" for algorithm in ("flat", "ring", "hierarchical")),
+    "dp=3 sync=allreduce:ring",
     *(f"dp=2 {split} sync=allreduce:ring" for split in ("fsdp=2", "tp=2", "pp=2 microbatches=2")),
-    *(f"dp=2 {split} sync=allreduce:tree" for split in ("fsdp=2", "tp=2", "pp=2 microbatches=2")),
     *(f"dp=2 {split} sync=allreduce:hierarchical" for split in ("fsdp=2", "tp=2", "pp=2 microbatches=2")),
 ]
 OF_FAMILIES = {

@@ -1,4 +1,4 @@
-"""All-reduce algorithms by the word that a plan uses: flat, ring, tree, hierarchical, auto."""
+"""All-reduce algorithms by the word that a plan uses: flat, ring, hierarchical, auto."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class PointToPointAllReduce(FlatAllReduce):
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         if self.group.size == 1:
             return
-        self.group.counts.reduced_bytes += tensor.nbytes
+        self.group.count(0, reduced_bytes=tensor.nbytes)
         flat = tensor.detach().contiguous().view(-1)
         self.reduce(flat, "max" if op == "max" else "sum")
         if op == "mean":

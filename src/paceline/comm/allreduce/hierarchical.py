@@ -37,6 +37,7 @@ class HierarchicalAllReduce(PointToPointAllReduce):
         self.across: Group | None = None
         if self.host.rank < self.parts:
             self.across = group.subgroup(sorted(ranks[self.host.rank] for ranks in on_hosts))
+            self.across.counts = group.counts
         self._scratch: Tensor | None = None
 
     @classmethod
@@ -143,9 +144,7 @@ class HierarchicalAllReduce(PointToPointAllReduce):
     def _carry(
         self, across: Group, part: Tensor, op: Op, prepare: OnPiece | None = None, finish: OnPiece | None = None
     ) -> None:
-        before = across.sent_bytes
         ring_all_reduce(across, part, "max" if op == "max" else "sum", prepare=prepare, finish=finish)
-        self.group.counts.sent_bytes += across.sent_bytes - before
 
     def _part(self, flat: Tensor) -> Tensor:
         """The part that this rank carries; empty if it carries none."""

@@ -27,7 +27,7 @@ class Chunked:
     """
 
     def __init__(self, group: Group, codec: Codec, numel: int, exact: int, traffic: Traffic, scratch: Scratch) -> None:
-        self.phases = TwoPhase(group, codec, numel, exact, traffic)
+        self.phases = TwoPhase(group, codec, numel, exact)
         self.numel, self.traffic, self.scratch = numel, traffic, scratch
         self.error = torch.zeros(group.size, self.phases.chunk, device=group.device)
         self.sum_error = torch.zeros(self.phases.chunk, device=group.device)

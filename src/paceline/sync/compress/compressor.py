@@ -15,8 +15,8 @@ from paceline.planning.sync_info import CODECS, CompressSpec
 from paceline.sync.compress.chunked import Chunked
 from paceline.sync.compress.codec import Codec, CodedSum, Coding, Scratch
 from paceline.sync.compress.half import Cast
-from paceline.sync.compress.two_phase import chunk_size, ring_bytes
-from paceline.sync.traffic import Traffic
+from paceline.sync.compress.two_phase import chunk_size
+from paceline.sync.traffic import Traffic, ring_bytes
 
 _RANDOM = "random"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,8 +92,8 @@ class Compressor:
                 f'"{name}" stood for {summer.numel} numbers before and now for {coded}: give each tensor a '
                 "name of its own"
             )
-        self.traffic.plain_bytes += ring_bytes(flat.nbytes, self.group.size)
-        summer.sum(flat, views)
+        with self.traffic.counting(self.group, ring_bytes(flat.nbytes, self.group.size)):
+            summer.sum(flat, views)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Error feedback, PowerSGD's start of the next iteration, and the random state of this rank."""
@@ -137,7 +137,7 @@ class Compressor:
     def _sum_for(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> CodedSum:
         """The sum for a tensor: coded, or exact if coding would not make it smaller."""
         group, numel = self.group, sum(view.numel() for view in views)
-        plain = _Plain(group, self.traffic, numel)
+        plain = _Plain(group, numel)
         if not views:
             return plain
         if flat.dtype not in _FLOATS:
@@ -181,12 +181,11 @@ class Compressor:
 class _Plain:
     """Sums a tensor as it is."""
 
-    def __init__(self, group: Group, traffic: Traffic, numel: int) -> None:
-        self.group, self.traffic, self.numel = group, traffic, numel
+    def __init__(self, group: Group, numel: int) -> None:
+        self.group, self.numel = group, numel
 
     def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
         self.group.all_reduce(flat)
-        self.traffic.sent_bytes += ring_bytes(flat.nbytes, self.group.size)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}

@@ -59,8 +59,8 @@ class PowerSGD:
         self.numel = sum(view.numel() for view in views)
         exact = flat.numel() - sum(views[i].numel() for i in matrices)
         last = self.batches[-1]
-        self.p_phases = TwoPhase(group, codec, last.p.stop, exact, traffic)
-        self.q_phases = TwoPhase(group, codec, last.q.stop, 0, traffic)
+        self.p_phases = TwoPhase(group, codec, last.p.stop, exact)
+        self.q_phases = TwoPhase(group, codec, last.q.stop, 0)
         self.error = torch.zeros(last.matrices.stop, device=group.device)
         random = torch.Generator().manual_seed(last.q.stop)  # the same numbers on every rank
         self.q = torch.randn(self.q_phases.numel, generator=random).to(group.device)

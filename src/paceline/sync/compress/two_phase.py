@@ -11,7 +11,6 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.sync.compress.codec import ALIGNMENT, Codec, aligned, section
-from paceline.sync.traffic import Traffic
 
 
 class TwoPhase:
@@ -30,8 +29,8 @@ class TwoPhase:
         numel: coded numbers in all, with the padding.
     """
 
-    def __init__(self, group: Group, codec: Codec, coded: int, exact: int, traffic: Traffic) -> None:
-        self.group, self.codec, self.traffic = group, codec, traffic
+    def __init__(self, group: Group, codec: Codec, coded: int, exact: int) -> None:
+        self.group, self.codec = group, codec
         self.chunk = chunk_size(codec, coded, group.size)
         self.share = -(-exact // group.size)
         self.numel = group.size * self.chunk
@@ -68,7 +67,7 @@ class TwoPhase:
         self._exact(self._own).copy_(exact)
         self._own[:, self._flag_at] = not finite
         others = [r for r in range(self.group.size) if r != me]
-        self._exchange([(r, self._own[r]) for r in others], [(r, self._theirs[r]) for r in others])
+        self.group.exchange([(r, self._own[r]) for r in others], [(r, self._theirs[r]) for r in others])
         self._theirs[me] = self._own[me]
         finite = not bool(self._theirs[:, self._flag_at].any())
 
@@ -77,7 +76,7 @@ class TwoPhase:
         self._own[me, self._flag_at] = not finite
         if self.chunk:
             self.codec.encode(total.view(1, -1), self._own[me : me + 1, : self._exact_at])
-        self._exchange([(r, self._own[me]) for r in others], [(r, self._theirs[r]) for r in others])
+        self.group.exchange([(r, self._own[me]) for r in others], [(r, self._theirs[r]) for r in others])
         self._theirs[me] = self._own[me]
         exact.copy_(self._exact(self._theirs))
         if bool(self._theirs[:, self._flag_at].any()):
@@ -118,16 +117,7 @@ class TwoPhase:
     def _exact(self, messages: Tensor) -> Tensor:
         return section(messages, self._exact_at, self.share, torch.float32)
 
-    def _exchange(self, send: list[tuple[int, Tensor]], receive: list[tuple[int, Tensor]]) -> None:
-        self.group.exchange(send, receive)
-        self.traffic.sent_bytes += sum(message.nbytes for _, message in send)
-
 
 def chunk_size(codec: Codec, numel: int, ranks: int) -> int:
     """Number of coded numbers that one rank sums, in whole blocks of the codec."""
     return -(-numel // (ranks * codec.block)) * codec.block
-
-
-def ring_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes that each rank of a ring all-reduce of `nbytes` sends: 2 (n - 1) / n of them."""
-    return 2 * (ranks - 1) * nbytes // ranks
