@@ -16,10 +16,11 @@ import pytest
 
 from channel_ends import DEADLINE_S, Blob, Messages, Note, listening, reached
 from paceline.errors import ChannelError
-from paceline.wire import listener as listener_module
+from paceline.wire import admission as admission_module
+from paceline.wire.admission import MOST_UNPROVEN
 from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
-from paceline.wire.listener import MOST_UNPROVEN, Listener
+from paceline.wire.listener import Listener
 
 LOOPBACK = ("127.0.0.1", 0)
 
@@ -184,7 +185,7 @@ def test_a_connection_reflected_to_its_own_sender_is_refused() -> None:
 
 
 def test_slow_handshakes_hold_nobody_up_and_end_at_their_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(admission_module, "HANDSHAKE_S", 0.5)
     key = RunKey.make()
     with listening(LOOPBACK, key) as (listener, arrived):
         unauthenticated = [socket.create_connection(reached(listener)) for _ in range(10)]  # type: ignore[arg-type]
@@ -220,7 +221,7 @@ def test_its_own_come_in_while_unauthenticated_peers_flood_it() -> None:
             accepted.send(Note("welcome", number))
             assert own.receive(DEADLINE_S) == Note("welcome", number)
             own.close()
-            assert len(listener._unproven) <= MOST_UNPROVEN
+            assert len(listener.admission.pending) <= MOST_UNPROVEN
         ended.set()
         flooding.join()
         for link in made:

@@ -15,9 +15,9 @@ from paceline.wire.key import RunKey
 _PEER = struct.Struct("3i")  # process, user and group, of SO_PEERCRED
 
 
-def has_key(link: ssl.SSLSocket, key: RunKey) -> bool:
-    """True if the other end of a connection has proved that it holds this key."""
-    return link.getpeercert(binary_form=True) == key.certificate_der
+def has_key(link: socket.socket, key: RunKey) -> bool:
+    """True if the other end of a TLS connection has proved that it holds this key."""
+    return isinstance(link, ssl.SSLSocket) and link.getpeercert(binary_form=True) == key.certificate_der
 
 
 def user_of_peer(link: socket.socket) -> int:

@@ -17,12 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import paceline.comm.tcp.listener as listener_module
 from between import HANDSHAKE_BYTES, Change, group_through
 from paceline.comm.tcp import TcpProcessGroup
 from paceline.comm.tcp.handshake import GREETING_BYTES, Greeting
-from paceline.comm.tcp.tls import TlsHandshake
 from paceline.errors import SyncError
+from paceline.wire.admission import TlsHandshake
 from paceline.wire.key import RunKey
 from ranks import RankError, Ranks
 from unauthenticated import mutated_hello
@@ -133,7 +132,7 @@ def replayed() -> tuple[bool, bool, int]:
     """All bytes of a connection, said again to rank 0 and, by another port, to rank 1."""
     with group_through(passing) as (group, proxy):
         is_exact, answers = exact(group), b""
-        listener = group._mesh._listener
+        admission = group._mesh.admission
         if proxy is not None:
             before = bytes(proxy.seen[0][True])
             with socket.create_connection(proxy.target, 10) as again:
@@ -146,7 +145,7 @@ def replayed() -> tuple[bool, bool, int]:
         dist.barrier()
         is_exact &= exact(group)
         dist.barrier()
-        return is_exact, TELLING in answers, listener.unauthenticated
+        return is_exact, TELLING in answers, admission.unauthenticated
 
 
 def test_a_recorded_connection_that_is_played_again_is_an_unauthenticated_peers(ranks: Ranks) -> None:
@@ -219,14 +218,15 @@ def test_ranks_that_were_given_different_keys_are_told(ranks: Ranks, tmp_path: P
 
 def answer_to(context: ssl.SSLContext, where: tuple[str, int], greeting: Greeting) -> bytes:
     """What a rank's listener says inside TLS to who shows that key and says that; nothing where it hangs up."""
-    with socket.create_connection(where, 20) as connection:
-        handshake = TlsHandshake(connection, context, accepts=False, opening=greeting.to_bytes())
-        try:
-            while (answer := handshake.message(GREETING_BYTES)) is None:
-                pass
-        except OSError:
-            return b""
-        return answer
+    handshake = TlsHandshake(socket.create_connection(where, 20), context, accepts=False, opening=greeting.to_bytes())
+    try:
+        while (answer := handshake.message(GREETING_BYTES)) is None:
+            pass
+    except OSError:
+        return b""
+    finally:
+        handshake.link.close()
+    return answer
 
 
 def told_to_others() -> list[int]:
@@ -246,10 +246,10 @@ def told_to_others() -> list[int]:
             (RunKey.make().client_context(), honest),
             (old, honest),
             (nobody, honest),
-            (link._member.client, replace(honest, group=bytes(16), reconnect=False)),
-            (link._member.client, replace(honest, receiver=7, reconnect=False)),
-            (link._member.client, replace(honest, sender=link.peer.rank, reconnect=False)),
-            (link._member.client, replace(honest, group=bytes(16))),
+            (link._member.key.client_context(), replace(honest, group=bytes(16), reconnect=False)),
+            (link._member.key.client_context(), replace(honest, receiver=7, reconnect=False)),
+            (link._member.key.client_context(), replace(honest, sender=link.peer.rank, reconnect=False)),
+            (link._member.key.client_context(), replace(honest, group=bytes(16))),
         )
     ]
     dist.barrier()
@@ -289,9 +289,13 @@ def intruder_instead(group: TcpProcessGroup) -> tuple[str, bytes]:
             link.lose(ConnectionError("as a test wants it"))
         intruder.settimeout(1)
         while not any("run's key" in failure for failure in failures) and time.monotonic() < until:
-            with suppress(OSError), intruder.accept()[0] as connection:
-                connection.settimeout(20)
-                told += TlsHandshake(connection, context, accepts=True).message(GREETING_BYTES) or b""
+            with suppress(OSError):
+                handshake = TlsHandshake(intruder.accept()[0], context, accepts=True)
+                handshake.link.settimeout(20)
+                try:
+                    told += handshake.message(GREETING_BYTES) or b""
+                finally:
+                    handshake.link.close()
         with group._progress.lock:
             link.peer = real
     return str(failures), told
@@ -310,7 +314,7 @@ def mutated_frames(count: int) -> tuple[bool, int]:
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
     link = next(iter(group._mesh.links.values()))
-    listener_module._UNAUTHENTICATED_PER_S = 1e6  # none is to wait
+    group._mesh.admission.unauthenticated_per_s = None  # none is to wait
     is_exact = True
     for seed in range(count):
         where, own = (link.peer.address, link.peer.port), (f"127.0.0.{seed % 250 + 1}", 0)  # not all ports of one

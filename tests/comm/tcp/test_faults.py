@@ -22,8 +22,8 @@ from paceline.comm.tcp.messages import TcpInbox
 from paceline.comm.tcp.process_group import TcpProcessGroup
 from paceline.comm.tcp.progress import TcpProgress
 from paceline.comm.tcp.stream import ByteStream
-from paceline.comm.tcp.tls import TlsHandshake
 from paceline.errors import SyncError
+from paceline.wire.admission import TlsHandshake
 
 DEADLINE_S = 20.0
 _names = itertools.count()

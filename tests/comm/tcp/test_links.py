@@ -237,7 +237,7 @@ def unauthenticated() -> int:
         [
             c
             for c in psutil.Process().net_connections("tcp")
-            if c.laddr.port == group._mesh._listener.port and c.status == "ESTABLISHED"
+            if c.laddr.port == group._mesh.address[1] and c.status == "ESTABLISHED"
         ]
     )
     for intruder in there:

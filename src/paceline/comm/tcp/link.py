@@ -21,9 +21,10 @@ from functools import partial
 from paceline.comm.tcp.handshake import GREETING_BYTES, Greeting, wire_after
 from paceline.comm.tcp.progress import TcpProgress
 from paceline.comm.tcp.stream import ByteStream, Sink
-from paceline.comm.tcp.tls import TlsHandshake
 from paceline.comm.tcp.wire import AlteredError, Wire
 from paceline.errors import SyncError
+from paceline.wire.admission import TlsHandshake, released
+from paceline.wire.key import RunKey
 from paceline.wire.silence import is_unacknowledged
 
 _FIRST_KNOCK_S = 1.0  # for the other rank to connect by itself at first
@@ -56,13 +57,12 @@ class Membership:
 
     Attributes:
         group: a random name of it, no secret.
-        client, server: TLS with the run's key, of the end that connects and of the other.
+        key: of the run.
         sealed: what follows the handshake is encrypted, too.
     """
 
     group: bytes
-    client: ssl.SSLContext
-    server: ssl.SSLContext
+    key: RunKey
     sealed: bool
 
 
@@ -153,7 +153,7 @@ class PeerLink:
         self._events = _READ
         self.flush()
 
-    def accept(self, handshake: TlsHandshake, hello: Greeting) -> None:
+    def accept(self, connection: socket.socket, hello: Greeting) -> None:
         """The other rank has connected, or requests a reconnect; this link owns the connection.
 
         Raises:
@@ -161,11 +161,11 @@ class PeerLink:
         """
         own = self._greeting(self._number + (not hello.reconnect))
         if not own.answers(hello):
-            handshake.connection.close()
+            connection.close()
             return
         if hello.reconnect:
-            with handshake.connection:
-                handshake.send(own.to_bytes())
+            with connection:
+                connection.send(own.to_bytes())
             if self._connects and hello.number >= self._number and not self._attempt:
                 self.lose(ConnectionError("the other side has lost the connection"))
                 self._next_attempt = 0.0
@@ -173,11 +173,11 @@ class PeerLink:
         # the peer has given up this connection: it has received more over a later one
         is_late = hello.received < self.stream.acknowledged
         if self._connects or self._over or is_late:
-            handshake.connection.close()
+            connection.close()
             return
-        handshake.send(own.to_bytes())
+        connection.send(own.to_bytes())
         self._check_sealed(hello)
-        self.adopt(wire_after(handshake.connection, own, hello), own.number, hello.received)
+        self.adopt(wire_after(released(connection), own, hello), own.number, hello.received)
 
     def lose(self, error: OSError) -> None:
         """The connection is lost: make another."""
@@ -286,7 +286,7 @@ class PeerLink:
         patience_s = min(_ATTEMPT_S[0] * 1.5 ** max(0, self._attempts - 8), _ATTEMPT_S[1])
         hello = self._greeting(self._number)
         try:
-            self._attempt = _Connecting(self.own, self.peer, self._member.client, hello, now + patience_s)
+            self._attempt = _Connecting(self.own, self.peer, self._member.key, hello, now + patience_s)
         except OSError as error:
             self._failed(error)
             return
@@ -309,7 +309,8 @@ class PeerLink:
             self._check_sealed(welcome)
             self._loop.forget(attempt.connection.fileno())
             self._attempt = None
-            self.adopt(wire_after(attempt.connection, attempt.hello, welcome), welcome.number, welcome.received)
+            wire = wire_after(released(attempt.connection), attempt.hello, welcome)
+            self.adopt(wire, welcome.number, welcome.received)
         except ssl.SSLError as error:
             reason = (error.reason or str(error)).lower().replace("_", " ")
             self._failed(
@@ -366,31 +367,34 @@ class PeerLink:
 class _Connecting:
     """A connection that is being made."""
 
-    def __init__(
-        self, own: RankAddress, peer: RankAddress, context: ssl.SSLContext, hello: Greeting, until: float
-    ) -> None:
+    def __init__(self, own: RankAddress, peer: RankAddress, key: RunKey, hello: Greeting, until: float) -> None:
         self.until, self.hello = until, hello
-        self._context = context
-        self._handshake: TlsHandshake | None = None
         family = socket.AF_INET6 if ":" in peer.address else socket.AF_INET
-        self.connection = socket.socket(family, socket.SOCK_STREAM)
+        link = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self.connection.setblocking(False)
-            self.connection.bind((own.address, 0))
-            code = self.connection.connect_ex((peer.address, peer.port))
+            link.setblocking(False)
+            link.bind((own.address, 0))
+            code = link.connect_ex((peer.address, peer.port))
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
         except OSError:
-            self.connection.close()
+            link.close()
             raise
+        self._connected = False
+        self._handshake = TlsHandshake(link, key.client_and_server[0], accepts=False, opening=hello.to_bytes())
+
+    @property
+    def connection(self) -> socket.socket:
+        """The socket, wrapped by TLS once it is connected."""
+        return self._handshake.link
 
     def go_on(self) -> Greeting | None:
         """Continue as far as possible; returns the answer when it has arrived."""
-        if self._handshake is None:
+        if not self._connected:
             code = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))  # of the subclass that belongs to the code
-            self._handshake = TlsHandshake(self.connection, self._context, accepts=False, opening=self.hello.to_bytes())
+            self._connected = True
         answer = self._handshake.message(GREETING_BYTES)
         return None if answer is None else Greeting.from_bytes(answer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,9 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.address import own_address, own_host
 from paceline.comm.c10d.operation import Operation, OperationQueue
-from paceline.comm.tcp.handshake import GROUP_BYTES, Greeting
+from paceline.comm.tcp.handshake import GREETING_BYTES, GROUP_BYTES, Greeting
 from paceline.comm.tcp.link import Membership, PeerLink, RankAddress
-from paceline.comm.tcp.listener import Listener
 from paceline.comm.tcp.messages import (
     FAILURE,
     LONGEST_FAILURE_BYTES,
@@ -31,14 +31,16 @@ from paceline.comm.tcp.messages import (
 )
 from paceline.comm.tcp.progress import TcpProgress
 from paceline.comm.tcp.stream import OutgoingBytes
-from paceline.comm.tcp.tls import TlsHandshake
 from paceline.comm.transport import encrypts, tell_all
-from paceline.errors import LaunchError, SyncError
+from paceline.errors import ChannelError, LaunchError, SyncError
+from paceline.wire.admission import Admission, listen
 from paceline.wire.key import RunKey, own_key
 
 _SMALL_BYTES = 2**15  # a message up to here is copied into one piece with its header
 _GOODBYE_S = 2.0  # for another rank to hear it, by which it knows later that this one has not died
 _LINGER_BROKEN_S = 1.0  # for word of a failure to go out
+_UNAUTHENTICATED_PER_S = 50.0  # peers without the key, before the listener rests
+_REST_S = 0.05  # after a fault
 
 
 class TcpSend:
@@ -68,11 +70,11 @@ class LinkMesh:
         self.links: dict[int, PeerLink] = {}
         self._inboxes: dict[int, TcpInbox] = {}
         # of peers, before this rank knows where all are
-        self._early: dict[int, tuple[TlsHandshake, Greeting]] | None = {}
+        self._early: dict[int, tuple[socket.socket, Greeting]] | None = {}
         member = _membership(store, rank, size, timeout_s)
-        self._listener = Listener(loop, own_address(), member.server, self._welcome)
+        self.address, self.admission = self._listen(member)
         try:
-            own = RankAddress(rank, own_host(), self._listener.address, self._listener.port, os.getpid())
+            own = RankAddress(rank, own_host(), *self.address, os.getpid())
             places = _meet(store, own, size, timeout_s)
             with loop.lock:
                 for peer in places:
@@ -80,15 +82,15 @@ class LinkMesh:
                         inbox = self._inboxes[peer.rank] = TcpInbox(peer.rank, self._on_mismatch, self._on_failure)
                         self.links[peer.rank] = PeerLink(loop, own, peer, member, inbox, self._on_fault)
                 self._own, early, self._early = own, self._early, None
-                for handshake, hello in early.values():
-                    self._welcome(handshake, hello)
+                for connection, hello in early.values():
+                    self._give(connection, hello)
                 for link in self.links.values():
                     link.begin()
         except BaseException:
             with loop.lock:
-                self._listener.close()
-                for handshake, _ in (self._early or {}).values():
-                    handshake.connection.close()
+                self._stop_listening()
+                for connection, _ in (self._early or {}).values():
+                    connection.close()
             raise
 
     def send(self, to: int, channel: int, call: CurrentCall, tensor: Tensor) -> TcpSend:
@@ -163,29 +165,67 @@ class LinkMesh:
         with self.loop.lock:
             for link in self.links.values():
                 link.close()
-            self._listener.close()
+            self._stop_listening()
 
-    def _welcome(self, handshake: TlsHandshake, hello: Greeting) -> None:
+    def _listen(self, member: Membership) -> tuple[tuple[str, int], Admission]:
+        """Listen on the cluster's address alone. Unauthenticated peers may not keep this process from its ranks' connections."""
+        try:
+            listening = listen((own_address(), 0))
+        except (ChannelError, OSError) as error:
+            raise LaunchError(
+                f"{error}. PACELINE_ADDRESS names the address of this host that the others are to use."
+            ) from error
+        address = listening.getsockname()[:2]
+        with self.loop.lock:
+            admission = Admission(
+                listening,
+                member.key,
+                self.loop,
+                self._welcome,
+                expects=GREETING_BYTES,
+                unauthenticated_per_s=_UNAUTHENTICATED_PER_S,
+                on_unauthenticated=self._count_unauthenticated,
+            )
+            self.loop.add_clock(admission, admission.look, lambda _: admission.rest(_REST_S))
+        return address, admission
+
+    def _stop_listening(self) -> None:
+        self.loop.remove_clock(self.admission)
+        self.admission.close()
+
+    def _count_unauthenticated(self, _: str) -> None:
+        self.loop.unauthenticated += 1
+
+    def _welcome(self, connection: socket.socket, message: bytes) -> None:
+        try:
+            hello = Greeting.from_bytes(message)
+        except ConnectionError:  # of another version
+            connection.close()
+            return
+        self._give(connection, hello)
+
+    def _give(self, connection: socket.socket, hello: Greeting) -> None:
+        """Hand a connection to the link of the rank that greeted."""
         if self._early is not None:  # else that one would try again later, and this rank wait for it
             before, _ = self._early.pop(hello.sender, (None, None))
             if before is not None:
-                before.connection.close()
-            self._early[hello.sender] = handshake, hello
+                before.close()
+            self._early[hello.sender] = connection, hello
             return
         link = self.links.get(hello.sender)
         if link is None:
-            handshake.connection.close()
+            connection.close()
             return
         try:
-            link.accept(handshake, hello)
+            link.accept(connection, hello)
         except OSError as error:
-            handshake.connection.close()
+            connection.close()
             link.lose(error)
         except SyncError as error:
-            handshake.connection.close()
+            connection.close()
             self.fail(error)
         except Exception as error:  # noqa: BLE001 - as in a handler of the link's own
-            handshake.connection.close()
+            connection.close()
             self._on_fault(link, error)
 
     def _on_mismatch(self, source: int, receive: TcpReceive, message: TcpMessage) -> None:
@@ -267,7 +307,7 @@ def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Members
             "the file of the first one to all (PACELINE_KEY_FILE)."
         )
     key = key or made or RunKey.from_pem(offers[0]["made"].encode())
-    return Membership(bytes.fromhex(offers[0]["group"]), *key.client_and_server, sealed)
+    return Membership(bytes.fromhex(offers[0]["group"]), key, sealed)
 
 
 def _meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[RankAddress]:

@@ -12,6 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol, TypeAlias, TypeVar
 
 from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, call_all
@@ -84,9 +85,10 @@ class TcpProgress(Driver):
         self._epoll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
-        """Watch a descriptor no more, before it is closed."""
+        """Watch a descriptor no more."""
         if self._handlers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+            with suppress(OSError):  # closing it has taken it out
+                self._epoll.unregister(fd)
 
     def add_clock(self, key: object, look: Callable[[float], None], on_fault: OnFault) -> None:
         """Call `look` with the time every few hundredths of a second; `on_fault` as in `watch`."""
