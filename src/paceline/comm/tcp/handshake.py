@@ -1,7 +1,7 @@
 """Greetings of two ranks on a new connection: ranks, bytes received, and fresh keys.
 
-They are said inside TLS (`wire/admission.py`), to one who holds the run's key. A run has several groups and many ranks with that
-key, so each message names the group and both ranks: a connection that was led to another door ends there.
+They are said inside TLS (`wire/admission.py`), to one who holds the run's key. A run has several groups and many ranks
+with that key, so each message names the group and both ranks: a connection that was led to another door ends there.
 """
 
 from __future__ import annotations
