@@ -341,7 +341,7 @@ class Group:
 
     @contextmanager
     def _call(self, what: str, tensor: Tensor, sent_bytes: int, op: Op | None = None) -> Iterator[None]:
-        """A collective of the backend: compared over the ranks where that is asked for, counted, errors explained."""
+        """Compare a collective over the ranks (`CheckedGroup`), count its bytes, and explain its errors."""
         self._same(what, tensor, op)
         self.count(sent_bytes)
         with self._named(what):

@@ -1,4 +1,4 @@
-"""Who may come in: connections that are accepted, and held apart until they prove the run's key.
+"""Admission of connections: each one is held apart until it proves the run's key.
 
 Connections without proof cost little. There are few of them at a time, each for a few seconds, and a listener can rest
 when they come too often. Every listener of paceline admits connections here, whatever loop waits for its sockets.
@@ -199,7 +199,7 @@ class _Pending:
 
 
 class TlsHandshake:
-    """TLS 1.3 with the run's key on a socket, which may be one that does not block.
+    """TLS 1.3 handshake with the run's key, on a socket of any timeout.
 
     Both ends prove the key, then each may say a message inside TLS. OpenSSL reads whole records and no byte more, so
     that something else may follow on the socket (`released`).
@@ -221,7 +221,7 @@ class TlsHandshake:
         self._message = b""
 
     def message(self, length: int) -> bytes | None:
-        """Continue as far as possible; returns the other's message once it is whole, and None before.
+        """Continue as far as possible; returns the other's message once it is whole.
 
         Raises:
             OSError: the other does not hold the key, speaks no TLS 1.3, or has gone.

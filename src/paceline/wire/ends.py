@@ -16,7 +16,7 @@ _PEER = struct.Struct("3i")  # process, user and group, of SO_PEERCRED
 
 
 def has_key(link: socket.socket, key: RunKey) -> bool:
-    """True if the other end of a TLS connection has proved that it holds this key."""
+    """True if the other end has proved, by TLS, that it holds this key."""
     return isinstance(link, ssl.SSLSocket) and link.getpeercert(binary_form=True) == key.certificate_der
 
 
