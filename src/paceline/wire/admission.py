@@ -56,8 +56,8 @@ class Admission:
         key: of the run; None for Unix sockets, where the peer's user is asked of the kernel.
         welcome: called with a connection, which is its own from then on, and with the message that came.
         expects: length of the message that the other end has to say inside TLS, after its proof.
-        unauthenticated_per_s: peers without proof that are heard for long; more of them make the listener rest. None: no limit.
-        on_unauthenticated: called with the name of each peer that is turned away.
+        unauthenticated_per_s: with more peers without proof than this the listener rests. None: no limit.
+        on_refused: called with the name of each peer that is turned away.
 
     Attributes:
         pending: connections that have yet to prove themselves, the oldest first.
@@ -73,13 +73,13 @@ class Admission:
         *,
         expects: int = 0,
         unauthenticated_per_s: float | None = None,
-        on_unauthenticated: Callable[[str], None] = lambda _: None,
+        on_refused: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._socket, self._key, self._loop, self._welcome = listening, key, loop, welcome
-        self._expects, self.unauthenticated_per_s, self._on_unauthenticated = (
+        self._expects, self.unauthenticated_per_s, self._on_refused = (
             expects,
             unauthenticated_per_s,
-            on_unauthenticated,
+            on_refused,
         )
         self.pending: dict[int, _Pending] = {}
         self.unauthenticated = 0
@@ -182,7 +182,7 @@ class Admission:
         self.unauthenticated += 1
         if self.unauthenticated_per_s is not None:
             self._allowance -= 1
-        self._on_unauthenticated(who)
+        self._on_refused(who)
 
     def _forget(self, fd: int) -> TlsHandshake:
         self._loop.forget(fd)

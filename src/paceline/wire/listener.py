@@ -75,7 +75,7 @@ class Listener:
             None if self._within_host else key,
             self._loop,
             self._welcome,
-            on_unauthenticated=self._tell_of_unauthenticated,
+            on_refused=self._tell_of_refused,
         )
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="paceline-listener", daemon=True)
@@ -138,7 +138,7 @@ class Listener:
         if (connection := self._served.pop(fd, None)) is not None:
             self._on_close(connection)
 
-    def _tell_of_unauthenticated(self, who: str) -> None:
+    def _tell_of_refused(self, who: str) -> None:
         if self.unauthenticated == 1:
             print(
                 f"paceline: {name_of(self.address)}: {who} does not belong to this run and was turned away. "

@@ -27,7 +27,7 @@ from paceline.wire.admission import TlsHandshake, released
 from paceline.wire.key import RunKey
 from paceline.wire.silence import is_unacknowledged
 
-_FIRST_KNOCK_S = 1.0  # for the other rank to connect by itself at first
+_FIRST_REQUEST_S = 1.0  # for the other rank to connect by itself at first
 _BACK_OFF_S = (0.05, 0.5)  # between two attempts: at first, at most
 _ATTEMPT_S = (0.5, 4.0)  # until an attempt is given up; more after several, for networks on which that is not enough
 _GONE_S = 3.0  # of being refused
@@ -87,7 +87,7 @@ class PeerLink:
         self._number = 0  # the number of the connection, counted by the rank that accepts
         self._attempts = 0  # since the connection was lost
         self._since = time.monotonic()  # connected, or not
-        self._next_attempt = self._since + (0.0 if self._connects else _FIRST_KNOCK_S)
+        self._next_attempt = self._since + (0.0 if self._connects else _FIRST_REQUEST_S)
         self._last_error = ""
         self._refused: list[float] = []
         self._altered: deque[float] = deque(maxlen=_ALTERED[0])
@@ -304,7 +304,7 @@ class PeerLink:
                 raise ConnectionError(f"another rank listens at {self.peer.address}:{self.peer.port}")
             if not self._connects:  # a reconnect request, heard
                 self._end_attempt()
-                self._next_attempt = time.monotonic() + _FIRST_KNOCK_S
+                self._next_attempt = time.monotonic() + _FIRST_REQUEST_S
                 return
             self._check_sealed(welcome)
             self._loop.forget(attempt.connection.fileno())

@@ -168,7 +168,7 @@ class LinkMesh:
             self._stop_listening()
 
     def _listen(self, member: Membership) -> tuple[tuple[str, int], Admission]:
-        """Listen on the cluster's address alone. Unauthenticated peers may not keep this process from its ranks' connections."""
+        """Listen on the cluster's address alone."""
         try:
             listening = listen((own_address(), 0))
         except (ChannelError, OSError) as error:
@@ -184,7 +184,7 @@ class LinkMesh:
                 self._welcome,
                 expects=GREETING_BYTES,
                 unauthenticated_per_s=_UNAUTHENTICATED_PER_S,
-                on_unauthenticated=self._count_unauthenticated,
+                on_refused=self._count_unauthenticated,
             )
             self.loop.add_clock(admission, admission.look, lambda _: admission.rest(_REST_S))
         return address, admission
