@@ -11,7 +11,6 @@ Figures:
 - `in_turn_10`: the same as `rounds_10` / clients one by one, in the same process.
 - `round_10000_s`, `memory_10000_gib`: seconds of a round of 100 of 10,000 clients with 50 samples each, the median, and
   the process's peak resident memory.
-- `secure_time`, `secure_bytes` and others: of `federated_secure.py`.
 
 Ours and Flower's run in turn, `--repeats` times; each ratio is of neighbours, and the median is shown with its 95 %
 interval. Of Flower's rounds the first is left out, which starts its processes; of ours the first ten.
@@ -35,7 +34,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import federated_secure
 from measure import environment_line
 from paceline.job.job import Job
 from paceline.run.checkpoint.convert import export
@@ -85,7 +83,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     for clients in map(int, arguments.clients.split(",")):
         figures |= compared(clients, arguments.flower, arguments.repeats)
-    figures |= in_turn() | measured_apart() | federated_secure.measured(repeats=arguments.repeats)
+    figures |= in_turn() | measured_apart()
     print(environment_line())
     if arguments.json:
         print(json.dumps({"figures": figures, "environment": {"machine": environment_line()}}))

@@ -168,7 +168,3 @@ class ServerLost(ChannelError):
 
 class FederateError(PacelineError):
     """A server and its clients do not go together."""
-
-
-class SecureSumError(PacelineError):
-    """A round of secure aggregation cannot be made, or would not protect its clients."""

@@ -105,7 +105,7 @@ class Aggregator:
     Args:
         rule: discounts updates that began from an older version.
         chosen: expected number of updates under differential privacy, where it divides the sum.
-        noise: random numbers of differential privacy.
+        noise: random numbers of differential privacy; None adds no noise.
     """
 
     def __init__(
@@ -123,8 +123,7 @@ class Aggregator:
         self._sums = _Sums(torch.zeros(layout.numel, dtype=layout.dtype))
         self._kept: list[Tensor] = []
         self._trimmed = trimmed_share(spec.aggregate)
-        secure = spec.secure.clip if spec.secure else None
-        self._bound = spec.privacy.clip if spec.privacy else spec.norm_bound or secure
+        self._bound = spec.privacy.clip if spec.privacy else spec.norm_bound
 
     @property
     def clients(self) -> int:
@@ -215,8 +214,11 @@ class Aggregator:
     def _delta(self) -> Tensor:
         sums, privacy = self._sums, self.spec.privacy
         if privacy is not None:
-            noise = torch.empty_like(sums.delta).normal_(0.0, privacy.noise * privacy.clip, generator=self.noise)
-            return (sums.delta + noise) / self.chosen
+            total = sums.delta
+            if self.noise is not None:
+                drawn = torch.empty_like(total).normal_(0.0, privacy.noise * privacy.clip, generator=self.noise)
+                total = total + drawn
+            return total / self.chosen
         if self._trimmed == 0.0:
             return sums.delta / sums.weight
         ordered = torch.cat(self._kept).sort(dim=0).values

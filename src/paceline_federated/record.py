@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from paceline.cluster.discover import discover
 from paceline.engine.meter import PARTS
-from paceline.errors import CheckpointError, RunError
+from paceline.errors import CheckpointError, JobError, RunError
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.checkpoint.reader import Loaded, load_latest
 from paceline.run.checkpoint.writer import Checkpointer, Snapshot
 from paceline.run.record.run import JsonLines, Run
 from paceline.run.train import RUNS, new_directory
+from paceline.units import count
 from paceline_federated.aggregate import Agreed
 from paceline_federated.layout import tensors_of
 from paceline_federated.server import Server
@@ -88,6 +89,9 @@ class Round:
 class FederatedRecord:
     """Files of a federated run, open for writing.
 
+    Attributes:
+        failures: rounds in a row that changed nothing.
+
     Raises:
         RunError: they cannot be written.
     """
@@ -96,6 +100,30 @@ class FederatedRecord:
         self.run = run
         self.rounds = JsonLines(run.path / "steps" / "rank-0.jsonl", lossy=True)
         self.events = JsonLines(run.path / "events.jsonl", lossy=True)
+        self.failures = 0
+
+    def step(self, server: Server, round: int, agreed: Agreed | None, chosen: int, refused: Mapping[int, str]) -> None:
+        """Step the server, or count a round that changes nothing.
+
+        Raises:
+            JobError: too many such rounds in a row.
+        """
+        if refused:
+            named = {str(client): reason for client, reason in list(refused.items())[:10]}
+            self.events.event("refused", {"step": round, "clients": len(refused), "reasons": named})
+        if agreed is not None:
+            self.failures = 0
+            server.apply(agreed)
+            return
+        self.failures += 1
+        details = {"step": round, "chosen": chosen, "refused": len(refused), "failures": self.failures}
+        self.events.event("round_failed", details)
+        if self.failures >= server.spec.max_failures:
+            raise JobError(
+                f"round {round}: of {count(chosen, 'client')} fewer than {server.spec.least} sent an update that "
+                f"can be used, in {count(self.failures, 'round')} in a row (federate.max_failures). Choose more "
+                "clients with federate.per_round, or see why they drop out: events.jsonl tells why updates are refused"
+            )
 
     def close(self) -> None:
         """Close the files."""

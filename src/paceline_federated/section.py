@@ -51,17 +51,18 @@ class PrivacySpec(Spec):
 
 
 class SecureSpec(Spec):
-    """Secure aggregation of real clients: the server sees sums of updates, and none by itself.
+    """Secure aggregation of a deployment by Flower's SecAgg+: the server sees sums of updates, and no single one.
 
-    A client scales its update down to the L2 norm `clip`. It weighs as its samples, at most `most_samples`, none of
-    which the server is told. Groups have at most `group` clients; once they have trained, each has `phase_s` seconds
-    for an answer.
+    Each number of an update lies within ±`clipping_range`, and is rounded to one of `quantization_range` values. A
+    client weighs as its samples, at most `max_weight`. Each client's keys are divided into `num_shares` shares (as many
+    as the round has clients if not given); `reconstruction_threshold` is the part of them that restores a key.
     """
 
-    clip: PositiveFloat = 10.0
-    group: int = Field(100, ge=5, le=1000)
-    most_samples: int = Field(1000, ge=1, le=2**20)
-    phase_s: PositiveFloat = 10.0
+    clipping_range: PositiveFloat = 8.0
+    quantization_range: int = Field(2**22, ge=2**8, le=2**31)
+    max_weight: int = Field(1000, ge=1, le=2**20)
+    num_shares: int | None = Field(None, ge=4)
+    reconstruction_threshold: float = Field(0.67, gt=0.5, le=1)
 
 
 class SimulateSpec(Spec):
@@ -82,7 +83,7 @@ class FederateSpec(Spec):
     """Federated training of the job: `paceline federate`. A step of the job's `stop` rule is then a round."""
 
     rule: str = "fedavg"  # of the server and its clients, as in `fedprox:0.01`
-    clients: int = Field(10, ge=1)  # simulated ones, or those that a server waits for before it begins
+    clients: int = Field(10, ge=1)  # simulated clients, or nodes that a deployment waits for before it begins
     per_round: int | None = Field(None, ge=1)  # clients chosen in a round; None: all
     local_epochs: int | None = Field(None, ge=1)  # passes of a client over its samples in a round: 1 if not given
     local_steps: int | None = Field(None, ge=1)  # or so many steps of its optimizer
@@ -94,12 +95,12 @@ class FederateSpec(Spec):
     compress: str = "none"  # codec of what clients send
     compress_down: str = "none"  # codec of the weights that they get
     privacy: PrivacySpec | None = None
-    secure: SecureSpec | None = None  # `secure: {}` for its defaults
+    secure: SecureSpec | None = None  # of a deployment; `secure: {}` for its defaults
     personal: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # parameters that stay at the client: "head.*"
     held_out: float = Field(0.0, ge=0, lt=1)  # share of each client's samples on which it is measured
     least: int = Field(1, ge=1)  # updates without which a round changes nothing
     max_failures: int = Field(3, ge=1)  # such rounds in a row end the run
-    deadline_s: PositiveFloat = 60.0  # for a client's answer, where clients are real
+    deadline_s: PositiveFloat = 60.0  # for the answer of a deployed client
     simulate: SimulateSpec = SimulateSpec()
 
     @field_validator("aggregate")
@@ -132,16 +133,11 @@ class FederateSpec(Spec):
         if self.aggregate != "mean" or self.norm_bound is not None:
             key = "norm_bound" if self.norm_bound is not None else f"aggregate: {self.aggregate}"
             raise ValueError(
-                f"{key} looks at single updates, which secure aggregation hides from the server; secure.clip bounds "
-                "them at the clients, and refuses sums that are beyond it"
+                f"{key} needs single updates, which secure aggregation hides from the server. Leave {key} out: "
+                "secure.clipping_range bounds each number of an update at the client"
             )
         if self.compress != "none":
-            raise ValueError(
-                f"compress: {self.compress} rounds numbers, and masked ones cancel only as they are; leave it out with "
-                "secure (compress_down may stay)"
-            )
-        if self.privacy is not None and self.secure.clip != SecureSpec().clip:
-            raise ValueError("privacy.clip is the bound of secure sums as well; leave secure.clip out")
+            raise ValueError(f"compress: {self.compress} does not keep the masks of secure aggregation; leave it out")
 
     @property
     def epochs(self) -> int:

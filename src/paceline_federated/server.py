@@ -30,7 +30,7 @@ class Server:
     Args:
         weights: the first ones, flat (n,).
         clients: number of all clients, for the share of them that a round has.
-        secret: seed of privacy's noise, known to nobody else; by default the job's own seed, for simulations.
+        adds_noise: False if something else adds privacy's noise, as Flower does in a deployment.
 
     Attributes:
         weights: the newest ones.
@@ -42,7 +42,7 @@ class Server:
         JobError: the job's federated part names what does not go together or is not installed.
     """
 
-    def __init__(self, job: Job, layout: Layout, weights: Tensor, clients: int, *, secret: int | None = None) -> None:
+    def __init__(self, job: Job, layout: Layout, weights: Tensor, clients: int, *, adds_noise: bool = True) -> None:
         self.job, self.spec, self.layout, self.clients = job, federated(job), layout, clients
         self.weights, self.version = weights.clone(), 0
         self.rule = rule_of(job)
@@ -54,7 +54,7 @@ class Server:
                 f"federate.privacy does not go with rule {self.spec.rule}: its accountant counts sums of rounds in "
                 "which each client sends one clipped update. Take fedavg, fedprox, fedadam or fedyogi"
             )
-        self._secret = job.seed if secret is None else secret
+        self._adds_noise = adds_noise
         self.up, self.down = codecs_of(job, layout)
 
     def choose(self, round: int, available: NDArray[np.int64]) -> list[int]:
@@ -93,8 +93,8 @@ class Server:
     def aggregator(self, round: int) -> Aggregator:
         """Takes the updates of the next step."""
         noise = None
-        if self.privacy is not None:
-            noise = torch.Generator().manual_seed(one_key(self._secret, _NOISE, round))
+        if self.privacy is not None and self._adds_noise:
+            noise = torch.Generator().manual_seed(one_key(self.job.seed, _NOISE, round))
         return Aggregator(self.spec, self.layout, self.rule, chosen=float(self.per_round), noise=noise)
 
     def apply(self, agreed: Agreed) -> None:

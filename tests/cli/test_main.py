@@ -137,10 +137,7 @@ COMMANDS = (
     "trace",
     "why",
     "federate simulate",
-    "federate serve",
-    "federate join",
-    "federate edge",
-    "federate flower",
+    "federate deploy",
 )
 
 

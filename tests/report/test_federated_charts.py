@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import paceline
-from federate.processes import write_federated_job
+from federated_jobs import federated_job
 from paceline.report.run_charts import run_charts
 from paceline.report.run_record import RunRecord
 from paceline.report.run_view import RunView
@@ -16,7 +16,8 @@ from paceline.run.record.run import Run
 
 
 def test_rounds_show_clients_bytes_and_the_spread_over_clients(tmp_path: Path) -> None:
-    write_federated_job(tmp_path, held_out=0.3, simulate={"drop_out": 0.5}, least=1, max_failures=50)
+    federate = {"held_out": 0.3, "simulate": {"drop_out": 0.5}, "least": 1, "max_failures": 50}
+    (tmp_path / "job.yaml").write_text(federated_job(federate).to_yaml())
     outcome = paceline("federate", "simulate", "job.yaml", "--run", "run", folder=tmp_path)
     assert outcome.code == 0, outcome.err
     found = {chart.name: chart for chart in run_charts(RunRecord.read(Run(tmp_path / "run")))}

@@ -1,5 +1,5 @@
-"""A federated job on Flower.
+"""Deployments of a federated job on Flower.
 
-Its clients are a ClientApp, its rule is a Flower strategy, and both make an app. Read `client.py` first, then
-`strategy.py`. Both import Flower (`flwr`); `export.py`, which writes the app, does not.
+The job's clients are a ClientApp and its rule is a Flower strategy; `deploy.py` writes both into an app and runs it.
+Read `app.py` first, then `client.py` and `server.py`. All but `deploy.py` import Flower (`flwr`).
 """

@@ -1,4 +1,4 @@
-"""Clients of a federated job as a Flower `ClientApp`, for any of Flower's strategies."""
+"""Clients of a federated job in a Flower app: local training, with or without the masks of SecAgg+."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.compat.common.recorddict_compat import fitres_to_recorddict, recorddict_to_fitins
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.errors import FederateError
+from paceline.errors import DataError, FederateError
 from paceline.job.job import Job
 from paceline.job.zoo.data.samples import Selection
 from paceline.run.build import load_published
 from paceline_federated.client import ClientState, LocalTraining, federated, first_model
 from paceline_federated.layout import Layout
 from paceline_federated.measure import Measure
-from paceline_federated.real.join import own_samples
-from paceline_federated.rule import Task
+from paceline_federated.rule import Task, Update
+from paceline_federated.section import FederateSpec
 from paceline_federated.simulation.deal import deal, kept_apart
 
 ARRAYS, SENT, RETURNED, CONFIG, METRICS = "arrays", "sent", "returned", "config", "metrics"
@@ -30,35 +31,9 @@ PARTITION, PARTITIONS, DATA = "partition-id", "num-partitions", "data"  # of a n
 _RULE, _PERSONAL = "rule", "personal"  # of a node's state
 
 
-def client_app(job: str | Path) -> Any:
-    """A Flower ClientApp that trains and measures clients of a job.
-
-    A node is the client with the number `partition-id` of its configuration. It trains on its part of the job's data,
-    or on the file or folder `data` of its configuration. Weights come and go as "arrays", by the names of the model's
-    shared tensors, so every strategy of Flower can be the server.
-
-    Args:
-        job: file of the job.
-    """
-    app: Any = ClientApp()
-
-    def train(message: Message, context: Context) -> Message:
-        return Message(_clients(str(job)).trained(message.content, context), reply_to=message)
-
-    def evaluate(message: Message, context: Context) -> Message:
-        return Message(_clients(str(job)).measured(message.content, context), reply_to=message)
-
-    def query(message: Message, context: Context) -> Message:
-        return Message(_clients(str(job)).described(context), reply_to=message)
-
-    app.train()(train)
-    app.evaluate()(evaluate)
-    app.query()(query)
-    return app
-
-
 @cache
-def _clients(file: str) -> Clients:
+def clients_of(file: str) -> Clients:
+    """The clients of a job file that this process plays."""
     return Clients(Job.load(file))
 
 
@@ -77,7 +52,7 @@ class Clients:
     def trained(self, content: RecordDict, context: Context) -> RecordDict:
         """New weights after local training, and the number of samples."""
         number, samples, _ = self._samples(context)
-        task = self._task(content)
+        task = self._task(content) if self.spec.secure is None else self._masked_task(content)
         state = ClientState(_tensors(context, _RULE), _tensors(context, _PERSONAL))
         update = self.training.train(task, number, samples, state)
         if not update.steps:
@@ -86,6 +61,8 @@ class Clients:
             context.state[_RULE] = ArrayRecord(state.rule)
         if state.personal:
             context.state[_PERSONAL] = ArrayRecord(state.personal)
+        if self.spec.secure is not None:
+            return self._to_mask(number, update)
         weights = content[ARRAYS].to_torch_state_dict() | self.training.layout.named(task.weights + update.delta)
         metrics = {EXAMPLES: update.samples, "loss": update.loss, "steps": update.steps}
         answer = RecordDict({ARRAYS: ArrayRecord(weights), METRICS: MetricRecord(metrics)})
@@ -119,9 +96,40 @@ class Clients:
         if sent.keys() != self.training.rule.sends().keys():
             raise FederateError(
                 f"federate.rule {self.spec.rule} needs more from its server than weights: take "
-                "paceline_federated.flower.strategy.JobStrategy there"
+                "paceline_federated.flower.server.JobStrategy there"
             )
         return Task(number, number - 1, weights, sent, float(config.get(LR, usual)))
+
+    def _masked_task(self, content: RecordDict) -> Task:
+        """The task in a message of Flower's SecAgg+, whose arrays have no names."""
+        ins, layout = recorddict_to_fitins(content, keep_input=True), self.training.layout
+        weights, *sent = (torch.from_numpy(array.copy()) for array in parameters_to_ndarrays(ins.parameters))
+        must_fit(weights, layout)
+        names = sorted(self.training.rule.sends())
+        number = int(ins.config[ROUND])
+        return Task(number, number - 1, weights, dict(zip(names, sent, strict=True)), float(ins.config[LR]))
+
+    def _to_mask(self, number: int, update: Update) -> RecordDict:
+        """An update as SecAgg+ masks it: the update, the rule's own tensors, and the loss.
+
+        Raises:
+            FederateError: it is beyond the bounds of the sum.
+        """
+        secure, privacy, delta = self.spec.secure, self.spec.privacy, update.delta
+        assert secure is not None, "the job sums securely"
+        if privacy is not None:
+            delta = delta * min(1.0, privacy.clip / max(float(delta.norm()), 1e-30))
+        weight, most = weight_of(self.spec, update.samples), most_weight(self.spec)
+        vector = [delta, *(update.returned[name] for name in sorted(update.returned)), torch.tensor([update.loss])]
+        largest = max(float(tensor.abs().max()) for tensor in vector[:-1]) * weight / most
+        if weight > most:
+            raise FederateError(f"client {number} has {weight} samples: set federate.secure.max_weight to as many")
+        if not largest <= secure.clipping_range:
+            raise FederateError(
+                f"a number of the update of client {number} is {largest:g}, beyond federate.secure.clipping_range"
+            )
+        arrays = [tensor.detach().numpy() for tensor in vector]
+        return fitres_to_recorddict(FitRes(Status(Code.OK, ""), ndarrays_to_parameters(arrays), weight, {}), False)
 
     def _samples(self, context: Context) -> tuple[int, Dataset[Any], Dataset[Any]]:
         """Number of a node's client, its samples to train on, and its held-out ones."""
@@ -167,9 +175,58 @@ def weights_of(record: ArrayRecord, layout: Layout) -> Tensor:
         if tuple(tensors[name].shape) != shape:
             raise FederateError(f"{name} has the shape {tuple(tensors[name].shape)}, and this model's is {shape}")
     flat = torch.cat([tensors[name].reshape(-1).to(layout.dtype) for name in layout.names])
+    must_fit(flat, layout)
+    return flat
+
+
+def must_fit(flat: Tensor, layout: Layout) -> None:
+    """Refuse flat weights of another model, or with NaN or Inf.
+
+    Raises:
+        FederateError: the weights are such.
+    """
+    if flat.shape != (layout.numel,):
+        raise FederateError(f"the weights are {flat.numel()} numbers, and this model has {layout.numel}")
     if not bool(flat.isfinite().all()):
         raise FederateError("the weights hold NaN or Inf")
-    return flat
+
+
+def weight_of(spec: FederateSpec, samples: int) -> int:
+    """Weight of a client in a secure sum."""
+    return samples if _weighs(spec) else 1
+
+
+def most_weight(spec: FederateSpec) -> float:
+    """The largest weight of a client in a secure sum."""
+    assert spec.secure is not None, "the job sums securely"
+    return float(spec.secure.max_weight) if _weighs(spec) else 1.0
+
+
+def _weighs(spec: FederateSpec) -> bool:
+    return spec.weigh == "samples" and spec.privacy is None
+
+
+def own_samples(job: Job, data: Path) -> Dataset[Any]:
+    """The samples of a client that holds its own data, all of them for training.
+
+    Args:
+        data: file or folder, in the place of the job's `data.path`; arrays `x` and `y` if its data has no path.
+
+    Raises:
+        DataError: there are none, or they cannot be read.
+    """
+    spec = job.data
+    if "path" in type(spec).model_fields:
+        values = spec.model_dump(exclude={"held_out_path"}) | {"path": data.resolve()}
+        spec = type(spec).model_validate(values)
+    else:
+        from paceline.job.data import Arrays
+
+        spec = Arrays(kind="arrays", path=data.resolve())
+    built = spec.model_copy(update={"held_out": 0.0}).build(input_shape=job.model.input_shape(), seed=job.seed)
+    if not len(built.train):  # type: ignore[arg-type]
+        raise DataError(f"{data}: there are no samples in it")
+    return built.train
 
 
 def _tensors(context: Context, key: str) -> dict[str, Tensor]:

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.elastic.run_lock import RunLock
-from paceline.errors import DataError, JobError
+from paceline.errors import DataError
 from paceline.job.job import Job
 from paceline.job.stop import StopRule
 from paceline.job.zoo.data.samples import Selection
@@ -140,7 +139,7 @@ class Rounds:
     ) -> None:
         self.simulation, self.record, self.kept, self.trainer, self.saved = simulation, record, kept, trainer, saved
         self.job, self.spec, self.server = simulation.job, simulation.spec, simulation.server
-        self.round, self._failures, self._measured_at, self._saved_at = 0, 0, -1, -1
+        self.round, self._measured_at, self._saved_at = 0, -1, -1
         self._told_in_turn = False
         self._flights: Flights | None = None
         if self.server.rule.buffer is not None:
@@ -185,7 +184,7 @@ class Rounds:
             aggregator.add_cohort(cohort)
         compute_s = time.perf_counter() - began
         agreed = aggregator.agree() if aggregator.clients >= self.spec.least else None
-        self._apply(agreed, len(chosen), aggregator.refused)
+        self.record.step(server, self.round, agreed, len(chosen), aggregator.refused)
         down, up = len(chosen) * server.task_bytes, len(answers.present) * server.update_bytes
         dropped, late = len(answers.dropped), len(answers.late)
         took_s = time.perf_counter() - began
@@ -198,7 +197,7 @@ class Rounds:
         arrived = self._flights.fill(self.round, aggregator)
         compute_s = time.perf_counter() - began
         agreed = aggregator.agree() if aggregator.clients >= self.spec.least else None
-        self._apply(agreed, arrived.begun, aggregator.refused)
+        self.record.step(self.server, self.round, agreed, arrived.begun, aggregator.refused)
         down, up = arrived.begun * self.server.task_bytes, arrived.came * self.server.update_bytes
         lr, took_s = self.server.task(self.round).lr, time.perf_counter() - began
         more = {"staleness": arrived.staleness, "clock": arrived.clock}
@@ -206,29 +205,6 @@ class Rounds:
         return Round(
             self.round, agreed, arrived.begun, dropped, 0, down, up, lr, compute_s, took_s, self._more() | more
         )
-
-    def _apply(self, agreed: Any, chosen: int, refused: dict[int, str]) -> None:
-        """Step the server, or count a round that changes nothing.
-
-        Raises:
-            JobError: too many such rounds in a row.
-        """
-        if refused:
-            named = {str(client): reason for client, reason in list(refused.items())[:10]}
-            self.record.events.event("refused", {"step": self.round, "clients": len(refused), "reasons": named})
-        if agreed is not None:
-            self._failures = 0
-            self.server.apply(agreed)
-            return
-        self._failures += 1
-        details = {"step": self.round, "chosen": chosen, "refused": len(refused), "failures": self._failures}
-        self.record.events.event("round_failed", details)
-        if self._failures >= self.spec.max_failures:
-            raise JobError(
-                f"round {self.round}: of {count(chosen, 'client')} fewer than {self.spec.least} sent an update that "
-                f"can be used, in {count(self._failures, 'round')} in a row (federate.max_failures). Choose more "
-                "clients with federate.per_round, or see why they drop out: events.jsonl tells why updates are refused"
-            )
 
     def _more(self) -> dict[str, float]:
         spent = self.server.privacy
@@ -284,7 +260,7 @@ class Rounds:
             return
         flights = self._flights.state_dict() if self._flights is not None else ({}, {})
         extra: dict[str, Tensor] = {**self.kept.tensors(), **flights[0]}
-        values = {"stop": self.simulation.stop.state_dict(), "failures": self._failures, "flights": flights[1]}
+        values = {"stop": self.simulation.stop.state_dict(), "failures": self.record.failures, "flights": flights[1]}
         self.saved.save(self.round, values, extra)
         self._saved_at, self._saved_s = self.round, self.simulation.stop.elapsed_s
 
@@ -293,7 +269,7 @@ class Rounds:
         if found is not None:
             loaded, extra = found
             self.round, self._saved_at = loaded.step, loaded.step
-            self._failures = int(loaded.values["failures"])
+            self.record.failures = int(loaded.values["failures"])
             simulation.stop.load_state_dict(loaded.values["stop"])
             self.kept.load(extra)
             if self._flights is not None:

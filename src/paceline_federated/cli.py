@@ -1,26 +1,30 @@
-"""`paceline federate simulate job.yaml`"""
+"""`paceline federate simulate` and `paceline federate deploy`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.command import Command
 from paceline.cli.where import EXIT_CODES, JobFile
 
 if TYPE_CHECKING:
     from paceline.job.job import Job
     from paceline.run.record.run import Run
 
+_SIMULATE = "Example: paceline federate simulate examples/federated.yaml --clients 1000"
+_DEPLOY = "Example: paceline federate deploy examples/federated.yaml app --superlink 192.168.1.20:8000"
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-@app.callback(epilog="Example: paceline federate simulate examples/federated.yaml --clients 1000")
+@app.callback(epilog=_SIMULATE)
 def about() -> None:
     """Train a job with clients that keep their data to themselves."""
 
 
-@app.command("simulate", epilog="Example: paceline federate simulate examples/federated.yaml --clients 1000")
+@app.command("simulate", epilog=_SIMULATE)
 def simulate(
     job: JobFile,
     clients: Annotated[
@@ -33,7 +37,7 @@ def simulate(
         bool, typer.Option("--resume", help="Go on with --run, or else with the newest run of this job.")
     ] = False,
     in_turn: Annotated[
-        bool, typer.Option("--in-turn", help="Train clients one by one, as real ones do, instead of side by side.")
+        bool, typer.Option("--in-turn", help="Train clients one by one instead of side by side.")
     ] = False,
 ) -> None:
     """Train with simulated clients, thousands in one process."""
@@ -54,6 +58,51 @@ def simulate(
         raise typer.Exit(EXIT_CODES.get(end["reason"], 1))
 
 
+@app.command("deploy", epilog=_DEPLOY)
+def deploy(
+    job: JobFile,
+    folder: Annotated[Path, typer.Argument(metavar="APP", help="New folder for the Flower app.")],
+    superlink: Annotated[
+        str | None,
+        typer.Option(
+            "--superlink",
+            metavar="NAME|ADDRESS:PORT",
+            help="Run the app on this SuperLink: a connection of Flower's configuration, or an address. "
+            "Without one, the app is written only.",
+        ),
+    ] = None,
+    root_certificates: Annotated[
+        Path | None,
+        typer.Option(
+            "--root-certificates", metavar="FILE", help="Authority that signed the certificate at ADDRESS:PORT."
+        ),
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Connect to ADDRESS:PORT without TLS.")] = False,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", metavar="DIR", help="Directory of the run, on the SuperLink's host.", show_default="runs/JOB-TIME"
+        ),
+    ] = None,
+) -> None:
+    """Write the job as a Flower app, and run it on clients that keep their data."""
+    from paceline.job.job import Job
+    from paceline.printable import printable
+    from paceline.run.record.run import Run
+    from paceline_federated.flower.deploy import SuperLink, run_app, write_app
+
+    what = Job.load(job)
+    for named in write_app(what, folder, run):
+        typer.echo(printable(f"paceline: every host needs {named}, which the job names"), err=True)
+    typer.echo(printable(f"written      {folder}; paceline has to be installed beside Flower on every host"))
+    if superlink is None:
+        typer.echo(printable(f"run it       flwr run {folder} --stream"))
+        return
+    run_app(folder, SuperLink(superlink, root_certificates, insecure))
+    if run is not None and run.is_dir():
+        typer.echo(printable(summary(Run(run))))
+
+
 def with_clients(job: Job, clients: int | None) -> Job:
     """The job with another number of clients, checked like one that was written so."""
     from paceline.job.job import Job
@@ -67,7 +116,7 @@ def with_clients(job: Job, clients: int | None) -> Job:
     return Job.model_validate(values)
 
 
-def summary(run: Run, command: str = "simulate") -> str:
+def summary(run: Run) -> str:
     """Result, cost, reason for the end, and directory of a federated run, as text."""
     from paceline import units
     from paceline.cli.train import last
@@ -98,5 +147,8 @@ def summary(run: Run, command: str = "simulate") -> str:
             lines.append(f"privacy      ε = {rounds[-1]['epsilon']:.3g} at δ = {privacy.delta:g}")
     lines.append(f"run          {run.path}")
     if end["interrupted"]:
-        lines.append(f"continue     paceline federate {command} {run.path}/job.yaml --run {run.path} --resume")
+        lines.append(f"continue     paceline federate simulate {run.path}/job.yaml --run {run.path} --resume")
     return "\n".join(lines)
+
+
+COMMAND = Command(app, "Federate")

@@ -1,0 +1,437 @@
+"""Rule of a federated job as a Flower `Strategy`, with the record of a run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.constant import ErrorCode
+from flwr.server import LegacyContext
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    Strategy,
+)
+from safetensors.torch import save_file
+
+from paceline.errors import DataError, DeadlineError, FederateError
+from paceline.job.job import Job
+from paceline.job.stop import StopRule
+from paceline.run.build import load_published
+from paceline.run.train import new_directory
+from paceline_federated.aggregate import Aggregator
+from paceline_federated.client import LocalTraining, federated, first_model
+from paceline_federated.fairness import Fairness
+from paceline_federated.flower.client import (
+    ARRAYS,
+    CONFIG,
+    EXAMPLES,
+    LR,
+    METRICS,
+    NUMBER,
+    RETURNED,
+    ROUND,
+    SENT,
+    most_weight,
+    weights_of,
+)
+from paceline_federated.flower.deploy import FEWEST, must_fit_flower
+from paceline_federated.layout import Layout, tensors_of
+from paceline_federated.measure import Measure
+from paceline_federated.record import FederatedRecord, Round, run_at
+from paceline_federated.rule import FederatedRule, Local, Task, Update
+from paceline_federated.server import Server
+
+MODEL, RUN = (
+    "final_model.safetensors",
+    "run",
+)  # file of the last weights; the run's directory in the app's configuration
+_LOOK_S, _PATIENCE_S = 0.5, 600.0  # for nodes
+_MISSING = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
+_log = logging.getLogger("flwr")
+
+
+def serve(job: Job, grid: Grid, context: Context) -> None:
+    """Make all rounds of a job, with the record of a run.
+
+    Raises:
+        PacelineError: the job or its data cannot work, or too few clients answer.
+    """
+    named = str(context.run_config.get(RUN, ""))
+    run = run_at(job, Path(named) if named else new_directory(job), resume=False)
+    try:
+        with closing(FederatedRecord(run)) as record:
+            ours = JobStrategy(job, record, context)
+            strategy = ours if ours.spec.privacy is None else private(ours)
+            first = ours.first_arrays()
+            result = strategy.start(
+                grid, first, num_rounds=ours.rounds, timeout=ours.spec.deadline_s, evaluate_fn=ours.measured
+            )
+            ours.end(result.arrays or first, run.path / MODEL)
+    except BaseException:
+        run.withdraw_unless_begun()
+        raise
+    _log.info("the record and the model are in %s", run.path.absolute())
+
+
+class JobStrategy(Strategy):
+    """A job's federated rule, with the server that simulations have.
+
+    The nodes run `paceline_federated.flower.client`. Clients are chosen, weighed, bounded and refused as in a
+    simulation, and the weights are the same, to rounding. Under `federate.secure`, `configure_train` sums the updates
+    by SecAgg+, and sends no other message.
+
+    Attributes:
+        rounds: that the job makes.
+
+    Raises:
+        JobError: the job has something that a deployment cannot do.
+    """
+
+    def __init__(self, job: Job, record: FederatedRecord, context: Context) -> None:
+        self.job, self.spec, self.rounds = job, federated(job), must_fit_flower(job)
+        self.record, self._context = record, context
+        job.fetch()
+        model = first_model(job)
+        load_published(job, model)
+        self.training = LocalTraining(job, model)
+        layout = self.training.layout
+        self.server = Server(job, layout, layout.flatten(model), self.spec.clients, adds_noise=False)
+        self._returned = returned_by(self.server.rule, layout)
+        self._measure, self._held_out = Measure(self.training), self._own_data()
+        self._numbers: dict[int, int] = {}  # of clients, by Flower's node
+        self._samples: dict[int, int] = {}  # of each client
+        self._task: Task | None = None
+        self._sum: Sum | None = None  # of the round under way, if the job sums securely
+        self._chosen = self._answered = 0
+        self._refused: dict[int, str] = {}
+        self._began_s = self._round_began_s = time.monotonic()
+
+    def first_arrays(self) -> ArrayRecord:
+        """The weights that the job begins with."""
+        return self._arrays()
+
+    def summary(self) -> None:
+        """Log the rule."""
+        _log.info("\t├──> paceline: rule %s, %s clients", self.spec.rule, self.spec.clients)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Tasks of the clients that are chosen among those that are there."""
+        self._meet(grid, self.spec.clients if server_round == 1 else self.spec.least)
+        if self.spec.privacy is not None:
+            self.server.weights = weights_of(arrays, self.training.layout)  # with Flower's noise
+            np.random.seed()  # the job's seed must not foretell the noise
+        there = {number: node for node, number in self._numbers.items() if self._samples[number]}
+        chosen = self.server.choose(server_round, np.array(sorted(there)))
+        task = self._task = self.server.task(server_round)
+        self._chosen, self._answered, self._refused = len(chosen), 0, {}
+        self._round_began_s = time.monotonic()
+        if self.spec.secure is not None:
+            self._sum = Sum([there[number] for number in chosen], task)
+            self._sum.make(self._workflow(len(chosen)), grid, self._context)
+            return []
+        content = RecordDict(
+            {ARRAYS: self._arrays(), CONFIG: ConfigRecord({**config, ROUND: server_round, LR: task.lr})}
+        )
+        if task.sent:
+            content[SENT] = ArrayRecord(dict(task.sent))
+        return [Message(content, dst_node_id=there[number], message_type=MessageType.TRAIN) for number in chosen]
+
+    def usable(self, replies: Iterable[Message]) -> list[Message]:
+        """Replies with an update that can be used; the others are refused, with a reason."""
+        found = []
+        for reply in replies:
+            if _is_missing(reply):
+                continue
+            number = self._numbers[reply.metadata.src_node_id]
+            self._answered += 1
+            try:
+                self._update(number, reply)
+            except FederateError as error:
+                self._refused[number] = str(error)
+            else:
+                found.append(reply)
+        return found
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Step on the updates that can be used, and write the round's line.
+
+        Raises:
+            JobError: too few could be used, in too many rounds in a row.
+        """
+        server, aggregator = self.server, self.server.aggregator(server_round)
+        assert self._task is not None, "a round is under way"
+        if self._sum is not None:
+            self._answered = len(self._sum.nodes)
+            self._add_sum(self._sum, aggregator)
+        else:
+            kept = list(replies) if self.spec.privacy is not None else self.usable(replies)
+            for reply in kept:
+                aggregator.add(self._update(self._numbers[reply.metadata.src_node_id], reply))
+        refused = self._refused | aggregator.refused
+        for number, why in sorted(refused.items()):
+            _log.warning("\t> the update of client %s is refused: %s", number, why)
+        agreed = aggregator.agree() if aggregator.clients >= self.spec.least else None
+        self.record.step(server, server_round, agreed, self._chosen, refused)
+        more = {"epsilon": server.privacy.epsilon} if server.privacy is not None else {}
+        missing, took_s = self._chosen - self._answered, time.monotonic() - self._round_began_s
+        down, up = self._chosen * server.task_bytes, self._answered * server.update_bytes
+        line = Round(server_round, agreed, self._chosen, missing, 0, down, up, self._task.lr, 0.0, took_s, more)
+        self.record.rounds.write(line.line())
+        told = {"chosen": self._chosen, "missing": missing, "refused": len(refused)}
+        if agreed is None:
+            return None, MetricRecord(told)
+        return self._arrays(), MetricRecord({**told, "clients": agreed.clients, "loss": agreed.loss, **more})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Have all clients that keep samples apart be measured, when the job measures."""
+        if not self.spec.held_out or not self._measures(server_round):
+            return []
+        content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, ROUND: server_round})})
+        nodes = [node for node, number in self._numbers.items() if self._samples[number]]
+        return [Message(content, dst_node_id=node, message_type=MessageType.EVALUATE) for node in nodes]
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Means of the clients' metrics by samples, and the range of the first one."""
+        found = [dict(reply.content[METRICS]) for reply in replies if not reply.has_error()]
+        if not found:
+            return None
+        weights = [float(metrics.pop(EXAMPLES)) for metrics in found]
+        means = {name: float(np.average([each[name] for each in found], weights=weights)) for name in found[0]}
+        fairness = Fairness.of(self._measure.of_clients, [each[self._measure.of_clients] for each in found])
+        if fairness is None:
+            return MetricRecord(means)
+        self.record.events.event("clients", {"step": server_round, **fairness.details()})
+        return MetricRecord({**means, "worst of clients": fairness.worst, "best of clients": fairness.best})
+
+    def measured(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """The job's metrics on the server's validation set.
+
+        None where it has none, or the job does not measure in this round.
+        """
+        if self._held_out is None or not self._measures(server_round):
+            return None
+        metrics = self._measure.validation(weights_of(arrays, self.training.layout), self._held_out)
+        self.record.events.event("evaluation", {"step": server_round, "epoch": server_round, "metrics": metrics})
+        return MetricRecord(metrics)
+
+    def end(self, arrays: ArrayRecord, file: Path) -> None:
+        """Write the last weights of the whole model as safetensors, and the end of the record."""
+        model = self.training.show(weights_of(arrays, self.training.layout))
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors_of(model).items()}, file)
+        reason = StopRule(self.job.stop, steps_per_epoch=1).ended(self.rounds)
+        elapsed_s = round(time.monotonic() - self._began_s, 3)
+        details = {"reason": reason, "step": self.rounds, "elapsed_s": elapsed_s, "interrupted": False}
+        self.record.events.event("end", details)
+
+    def _begin(self) -> None:
+        """Write the start of the record, when the clients are known."""
+        samples = self._samples
+        details = {
+            "step": 0,
+            "plan": str(self.record.run.plan),
+            "federated": self.spec.rule,
+            "clients": self.spec.clients,
+            "clients_without_samples": sum(not count for count in samples.values()),
+            "samples_per_epoch": sum(samples.values()),
+            "total_steps": self.rounds,
+            "parameters": self.training.layout.parameters,
+            "synthetic": False,
+        }
+        self.record.events.event("start", details)
+
+    def _workflow(self, clients: int) -> SecAggPlusWorkflow:
+        secure = self.spec.secure
+        assert secure is not None, "the job sums securely"
+        threshold = max(FEWEST, round(secure.reconstruction_threshold * (secure.num_shares or clients)))
+        return SecAggPlusWorkflow(
+            secure.num_shares or 1.0, threshold, max_weight=most_weight(self.spec),
+            clipping_range=secure.clipping_range, quantization_range=secure.quantization_range,
+            timeout=self.spec.deadline_s,
+        )  # fmt: skip
+
+    def _add_sum(self, secure_sum: Sum, aggregator: Aggregator) -> None:
+        """Take the clients' weighted mean as a sum."""
+        if secure_sum.mean is None:
+            return
+        layout, clients = self.training.layout, len(secure_sum.nodes)
+        delta, *returned, loss = (torch.from_numpy(array).to(layout.dtype) for array in secure_sum.mean)
+        samples = sum(self._samples[self._numbers[node]] for node in secure_sum.nodes)
+        named = {name: tensor * clients for name, tensor in zip(sorted(self._returned), returned, strict=True)}
+        weight = float(secure_sum.weight)
+        aggregator.add_sum(delta * weight, weight, named, clients, samples, float(loss))
+
+    def _arrays(self) -> ArrayRecord:
+        named = self.training.layout.named(self.server.weights)
+        return ArrayRecord({name: tensor.contiguous() for name, tensor in named.items()})
+
+    def _update(self, number: int, reply: Message) -> Update:
+        """A client's update, of which nothing is believed.
+
+        Raises:
+            FederateError: it is none.
+        """
+        task, layout = self._task, self.training.layout
+        assert task is not None, "a round is under way"
+        if reply.has_error():
+            raise FederateError(f"the client says: {reply.error.reason}")
+        content = reply.content
+        if ARRAYS not in content or METRICS not in content:
+            raise FederateError("this is no update")
+        weights, metrics = weights_of(content[ARRAYS], layout), content[METRICS]
+        samples, steps, loss = (metrics.get(key, 0) for key in (EXAMPLES, "steps", "loss"))
+        if not isinstance(samples, int) or not isinstance(steps, int) or not 0 < samples <= self._samples[number]:
+            raise FederateError(f"{samples} samples, where this client said {self._samples[number]}")
+        returned = content[RETURNED].to_torch_state_dict() if RETURNED in content else {}
+        returned = {name: tensor.to(layout.dtype) for name, tensor in returned.items()}
+        if returned.keys() != self._returned.keys():
+            raise FederateError(f"rule {self.spec.rule} needs other tensors of its clients than {list(returned)}")
+        delta = weights - task.weights
+        return Update(number, task.round, task.version, delta, returned, samples, steps, float(loss))
+
+    def _meet(self, grid: Grid, least: int) -> None:
+        """Learn which client each node is, and wait until enough are there.
+
+        Raises:
+            DeadlineError: fewer came in time.
+            FederateError: two nodes are the same client.
+        """
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            nodes = set(grid.get_node_ids())
+            self._numbers = {node: number for node, number in self._numbers.items() if node in nodes}
+            self._ask(grid, nodes - self._numbers.keys())
+            if sum(self._samples[number] > 0 for number in self._numbers.values()) >= self._possible(least):
+                if self._task is None:
+                    self._begin()
+                return
+            if time.monotonic() > until:
+                raise DeadlineError(f"{len(self._numbers)} of {least} clients are there after {_PATIENCE_S:.0f} s")
+            time.sleep(_LOOK_S)
+
+    def _possible(self, least: int) -> int:
+        """Number of clients to wait for, without those that are known to have no samples."""
+        return max(1, min(least, self.spec.clients - sum(not count for count in self._samples.values())))
+
+    def _ask(self, grid: Grid, nodes: set[int]) -> None:
+        asked = [Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY) for node in sorted(nodes)]
+        for reply in grid.send_and_receive(asked, timeout=self.spec.deadline_s) if asked else ():
+            if _is_missing(reply):
+                continue
+            if reply.has_error():
+                raise FederateError(f"node {reply.metadata.src_node_id}: {reply.error.reason}")
+            node, metrics = reply.metadata.src_node_id, reply.content[METRICS]
+            number = int(metrics[NUMBER])
+            if number in self._numbers.values():
+                raise FederateError(f"two nodes are client {number}: give each a partition-id of its own")
+            self._numbers[node], self._samples[number] = number, int(metrics[EXAMPLES])
+
+    def _measures(self, server_round: int) -> bool:
+        every = self.job.evaluate.every_steps
+        return server_round == self.rounds or bool(every and server_round and server_round % every == 0)
+
+    def _own_data(self) -> Any:
+        try:
+            return self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed).held_out
+        except DataError as error:
+            _log.warning("nothing is measured at the server, which has no data: %s", error)
+            return None
+
+
+class Sum:
+    """One round of Flower's SecAgg+, which speaks to the strategies of Flower's older interface.
+
+    Args:
+        nodes: of the chosen clients.
+
+    Attributes:
+        nodes: of the clients in the sum, once it is made.
+        mean: mean of their vectors, by weight; None if there is no sum.
+        weight: sum of the clients' weights.
+    """
+
+    def __init__(self, nodes: Sequence[int], task: Task) -> None:
+        self.nodes, self._task = list(nodes), task
+        self.mean: list[Any] | None = None
+        self.weight = 0
+
+    def make(self, workflow: SecAggPlusWorkflow, grid: Grid, context: Context) -> None:
+        """Have the clients train and sum their masked updates."""
+        state = RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({Key.CURRENT_ROUND: self._task.round})})
+        state[MAIN_PARAMS_RECORD] = ArrayRecord()
+        whole = Context(context.run_id, context.node_id, context.node_config, state, context.run_config)
+        chosen, self.nodes = self.nodes, []
+        self._proxies = [SimpleNamespace(node_id=node) for node in chosen]
+        ends: Any = self
+        workflow(grid, LegacyContext(whole, strategy=ends, client_manager=ends))
+
+    def num_available(self) -> int:
+        """Number of nodes, for Flower's log."""
+        return len(self._proxies)
+
+    def configure_fit(self, *_: object) -> list[tuple[Any, FitIns]]:
+        """The task, for each node."""
+        task = self._task
+        arrays = [task.weights.numpy(), *(task.sent[name].numpy() for name in sorted(task.sent))]
+        ins = FitIns(ndarrays_to_parameters(arrays), {ROUND: task.round, LR: task.lr})
+        return [(proxy, ins) for proxy in self._proxies]
+
+    def aggregate_fit(self, _: int, results: Sequence[tuple[Any, Any]], __: object) -> tuple[None, dict[str, Any]]:
+        """Keep the mean, which every result holds."""
+        if results:
+            self.nodes = [proxy.node_id for proxy, _ in results]
+            self.mean = parameters_to_ndarrays(results[0][1].parameters)
+            self.weight = sum(result.num_examples for _, result in results)
+        return None, {}
+
+
+class _Private(DifferentialPrivacyServerSideFixedClipping):
+    """Flower's differential privacy over the updates that can be used; one that cannot costs no round."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Clip, sum and add noise."""
+        assert isinstance(self.strategy, JobStrategy), "made for a job"
+        arrays, metrics = super().aggregate_train(server_round, self.strategy.usable(replies))
+        return arrays, metrics
+
+
+def _is_missing(reply: Message) -> bool:
+    """True if a node did not answer, and Flower says so in its place."""
+    return reply.has_error() and reply.error.code in _MISSING
+
+
+def private(strategy: JobStrategy) -> Strategy:
+    """A strategy with Flower's differential privacy: clients clip themselves where single updates are hidden."""
+    privacy, chosen = strategy.spec.privacy, strategy.server.per_round
+    assert privacy is not None, "the job is private"
+    kind = _Private if strategy.spec.secure is None else DifferentialPrivacyClientSideFixedClipping
+    return kind(strategy, privacy.noise, privacy.clip, chosen)
+
+
+def returned_by(rule: FederatedRule, layout: Layout) -> dict[str, int]:
+    """Length of each tensor that a rule's clients return beside their update, by name."""
+    zeros = torch.zeros(layout.parameters, dtype=layout.dtype)
+    state = {name: zeros.clone() for name in rule.client_keeps}
+    sent = {name: zeros.clone() for name in rule.sends()} | {name: zeros.clone() for name in rule.client_keeps}
+    returned = rule.finish(zeros, torch.ones((), dtype=layout.dtype), Local(zeros, sent, 1.0, state))
+    return {name: tensor.numel() for name, tensor in returned.items()}
