@@ -39,7 +39,7 @@ from paceline.job.job import Job
 from paceline.run.checkpoint.convert import export
 from paceline.run.record.run import Run
 from paceline.stats import median_interval
-from paceline_federated.order import order
+from paceline_federated.client import order
 from paceline_federated.simulation.run import Simulation, simulate
 
 FLOWER = Path(__file__).with_name("federated_flower.py").resolve()

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.job.job import Job
-from paceline_federated.aggregate import Cohort
 from paceline_federated.rule import Task
-from paceline_federated.simulation.kept import Kept
+from paceline_federated.server import Cohort
+from paceline_federated.simulation.clients import Kept
 from paceline_federated.simulation.run import Simulation
 from paceline_federated.simulation.trainer import Trainer
 from small_jobs import FEATURES, small_job

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -14,13 +20,11 @@ from paceline.errors import JobError
 from paceline.job.batch import place, target_of
 from paceline.job.job import Job
 from paceline.job.zoo.losses import build_loss, call
+from paceline.nearest import nearest
 from paceline.run.build import seed_all
-from paceline_federated.layout import Layout, tensors_of
-from paceline_federated.order import drawing_from, one_key
 from paceline_federated.rule import FederatedRule, Local, Task, Update
 from paceline_federated.rule_info import FederatedRuleSpec
 from paceline_federated.section import FederateSpec, federate_spec
-from paceline_federated.work import Work
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _DROPOUT = 1  # beside the order of samples
@@ -187,3 +191,198 @@ def federated(job: Job) -> FederateSpec:
             "trackers follow the runs of paceline train; a federated run has its record alone: leave them out"
         )
     return spec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of shared tensors in a flat one: trainable parameters, then floating-point buffers.
+
+    Frozen parameters and buffers of whole numbers are not shared; they stay as the job begins them.
+
+    Attributes:
+        names: of the shared tensors, in order.
+        shapes: of each.
+        trainable: how many of them are parameters.
+        personal: names of the parameters that stay at a client.
+        dtype: of the flat tensor.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    trainable: int
+    personal: tuple[str, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: nn.Module, personal: Sequence[str] = ()) -> Layout:
+        """The layout of a model.
+
+        Args:
+            personal: patterns of the names of parameters that stay at a client, as in `head.*`.
+
+        Raises:
+            JobError: a pattern fits no parameter, or nothing is left to share.
+        """
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for pattern in personal:
+            if not any(fnmatchcase(name, pattern) for name in parameters):
+                raise JobError(
+                    f'federate.personal: "{pattern}" fits no trainable parameter of the model. '
+                    + nearest(pattern, list(parameters))
+                )
+        kept = {name for name in parameters if any(fnmatchcase(name, pattern) for pattern in personal)}
+        shared = {name: p for name, p in parameters.items() if name not in kept}
+        if not shared:
+            raise JobError("federate.personal keeps every trainable parameter at the clients; leave some to share")
+        buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+        tensors: dict[str, Tensor] = {**shared, **buffers}
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        if len(dtypes) > 1:
+            raise JobError(
+                f"federated training needs one floating-point type, and the model has {', '.join(map(str, dtypes))}; "
+                "convert it with model.float()"
+            )
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
+        return cls(tuple(tensors), shapes, len(shared), tuple(sorted(kept)), dtypes.pop())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers in each shared tensor."""
+        return [prod(shape) for shape in self.shapes]
+
+    @property
+    def parameters(self) -> int:
+        """Trainable numbers, which come first."""
+        return sum(self.sizes[: self.trainable])
+
+    @property
+    def numel(self) -> int:
+        """All numbers."""
+        return sum(self.sizes)
+
+    def flatten(self, model: nn.Module) -> Tensor:
+        """A copy of a model's shared tensors, flat (n,)."""
+        held = tensors_of(model)
+        return torch.cat([held[name].detach().reshape(-1) for name in self.names])
+
+    @torch.no_grad()
+    def load(self, model: nn.Module, flat: Tensor) -> None:
+        """Overwrite a model's shared tensors."""
+        held = tensors_of(model)
+        for name, value in self.named(flat).items():
+            held[name].copy_(value)
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a flat tensor (n,), or of rows (k, n), by name, in their shapes."""
+        parts = flat.split(self.sizes, dim=-1)
+        return {
+            name: part.unflatten(-1, shape) if shape else part.squeeze(-1)
+            for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
+        }
+
+
+def tensors_of(model: nn.Module) -> Mapping[str, Tensor]:
+    """Parameters and buffers of a model by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Local work of a job's clients.
+
+    Attributes:
+        batch: samples of a step; the last one of an epoch has what remains.
+        epochs: passes over the samples in a round, where `steps` is None.
+        steps: optimizer steps in a round.
+        seed: of the order of samples.
+    """
+
+    batch: int
+    epochs: int
+    steps: int | None
+    seed: int
+
+    @classmethod
+    def of(cls, job: Job) -> Work:
+        """The work that a job asks for."""
+        spec = federate_spec(job)
+        return cls(spec.batch or job.global_batch, spec.epochs, spec.local_steps, job.seed)
+
+    def step_count(self, samples: int) -> int:
+        """Optimizer steps of a client with so many samples."""
+        if not samples:
+            return 0
+        return self.steps or self.epochs * -(-samples // self.batch)
+
+    def step_counts(self, samples: Ints) -> Ints:
+        """Optimizer steps of several clients."""
+        steps = self.epochs * -(-samples // self.batch) if self.steps is None else np.full_like(samples, self.steps)
+        return np.where(samples > 0, steps, 0)
+
+    def batches(self, client: int, round: int, samples: int) -> Iterator[Ints]:
+        """Indices of a client's own samples (0, 1, …) in each step of a round."""
+        left, epoch = self.step_count(samples), 0
+        while left:
+            indices = order(self.seed, client, round, epoch, samples)
+            for start in range(0, samples, self.batch):
+                yield indices[start : start + self.batch]
+                left -= 1
+                if not left:
+                    return
+            epoch += 1
+
+
+_GAMMA_INT, _FIRST_INT, _SECOND_INT = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GAMMA, _FIRST, _SECOND = np.uint64(_GAMMA_INT), np.uint64(_FIRST_INT), np.uint64(_SECOND_INT)
+_MASK = 2**64 - 1
+
+
+def keys(*numbers: int | NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Random 64-bit numbers, one for each combination of the broadcast `numbers` (SplitMix64: Steele et al., 2014)."""
+    state = np.zeros((), np.uint64)
+    with np.errstate(over="ignore"):
+        for number in numbers:
+            state = state + np.asarray(number).astype(np.uint64) + _GAMMA
+            state = (state ^ (state >> np.uint64(30))) * _FIRST
+            state = (state ^ (state >> np.uint64(27))) * _SECOND
+            state = state ^ (state >> np.uint64(31))
+    return np.asarray(state)
+
+
+def uniform(*numbers: int | NDArray[np.int64]) -> NDArray[np.float64]:
+    """Random numbers from 0 to below 1, by `keys`."""
+    return (keys(*numbers) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def one_key(*numbers: int) -> int:
+    """A random number from 0 to below 2^63: half of that of `keys`."""
+    state = 0
+    for number in numbers:
+        state = (state + number + _GAMMA_INT) & _MASK
+        state = ((state ^ (state >> 30)) * _FIRST_INT) & _MASK
+        state = ((state ^ (state >> 27)) * _SECOND_INT) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def order(seed: int, client: int, round: int, epoch: int, samples: int) -> NDArray[np.int64]:
+    """Order in which a client reads its samples in one epoch of a round."""
+    return np.argsort(keys(seed, round, epoch, client, np.arange(samples)), kind="stable")
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Context in which torch's random numbers on the CPU follow from a seed.
+
+    Cheaper than `torch.manual_seed`, which also keeps a trace of its caller for each kind of accelerator.
+    """
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)

@@ -22,9 +22,8 @@ from paceline.run.checkpoint.writer import Checkpointer, Snapshot
 from paceline.run.record.run import JsonLines, Run
 from paceline.run.train import RUNS, new_directory
 from paceline.units import count
-from paceline_federated.aggregate import Agreed
-from paceline_federated.layout import tensors_of
-from paceline_federated.server import Server
+from paceline_federated.client import tensors_of
+from paceline_federated.server import Agreed, Server
 
 _MODEL, _BUFFER, _SERVER, _EXTRA = "model/", "buffer/", "server/", "extra/"
 

@@ -16,7 +16,7 @@ class Task:
     Attributes:
         round: from 1.
         version: server steps before it, so the age of `weights`.
-        weights: the shared part of the model, flat (`paceline_federated.layout`): trainable numbers, then buffers.
+        weights: the shared part of the model, flat (`paceline_federated.client`): trainable numbers, then buffers.
         sent: further flat tensors from the rule, of the length of the trainable numbers.
         lr: learning rate of the local optimizer.
     """

@@ -46,18 +46,18 @@ FEDERATED_RULES = ExtensionPoint(
     FederatedRuleInfo,
     {
         "fedavg": FederatedRuleInfo(
-            f"{_RULES}.fedavg:FedAvg",
+            f"{_RULES}:FedAvg",
             {**_LR, "momentum": Argument(between(0, 0.9999), 0.0, "the server's momentum, from 0 to below 1")},
         ),
         "fedprox": FederatedRuleInfo(
-            f"{_RULES}.fedprox:FedProx",
+            f"{_RULES}:FedProx",
             {"": Argument(between(0, 1e6), 0.01, "the weight μ of the term that holds clients near, at least 0")},
         ),
-        "fedadam": FederatedRuleInfo(f"{_RULES}.adaptive:FedAdam", _ADAPTIVE),
-        "fedyogi": FederatedRuleInfo(f"{_RULES}.adaptive:FedYogi", _ADAPTIVE),
-        "scaffold": FederatedRuleInfo(f"{_RULES}.scaffold:Scaffold", _LR),
+        "fedadam": FederatedRuleInfo(f"{_RULES}:FedAdam", _ADAPTIVE),
+        "fedyogi": FederatedRuleInfo(f"{_RULES}:FedYogi", _ADAPTIVE),
+        "scaffold": FederatedRuleInfo(f"{_RULES}:Scaffold", _LR),
         "fedbuff": FederatedRuleInfo(
-            f"{_RULES}.fedbuff:FedBuff",
+            f"{_RULES}:FedBuff",
             {"": Argument(whole(1), 10, "the number of updates of a server step, at least 1"), **_LR},
             asynchronous=True,
         ),

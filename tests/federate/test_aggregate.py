@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import JobError
-from paceline_federated.aggregate import Aggregator, Cohort
-from paceline_federated.codec import UpdateCodec
-from paceline_federated.layout import Layout
+from paceline_federated.client import Layout
 from paceline_federated.rule import FederatedRule, Update
-from paceline_federated.rules.fedbuff import FedBuff
+from paceline_federated.rules import FedBuff
 from paceline_federated.section import FederateSpec
+from paceline_federated.server import Aggregator, Cohort, UpdateCodec
 
 N = 4
 LAYOUT = Layout(("w", "b"), ((3,), (1,)), 2, (), torch.float64)

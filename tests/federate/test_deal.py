@@ -14,11 +14,10 @@ from torch.utils.data import Dataset
 
 from paceline.errors import DataError
 from paceline.job.zoo.data.samples import Selection
-from paceline_federated.order import keys, one_key, uniform
+from paceline_federated.client import Work, keys, one_key, uniform
 from paceline_federated.section import ClientsSpec
-from paceline_federated.simulation.deal import Deal, deal
-from paceline_federated.simulation.timetable import Timetable, padded
-from paceline_federated.work import Work
+from paceline_federated.simulation.batched import Timetable, padded
+from paceline_federated.simulation.clients import Deal, deal
 
 
 class Labelled(Dataset[Any]):

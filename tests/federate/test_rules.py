@@ -15,10 +15,7 @@ from paceline.job.job import Job
 from paceline_federated.client import federated
 from paceline_federated.rule import FederatedRule, Local
 from paceline_federated.rule_info import FEDERATED_RULES, FederatedRuleSpec
-from paceline_federated.rules.adaptive import FedAdam, FedYogi
-from paceline_federated.rules.fedavg import FedAvg
-from paceline_federated.rules.fedprox import FedProx
-from paceline_federated.rules.scaffold import CONTROL, Scaffold
+from paceline_federated.rules import CONTROL, FedAdam, FedAvg, FedProx, FedYogi, Scaffold
 from paceline_federated.simulation.run import Simulation
 from small_jobs import small_job
 

@@ -16,7 +16,7 @@ from paceline.errors import DataError, JobError, RunError
 from paceline.job.job import Job
 from paceline.run.checkpoint.convert import export
 from paceline.run.record.run import Run
-from paceline_federated.fairness import Fairness
+from paceline_federated.measure import Fairness
 from paceline_federated.simulation.run import Simulation, simulate
 from small_jobs import points
 

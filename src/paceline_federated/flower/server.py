@@ -31,9 +31,7 @@ from paceline.job.job import Job
 from paceline.job.stop import StopRule
 from paceline.run.build import load_published
 from paceline.run.train import new_directory
-from paceline_federated.aggregate import Aggregator
-from paceline_federated.client import LocalTraining, federated, first_model
-from paceline_federated.fairness import Fairness
+from paceline_federated.client import Layout, LocalTraining, federated, first_model, tensors_of
 from paceline_federated.flower.client import (
     ARRAYS,
     CONFIG,
@@ -48,11 +46,10 @@ from paceline_federated.flower.client import (
     weights_of,
 )
 from paceline_federated.flower.deploy import FEWEST, must_fit_flower
-from paceline_federated.layout import Layout, tensors_of
-from paceline_federated.measure import Measure
+from paceline_federated.measure import Fairness, Measure
 from paceline_federated.record import FederatedRecord, Round, run_at
 from paceline_federated.rule import FederatedRule, Local, Task, Update
-from paceline_federated.server import Server
+from paceline_federated.server import Aggregator, Server
 
 MODEL, RUN = (
     "final_model.safetensors",

@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline_federated.aggregate import Aggregator, Cohort
-from paceline_federated.order import keys
-from paceline_federated.server import Server
-from paceline_federated.simulation.behaviour import Behaviour
+from paceline_federated.client import keys
+from paceline_federated.server import Aggregator, Cohort, Server
+from paceline_federated.simulation.clients import Behaviour
 from paceline_federated.simulation.trainer import Trainer
 
 _NEXT = 41

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from paceline.errors import PacelineError
-from paceline.job.batch import target_of
+from paceline.data.samples import RequestedSamples
+from paceline.errors import DataError, PacelineError
+from paceline.job.batch import Batch, target_of
+from paceline.job.optimizer import OptimizerSpec
+from paceline.job.zoo.data.samples import Selection, TensorSamples
 from paceline.job.zoo.losses import IGNORED, CrossEntropy, Elementwise, call, classes_on_dim_1, logits_of
 from paceline.job.zoo.losses import same_shape as in_one_shape
-from paceline_federated.aggregate import Cohort
-from paceline_federated.client import LocalTraining
-from paceline_federated.layout import tensors_of
-from paceline_federated.order import drawing_from, one_key
+from paceline_federated.client import Ints, LocalTraining, Work, drawing_from, keys, one_key, tensors_of
 from paceline_federated.rule import Local, Task
-from paceline_federated.simulation.deal import Deal
+from paceline_federated.server import Cohort
+from paceline_federated.simulation.clients import Deal, Kept
 from paceline_federated.simulation.graph import traced
-from paceline_federated.simulation.kept import Kept
-from paceline_federated.simulation.samples import Samples
-from paceline_federated.simulation.stacked import StackedOptimizer, clip
-from paceline_federated.simulation.timetable import Step, Timetable
 
-Ints = NDArray[np.int64]
 _AT_ONCE_BYTES = 2**28  # of the stacked parameters of clients that train together
 _READ_BYTES = 2**24  # of samples that are read together
 _MOST_GRAPHS, _MOST_TIMETABLES = 256, 4
@@ -251,3 +248,266 @@ def _picked(logits: Tensor, labels: Tensor) -> Tensor:
         by_class = F.log_softmax(logits.t().contiguous(), dim=0)
         return by_class.gather(0, labels.unsqueeze(0))
     return F.log_softmax(logits, dim=1).gather(1, labels.unsqueeze(1))
+
+
+_TABLE = 2**23  # numbers of a table of orders; larger ones are made client by client
+
+
+@dataclass(frozen=True)
+class Step:
+    """One local step of several clients.
+
+    Attributes:
+        clients: so many of the first clients take it.
+        rows: clients with those that only fill up the batch, whose samples count nothing.
+        width: samples of a client, with padded ones.
+        shares: share of each sample in its client's mean loss, (rows, width); 0 for padded ones.
+    """
+
+    clients: int
+    rows: int
+    width: int
+    shares: Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some steps, whose samples are read together.
+
+    Attributes:
+        positions: of each sample in the orders of its epoch, step by step, row by row.
+        starts: where the samples of its client begin in the deal.
+        epochs: of the clients' own; with the samples in it, where there are several.
+    """
+
+    steps: list[Step]
+    positions: Ints
+    starts: Ints
+    epochs: list[tuple[int, Ints | None]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each step."""
+        return [step.rows * step.width for step in self.steps]
+
+
+class Timetable:
+    """Steps of clients in a round, apart from the order of their samples.
+
+    Args:
+        clients: those with the most steps first.
+        together: samples of a block, where a step has not more.
+    """
+
+    def __init__(self, work: Work, deal: Deal, clients: Ints, together: int, dtype: torch.dtype) -> None:
+        self.deal, self._orders = deal, _Orders(work.seed, clients, deal.samples[clients])
+        self.blocks = list(self._blocks(work, clients, together, dtype))
+
+    def samples(self, block: Block, round: int) -> Ints:
+        """Indices in the training set of a block's samples, in the order that `Work.batches` has."""
+        if len(block.epochs) == 1:
+            taken = self._orders.of(round, block.epochs[0][0])[block.positions]
+        else:
+            taken = np.empty_like(block.positions)
+            for epoch, mine in block.epochs:
+                taken[mine] = self._orders.of(round, epoch)[block.positions[mine]]
+        found: Ints = self.deal.indices[block.starts + taken]
+        return found
+
+    def _blocks(self, work: Work, clients: Ints, together: int, dtype: torch.dtype) -> Iterator[Block]:
+        held: list[tuple[Step, Ints, Ints, Ints]] = []
+        for entry in self._steps(work, clients, dtype):
+            if held and sum(positions.size for _, positions, _, _ in held) + entry[1].size > together:
+                yield _joined(held)
+                held = []
+            held.append(entry)
+        if held:
+            yield _joined(held)
+
+    def _steps(self, work: Work, clients: Ints, dtype: torch.dtype) -> Iterator[tuple[Step, Ints, Ints, Ints]]:
+        """Each step with its samples' positions, starts and epochs."""
+        samples, starts = self.deal.samples[clients], self.deal.ends[clients]
+        per_epoch, totals = -(-samples // work.batch), work.step_counts(samples)
+        for number in range(int(totals[0])):
+            active = int(np.searchsorted(-totals, -number, side="left"))
+            rows = min(padded(active), len(clients))
+            who = np.where(np.arange(rows) < active, np.arange(rows), 0)
+            epoch, within = np.divmod(number, per_epoch[who])
+            begin = within * work.batch
+            counts = np.where(np.arange(rows) < active, np.minimum(samples[who] - begin, work.batch), 0)
+            width = padded(int(counts.max()))
+            places = np.minimum(begin[:, None] + np.arange(width), samples[who, None] - 1)
+            mean = np.where(np.arange(width) < counts[:, None], 1.0 / np.maximum(counts, 1)[:, None], 0.0)
+            step = Step(active, rows, width, torch.from_numpy(mean).to(dtype))
+            of_client = np.broadcast_to(starts[who, None], places.shape)
+            yield step, self._orders.base[who, None] + places, of_client, np.broadcast_to(epoch[:, None], places.shape)
+
+
+def padded(number: int) -> int:
+    """The next number of a list of a few, at most an eighth above `number`."""
+    unit = 1 << max(number.bit_length() - 4, 0)
+    return -(-number // unit) * unit
+
+
+def _joined(held: list[tuple[Step, Ints, Ints, Ints]]) -> Block:
+    steps, *columns = zip(*held, strict=True)
+    positions, starts, epochs = (np.concatenate([array.ravel() for array in column]) for column in columns)
+    several = np.unique(epochs)
+    chosen = [(int(epoch), None if len(several) == 1 else np.flatnonzero(epochs == epoch)) for epoch in several]
+    return Block(list(steps), positions, starts, chosen)
+
+
+class _Orders:
+    """Orders of the samples of several clients, one after the other in a flat array.
+
+    Attributes:
+        base: place of each client's order in it.
+    """
+
+    def __init__(self, seed: int, clients: Ints, samples: Ints) -> None:
+        self.seed, self.clients, self.samples = seed, clients, samples
+        self._longest = int(samples.max())
+        self._ragged = len(samples) * self._longest > _TABLE
+        self.base = (
+            np.concatenate([[0], np.cumsum(samples)[:-1]])
+            if self._ragged
+            else np.arange(len(samples), dtype=np.int64) * self._longest
+        )
+        self._made: dict[tuple[int, int], Ints] = {}
+
+    def of(self, round: int, epoch: int) -> Ints:
+        """The orders of one epoch of a round."""
+        if (found := self._made.get((round, epoch))) is None:
+            if len(self._made) >= 4:
+                self._made.clear()
+            found = self._made[round, epoch] = self._ordered(round, epoch)
+        return found
+
+    def _ordered(self, round: int, epoch: int) -> Ints:
+        if self._ragged:
+            each = zip(self.clients.tolist(), self.samples.tolist(), strict=True)
+            drawn = [keys(self.seed, round, epoch, client, np.arange(count)) for client, count in each]
+            return np.concatenate([np.argsort(one, kind="stable") for one in drawn])
+        table = keys(self.seed, round, epoch, self.clients[:, None], np.arange(self._longest))
+        table[np.arange(self._longest) >= self.samples[:, None]] = np.iinfo(np.uint64).max
+        return np.argsort(table, axis=1, kind="stable").ravel()
+
+
+class StackedOptimizer:
+    """Steps of a job's optimizer on stacks of parameters (k, …), begun anew.
+
+    Attributes:
+        stacks: the parameters, which `narrow` replaces.
+    """
+
+    def __init__(self, spec: OptimizerSpec, lr: float, stacks: list[Tensor]) -> None:
+        self.spec, self.lr, self.stacks = spec, lr, stacks
+        self._velocity: list[Tensor] = []
+        self._adam: torch.optim.Optimizer | None = None
+        if spec.name != "sgd":
+            self._parameters = [nn.Parameter(stack) for stack in stacks]
+            self._adam = spec.model_copy(update={"lr": lr}).build(self._parameters)
+
+    def step(self, gradients: list[Tensor]) -> None:
+        """One step on gradients of the stacks' shapes."""
+        if self._adam is not None:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self._adam.step()
+            return
+        if self.spec.weight_decay:
+            gradients = list(torch._foreach_add(gradients, self.stacks, alpha=self.spec.weight_decay))
+        if self.spec.momentum:
+            gradients = self._with_momentum(gradients)
+        torch._foreach_add_(self.stacks, gradients, alpha=-self.lr)
+
+    def narrow(self, rows: int) -> None:
+        """Go on with the first rows only."""
+        if rows >= len(self.stacks[0]):
+            return
+        self.stacks = [stack[:rows] for stack in self.stacks]
+        self._velocity = [velocity[:rows] for velocity in self._velocity]
+        if self._adam is not None:
+            for parameter, stack in zip(self._parameters, self.stacks, strict=True):
+                state = self._adam.state[parameter]
+                shape = parameter.shape
+                parameter.grad = None
+                parameter.data = stack
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == shape:
+                        state[key] = value[:rows]
+
+    def _with_momentum(self, gradients: list[Tensor]) -> list[Tensor]:
+        if not self._velocity:
+            self._velocity = [gradient.clone() for gradient in gradients]
+        else:
+            torch._foreach_mul_(self._velocity, self.spec.momentum)
+            torch._foreach_add_(self._velocity, gradients)
+        if not self.spec.nesterov:
+            return self._velocity
+        return list(torch._foreach_add(gradients, self._velocity, alpha=self.spec.momentum))
+
+
+def clip(gradients: list[Tensor], most: float) -> list[Tensor]:
+    """Gradients (k, …) of which each client's L2 norm is at most `most`."""
+    norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+    factors = (most / (norms + 1e-6)).clamp(max=1.0)
+    return [gradient * factors.view(-1, *[1] * (gradient.dim() - 1)) for gradient in gradients]
+
+
+_KEPT_BYTES = 2**30  # of a training set that stays in memory as the model gets it
+
+
+class Samples:
+    """Batches of a training set as lists of tensors, samples on dim 0.
+
+    Args:
+        dtype: of floating-point parts; None leaves them as they are.
+
+    Attributes:
+        names: of the parts, where samples are mappings; else None.
+        sample_bytes: of a sample's parts.
+        whole: the parts of all samples, where they stay in memory; else None.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, dtype: torch.dtype | None) -> None:
+        self._reader, self.dtype = RequestedSamples(dataset, None, 0, seed), dtype
+        first = self._read(np.zeros(1, np.int64))
+        self.names = tuple(first) if isinstance(first, Mapping) else None
+        self.whole: list[Tensor] | None = None
+        self.sample_bytes = max(1, sum(part.nbytes for part in self.parts(first)))
+        samples = len(dataset)  # type: ignore[arg-type]
+        if _never_changes(dataset) and self.sample_bytes * samples <= _KEPT_BYTES:
+            self.whole = self.parts(self._read(np.arange(samples)))
+
+    def at(self, indices: Ints) -> list[Tensor]:
+        """The parts of a batch of samples."""
+        if self.whole is None:
+            return self.parts(self._read(indices))
+        rows = torch.from_numpy(indices)
+        return [part.index_select(0, rows) for part in self.whole]
+
+    def batch(self, parts: Sequence[Tensor]) -> Batch:
+        """A batch as models and losses take it."""
+        return tuple(parts) if self.names is None else dict(zip(self.names, parts, strict=True))
+
+    def parts(self, batch: Any) -> list[Tensor]:
+        """The tensors of a batch.
+
+        Raises:
+            DataError: it has other parts.
+        """
+        held = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
+        if not all(isinstance(part, Tensor) for part in held):
+            raise DataError("samples of simulated clients are tensors, in a tuple or a dict; have collate make them so")
+        return [part.to(self.dtype) if self.dtype and part.is_floating_point() else part for part in held]
+
+    def _read(self, indices: Ints) -> Any:
+        return self._reader.read(indices.tolist())
+
+
+def _never_changes(dataset: Any) -> bool:
+    """True if a sample is the same whenever it is read."""
+    if isinstance(dataset, Selection):
+        return _never_changes(dataset.dataset)
+    return isinstance(dataset, TensorSamples)

@@ -20,14 +20,11 @@ from paceline.run.record.run import Run
 from paceline.run.stop_signals import stop_signals
 from paceline.units import count
 from paceline_federated.client import LocalTraining, federated, first_model
-from paceline_federated.fairness import Fairness
-from paceline_federated.measure import Measure
+from paceline_federated.measure import Fairness, Measure
 from paceline_federated.record import FederatedRecord, Round, ServerCheckpoints, run_at
 from paceline_federated.server import Server, with_samples
 from paceline_federated.simulation.asynchronous import Flights
-from paceline_federated.simulation.behaviour import Behaviour
-from paceline_federated.simulation.deal import Deal, deal
-from paceline_federated.simulation.kept import Kept
+from paceline_federated.simulation.clients import Behaviour, Deal, Kept, deal
 from paceline_federated.simulation.trainer import Trainer
 
 _MEASURED = 1000  # clients, at most, that are measured on samples of their own

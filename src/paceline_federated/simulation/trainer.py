@@ -11,15 +11,11 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.job.zoo.data.samples import Selection
-from paceline_federated.aggregate import Cohort
 from paceline_federated.client import LocalTraining
 from paceline_federated.rule import Task
-from paceline_federated.server import Server
-from paceline_federated.simulation.batched import Batched, CannotBatch
-from paceline_federated.simulation.behaviour import POISON, Behaviour
-from paceline_federated.simulation.deal import Deal
-from paceline_federated.simulation.kept import Kept
-from paceline_federated.simulation.samples import Samples
+from paceline_federated.server import Cohort, Server
+from paceline_federated.simulation.batched import Batched, CannotBatch, Samples
+from paceline_federated.simulation.clients import POISON, Behaviour, Deal, Kept
 
 
 class Trainer:

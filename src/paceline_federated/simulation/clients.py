@@ -1,0 +1,312 @@
+"""Simulated clients: their samples, their behaviour, and what they keep between rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.errors import DataError, RunError
+from paceline.files import private_opener
+from paceline.job.zoo.data.samples import Collated, Selection
+from paceline_federated.client import ClientState, Ints, LocalTraining, one_key, uniform
+from paceline_federated.section import ClientsSpec, SimulateSpec
+
+_DEAL, _HELD_OUT = 21, 22
+
+
+class Deal:
+    """Samples of every simulated client, as indices into the training set.
+
+    All clients' indices are one array, so ten thousand clients take no more memory than the set has samples.
+
+    Attributes:
+        indices: of the samples, client by client.
+        ends: end of each client's part, from 0 on, one more than there are clients.
+    """
+
+    def __init__(self, parts: Iterator[Ints] | list[Ints]) -> None:
+        held = list(parts)
+        self.ends = np.concatenate([[0], np.cumsum([len(part) for part in held])]).astype(np.int64)
+        self.indices = np.concatenate(held).astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, client: int) -> Ints:
+        return self.indices[self.ends[client] : self.ends[client + 1]]
+
+    @cached_property
+    def samples(self) -> Ints:
+        """Number of samples of each client."""
+        return np.diff(self.ends)
+
+    def split(self, share: float, seed: int) -> tuple[Deal, Deal]:
+        """Deals of samples to train on, and of a share to measure clients on.
+
+        A client keeps at least one sample to train on; one with a single sample has none to be measured on.
+        """
+        train, held_out = [], []
+        for client in range(len(self)):
+            mine = self[client]
+            own, rest = kept_apart(len(mine), share, seed, client)
+            held_out.append(mine[own])
+            train.append(mine[rest])
+        return Deal(train), Deal(held_out)
+
+
+def kept_apart(samples: int, share: float, seed: int, client: int) -> tuple[Ints, Ints]:
+    """Indices of the samples to measure a client on, and of those to train on."""
+    kept = min(round(share * samples) or int(share > 0), max(samples - 1, 0))
+    order = np.random.default_rng(one_key(seed, _HELD_OUT, client)).permutation(samples)
+    return np.sort(order[:kept]), np.sort(order[kept:])
+
+
+def deal(dataset: Dataset[Any], spec: ClientsSpec, clients: int, seed: int) -> Deal:
+    """Divide a training set over clients.
+
+    Raises:
+        DataError: the set has no labels or users where the division needs them, or too few samples.
+    """
+    samples = len(dataset)  # type: ignore[arg-type]
+    if clients > samples:
+        raise DataError(
+            f"{clients} clients for {samples} training samples: some would have none. Name at most {samples} clients, "
+            "or more data"
+        )
+    random = np.random.default_rng(one_key(seed, _DEAL))
+    match spec.kind:
+        case "iid":
+            return Deal([np.sort(part) for part in np.array_split(random.permutation(samples), clients)])
+        case "dirichlet":
+            return Deal(_dirichlet(_labels(dataset, "dirichlet"), spec.alpha, clients, random))
+        case "shards":
+            return Deal(_shards(_labels(dataset, "shards"), spec.shards, clients, random))
+        case "user":
+            return Deal(_users(dataset))
+
+
+def _dirichlet(labels: Ints, alpha: float, clients: int, random: np.random.Generator) -> list[Ints]:
+    """Divide each class by shares of its own."""
+    owner = np.empty(len(labels), np.int64)
+    for label in np.unique(labels):
+        places = random.permutation(np.flatnonzero(labels == label))
+        # A gamma draw of a small alpha may be 0 for every client.
+        shares = random.gamma(alpha, size=clients) + 1e-300
+        cuts = np.round(np.cumsum(shares / shares.sum()) * len(places)).astype(np.int64)
+        owner[places] = np.searchsorted(cuts, np.arange(len(places)), side="right").clip(max=clients - 1)
+    return _by_owner(owner, clients)
+
+
+def _shards(labels: Ints, shards: int, clients: int, random: np.random.Generator) -> list[Ints]:
+    if clients * shards > len(labels):
+        raise DataError(
+            f"{clients} clients with {shards} shards each need {clients * shards} samples or more, and there are "
+            f"{len(labels)}"
+        )
+    parts = np.array_split(np.argsort(labels, kind="stable"), clients * shards)
+    drawn = random.permutation(len(parts)).reshape(clients, shards)
+    return [np.sort(np.concatenate([parts[number] for number in mine])) for mine in drawn]
+
+
+def _users(dataset: Dataset[Any]) -> list[Ints]:
+    users = users_of(dataset)
+    if users is None:
+        raise DataError(
+            "federate.partition user: the data set names no users; give it an attribute `users` with one value per "
+            "sample, or take iid, dirichlet or shards"
+        )
+    names, owner = np.unique(users, return_inverse=True)
+    return _by_owner(owner.astype(np.int64), len(names))
+
+
+def users_of(dataset: Any) -> NDArray[Any] | None:
+    """User of each sample, by the data set's attribute `users`; None without one."""
+    if isinstance(dataset, Collated):
+        return users_of(dataset.dataset)
+    if isinstance(dataset, Selection):
+        users = users_of(dataset.dataset)
+        return None if users is None else users[dataset.rows]
+    users = getattr(dataset, "users", None)
+    if users is None:
+        return None
+    users = np.asarray(users)
+    if len(users) != len(dataset):
+        raise DataError(f"the data set has {len(dataset)} samples and users of {len(users)}; give one per sample")
+    return users
+
+
+def _labels(dataset: Dataset[Any], kind: str) -> Ints:
+    labels = getattr(dataset, "labels", None)
+    if labels is None:
+        raise DataError(
+            f"federate.partition {kind} divides by class, and the data set has no classes; give it an attribute "
+            "`labels` with one whole number per sample, or take iid or user"
+        )
+    return np.asarray(labels)
+
+
+def _by_owner(owner: Ints, clients: int) -> list[Ints]:
+    order = np.argsort(owner, kind="stable")
+    ends = np.searchsorted(owner[order], np.arange(clients + 1))
+    return [np.sort(order[ends[client] : ends[client + 1]]) for client in range(clients)]
+
+
+_DROP, _SPEED, _ANGLE, _POISON = 31, 32, 33, 34
+POISON = -10.0  # times its own update, which is what a poisoner sends
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Chosen clients of a round, by how they answer.
+
+    Attributes:
+        present: in time.
+        dropped: never.
+        late: after the deadline.
+    """
+
+    present: list[int]
+    dropped: list[int]
+    late: list[int]
+
+
+class Behaviour:
+    """Draws of simulated clients, which follow from the job's seed.
+
+    Args:
+        step_counts: local steps of each client in a round.
+    """
+
+    def __init__(self, spec: SimulateSpec, seed: int, step_counts: NDArray[np.int64]) -> None:
+        self.spec, self.seed = spec, seed
+        clients = np.arange(len(step_counts))
+        radius = np.sqrt(-2.0 * np.log1p(-uniform(seed, _SPEED, clients)))
+        normal = radius * np.cos(2.0 * np.pi * uniform(seed, _ANGLE, clients))
+        trains = step_counts > 0
+        usual = float(np.median(step_counts[trains])) if trains.any() else 1.0
+        # time of each client's work, in units of the usual one
+        self.times = np.exp(spec.spread * normal) * step_counts / usual
+        self.poisons = uniform(seed, _POISON, clients) < spec.poisoners
+
+    def drops(self, round: int, client: int) -> bool:
+        """True if a client never answers in this round."""
+        return bool(self.spec.drop_out) and bool(uniform(self.seed, _DROP, round, client) < self.spec.drop_out)
+
+    def answers(self, round: int, chosen: Sequence[int]) -> Answers:
+        """Answers of the chosen clients of a round."""
+        if not self.spec.drop_out and self.spec.deadline is None:
+            return Answers(list(chosen), [], [])
+        numbers = np.asarray(chosen, np.int64)
+        dropped = uniform(self.seed, _DROP, round, numbers) < self.spec.drop_out
+        late = np.zeros(len(numbers), bool)
+        if self.spec.deadline is not None:
+            late = ~dropped & (self.times[numbers] > self.spec.deadline)
+        return Answers(numbers[~dropped & ~late].tolist(), numbers[dropped].tolist(), numbers[late].tolist())
+
+
+_FILE = "clients.state"
+_PREFIX = "clients/"
+
+
+class Kept:
+    """Tensors of all clients, one row each, mapped into memory from a sparse file.
+
+    A rule that keeps nothing, without personal parameters, costs nothing. Clients that have not trained have zeros, and
+    the personal parameters that the job begins with.
+
+    Raises:
+        RunError: the file cannot be made.
+    """
+
+    def __init__(self, training: LocalTraining, clients: int, folder: Path) -> None:
+        self.training, self.path = training, folder / _FILE
+        self.rule_names, self.personal_names = training.rule.client_keeps, training.layout.personal
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.rule_names, (training.layout.parameters,))
+        first = training.first_personal
+        shapes |= {name: tuple(first[name].shape) for name in self.personal_names}
+        self.touched = np.zeros(clients, bool)
+        self._tables: dict[str, Tensor] = {}
+        numbers = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+        width = sum(numbers.values())
+        if not width:
+            return
+        dtype = training.layout.dtype
+        try:
+            with open(self.path, "wb", opener=private_opener) as file:
+                file.truncate(clients * width * dtype.itemsize)
+            whole = torch.from_file(str(self.path), shared=True, size=clients * width, dtype=dtype)
+        except (OSError, RuntimeError) as error:
+            raise RunError(f"{self.path}, which holds what clients keep, cannot be made: {error}") from error
+        for name, part in zip(shapes, whole.view(clients, width).split(list(numbers.values()), dim=1), strict=True):
+            self._tables[name] = part
+
+    def rule(self, clients: Ints) -> dict[str, Tensor]:
+        """Copies of the rule's tensors of some clients, (k, p) each."""
+        rows = torch.from_numpy(clients)
+        return {name: self._tables[name][rows] for name in self.rule_names}
+
+    def personal(self, clients: Ints) -> list[Tensor]:
+        """Copies of the personal parameters of some clients, (k, …) each, in the layout's order."""
+        rows, known = torch.from_numpy(clients), torch.from_numpy(self.touched[clients])
+        found = []
+        for name in self.personal_names:
+            first = self.training.first_personal[name]
+            stack = self._tables[name][rows].view(len(clients), *first.shape)
+            found.append(torch.where(known.view(-1, *[1] * first.dim()), stack, first))
+        return found
+
+    def keep(self, clients: Ints, rule: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        """Keep the clients' tensors of the end of a round.
+
+        `parameters` may have others than personal ones.
+        """
+        rows = torch.from_numpy(clients)
+        for name in self.rule_names:
+            self._tables[name][rows] = rule[name]
+        for name in self.personal_names:
+            self._tables[name][rows] = parameters[name].reshape(len(clients), -1)
+        self.touched[clients] = True
+
+    def state(self, client: int) -> ClientState:
+        """State of one client, as real clients have it."""
+        one = np.array([client])
+        rule = {name: tensor[0] for name, tensor in self.rule(one).items()}
+        personal = {n: t[0] for n, t in zip(self.personal_names, self.personal(one), strict=True)}
+        return ClientState(rule, personal)
+
+    def put(self, client: int, state: ClientState) -> None:
+        """Keep the state of one client."""
+        rule, personal = ({n: t.unsqueeze(0) for n, t in held.items()} for held in (state.rule, state.personal))
+        self.keep(np.array([client]), rule, personal)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Rows of the clients that have trained, for a checkpoint."""
+        if not self._tables:
+            return {}
+        rows = torch.from_numpy(np.flatnonzero(self.touched))
+        return {f"{_PREFIX}rows": rows} | {f"{_PREFIX}{name}": table[rows] for name, table in self._tables.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore from a checkpoint's tensors."""
+        if not self._tables:
+            return
+        rows = tensors[f"{_PREFIX}rows"]
+        for name, table in self._tables.items():
+            table.zero_()
+            table[rows] = tensors[f"{_PREFIX}{name}"]
+        self.touched[:] = False
+        self.touched[rows.numpy()] = True
+
+    def close(self) -> None:
+        """Remove the file; checkpoints have its content."""
+        self._tables.clear()
+        self.path.unlink(missing_ok=True)
