@@ -61,7 +61,8 @@ def flower(app: Path, *average: str) -> dict[str, torch.Tensor]:
         child.kill()
         child.wait(10)
     assert shown.returncode == 0, shown.stderr
-    return load_file(app / "run" / "final_model.safetensors")
+    (file,) = app.rglob("final_model.safetensors")
+    return load_file(file)
 
 
 def simulated(job: Job, folder: Path) -> tuple[Run, dict[str, torch.Tensor]]:
@@ -91,11 +92,12 @@ def test_the_app_ends_with_the_weights_of_the_simulation(
     tmp_path: Path, federate: dict[str, Any], tolerance: float
 ) -> None:
     whole = job(**federate)
-    write_app(whole, tmp_path / "app", tmp_path / "app" / "run")
+    write_app(whole, tmp_path / "app")
     found = flower(tmp_path / "app")
     run, expected = simulated(whole, tmp_path)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    assert losses(Run(tmp_path / "app" / "run")) == pytest.approx(losses(run), rel=1e-3)
+    (deployed,) = (tmp_path / "app" / "runs").iterdir()
+    assert losses(Run(deployed)) == pytest.approx(losses(run), rel=1e-3)
 
 
 @pytest.mark.slow
