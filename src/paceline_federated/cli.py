@@ -85,7 +85,7 @@ def deploy(
         ),
     ] = None,
 ) -> None:
-    """Write the job as a Flower app, and run it on clients that keep their data."""
+    """Run the job on Flower, with clients that keep their data."""
     from paceline.job.job import Job
     from paceline.printable import printable
     from paceline.run.record.run import Run

@@ -51,7 +51,9 @@ class PrivacySpec(Spec):
 
 
 class SecureSpec(Spec):
-    """Secure aggregation of a deployment by Flower's SecAgg+: the server sees sums of updates, and no single one.
+    """Secure aggregation of a deployment by Flower's SecAgg+.
+
+    The server sees sums of updates, and no single update.
 
     Each number of an update lies within ±`clipping_range`, and is rounded to one of `quantization_range` values. A
     client weighs as its samples, at most `max_weight`. Each client's keys are divided into `num_shares` shares (as many

@@ -1,4 +1,4 @@
-"""Clients of a federated job in a Flower app: local training, with or without the masks of SecAgg+."""
+"""Clients of a federated job in a Flower app."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class JobStrategy(Strategy):
         return MetricRecord(metrics)
 
     def end(self, arrays: ArrayRecord, file: Path) -> None:
-        """Write the last weights of the whole model as safetensors, and the end of the record."""
+        """Write the last weights as safetensors, and the end of the record."""
         model = self.training.show(weights_of(arrays, self.training.layout))
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors_of(model).items()}, file)
         reason = StopRule(self.job.stop, steps_per_epoch=1).ended(self.rounds)
@@ -401,7 +401,7 @@ class Sum:
 
 
 class _Private(DifferentialPrivacyServerSideFixedClipping):
-    """Flower's differential privacy over the updates that can be used; one that cannot costs no round."""
+    """Flower's differential privacy, which an unusable update does not stop."""
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
