@@ -60,7 +60,7 @@ from faults_hosts import HostCommands, host_commands
 from faults_peers import PEERS, measured_on
 from measure import environment_line
 from paceline.cluster.discover import environment
-from paceline_lab.chaos.links import Links
+from paceline_lab.chaos.faults import Links
 
 BIN = Path(sys.executable).parent
 TOLERANCE = 1e-6

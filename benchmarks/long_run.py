@@ -26,8 +26,8 @@ from measure import environment_line
 from paceline.cluster.discover import environment
 from paceline.console import Console
 from paceline.job.job import Job
-from paceline_lab.chaos.possible import possible_kinds
-from paceline_lab.chaos.reference import as_trained, reference
+from paceline_lab.chaos.faults import possible_kinds
+from paceline_lab.chaos.invariants import as_trained, reference
 from paceline_lab.chaos.schedule import Schedule, draw
 from paceline_lab.chaos.session import Found, Session
 from paceline_lab.cli.chaos import show

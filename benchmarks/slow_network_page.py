@@ -13,7 +13,7 @@ from typing import Any
 from paceline import units
 from paceline.report import charts
 from paceline.report.page import Cell, Chart, template, write_page
-from paceline_lab.report.bench_charts import compared
+from paceline_lab.report.bench_view import compared_figure
 
 _TEMPLATE = Path(__file__).with_suffix(".html.j2")
 FIGURES = ("wire", "step_time", "time_to_target", "final_loss")  # the columns of the table, by their definitions' names
@@ -84,7 +84,7 @@ class Rates:
     def bars(self, number: int, rate: str) -> Chart:
         """The figures beside each other."""
         rules = self.at[rate]
-        figure = compared(
+        figure = compared_figure(
             [rule.name for rule in rules],
             [rule.wire_bytes for rule in rules],
             [rule.step_time_s for rule in rules],

@@ -37,8 +37,7 @@ from paceline.console import Console
 from paceline.job.job import Job
 from paceline_lab.report.systems_view import write_systems_page
 from paceline_lab.systems.compare import Compare
-from paceline_lab.systems.compared import Comparison
-from paceline_lab.systems.screen import show
+from paceline_lab.systems.compared import Comparison, show
 from paceline_lab.systems.system import SYSTEMS
 from systems_works import works
 

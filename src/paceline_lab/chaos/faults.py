@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import signal
+import subprocess
 import time as clock
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from msgspec.structs import replace
 
-from paceline.errors import ClusterError
+from paceline.cluster.emulate.cgroup import PREFIX, make_group, place_of_group, remove_group
+from paceline.cluster.emulate.keeper import processes_in as processes_of_hosts
+from paceline.cluster.emulate.network import OTHER_SIDE, Wire, call_libc, move, plug, unplug, wires
+from paceline.errors import ClusterError, RunError
+from paceline.files import private_folder
+from paceline.nearest import nearest
 from paceline.run.checkpoint.manifest import MANIFEST
 from paceline.run.record.run import read_lines
-from paceline_lab.chaos.groups import Squeezed, little_memory, little_time
-from paceline_lab.chaos.links import Links
-from paceline_lab.chaos.schedule import Fault
+from paceline_lab.chaos.schedule import KINDS, OF_HOSTS, Fault, Kind
 
 FILLER = "filler"  # file beside the run, which takes what room the disk has left
 _BIT, _BIT_OF_DOUBLE = 0x40, 0x08  # of the last byte but one of a float: the highest of its fraction
@@ -265,6 +271,242 @@ def _command(scene: Scene) -> str:
 
 def _named(fault: Fault, process: psutil.Process) -> str:
     return f"rank {fault.number} (pid {process.pid})"
+
+
+_MEMORY_BYTES = 128 * 1024
+_CORES = 0.1
+_numbers = itertools.count()
+_TOPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # versions 1 and 2
+
+
+@dataclass(frozen=True)
+class Squeezed:
+    """A process in a control group of ours.
+
+    Attributes:
+        before: the group that it was in.
+    """
+
+    pid: int
+    group: Path
+    before: Path
+
+    def release(self) -> None:
+        """Move the process back, if it lives, and remove the group."""
+        for limit in ("memory.max", "memory.limit_in_bytes"):
+            if (self.group / limit).exists():
+                with suppress(OSError):  # refused; it goes with the group
+                    (self.group / limit).write_text("max" if limit == "memory.max" else "-1")
+        with suppress(OSError):  # the kernel has ended it
+            (self.before / "cgroup.procs").write_text(str(self.pid))
+        remove_group(self.group)
+
+
+def little_memory(pid: int) -> Squeezed:
+    """Give a process no further page of memory: the kernel ends it at the next."""
+    top = memory_groups()
+    group = top / _name()
+    group.mkdir()
+    limit = group / "memory.max"
+    # before it has pages that count: a limit below what is used may be refused
+    (limit if limit.exists() else group / "memory.limit_in_bytes").write_text(str(_MEMORY_BYTES))
+    _move(pid, group)
+    return Squeezed(pid, group, top)
+
+
+def little_time(pid: int) -> Squeezed:
+    """Let a process use a tenth of a core."""
+    folder = place_of_group(_name())
+    before = _group_of(pid, folder.parent)
+    group = make_group(folder, _CORES)
+    _move(pid, group)
+    return Squeezed(pid, group, before)
+
+
+def _move(pid: int, group: Path) -> None:
+    try:
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:  # it has just ended
+        remove_group(group)
+        raise ClusterError(f"process {pid} cannot be moved to the control group {group}: {error}") from error
+
+
+def memory_groups() -> Path:
+    """Folder in which control groups with a limit of memory can be made.
+
+    Raises:
+        ClusterError: there is none.
+    """
+    for top in _TOPS:
+        limits = (top / "memory.limit_in_bytes").exists() or "memory" in _read(top / "cgroup.subtree_control").split()
+        if limits and os.access(top, os.W_OK):
+            return top
+    raise ClusterError("no control group with a limit of memory can be made under /sys/fs/cgroup; it takes root")
+
+
+def _group_of(pid: int, top: Path) -> Path:
+    """The group for CPU time of a process; `top` where it is not seen here."""
+    for line in _read(Path(f"/proc/{pid}/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(",") or not controllers:
+            for above in (top, *top.parents):
+                own = above / path.lstrip("/")
+                if path != "/" and (own / "cgroup.procs").exists() and own.is_relative_to("/sys/fs/cgroup"):
+                    return own
+    return top
+
+
+def _name() -> str:
+    return f"{PREFIX}{os.getpid()}-chaos-{next(_numbers)}"
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Links of hosts, by the namespaces that their launcher holds."""
+
+    bridge: str
+    wires: Sequence[Wire]
+
+    @classmethod
+    def of(cls, launcher: int) -> Links | None:
+        """Links of a command's hosts; None where they are not up."""
+        held: dict[str, str] = {}
+        with suppress(OSError):
+            for entry in sorted(Path(f"/proc/{launcher}/fd").iterdir(), key=lambda entry: int(entry.name)):
+                with suppress(FileNotFoundError):  # just closed
+                    held.setdefault(os.readlink(entry), str(entry))
+        namespaces = [path for link, path in held.items() if link.startswith("net:[")]
+        if len(namespaces) < 2:
+            return None
+        bridge, *hosts = namespaces
+        return cls(bridge, wires(hosts, [None] * len(hosts)))
+
+    @property
+    def count(self) -> int:
+        """Number of hosts."""
+        return len(self.wires)
+
+    def processes_in(self, host: int) -> set[int]:
+        """Process ids of all that runs in a host."""
+        return processes_of_hosts([os.stat(self.wires[host].namespace).st_ino], [])
+
+    def cut(self, host: int) -> None:
+        """Have the link of a host carry nothing."""
+        unplug(self.bridge, self.wires[host])
+
+    def part(self, hosts: Sequence[int]) -> None:
+        """Have these hosts reach one another, and no other."""
+        move(self.bridge, [self.wires[host] for host in hosts], OTHER_SIDE)
+
+    def mend(self, hosts: Sequence[int]) -> None:
+        """Have these hosts reach all others again."""
+        for host in hosts:
+            plug(self.bridge, self.wires[host])
+
+
+_CLONE_NEWNS = 0x00020000
+_LEAST_BYTES, _TIMES = 48 * 2**20, 4
+
+
+def keep_mounts_private() -> None:
+    """Have what this process mounts be gone with it, however it ends."""
+    call_libc("unshare", _CLONE_NEWNS)
+    _mount("--make-rprivate", "/")
+
+
+@contextmanager
+def small_disk(folder: Path, like: Path) -> Iterator[Path]:
+    """A file system in memory, with a few times the room that `like` takes.
+
+    Its `run` is copied into `folder` at the end.
+    """
+    place = folder / "disk"
+    private_folder(place)
+    size = max(_LEAST_BYTES, _TIMES * sum(file.stat().st_size for file in like.rglob("*") if file.is_file()))
+    _mount("-t", "tmpfs", "-o", f"size={size},mode=0700", "paceline-chaos", str(place))
+    try:
+        yield place
+        if (place / "run").exists():
+            shutil.copytree(place / "run", folder / "run")
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], capture_output=True, check=False)
+        os.rmdir(place)
+
+
+def _mount(*words: str) -> None:
+    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(
+            f"no small file system can be made for the fault disk-full: {done.stderr.strip()}. Leave it out."
+        )
+
+
+def kinds_in(text: str) -> tuple[Kind, ...]:
+    """Kinds of faults from a text such as `kill,stop`.
+
+    Raises:
+        ClusterError: one is not known; names the nearest.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in KINDS:
+            raise ClusterError(f"{name!r} is no kind of fault. {nearest(name, KINDS)}")
+    return tuple(kind for kind in KINDS if kind in names)
+
+
+def possible_kinds(hosts: int) -> tuple[Kind, ...]:
+    """Kinds that can be made here."""
+    return tuple(kind for kind in KINDS if why_not(kind, hosts) is None)
+
+
+def refuse_impossible(kinds: Sequence[Kind], hosts: int) -> None:
+    """Refuse kinds that cannot be made here.
+
+    Raises:
+        ClusterError: names each with its reason.
+    """
+    reasons = [f"{kind}: {reason}" for kind in kinds if (reason := why_not(kind, hosts))]
+    if reasons:
+        raise ClusterError("these faults cannot be made here:\n" + "\n".join(reasons))
+
+
+def why_not(kind: Kind, hosts: int) -> str | None:
+    """Reason why a kind of fault cannot be made here, or None."""
+    if kind in OF_HOSTS and hosts < 2:
+        return "it takes the links of emulated hosts: say --hosts 2 or more"
+    return _WHY_NOT.get(kind, lambda: None)()
+
+
+def _of_group(find: Callable[[], object]) -> str | None:
+    try:
+        find()
+    except ClusterError as error:
+        return str(error)
+    return None
+
+
+def _no_small_disk() -> str | None:
+    if os.geteuid() == 0 and shutil.which("mount"):
+        return None
+    return "a small file system for the run takes root and the command mount"
+
+
+_WHY_NOT: dict[str, Callable[[], str | None]] = {
+    "oom": lambda: _of_group(memory_groups),
+    "slow": lambda: _of_group(lambda: place_of_group("paceline-x")),
+    "disk-full": _no_small_disk,
+    "clock": lambda: (
+        "Linux has one wall clock for all processes, and stepping it would step this machine's; "
+        "what paceline times, it times by the monotonic clock"
+    ),
+}
 
 
 _HOW: dict[str, Callable[[Fault, Scene], Injected | None]] = {

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from paceline.cluster.emulate.cgroup import PREFIX
 from paceline.errors import PacelineError
 from paceline.files import private_folder
 from paceline.planning.plan import Plan
 from paceline.run.record.witness import WITNESS
+from paceline.wire.status import RankStatus, StatusBoard
 from paceline_lab.chaos.faults import Injected, Scene, inject
 from paceline_lab.chaos.growth import Course, Growth, courses
-from paceline_lab.chaos.left_behind import Left
-from paceline_lab.chaos.progress import Progress
 from paceline_lab.chaos.schedule import Fault, Schedule
 
 STILL_SAVES = "ranks that it started still save and end"  # says a command that resumes one that was killed
@@ -226,3 +230,174 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
             with suppress(psutil.Error):
                 child.send_signal(signal.SIGKILL)
     process.kill()
+
+
+_TROUBLE = ("lost", "host_lost", "restart", "joins", "checkpoint_failed", "rewind")
+
+
+class Progress:
+    """Newest step, phases and events of a run under way.
+
+    Attributes:
+        newest: step that was recorded last; `furthest` is the highest so far.
+        news: changes whenever something is heard of the run.
+    """
+
+    def __init__(self, run: Path, temporary: Path) -> None:
+        self.run, self.temporary = run, temporary
+        self.newest = self.furthest = 0
+        self.news = 0
+        self.trouble_at: list[float] = []
+        self._places: dict[Path, int] = {}
+        self._command = 0
+
+    def begin(self, command: int) -> None:
+        """A new command trains the run; its process id."""
+        self._command = command
+        self.news += 1
+
+    def read(self) -> None:
+        """Take in what was written since the last call."""
+        for record in self._new_lines(self.run / "events.jsonl"):
+            if record.get("event") in _TROUBLE:
+                self.trouble_at.append(float(record["time"]))
+        for file in self.run.glob("steps/rank-*.jsonl"):
+            for record in self._new_lines(file):
+                self.newest = int(record["step"])
+                self.furthest = max(self.furthest, self.newest)
+
+    def recovers_since(self, time: float) -> bool:
+        """True once the run has told of trouble that came after a time."""
+        return any(at >= time for at in self.trouble_at)
+
+    def phases(self) -> set[str]:
+        """Phases in which ranks are right now."""
+        return {status.phase for status in self._statuses()}
+
+    def pids_of(self, rank: int) -> list[int]:
+        """Process ids of a rank, one where its host is this machine."""
+        return sorted({status.pid for status in self._statuses() if status.rank == rank})
+
+    def _statuses(self) -> list[RankStatus]:
+        """Status of every rank that has one, as each host's board shows it."""
+        found: list[RankStatus] = []
+        for file in self.temporary.glob("*/status"):
+            try:
+                board = StatusBoard.at(file)
+            except (OSError, ValueError):  # just removed, or not yet of its size
+                continue
+            found += [status for status in board.read() if status.pid]
+            board.close()
+        return found
+
+    def _new_lines(self, file: Path) -> list[dict[str, Any]]:
+        place = self._places.get(file, 0)
+        try:
+            with open(file, "rb") as opened:
+                opened.seek(place)
+                whole, end, _ = opened.read().rpartition(b"\n")
+        except OSError:
+            return []
+        if not end:
+            return []
+        self._places[file] = place + len(whole) + 1
+        self.news += 1
+        found = []
+        for line in whole.splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # cut short by a crash
+                continue
+        return found
+
+
+_SET_CHILD_SUBREAPER = 36  # of prctl
+_GROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/memory"))
+_MEMORY = Path("/dev/shm")
+_SEGMENTS = ("paceline", "torch_", "psm_", "sem.")  # paceline's, torch's, Python's
+_LOOK_AGAIN_S = 0.1
+
+
+class Left:
+    """Compares what there is now with what there was before."""
+
+    def __init__(self) -> None:
+        # orphans of a launcher become children of this process, where they are seen
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._children = {process.pid for process in _children()}
+        self._files = _files()
+        self._temporary: Path | None = None
+
+    @contextmanager
+    def own_temporary_folder(self) -> Iterator[Path]:
+        """A temporary folder for the run alone."""
+        with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
+            self._temporary = Path(folder)
+            yield self._temporary
+
+    def found(self, grace_s: float, *, files: bool = True) -> list[str]:
+        """Left-overs in words, after a grace for those about to end; processes are ended then.
+
+        Args:
+            files: temporary files are to be gone, too.
+        """
+        if not files:
+            self._temporary = None
+        until = time.monotonic() + grace_s
+        while (words := self._words()) and time.monotonic() < until:
+            time.sleep(_LOOK_AGAIN_S)
+        for process in _children():
+            if process.pid not in self._children:
+                with suppress(psutil.Error):
+                    process.kill()
+        return words
+
+    def _words(self) -> list[str]:
+        _reap()
+        words = []
+        for process in _children():
+            with suppress(psutil.Error):
+                if process.pid not in self._children and process.status() != psutil.STATUS_ZOMBIE:
+                    words.append(f"process {process.pid} ({' '.join(process.cmdline())[:80] or process.name()})")
+        words += [f"file {path}" for path in sorted(_unused(_files() - self._files))]
+        if self._temporary is not None:
+            words += [f"temporary file {path.name}" for path in sorted(self._temporary.iterdir())]
+        return words
+
+
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _files() -> set[Path]:
+    """Named shared memory of this user, and control groups of launchers that have ended."""
+    found = set()
+    for path in _MEMORY.glob("*"):
+        with suppress(OSError):
+            if path.stat().st_uid == os.geteuid() and path.name.startswith(_SEGMENTS):
+                found.add(path)
+    for top in _GROUPS:
+        for path in top.glob(f"{PREFIX}*"):
+            launcher = path.name.removeprefix(PREFIX).partition("-")[0]
+            if launcher.isdecimal() and not psutil.pid_exists(int(launcher)):
+                found.add(path)
+    return found
+
+
+def _unused(paths: set[Path]) -> set[Path]:
+    """Without shared memory that a living process has mapped: it is another command's."""
+    if not paths:
+        return paths
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped |= {int(line.split()[4]) for line in maps.read_text().splitlines() if f" {_MEMORY}/" in line}
+    return {path for path in paths if path.exists() and path.stat().st_ino not in mapped}
+
+
+def _reap() -> None:
+    """Take the exit codes of adopted orphans that have ended."""
+    for process in _children():
+        with suppress(psutil.Error, ChildProcessError):
+            if process.ppid() == os.getpid() and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)

@@ -13,9 +13,8 @@ import msgspec
 
 from paceline.run.record.run import read_lines
 from paceline_lab.chaos.faults import Injected
-from paceline_lab.chaos.invariants import Invariant
+from paceline_lab.chaos.invariants import Invariant, Reference, difference, losses_of
 from paceline_lab.chaos.play import Played
-from paceline_lab.chaos.reference import Reference, difference, losses_of
 from paceline_lab.chaos.schedule import Fault
 
 _AGAIN = ("resume", "start")

@@ -17,15 +17,12 @@ from paceline.files import private_folder, write_whole
 from paceline.job.job import Job
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan
-from paceline_lab.chaos.disk import keep_mounts_private, small_disk
+from paceline_lab.chaos.faults import keep_mounts_private, refuse_impossible, small_disk
 from paceline_lab.chaos.growth import Course
-from paceline_lab.chaos.invariants import Invariant, check
+from paceline_lab.chaos.invariants import Invariant, Reference, as_trained, check, reference, steps_that_take
 from paceline_lab.chaos.play import Played, Setting, play
-from paceline_lab.chaos.possible import refuse_impossible
-from paceline_lab.chaos.reference import Reference, as_trained, reference, steps_that_take
 from paceline_lab.chaos.report import Row, as_json, rows
-from paceline_lab.chaos.schedule import Fault, Kind, Schedule, draw
-from paceline_lab.chaos.shrink import shrink
+from paceline_lab.chaos.schedule import Fault, Kind, Schedule, draw, shrink
 
 EVERY_S = 10.0  # a fault, on average
 _QUIET_S = 90.0  # beyond twice the deadline: a start on a busy machine

@@ -142,8 +142,8 @@ def _measure_scaling(
     from paceline.console import Console
     from paceline.errors import RunError
     from paceline_lab.report.bench_view import write_bench_page
-    from paceline_lab.scaling.directory import kept_at
     from paceline_lab.scaling.protocol import Benchmark
+    from paceline_lab.scaling.summary import kept_at
     from paceline_lab.scaling.table import figures, show
 
     with kept_at(out, partial(typer.echo, err=True)) as folder:

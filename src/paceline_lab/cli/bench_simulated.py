@@ -16,8 +16,8 @@ import typer
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
-    from paceline_lab.simulated.chance import Jitter
     from paceline_lab.simulated.curve import Chances
+    from paceline_lab.simulated.measured_here import Jitter
     from paceline_lab.simulated.simulation import Simulation
 
 _SIMULATED = "Machines that are not here"
@@ -97,7 +97,7 @@ def simulate(
     from paceline_lab.report.simulated_view import write_simulated_page
     from paceline_lab.scaling.protocol import BENCHES
     from paceline_lab.simulated.curve import Chances
-    from paceline_lab.simulated.table import show
+    from paceline_lab.simulated.simulation import show
 
     if is_url(out):
         raise typer.BadParameter("a simulation is written to a directory, not to a URL", param_hint="--out")
@@ -142,8 +142,7 @@ def _simulations(
 
 def _jitter(text: str | None) -> Jitter | None:
     """Distribution of step times: normal with a given deviation, or that of a run's steps."""
-    from paceline_lab.simulated.chance import Jitter
-    from paceline_lab.simulated.measured_here import measured_jitter
+    from paceline_lab.simulated.measured_here import Jitter, measured_jitter
 
     if text is None:
         return None

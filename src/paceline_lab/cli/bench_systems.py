@@ -50,9 +50,9 @@ def compare_systems(
     from paceline.console import Console
     from paceline.errors import RunError
     from paceline_lab.report.systems_view import write_systems_page
-    from paceline_lab.scaling.directory import kept_at
+    from paceline_lab.scaling.summary import kept_at
     from paceline_lab.systems.compare import Compare
-    from paceline_lab.systems.screen import figures, show
+    from paceline_lab.systems.compared import figures, show
     from paceline_lab.systems.system import SYSTEMS
 
     names = [name.strip() for name in systems.split(",") if name.strip()]

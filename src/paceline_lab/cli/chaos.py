@@ -64,7 +64,7 @@ def command(
     from paceline.console import Console
     from paceline.elastic.signals import sigterm_as_exit
     from paceline.job.job import Job
-    from paceline_lab.chaos.possible import kinds_in, possible_kinds
+    from paceline_lab.chaos.faults import kinds_in, possible_kinds
     from paceline_lab.chaos.schedule import Schedule
     from paceline_lab.chaos.session import Session, Wanted
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.job.read.dimensions import Dimensions
     from paceline.planning.machines import Adjustment
     from paceline.planning.plan import Plan
-    from paceline_lab.configurations.explained import ConfiguredPlan
+    from paceline_lab.configurations.systems import ConfiguredPlan
 
 _WIDE = 3  # columns of keys that were read
 
@@ -118,8 +118,7 @@ def explain_config(
 
     from paceline.console import Console
     from paceline_lab.configurations.configuration import planned, with_batch
-    from paceline_lab.configurations.explained import explain_configuration
-    from paceline_lab.configurations.systems import read_configuration
+    from paceline_lab.configurations.systems import explain_configuration, read_configuration
 
     found = with_batch(read_configuration(file), given.global_batch, given.micro_batch)
     if given.model is not None:

@@ -14,9 +14,16 @@ from paceline.job.job import Job
 from paceline.job.read.dimensions import Dimensions
 from paceline.planning.plan import Plan
 from paceline_lab.configurations import deepspeed
-from paceline_lab.configurations.configuration import REST, Configuration, text_of
-from paceline_lab.configurations.keys import Keys, flattened
-from paceline_lab.configurations.written import Written, ranks_per_host, refuse
+from paceline_lab.configurations.configuration import (
+    REST,
+    Configuration,
+    Keys,
+    Written,
+    flattened,
+    ranks_per_host,
+    refuse,
+    text_of,
+)
 
 NAME = "Accelerate"
 _ZERO = {

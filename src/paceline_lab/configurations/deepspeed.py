@@ -10,9 +10,7 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.read.dimensions import Dimensions
 from paceline.planning.plan import Plan
-from paceline_lab.configurations.configuration import REST, Configuration
-from paceline_lab.configurations.keys import Keys, flattened
-from paceline_lab.configurations.written import Written, refuse
+from paceline_lab.configurations.configuration import REST, Configuration, Keys, Written, flattened, refuse
 
 NAME = "DeepSpeed"
 _QUIET = (

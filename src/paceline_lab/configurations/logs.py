@@ -21,8 +21,7 @@ from paceline.run.record.run import WARM_UP_STEPS
 from paceline.run.tuning.calibrate_on import LogReader
 from paceline_lab.configurations import megatron, torchtitan
 from paceline_lab.configurations.configuration import Configuration, planned, with_batch
-from paceline_lab.configurations.explained import layout_as_configured
-from paceline_lab.configurations.systems import read_configuration
+from paceline_lab.configurations.systems import layout_as_configured, read_configuration
 
 _MOST_BYTES = 2**28
 # what torchrun and others put before each line of a rank

@@ -10,9 +10,7 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.read.dimensions import Dimensions
 from paceline.planning.plan import Plan
-from paceline_lab.configurations.configuration import REST, Configuration
-from paceline_lab.configurations.keys import Keys, flattened
-from paceline_lab.configurations.written import Written, refuse
+from paceline_lab.configurations.configuration import REST, Configuration, Keys, Written, flattened, refuse
 
 NAME = "torchtitan"
 _SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "zbvzerobubble": "zero-bubble"}

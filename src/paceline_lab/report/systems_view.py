@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline import units
 from paceline.files import read_text
+from paceline.report.charts import BLUE, GREY, SERIES, VERMILLION, Line, lines
+from paceline.report.figure import Axis, Bars, Figure
 from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
-from paceline_lab.report import systems_charts, template_named
-from paceline_lab.scaling.directory import REPORT
+from paceline.units import digits
+from paceline_lab.report import template_named
+from paceline_lab.scaling.summary import REPORT
 from paceline_lab.systems.compared import ComparedWay, Comparison
 
 OURS = "paceline"
@@ -92,7 +95,7 @@ class SystemsView:
         """Step times beside each other."""
         names = [self.name(way) for way in self.ways]
         label = "; ".join(f"{name}: {units.seconds(way.step_s)}" for name, way in zip(names, self.ways, strict=True))
-        return Chart("steps", systems_charts.steps(self.ways, names), f"Step time of each system. {label}.")
+        return Chart("steps", step_times(self.ways, names), f"Step time of each system. {label}.")
 
     @property
     def losses(self) -> Chart:
@@ -103,7 +106,7 @@ class SystemsView:
                 continue  # its batch is another
             shown.setdefault(way.way if way.system == OURS else way.system, way)
         courses = [(self.name(way), way.seconds, way.losses) for way in shown.values()]
-        return Chart("losses", systems_charts.losses(courses), "Training loss over the seconds since the first step.")
+        return Chart("losses", loss_courses(courses), "Training loss over the seconds since the first step.")
 
     @property
     def rows(self) -> list[Row]:
@@ -140,3 +143,50 @@ class SystemsView:
         if way.same:
             return "the same"
         return f"differ by {way.difference:.1%}" if way.exact else "converges alike, by its rule"
+
+
+_ROW_PX, _FRAME_PX = 26, 90
+
+
+def step_times(ways: Sequence[ComparedWay], names: Sequence[str]) -> Figure:
+    """Step times as bars with intervals, the shortest on top.
+
+    paceline's have a colour of their own; systems that compute something else are pale.
+    """
+    order = sorted(range(len(ways)), key=lambda i: ways[i].step_s.middle)
+    middle, places = [ways[i].step_s.middle * 1e3 for i in order], list(range(len(order)))
+    bars = Bars(
+        "step",
+        middle,
+        places,
+        [_colour(ways[i]) for i in order],
+        opacity=[1.0 if ways[i].same else 0.4 for i in order],
+        low=[ways[i].step_s.low * 1e3 for i in order],
+        high=[min(ways[i].step_s.high * 1e3, 3 * x) for i, x in zip(order, middle, strict=True)],
+        hints=[f"{names[i]}\n{digits(x)} ms" for i, x in zip(order, middle, strict=True)],
+    )
+    return Figure(
+        Axis("ms a step", from_zero=True),
+        Axis(
+            span=(len(order) - 0.4, -0.6), ticks=[(p, names[i]) for p, i in zip(places, order, strict=True)], grid=False
+        ),
+        height=_FRAME_PX + _ROW_PX * len(ways),
+        traces=[bars],
+        legend=False,
+    )
+
+
+def loss_courses(courses: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> Figure:
+    """Loss over seconds since the first step, a line for each way: name, seconds, losses."""
+    series = [
+        Line(name, x, y, SERIES[i % len(SERIES)], dashed=i >= len(SERIES)) for i, (name, x, y) in enumerate(courses)
+    ]
+    figure = lines(series, "seconds", "training loss", log_if_wide=True)
+    figure.height += 18 * max(0, len(series) - 3)
+    return figure
+
+
+def _colour(way: ComparedWay) -> str:
+    if way.system == "paceline":
+        return VERMILLION
+    return GREY if way.system == "plain" else BLUE

@@ -32,13 +32,10 @@ from paceline.run.record.run import WARM_UP_STEPS, read_lines
 from paceline.run.train import train
 from paceline.run.tuning.auto import choose
 from paceline.units import clock, count
-from paceline_lab.scaling.caveats import caveats
-from paceline_lab.scaling.directory import REPORT, BenchmarkDirectory, kept_at
-from paceline_lab.scaling.limits import limits_of
-from paceline_lab.scaling.load import OtherLoad
+from paceline_lab.scaling.limits import caveats, limits_of
 from paceline_lab.scaling.result import Report
 from paceline_lab.scaling.settings import ONE, Setting, settings_for, target_of
-from paceline_lab.scaling.summary import FinishedRun, finished, measured
+from paceline_lab.scaling.summary import REPORT, BenchmarkDirectory, FinishedRun, OtherLoad, finished, kept_at, measured
 
 T = TypeVar("T")
 BENCHES = Path("bench")  # under the current directory, where no other is named

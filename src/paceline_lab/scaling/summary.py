@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import resource
+import shutil
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import psutil
+
+from paceline.cluster.cluster import Host
+from paceline.elastic.forkserver import cpu_s
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
+from paceline.files import write_whole
+from paceline.planning.plan import Plan
 from paceline.report.parts import typical, typical_parts
-from paceline.run.record.run import WARM_UP_STEPS, Run, Speed
+from paceline.run.record.run import WARM_UP_STEPS, JsonLines, Run, Speed, differences, read_lines
 from paceline.stats import Interval, differ, median_interval
-from paceline_lab.scaling.load import stolen_share, undisturbed
+from paceline.storage.url import is_url
 from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse
 from paceline_lab.scaling.settings import Setting
 
@@ -265,3 +278,168 @@ def _all_repeats(runs: Sequence[Sequence[RankUse]], step_times_s: Sequence[float
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+NOISE_CORES = 0.05  # what a machine's own housekeeping takes
+WARN_CORES = 0.1
+_MOST_STOLEN = 0.9
+
+
+class OtherLoad:
+    """A reading begins when this is made. Sees the CPU only: what others compute on a GPU is not in it."""
+
+    def __init__(self, host: Host) -> None:
+        self.cores = [core for group in host.affinity for core in group]
+        self._started = time.monotonic()
+        self._all_s, self._own_s = self._busy_s(), _own_cpu_s()
+
+    def busy_cores(self) -> float | None:
+        """Average number of cores kept busy by others; None if the system does not tell.
+
+        Cores are those that we may use. The time of this process and of all that it started and waited for is taken
+        off, and time that a hypervisor gave to others is in.
+        """
+        passed_s = time.monotonic() - self._started
+        all_s, own_s = self._busy_s() - self._all_s, _own_cpu_s() - self._own_s
+        if all_s < own_s / 2:  # the system counts something else, as some sandboxes do
+            return None
+        return max(0.0, all_s - own_s) / passed_s
+
+    def _busy_s(self) -> float:
+        """Busy seconds of the cores, without interrupts.
+
+        Interrupts belong to no process and are largely our own traffic.
+        """
+        times = psutil.cpu_times(percpu=True)
+        if self.cores and max(self.cores) < len(times):
+            times = [times[core] for core in self.cores]
+        return float(sum(t.user + t.system + getattr(t, "nice", 0.0) + getattr(t, "steal", 0.0) for t in times))
+
+
+def stolen_share(other_cores: float | None, *, devices: int, cores: int) -> float:
+    """Upper bound on a run's slowdown by others: the part of one core they took.
+
+    All ranks wait for the slowest. What fits on the cores that the run leaves free costs nothing.
+    """
+    stolen = (other_cores or 0.0) - max(0, cores - devices)
+    return min(stolen, _MOST_STOLEN) if stolen > NOISE_CORES else 0.0
+
+
+def undisturbed(time_s: Interval, stolen: float) -> Interval:
+    """Interval of the undisturbed time, extended downwards by what was stolen.
+
+    Undisturbed runs may have been shorter, and not longer. Nothing is left out.
+    """
+    return Interval(time_s.low * (1 - stolen), time_s.middle, time_s.high)
+
+
+def _own_cpu_s() -> float:
+    # The forkserver, whose children the ranks are, is waited for only at the end.
+    times = os.times()
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return times.user + times.system + children.ru_utime + children.ru_stime + cpu_s()
+
+
+PROTOCOL, MEASURED, REPORT = "protocol.json", "measured.jsonl", "report.json"
+
+
+@contextmanager
+def kept_at(out: str | Path | None, say: Callable[[str], object]) -> Iterator[Path | None]:
+    """Directory of a benchmark; that of a URL is uploaded while the block runs.
+
+    Raises:
+        RunError: a run is there, somebody else measures there, or, at the end, not all could be uploaded.
+        StorageError: the store cannot be used.
+    """
+    if not is_url(out):
+        yield None if out is None else Path(out)
+        return
+    from paceline.run.object_store.run import RemoteRun
+    from paceline.run.object_store.upload import Kind
+
+    with RemoteRun(out, say, resume=True, kind=Kind("benchmark", PROTOCOL, MEASURED)) as remote:
+        say(f"benchmark {remote.url} · its working directory is {remote.path}")
+        yield remote.path
+        remote.check()
+
+
+class BenchmarkDirectory:
+    """The directory of a benchmark, from which an interrupted one continues.
+
+    Raises:
+        RunError: there is something in `path`, and it is not a benchmark.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        file = path / PROTOCOL
+        try:
+            self.protocol: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+            occupied = self.protocol is None and path.exists() and (not path.is_dir() or any(path.iterdir()))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{file} cannot be read: {error}. Name another directory with --out.") from error
+        if occupied:
+            raise RunError(
+                f"{path} is not a benchmark's directory: it has no {PROTOCOL}. Name a new or an empty one with --out."
+            )
+
+    def begun_with(self) -> tuple[Plan, list[str]] | None:
+        """Plan for N devices and plans tried, if a benchmark was begun here.
+
+        Raises:
+            RunError: it was written by something else.
+        """
+        if self.protocol is None:
+            return None
+        try:
+            return Plan.parse(self.protocol["plan"]), [str(line) for line in self.protocol["knobs"]]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{self.path / PROTOCOL} is not of a benchmark ({error!r}). Name another directory with --out."
+            ) from error
+
+    def begin(self, protocol: dict[str, Any]) -> None:
+        """Begin with `protocol`, or continue what was begun under the same one.
+
+        Raises:
+            RunError: what was begun here measures something else, all of which is named; or nothing can be written.
+        """
+        protocol = json.loads(json.dumps(protocol))
+        if self.protocol is None:
+            try:
+                (self.path / "runs").mkdir(parents=True, exist_ok=True)
+                write_whole(self.path / PROTOCOL, json.dumps(protocol, indent=1))
+            except OSError as error:
+                raise RunError(
+                    f"the benchmark cannot be kept in {self.path}: {error.strerror}. Name a directory with --out."
+                ) from error
+            self.protocol = protocol
+        elif found := list(differences(self.protocol, protocol)):
+            raise RunError(
+                f"{self.path} belongs to another benchmark: {'; '.join(found)}. Name another directory with --out."
+            )
+
+    def finished(self, settings: Sequence[Setting]) -> dict[str, list[FinishedRun]]:
+        """The runs that were measured, by setting, in the order of their rounds."""
+        found: dict[str, list[FinishedRun]] = {setting.key: [] for setting in settings}
+        try:
+            for line in read_lines(self.path / MEASURED):
+                run = FinishedRun.load(line)
+                found[run.setting].append(run)
+        except (KeyError, TypeError) as error:
+            raise RunError(
+                f"{self.path / MEASURED} has a line that is not a run of this benchmark: {error!r}"
+            ) from error
+        return {key: sorted(runs, key=lambda run: run.round) for key, runs in found.items()}
+
+    def new_run(self, setting: Setting, round_: int) -> Path:
+        """The directory of a new run, emptied of an unfinished one's files."""
+        path = self.path / "runs" / f"{setting.key}-r{round_ + 1}"
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
+    def add(self, run: FinishedRun) -> None:
+        """Keep a finished run."""
+        lines = JsonLines(self.path / MEASURED)
+        lines.write(json.dumps(run.to_json()))
+        lines.close()

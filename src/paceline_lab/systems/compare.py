@@ -26,23 +26,24 @@ from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan
 from paceline.run.tuning.auto import choose
 from paceline.units import seconds
-from paceline_lab.scaling.directory import MEASURED, REPORT, BenchmarkDirectory
 from paceline_lab.scaling.protocol import rounds
 from paceline_lab.scaling.result import Scaling
-from paceline_lab.systems.comparable import (
+from paceline_lab.scaling.summary import MEASURED, REPORT, BenchmarkDirectory
+from paceline_lab.systems.compared import Comparison, TakenRun, step_time_s, time_to
+from paceline_lab.systems.environments import python_of
+from paceline_lab.systems.plain import REFERENCE
+from paceline_lab.systems.started import Finished, Kill, run
+from paceline_lab.systems.summary import (
+    Proof,
+    Reference,
+    References,
     as_compared,
     grown,
     must_be_cpus_of_this_machine,
     must_draw_nothing,
     normalises_apart,
+    summary,
 )
-from paceline_lab.systems.compared import Comparison, TakenRun, step_time_s, time_to
-from paceline_lab.systems.environments import python_of
-from paceline_lab.systems.killed import Kill
-from paceline_lab.systems.plain import REFERENCE
-from paceline_lab.systems.proof import Proof, Reference, References
-from paceline_lab.systems.started import Finished, run
-from paceline_lab.systems.summary import summary
 from paceline_lab.systems.system import SYSTEMS, Start, System
 from paceline_lab.systems.task import JOB, Task
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.emulate.network import wires
-from paceline_lab.chaos.faults import Scene, inject
-from paceline_lab.chaos.links import Links
+from paceline_lab.chaos.faults import Links, Scene, inject
 from paceline_lab.chaos.schedule import Fault
 
 RANKS = 3

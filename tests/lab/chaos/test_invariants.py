@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline_lab.chaos.invariants import check
+from paceline_lab.chaos.invariants import Reference, check
 from paceline_lab.chaos.play import Played
-from paceline_lab.chaos.reference import Reference
 from paceline_lab.chaos.schedule import Schedule
 
 SAMPLES = {step: [2 * step, 2 * step + 1] for step in range(1, 9)}

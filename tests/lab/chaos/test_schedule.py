@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ClusterError, JobError
-from paceline_lab.chaos.possible import kinds_in, refuse_impossible
+from paceline_lab.chaos.faults import kinds_in, refuse_impossible
 from paceline_lab.chaos.schedule import KINDS, Schedule, draw
 
 ARGUMENTS: dict[str, Any] = {"plan": "dp=3", "ranks": 3, "hosts": 4, "steps": 100}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_lab.chaos.shrink import shrink
+from paceline_lab.chaos.schedule import shrink
 
 
 @given(st.integers(1, 24), st.data())

@@ -8,8 +8,7 @@ import pytest
 
 from paceline.cluster.named import named_cluster
 from paceline_lab.configurations.configuration import REST, Configuration, planned
-from paceline_lab.configurations.explained import ConfiguredPlan, explain_configuration, framework_of
-from paceline_lab.configurations.systems import write_configuration
+from paceline_lab.configurations.systems import ConfiguredPlan, explain_configuration, framework_of, write_configuration
 
 GPT = {"layers": 16, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 32000, "positions": False, "tied": False}
 SLOW = Configuration(

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import PlanError
 from paceline_lab.configurations.configuration import Configuration, planned
-from paceline_lab.configurations.shell import arguments
+from paceline_lab.configurations.megatron import arguments
 from paceline_lab.configurations.systems import read_configuration
 
 FILES = Path(__file__).parent / "files"

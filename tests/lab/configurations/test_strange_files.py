@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import PacelineError
 from paceline_lab.configurations.configuration import planned
-from paceline_lab.configurations.shell import arguments
+from paceline_lab.configurations.megatron import arguments
 from paceline_lab.configurations.systems import read_configuration
 
 SNIPPETS = st.sampled_from(

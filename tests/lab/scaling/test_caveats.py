@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from handmade_runs import STEPS, runs_of, setting
-from paceline_lab.scaling.caveats import caveats
+from paceline_lab.scaling.limits import caveats
 from paceline_lab.scaling.settings import Setting
 from paceline_lab.scaling.summary import FinishedRun
 from small_jobs import small_job

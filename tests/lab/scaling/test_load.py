@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.cluster.discover import discover
 from paceline.elastic.local import launch
 from paceline.stats import Interval
-from paceline_lab.scaling.load import NOISE_CORES, OtherLoad, _own_cpu_s, stolen_share, undisturbed
+from paceline_lab.scaling.summary import NOISE_CORES, OtherLoad, _own_cpu_s, stolen_share, undisturbed
 
 
 def test_a_process_is_a_load_of_others_until_it_was_waited_for_as_our_own() -> None:

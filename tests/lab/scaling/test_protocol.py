@@ -13,8 +13,8 @@ import paceline_lab
 from commands import write_job
 from handmade_runs import runs_of, setting
 from paceline.errors import JobError, LaunchError, PlanError, RunError
-from paceline_lab.scaling.directory import BenchmarkDirectory
 from paceline_lab.scaling.protocol import rounds
+from paceline_lab.scaling.summary import BenchmarkDirectory
 
 ONE, TWO = setting(), setting(2)
 PROTOCOL = {"plan": "dp=2", "job": {"global_batch": 16, "optimizer": {"lr": 0.1}}}

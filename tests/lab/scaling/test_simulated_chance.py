@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.planning.cost.failures import FailureCosts
 from paceline.planning.explain.training_run import straggler_slowdown
-from paceline_lab.simulated.chance import Jitter, ScaleError, drawn_goodput, interval_of
+from paceline_lab.simulated.measured_here import Jitter, ScaleError, drawn_goodput, interval_of
 from paceline_lab.simulated.published import held_against
 
 DAY_S = 86_400.0

@@ -16,9 +16,19 @@ from paceline.errors import PlanError
 from paceline.planning.explain.training_run import straggler_slowdown
 from paceline.planning.explain.what_if import with_devices
 from paceline.planning.search.search import search
-from paceline_lab.simulated.chance import Jitter
-from paceline_lab.simulated.curve import Chances, SimulatedCurve, counts, per_device, simulated_curve
-from paceline_lab.simulated.findings import PAYS, excess_shares, limit_of, limits, sentences
+from paceline_lab.simulated.curve import (
+    PAYS,
+    Chances,
+    SimulatedCurve,
+    counts,
+    excess_shares,
+    limit_of,
+    limits,
+    per_device,
+    sentences,
+    simulated_curve,
+)
+from paceline_lab.simulated.measured_here import Jitter
 from paceline_lab.simulated.simulation import simulate
 
 CHANCES = Chances.published()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline_lab.systems import ddp, fsdp, horovod, plain
 from paceline_lab.systems.compared import TakenRun, difference, ratio_of, step_time_s, time_to
-from paceline_lab.systems.lines import changed_lines
+from paceline_lab.systems.summary import changed_lines
 
 
 def ends(each_s: list[float]) -> list[float]:

@@ -17,8 +17,7 @@ from paceline.job.job import Job
 from paceline_lab.systems import reference
 from paceline_lab.systems.compare import Compare
 from paceline_lab.systems.compared import TakenRun
-from paceline_lab.systems.proof import Proof, Reference, References
-from paceline_lab.systems.summary import summary
+from paceline_lab.systems.summary import Proof, Reference, References, summary
 from paceline_lab.systems.task import JOB, Steps, Task
 from paceline_lab.systems.work import Work
 

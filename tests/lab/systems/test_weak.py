@@ -12,12 +12,9 @@ from rich.console import Console
 from paceline.errors import RunError
 from paceline.job.job import Job
 from paceline_lab.report.systems_view import write_systems_page
-from paceline_lab.systems.comparable import grown
 from paceline_lab.systems.compare import Compare
-from paceline_lab.systems.compared import ComparedWay, Comparison, TakenRun
-from paceline_lab.systems.proof import Proof
-from paceline_lab.systems.screen import figures, show
-from paceline_lab.systems.summary import summary
+from paceline_lab.systems.compared import ComparedWay, Comparison, TakenRun, figures, show
+from paceline_lab.systems.summary import Proof, grown, summary
 
 SMALL: dict[str, Any] = {
     "model": {"zoo": "mlp", "args": {"hidden": 8}},
