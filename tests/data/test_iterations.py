@@ -147,7 +147,7 @@ def plain(kind: str, loop: Loop) -> Batches:
     return [numbers_in(batch) for batch in loop(*loaders(kind))]
 
 
-@pytest.mark.parametrize("kind", ["in order", "shuffled", "loader processes"])
+@pytest.mark.parametrize("kind", ["in order", "shuffled", pytest.param("loader processes", marks=pytest.mark.slow)])
 def test_every_loop_sees_the_batches_of_a_plain_loader(ranks: Ranks, kind: str) -> None:
     loops = [loop for loop in LOOPS if kind != "shuffled" or loop not in OVERLAPPING]
     names = [loop.__name__ for loop in loops]

@@ -162,7 +162,12 @@ def test_a_plan_is_checked_without_drawing_from_the_random_states(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [("Counting", "tp=2"), ("Counting", "fsdp=2"), ("averaging", "tp=2"), ("averaging", "pp=2 microbatches=2")],
+    [
+        ("Counting", "tp=2"),
+        pytest.param("Counting", "fsdp=2", marks=pytest.mark.slow),
+        pytest.param("averaging", "tp=2", marks=pytest.mark.slow),
+        ("averaging", "pp=2 microbatches=2"),
+    ],
 )
 def test_buffers_that_forward_replaces_are_those_of_one_process(tmp_path: Path, kind: str, plan: str) -> None:
     found = paceline.check(job(tmp_path, kind), f"{plan} precision=fp64", steps=2)

@@ -44,6 +44,7 @@ def test_a_worker_alone_trains_as_one_process_also_when_it_resumes_within_a_roun
     assert told["pushes"] == 2, "the steps from 17 to 24: a round of 5, and what is left"
 
 
+@pytest.mark.slow
 def test_the_outer_momentum_goes_over_to_the_checkpoint_and_back(tmp_path: Path) -> None:
     job, begun = job_in(tmp_path), job_in(tmp_path, steps=12, name="begun")
     plan = "dp=1 sync=server:staleness=1,backup=off,period=5,momentum=0.6 precision=fp64"
