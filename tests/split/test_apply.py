@@ -89,7 +89,9 @@ def assert_parts_of(one: dict[str, Any], many: list[dict[str, Any]]) -> None:
     assert {name for rank in many for name in rank["weights"]} == one["weights"].keys()
 
 
-@pytest.mark.parametrize("plan", ["dp=2 fsdp=2 microbatches=3", "pp=2 microbatches=4"])
+@pytest.mark.parametrize(
+    "plan", ["dp=2 fsdp=2 microbatches=3", pytest.param("pp=2 microbatches=4", marks=pytest.mark.slow)]
+)
 def test_a_smaller_last_batch_is_weighed_exactly(ranks: Ranks, plan: str) -> None:
     """22 samples in batches of 8: the last one has 6, for the data-parallel ranks 2, 2, 1 and 1."""
     assert_parts_of(own_loop("dp=1"), ranks(Plan.parse(plan).ranks, own_loop, plan, backend="shm"))

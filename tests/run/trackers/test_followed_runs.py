@@ -74,7 +74,12 @@ def test_the_end_of_a_run_that_fails_is_told_as_such(tmp_path: Path, site: dict[
 
 
 @pytest.mark.parametrize(
-    ("kind", "end"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "interrupted"), (signal.SIGKILL, "failed")]
+    ("kind", "end"),
+    [
+        pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.slow),
+        (signal.SIGTERM, "interrupted"),
+        (signal.SIGKILL, "failed"),
+    ],
 )
 def test_the_end_of_a_run_that_is_stopped_or_killed_is_told(
     kind: signal.Signals, end: str, tmp_path: Path, site: dict[str, str]

@@ -36,7 +36,9 @@ def site(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(installed(tmp_path / "site")), os.environ["PYTHONPATH"]])}
 
 
-@pytest.mark.parametrize(("how", "end"), [("ends", "finished"), ("raises", "failed")])
+@pytest.mark.parametrize(
+    ("how", "end"), [("ends", "finished"), pytest.param("raises", "failed", marks=pytest.mark.slow)]
+)
 def test_every_step_is_logged_and_the_end_of_the_script_told(
     how: str, end: str, tmp_path: Path, site: dict[str, str]
 ) -> None:
