@@ -89,7 +89,7 @@ class Loop:
     """
 
     def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group, *, unwritten: Unwritten = ()) -> None:
-        """Make a loop; `unwritten` is what TensorBoard has not got of this process's generation before."""
+        """Create a loop; `unwritten` has the TensorBoard events not yet flushed from the previous generation."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
         self.epoch_steps = engine.loader.partition.steps_per_epoch
         self.stop = StopRule(self.job.stop, self.epoch_steps)

@@ -493,7 +493,7 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
         "several optimizers take different ones; use sync=allreduce",
     ),
     (a_forward_pass_with_parameters_not_agreed_on, r"call engine\.agree\(\) after add_param_group"),
-    (a_step_without_gradients, r"Write engine\.backward\(loss\) in the place of loss\.backward\(\)"),
+    (a_step_without_gradients, r"Write engine\.backward\(loss\) instead of loss\.backward\(\)"),
     (a_step_on_gradients_not_summed, r"or write engine\.update\(\)"),
     (an_optimizer_that_setup_was_not_given, r"setup\(\[model, other\], \[optimizer, other_optimizer\]"),
     (an_update_without_gradients, r"call engine\.backward\(loss\) before it"),

@@ -385,7 +385,7 @@ class OwnLoop(Engine):
     def _before_own_step(self) -> None:
         if self.compute.loss_scale is not None:
             raise JobError(
-                "precision=fp16: the gradients are scaled; write engine.update() in the place of optimizer.step()"
+                "precision=fp16: the gradients are scaled; write engine.update() instead of optimizer.step()"
             )
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))

@@ -213,7 +213,7 @@ class OptimizerSteps:
         if number not in self.agreed:
             raise SyncError(
                 "optimizer.step() without engine.backward(loss) since its last step: the ranks have no "
-                "gradients in common. Write engine.backward(loss) in the place of loss.backward()"
+                "gradients in common. Write engine.backward(loss) instead of loss.backward()"
             )
 
     def _after_own_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> None:

@@ -51,15 +51,15 @@ class Runs(NamedTuple):
 
 
 def calibrate_on(paths: Iterable[Path | str], cluster: Cluster | None = None, say: Say = str) -> Adjustment:
-    """Factors of measured runs, with which predictions are multiplied.
+    """Return the factors by which measured runs differ from predictions.
 
     Args:
         paths: tables of runs (CSV), run directories, logs of Megatron-LM or torchtitan, or folders of these.
-        cluster: that on which logs were made, since they do not name it.
-        say: is told what was read, what was not and why, and the factor.
+        cluster: cluster of the logs, which do not name it.
+        say: called with a line for each reason why something was not used, and with the factors.
 
     Raises:
-        PlanError: a path is none of these, or nothing in them can be used; with every reason.
+        PlanError: a path is none of these, or no run in them can be used; the message has every reason.
     """
     files = [Path(path) for path in paths]
     runs = read_runs(files, cluster)
