@@ -235,7 +235,7 @@ _STAGING = (
     ),
     Mistake(
         "a replica's own parameters are kept in the memory that the agreed ones take",
-        "sync/local_rule.py",
+        "sync/local.py",
         "        own = [p.detach().clone() for p in self.parameters]",
         "        own = [p.detach() for p in self.parameters]",
         (_LOCAL,),
@@ -280,7 +280,7 @@ _DEVICES = (
     ),
     Mistake(
         "coded gradients are in the host's memory",
-        "sync/compress/two_phase.py",
+        "sync/compress/chunked.py",
         "dtype=torch.uint8, device=group.device)",
         "dtype=torch.uint8)",
         ("gpt dp=2 compress=int8",),

@@ -26,7 +26,7 @@ from paceline.job.loss import LossSpec
 from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.job.partition import PartitionSpec
-from paceline.job.sections import SECTIONS
+from paceline.job.spec import SECTIONS
 from paceline.job.stop import PlateauSpec, StopSpec
 from paceline.job.zoo import _MODELS
 from paceline.job.zoo.losses import _LOSSES

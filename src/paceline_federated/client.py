@@ -19,7 +19,8 @@ from paceline.data.samples import RequestedSamples
 from paceline.errors import JobError
 from paceline.job.batch import place, target_of
 from paceline.job.job import Job
-from paceline.job.zoo.losses import build_loss, call
+from paceline.job.loss_items import call
+from paceline.job.zoo.losses import build_loss
 from paceline.nearest import nearest
 from paceline.run.build import seed_all
 from paceline_federated.rule import FederatedRule, Local, Task, Update

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.data.held_out import held_out_batches
-from paceline.engine.measured import Measured
+from paceline.data.whole import held_out_batches
+from paceline.engine.evaluation import Measured
 from paceline.job.batch import place, target_of
 from paceline.job.loss import Metric, build_metrics
-from paceline.job.zoo.losses import ModelsOwn, call
+from paceline.job.loss_items import ModelsOwn, call
 from paceline_federated.client import ClientState, LocalTraining
 
 

@@ -9,8 +9,7 @@ from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from paceline.errors import JobError
 from paceline.job.job import Job
-from paceline.job.sections import JobSection
-from paceline.job.spec import Spec
+from paceline.job.spec import JobSection, Spec
 
 _TRIMMED = re.compile(r"trimmed:(0?\.\d+)")
 

@@ -9,7 +9,7 @@ import torch
 
 from federated import BATCH, LR, NAMES, job, must_agree, written
 from federated_flower import trained
-from paceline.job.zoo.data.samples import Selection
+from paceline.job.samples import Selection
 from paceline_federated.client import ClientState
 from paceline_federated.simulation.run import Simulation
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from paceline.data.held_out import held_out_batches
 from paceline.data.loader import Loader, Position
 from paceline.data.loader_processes import Workers
+from paceline.data.whole import held_out_batches
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.data.held_out import held_out_batches
 from paceline.data.loader import Loader
+from paceline.data.whole import held_out_batches
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.job.zoo.data.samples import Collated, Selection
+from paceline.job.samples import Collated, Selection
 
 SAMPLES, BATCH = 12, 4
 

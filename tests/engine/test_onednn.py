@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.engine import onednn
-from paceline.engine.onednn import use_onednn
+from paceline.engine import calls as onednn
+from paceline.engine.calls import use_onednn
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.spike import LossSpikes
+from paceline.engine.guard import LossSpikes
 from paceline.errors import JobError, NonFiniteError
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.job.spike import SpikeSpec
+from paceline.job.stop import SpikeSpec
 from paceline.run.record.run import Run
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank, train_here

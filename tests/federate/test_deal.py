@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from paceline.errors import DataError
-from paceline.job.zoo.data.samples import Selection
+from paceline.job.samples import Selection
 from paceline_federated.client import Work, keys, one_key, uniform
 from paceline_federated.section import ClientsSpec
 from paceline_federated.simulation.batched import Timetable, padded

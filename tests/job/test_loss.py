@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from paceline.errors import DataError, JobError
 from paceline.job.loss import Loss, LossSpec
-from paceline.job.zoo.losses import CrossEntropy, check_labels
+from paceline.job.loss_items import check_labels
+from paceline.job.zoo.losses import CrossEntropy
 
 
 def loss(name: str, **args: Any) -> Any:

@@ -72,7 +72,7 @@ def test_a_metric_whose_rows_do_not_match_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.engine.measured.LIMIT_BYTES", 100)
+    monkeypatch.setattr("paceline.engine.evaluation.LIMIT_BYTES", 100)
     with pytest.raises(DataError, match="f1_macro"):
         train_here(tmp_path / "run", job(metrics=["own_metrics:F1"]))
 

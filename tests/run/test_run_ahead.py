@@ -14,7 +14,7 @@ from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.cluster.discover import discover
 from paceline.engine import settings
 from paceline.engine.settings import Settings
-from paceline.job.spike import SpikeSpec
+from paceline.job.stop import SpikeSpec
 from paceline.planning.plan import Plan
 from paceline.run.checkpoint.convert import export
 from paceline.run.checkpoint.manifest import checkpoints

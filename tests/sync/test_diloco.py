@@ -20,7 +20,7 @@ from paceline.generation import GenerationOver
 from paceline.planning.plan import Plan
 from paceline.sync import build_rule
 from paceline.sync.diloco import DiLoCo
-from paceline.sync.fragments import cut
+from paceline.sync.local import cut
 from paceline.sync.rule import Replica
 from ranks import Ranks
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.generation import GenerationOver
-from paceline.sync.fragments import cut
-from paceline.sync.local import LocalSGD
+from paceline.sync.local import LocalSGD, cut
 from paceline.sync.rule import Replica
 from ranks import Ranks
 

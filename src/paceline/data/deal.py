@@ -20,12 +20,11 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from paceline.comm import Group
-from paceline.data.flow import Flow
 from paceline.data.loader import Loader
 from paceline.data.loader_processes import Workers
 from paceline.data.sampler_state import name_of, samplers
 from paceline.data.samples import RequestedSamples
-from paceline.data.stream import SamplerStream
+from paceline.data.stream import Flow, SamplerStream
 from paceline.data.whole import Items, Iterated
 from paceline.device import has_pinned_memory
 from paceline.errors import DataError

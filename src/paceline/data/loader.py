@@ -18,16 +18,14 @@ from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from paceline.data.flow import Flow
 from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, failed, make_room_for_sockets
 from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest, Shortened
-from paceline.data.stream import SamplerStream
+from paceline.data.stream import Flow, SamplerStream
 from paceline.data.whole import BatchPart, digest_of
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import on_device
-from paceline.job.partition import Partition
-from paceline.job.share_changes import Place
-from paceline.job.zoo.data.samples import in_users_data
+from paceline.job.partition import Partition, Place
+from paceline.job.samples import in_users_data
 from paceline.own_random import kept_random
 
 

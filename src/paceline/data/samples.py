@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from paceline.errors import DataError
-from paceline.job.zoo.data.samples import Collated, TensorSamples, apart, are_columns, in_users_data
+from paceline.job.samples import Collated, TensorSamples, apart, are_columns, in_users_data
 from paceline.own_random import SampleRandom, seed_from
 
 Collate = Callable[[list[Any]], Any]

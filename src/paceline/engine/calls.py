@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from paceline.comm import Group
-from paceline.device import CPU, DEVICE_VARIABLE, widest_float
-from paceline.engine.onednn import use_onednn
-from paceline.engine.sparse_tables import keep_rows, make_dense, refuse_sparse_adam
+from paceline.device import CPU, DEVICE_VARIABLE, is_accelerator, widest_float
 from paceline.errors import JobError, PlanError
 from paceline.planning.limits import whole_batch_in_parts
 from paceline.planning.plan import Plan
+from paceline.planning.sync_info import sync_info
 from paceline.sync.batchnorm import has_batch_norm, synchronise
 
 if TYPE_CHECKING:
@@ -101,3 +103,147 @@ def to_channels_last(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+LEAST = 2**18  # multiplications of a product: a smaller one is over before the way through Python pays
+_library: torch.library.Library | None = None
+
+
+def use_onednn(on: bool) -> None:
+    """Have all matrix products of this process computed by oneDNN, or by torch again.
+
+    Raises:
+        PlanError: this build of torch has no oneDNN.
+    """
+    global _library
+    if on == (_library is not None):
+        return
+    if _library is not None:
+        _library._destroy()
+        _library = None
+        return
+    if not has_onednn():
+        raise PlanError(f"onednn=on: this build of torch ({torch.__version__}) has no oneDNN: onednn=off.")
+    _library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that kernels are replaced
+        _library.impl("mm", _mm, "CPU", allow_override=True)
+        _library.impl("addmm", _addmm, "CPU", allow_override=True)
+
+
+def has_onednn() -> bool:
+    """True if this build of torch has oneDNN's linear layer."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if _is_for_onednn(a, b):
+        return _linear(a, b.t(), None)
+    product: Tensor = torch.ops.aten.mm.out(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
+    return product
+
+
+def _addmm(c: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    is_bias = c.dim() == 1 and c.dtype is torch.float32 and c.shape[0] == b.shape[1] and c.is_contiguous()
+    if beta == 1 and alpha == 1 and is_bias and _is_for_onednn(a, b):
+        return _linear(a, b.t(), c)
+    out = a.new_empty(a.shape[0], b.shape[1])
+    product: Tensor = torch.ops.aten.addmm.out(c, a, b, beta=beta, alpha=alpha, out=out)
+    return product
+
+
+def _linear(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, weight, bias, "none", [], "")
+    return product
+
+
+def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype is torch.float32
+        and b.dtype is torch.float32
+        and a.dim() == 2 == b.dim()
+        and a.shape[1] == b.shape[0]  # else torch's own error is raised
+        and a.shape[0] * a.shape[1] * b.shape[1] >= LEAST
+        and _is_plain(a)
+        and _is_plain(b)
+    )
+
+
+def _is_plain(matrix: Tensor) -> bool:
+    """True if rows or columns lie one after the other, without overlap."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    return (right == 1 and down >= columns) or (down == 1 and right >= rows)
+
+
+_MADE_DENSE: WeakSet[nn.Module] = WeakSet()  # were sparse; another generation's plan may keep them so
+
+
+def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights of embeddings with `sparse=True` by name, without those that other layers use, too."""
+    tables = [(name, module) for name, module in model.named_modules() if _is_sparse(module)]
+    elsewhere = {p for module in model.modules() if not _is_sparse(module) for p in module.parameters(recurse=False)}
+    found = {f"{name}.weight".lstrip("."): module.get_parameter("weight") for name, module in tables}
+    return {name: weight for name, weight in found.items() if weight not in elsewhere}
+
+
+def keep_rows(engine: Engine, model: nn.Module, plan: Plan) -> set[Tensor]:
+    """Tables whose sparse gradients rule and optimizer take.
+
+    A fused update of theirs, which takes none, is unfused.
+    """
+    info = sync_info(plan.sync)
+    tables: set[Tensor] = set(sparse_tables(model).values())
+    if info.served:
+        return tables if info.sends == "gradients" else set()
+    if not info.takes_rows or is_accelerator(engine.device) or plan.compile != "off" or engine.group.is_fake:
+        return set()
+    kept: set[Tensor] = set()
+    for optimizer in getattr(engine.optimizer, "optimizers", [engine.optimizer]):
+        for group in _groups(optimizer):
+            if own := tables.intersection(group["params"]):
+                kept |= own
+                if "fused" in group:
+                    group["fused"] = None
+    return kept
+
+
+def refuse_sparse_adam(engine: Engine, plan: Plan) -> None:
+    """Refuse torch's SparseAdam, which steps by sparse gradients alone, where its parameters get dense ones."""
+    for optimizer in getattr(engine.optimizer, "optimizers", [engine.optimizer]):
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        if isinstance(optimizer, SparseAdam) and not held <= engine.rows:
+            raise JobError(
+                "SparseAdam takes sparse gradients, which embeddings with sparse=True make, and only on CPUs under "
+                f"plans that neither divide nor compile the model; plan {plan} has dense ones for "
+                f"{len(held - engine.rows)} of its parameters: use Adagrad or SGD, whose steps leave rows without a "
+                "gradient as they are, or Adam"
+            )
+
+
+def make_dense(model: nn.Module, kept: set[Tensor]) -> None:
+    """Have embeddings make dense gradients, but for the tables that are kept.
+
+    Every collective takes dense ones, and optimizer steps are the same.
+    """
+    for module in model.modules():
+        if _is_sparse(module):
+            module.sparse = module.weight in kept  # type: ignore[assignment]
+            if not module.sparse:
+                _MADE_DENSE.add(module)
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.sparse or module in _MADE_DENSE)
+
+
+def _groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    """Parameter groups that torch steps by sparse gradients as by dense ones.
+
+    Rows without a gradient stay as they are.
+    """
+    for group in optimizer.param_groups:
+        if type(optimizer) is SparseAdam:
+            yield group
+        # decay and momentum would be of all rows
+        if type(optimizer) in (SGD, Adagrad) and not group["weight_decay"] and not group.get("momentum"):
+            yield group

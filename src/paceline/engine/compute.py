@@ -22,9 +22,9 @@ from paceline.engine.guard import LossScale
 from paceline.engine.loss_normalization import LossNormalization
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch, place, rows, split, target_of
+from paceline.job.experts import add_counts, moe_counts, routers_of, weigh_balance
 from paceline.job.loss import Loss
-from paceline.job.zoo.losses import CrossEntropy, call, refused_batch
-from paceline.job.zoo.models.moe import Router, add_counts, moe_counts, weigh_balance
+from paceline.job.loss_items import call, refused_batch
 from paceline.planning.axes import Compile
 from paceline.planning.limits import no_graphs
 from paceline.planning.plan import Plan
@@ -232,7 +232,7 @@ class ExpertBalance:
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
-        self._routes = any(isinstance(module, Router) for module in compute.model.modules())
+        self._routes = any(True for _ in routers_of(compute.model))
 
     def weigh(self, part: Batch | None, position: Position, *, alike: bool = False) -> None:
         """Tell the routers what the sequences of a microbatch count for; None counts for nothing.
@@ -302,10 +302,10 @@ class WholeModel(Compute):
 
     def _knowing(self, batch: Batch) -> AbstractContextManager[None]:
         """Context in which the loss knows the labels that an accelerator's host has."""
-        if not is_accelerator(self.device) or type(self.step_loss) is not CrossEntropy:
+        knowing = getattr(self.step_loss, "knowing", None)
+        if knowing is None or not is_accelerator(self.device) or on_accelerator(target := target_of(batch)):
             return _AS_IT_IS
-        target = target_of(batch)
-        return _AS_IT_IS if on_accelerator(target) else self.step_loss.knowing(target)
+        return cast(AbstractContextManager[None], knowing(target))
 
     def microbatches(self, placed: Batch) -> list[Batch]:
         """The parts of this rank's share that it computes one after the other."""

@@ -18,17 +18,21 @@ from torch.utils.data import DataLoader
 from paceline.comm import Group
 from paceline.data.deal import deal
 from paceline.data.loader import Loader, Position
-from paceline.device import is_accelerator
 from paceline.engine.calls import made_ready
 from paceline.engine.compute import Compute, LocalLoss, WholeModel
 from paceline.engine.evaluation import Evaluation
-from paceline.engine.guard import Guard
+from paceline.engine.guard import Guard, LossSpikes
 from paceline.engine.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
-from paceline.engine.reduction import GradientReduction, LocalReduction, StepSignals
+from paceline.engine.reduction import (
+    GradientReduction,
+    LocalReduction,
+    Reduced,
+    ReductionAhead,
+    StepSignals,
+    UnreadStep,
+)
 from paceline.engine.replica_state import ReplicaState
-from paceline.engine.run_ahead import ReductionAhead, UnreadStep
 from paceline.engine.settings import Settings
-from paceline.engine.spike import LossSpikes
 from paceline.errors import DataError, JobError, PlanError
 from paceline.generation import ends_generation
 from paceline.job.batch import Batch, rows
@@ -201,23 +205,23 @@ class Engine:
         Where the engine runs ahead the step is queued, its update included, and its numbers are not read yet. Until
         they are, the weights may be of a gradient that is not finite: settle before they are saved or measured.
         """
-        self._follow_changes()
-        step = self.step_count + 1
-        position = self._position(batch)
-        self.meter.mark(DATA)
-        self.on_phase("compute", step)
-        normalization = self.compute.normalization
-        if not normalization.prepared or normalization.items_per_sample is None:
-            self.compute.prepare(batch)
-        self.guard.remember()
-        self._clear_gradients()
+        step, position = self._prepare(batch)
         with self._gradients("collected"):
-            local = self.compute.forward_backward(batch, position, step)
+            local = self.compute.forward_backward(batch, position, step)  # gradients and loss of this rank
         self.meter.mark(COMPUTE)
         self.on_phase("sync", step)
         if isinstance(self.reduction, ReductionAhead):
-            return self._queued(self.reduction, step, batch, position, local)
-        return self._taken(step, batch, position, local)
+            return self._queue(self.reduction, step, batch, position, local)
+        reduced = self.reduction.reduce(local, step)  # gradients and loss of all ranks
+        self.on_phase("optimizer", step)
+        problem = self.guard.check(
+            self.reduction.deciders, batch, self.loader.indices, step=step, loss=reduced.step_loss, norm=reduced.norm
+        )
+        if problem is None:  # neither NaN, nor Inf, nor a spike
+            self._update(step, reduced.norm)
+        if self.local_steps:
+            self._agree_on_parameters(step)
+        return self._end(step, position.total, reduced, problem)
 
     def settle(self, begun: StepResult | UnreadStep) -> StepResult:
         """Result of a step that was begun.
@@ -231,7 +235,7 @@ class Engine:
             return begun
         self.on_phase("sync", begun.step)
         reduced, norm = begun.numbers.read()
-        self.guard.problem(self.group, begun.batch, begun.samples, step=begun.step, loss=reduced.loss, norm=norm)
+        self.guard.check(self.group, begun.batch, begun.samples, step=begun.step, loss=reduced.loss, norm=norm)
         timing = self.meter.ended(begun.step, reduced.slowest_busy_s, begun.numbers.own_busy_s)
         return StepResult(begun.step, reduced.loss, begun.total, norm, None, reduced.votes, timing)
 
@@ -241,62 +245,6 @@ class Engine:
         The steps before are settled first: such a step waits for the device, and reports other problems than theirs.
         """
         return self.updates + 1 >= self.replica_state.due or self.compute.normalization.examines(step)
-
-    def _queued(
-        self, reduction: ReductionAhead, step: int, batch: Batch | None, position: Position, local: LocalLoss
-    ) -> UnreadStep:
-        """The rest of a step, queued without a wait for the device."""
-        by_samples = self.compute.normalization.by_samples
-        unread = reduction.queue(local, step, by_samples=by_samples, clip_norm=self.settings.clip_norm)
-        self.on_phase("optimizer", step)
-        self._prepare_update(step)
-        self._step_optimizer(step)
-        self.step_count = step
-        self.meter.mark(OPTIMIZER)
-        self.meter.end(step)
-        # behind the end of the step, so that one wait is for both
-        unread.send()
-        return UnreadStep(step, position.total, batch, self.loader.indices, unread)
-
-    def _taken(self, step: int, batch: Batch | None, position: Position, local: LocalLoss) -> StepResult:
-        """The rest of a step, whose update its numbers decide on."""
-        # From here on gradients are the global ones; on accelerators this is the step's one wait for the device.
-        pipeline = self.split.pipeline if self.split is not None else None
-        if pipeline is not None and not is_accelerator(self.device):
-            self.meter.waited_in_pipeline(pipeline.bubble_s)
-        reduced = self.reduction.reduce(local, step)
-        if pipeline is not None and is_accelerator(self.device):  # there it waits for the end of the step
-            self.meter.waited_in_pipeline(pipeline.bubble_s)
-        if self.compute.loss_scale is not None:
-            self.reduction.unscale(self.compute.loss_scale)
-        norm = self.reduction.gradient_norm()
-        self.on_phase("optimizer", step)
-        loss = reduced.loss if reduced.own_loss is None else reduced.own_loss
-        problem = self.guard.problem(
-            self.reduction.deciders, batch, self.loader.indices, step=step, loss=loss, norm=norm
-        )
-        if problem is None:
-            self._prepare_update(step)
-            self._clip(norm)
-            self._step_optimizer(step)
-        if self.local_steps:
-            self._agree_on_parameters(step)
-        spikes = self.guard.spikes
-        last_losses = [] if spikes is None else spikes.state_dict()
-        self.outcome = Outcome(loss, reduced.rescale, norm, problem is None, last_losses)
-        self.reduction.stage = "own"
-        self.step_count = step
-        self.meter.mark(OPTIMIZER)
-        return StepResult(
-            step,
-            reduced.loss,
-            position.total,
-            norm,
-            problem,
-            reduced.votes,
-            self.meter.finish(step),
-            reduced.everywhere,
-        )
 
     def finish(self, outcome: Outcome, stage: Literal["summed", "mean"]) -> None:
         """Take a step without other ranks, by the reduced gradients in the parameters' `.grad`.
@@ -379,6 +327,54 @@ class Engine:
         extra = {name: b for name, b in self.extra.items() if not isinstance(b, nn.Parameter)}
         return self.split.named_buffers() if self.split is not None else {**dict(self.model.named_buffers()), **extra}
 
+    # One step
+
+    def _prepare(self, batch: Batch | None) -> tuple[int, Position]:
+        """Make ready for a step; returns its number and the position of its batch."""
+        self._follow_changes()
+        step = self.step_count + 1
+        position = self._position(batch)
+        self.meter.mark(DATA)
+        self.on_phase("compute", step)
+        normalization = self.compute.normalization
+        if not normalization.prepared or normalization.items_per_sample is None:
+            self.compute.prepare(batch)
+        self.guard.remember()
+        self._clear_gradients()
+        return step, position
+
+    def _queue(
+        self, reduction: ReductionAhead, step: int, batch: Batch | None, position: Position, local: LocalLoss
+    ) -> UnreadStep:
+        """Queue the rest of a step without a wait for the device."""
+        by_samples = self.compute.normalization.by_samples
+        unread = reduction.queue(local, step, by_samples=by_samples, clip_norm=self.settings.clip_norm)
+        self.on_phase("optimizer", step)
+        self._prepare_update(step)
+        self._step_optimizer(step)
+        self.step_count = step
+        self.meter.mark(OPTIMIZER)
+        self.meter.end(step)
+        # behind the end of the step, so that one wait is for both
+        unread.send()
+        return UnreadStep(step, position.total, batch, self.loader.indices, unread)
+
+    def _update(self, step: int, norm: float) -> None:
+        """Clip the gradients, whose L2 norm is `norm`, and update the parameters by them."""
+        self._prepare_update(step)
+        self._clip(norm)
+        self._step_optimizer(step)
+
+    def _end(self, step: int, samples: int, reduced: Reduced, problem: str | None) -> StepResult:
+        spikes = self.guard.spikes
+        last_losses = [] if spikes is None else spikes.state_dict()
+        self.outcome = Outcome(reduced.step_loss, reduced.rescale, reduced.norm, problem is None, last_losses)
+        self.reduction.stage = "own"
+        self.step_count = step
+        self.meter.mark(OPTIMIZER)
+        timing = self.meter.finish(step)
+        return StepResult(step, reduced.loss, samples, reduced.norm, problem, reduced.votes, timing, reduced.everywhere)
+
     # How the model is set up
 
     def _compute(self, plan: Plan) -> Compute:
@@ -417,7 +413,7 @@ class Engine:
         self._after_update = self.rule.after_step if acts else None
         kind: type[GradientReduction]
         kind = LocalReduction if self.local_steps else ReductionAhead if self.runs_ahead else GradientReduction
-        self.reduction = kind(self.rule, self.replica, self.signals, self.meter, world, split)
+        self.reduction = kind(self.rule, self.replica, self.signals, self.meter, world, split, self.compute.loss_scale)
         if info.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
                 f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or batch_norm: "

@@ -1,6 +1,6 @@
 """Loss normalization: the weight of each microbatch in the global mean.
 
-A loss is the mean over samples, over items that it or torch's own definition tells (`paceline.job.zoo.items`), or a
+A loss is the mean over samples, over items that it or torch's own definition tells (`paceline.job.zoo.losses`), or a
 sum. Where a batch is computed in several parts, a loss of the user's own is held against that: before the first update,
 and in steps 2, 4, 8, … again, as early batches may have no label that is left out.
 """
@@ -21,14 +21,22 @@ from torch.utils._pytree import tree_map
 
 from paceline.comm.gather import gather
 from paceline.device import forked_random, on_accelerator, widest_float
-from paceline.engine.comparable import in_float64
+from paceline.engine.model_loss import in_float64
 from paceline.engine.no_gradient import NoGradient, stop_gradient_unless
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows, target_of
 from paceline.job.loss import Loss
-from paceline.job.zoo.items import adds_up, is_known, items_of, reads_models_loss
-from paceline.job.zoo.losses import CrossEntropy, Elementwise, ModelsOwn, described, first_line
-from paceline.job.zoo.metrics import LossMetric
+from paceline.job.loss_items import (
+    LossMetric,
+    ModelsOwn,
+    adds_up,
+    declares_mean,
+    described,
+    first_line,
+    is_known,
+    items_of,
+    reads_models_loss,
+)
 
 if TYPE_CHECKING:
     from paceline.data.loader import Position
@@ -37,7 +45,6 @@ if TYPE_CHECKING:
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; by what the loss was computed in
 _LOW_PRECISION = 2e-2
 _IGNORED = (-100, -1, 0, 255)  # labels that losses commonly leave out, for the hint
-_OWN = (CrossEntropy, Elementwise)
 
 
 class LossNormalization:
@@ -63,7 +70,7 @@ class LossNormalization:
         self._count = None if self.adds_up else self._counted
         self._trial: Callable[..., Any] | None = None  # a copy of the loss, which may keep a state
         self._earlier: tuple[Any, Tensor] | None = None  # a part of one sample
-        self._examines = not (self.by_model or type(self.loss) in _OWN or is_known(self.loss))
+        self._examines = not (self.by_model or declares_mean(self.loss) or is_known(self.loss))
         self._examines &= not getattr(self.loss, "whole_batch", False)
         self.prepared = False
 
@@ -179,7 +186,7 @@ class LossNormalization:
     def without_empty(self, loss: Tensor, output: Any, batch: Batch) -> Tensor:
         """Return the loss, or 0 with a zero gradient if the batch has no items."""
         by_model = isinstance(self.loss, ModelsOwn)
-        if type(self.loss) in _OWN or (self._counted is None and not by_model):
+        if declares_mean(self.loss) or (self._counted is None and not by_model):
             return loss
         # reading the value is nearly free on a CPU; on an accelerator it would be a wait
         if loss.device.type == "cpu" and not math.isnan(loss.item()):

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.device import is_accelerator, on_accelerator, uploaded, widest_float
+from paceline.device import Download, is_accelerator, on_accelerator, uploaded, widest_float
 from paceline.engine.compute import LocalLoss
 from paceline.engine.guard import LossScale
 from paceline.engine.meter import COMM, Meter
+from paceline.job.batch import Batch
 from paceline.sync import Replica, SyncRule
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Reduced:
         rescale: what makes the gradients those of this mean.
         votes: how many ranks asked for what.
         slowest_busy_s: the longest that any rank was busy before.
+        norm: L2 norm of the whole gradient, before clipping.
         own_loss: that of this replica, where it takes the step of its own gradient; None where all take the same.
         everywhere: whether all this is what every replica knows; if not, it is what this one knows of itself, and votes
             are still asked.
@@ -44,8 +46,14 @@ class Reduced:
     rescale: float
     votes: dict[str, int]
     slowest_busy_s: float
+    norm: float = 0.0
     own_loss: float | None = None
     everywhere: bool = True
+
+    @property
+    def step_loss(self) -> float:
+        """The loss of the gradient that this rank updates by."""
+        return self.loss if self.own_loss is None else self.own_loss
 
 
 class StepSignals:
@@ -105,7 +113,7 @@ class StepSignals:
     def scaled(self, loss: float, items: float) -> Reduced:
         """Result of a step that only this replica knows; votes stay pending."""
         rescale = self._rescale(items)
-        return Reduced(loss * rescale, rescale, {}, 0.0, loss * rescale, everywhere=False)
+        return Reduced(loss * rescale, rescale, {}, 0.0, own_loss=loss * rescale, everywhere=False)
 
     def read(self, sums: Sequence[float]) -> Reduced:
         """The sums over all replicas, of their numbers."""
@@ -160,6 +168,7 @@ class GradientReduction:
         signals: loss, votes and times, which travel with the gradients.
         world: all ranks.
         split: how the model is divided over the ranks of a replica; None where each holds all of it.
+        loss_scale: the factor that the loss had in fp16 training; None in other precisions.
 
     Attributes:
         gradients: tensors that hold every most recently reduced gradient once.
@@ -174,15 +183,10 @@ class GradientReduction:
         meter: Meter,
         world: Group,
         split: Split | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        self.rule, self.replica, self.signals, self.meter, self.world, self.split = (
-            rule,
-            replica,
-            signals,
-            meter,
-            world,
-            split,
-        )
+        self.rule, self.replica, self.signals, self.meter = rule, replica, signals, meter
+        self.world, self.split, self.loss_scale = world, split, loss_scale
         self.gradients: list[Tensor] = []
         self.stage: Literal["own", "summed", "mean"] = "own"
         # The ranks of a divided model sum the signals over all of them, so the rule gets none.
@@ -191,10 +195,25 @@ class GradientReduction:
         self._reads_norm, self._norm = split is not None or is_accelerator(world.device), 0.0
 
     def reduce(self, local: LocalLoss, step: int) -> Reduced:
-        """Average gradients, loss and votes of an optimizer step by the rule.
+        """Reduce gradients, loss and votes of an optimizer step by the rule.
 
-        From here on gradients are those of the mean over all items of the global batch.
+        From here on gradients are those of the mean over all items of the global batch. On accelerators this is the one
+        wait of a step for the device.
         """
+        pipeline = None if self.split is None else self.split.pipeline
+        on_host = pipeline is not None and not is_accelerator(self.world.device)
+        if pipeline is not None and on_host:
+            self.meter.waited_in_pipeline(pipeline.bubble_s)
+        reduced = self._reduce(local, step)
+        if pipeline is not None and not on_host:  # the bubble's events are read when the step has ended
+            self.meter.waited_in_pipeline(pipeline.bubble_s)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self.gradients)
+            self._norm /= self.loss_scale.value
+        reduced.norm = self._norm if self._reads_norm else math.hypot(*[norm.item() for norm in self._norms()])
+        return reduced
+
+    def _reduce(self, local: LocalLoss, step: int) -> Reduced:
         own_busy_s = self.signals.seal(self.meter, local)
         self.apply_rule(step)
         self.stage = "summed"
@@ -224,17 +243,6 @@ class GradientReduction:
             self.signals.tensor = result.scalars
         self.gradients = result.gradients
         return result.everywhere
-
-    def gradient_norm(self) -> float:
-        """L2 norm of the whole gradient that was reduced last."""
-        if self._reads_norm:
-            return self._norm
-        return math.hypot(*[norm.item() for norm in self._norms()])
-
-    def unscale(self, loss_scale: LossScale) -> None:
-        """Divide the gradients by the factor that the loss had."""
-        loss_scale.unscale(self.gradients)
-        self._norm /= loss_scale.value
 
     def _norms(self) -> Sequence[Tensor]:
         return torch._foreach_norm(self.gradients) if self.gradients else ()
@@ -274,8 +282,7 @@ class LocalReduction(GradientReduction):
     Within a replica that is divided, its ranks agree in every step.
     """
 
-    def reduce(self, local: LocalLoss, step: int) -> Reduced:
-        """See `GradientReduction.reduce`; the gradients are those of this replica's own mean."""
+    def _reduce(self, local: LocalLoss, step: int) -> Reduced:
         own_busy_s = self.signals.seal(self.meter, local)
         everywhere = self.apply_rule(step)
         if self.split is not None:
@@ -318,3 +325,87 @@ class LocalReduction(GradientReduction):
         together = torch.cat([tensor, by_replica.view(-1)])
         self.world.all_reduce(together)
         return torch.cat([together[len(tensor) :].view(replicas, -1)[place], together[: len(tensor)]])
+
+
+@dataclass(slots=True)
+class UnreadStep:
+    """A queued step whose numbers the host has not read.
+
+    Attributes:
+        step, total: number and global batch of the step.
+        batch, samples: this rank's share, and its samples' numbers in the data set, for an error.
+    """
+
+    step: int
+    total: int
+    batch: Batch | None
+    samples: list[int]
+    numbers: Unread
+
+
+class Unread:
+    """Signals and norms of gradients that are still on an accelerator.
+
+    Args:
+        parts: in order; floats are known already.
+        norms: how many at the end are norms, of gradients that are not rescaled yet.
+        own_busy_s: busy seconds of this rank that the signals have.
+    """
+
+    def __init__(self, signals: StepSignals, parts: Sequence[float | Tensor], norms: int, own_busy_s: float) -> None:
+        self.signals, self.own_busy_s = signals, own_busy_s
+        self._parts, self._norms = parts, norms
+        self.tensor = torch.cat([part.reshape(-1) for part in parts if isinstance(part, Tensor)])
+        self._download: Download | None = None
+
+    def norm(self) -> Tensor:
+        """L2 norm of all gradients, a tensor () on the device."""
+        norm: Tensor = torch.linalg.vector_norm(self.tensor[len(self.tensor) - self._norms :])
+        return norm
+
+    def send(self) -> None:
+        """Copy the numbers to the host once the device has done what is queued now."""
+        self._download = Download(self.tensor)
+
+    def read(self) -> tuple[Reduced, float]:
+        """Result of the reduction, and the gradient's norm; the host waits for them."""
+        assert self._download is not None, "nothing was sent"
+        found = in_order(self._parts, self._download.numbers())
+        sums, norms = found[: len(found) - self._norms], found[len(found) - self._norms :]
+        reduced = self.signals.read(sums)
+        return reduced, math.hypot(*norms) * reduced.rescale
+
+
+class ReductionAhead(GradientReduction):
+    """Reduction under synchronous rules without a wait; it rescales and clips on the device."""
+
+    def queue(self, local: LocalLoss, step: int, *, by_samples: bool, clip_norm: float | None) -> Unread:
+        """Reduce as `reduce` does, and clip the gradients, without a wait for the device.
+
+        Args:
+            by_samples: the items of all ranks are known to sum to 1.
+            clip_norm: the largest L2 norm of the whole gradient; None for any.
+        """
+        own_busy_s, alone = self.signals.seal(self.meter, local), self.world.size == 1
+        self.apply_rule(step)
+        norms: Sequence[Tensor]
+        if self.split is None:
+            sums, norms = self.signals.sums(local), self._norms()
+        else:
+            summed = self._sum_over_all(self.split)
+            sums, norms = self.signals.own(local) if alone else [summed[:-1]], [summed[-1:].sqrt()]
+        unread = Unread(self.signals, [*sums, *norms], len(norms), own_busy_s)
+        items = local.items if alone else 1.0 if by_samples else unread.tensor[ITEMS]
+        factor = self.signals.factor(items)
+        if clip_norm is not None and norms:
+            norm = unread.norm() * factor
+            factor = factor * torch.where(norm > clip_norm, clip_norm / (norm + 1e-6), 1.0)
+        if not isinstance(factor, Tensor):
+            self.scale(factor)
+        elif self.gradients:
+            # a factor in a gradient's own low precision would be off by a hundredth
+            wide = torch.promote_types(self.gradients[0].dtype, torch.float32)
+            torch._foreach_mul_(self.gradients, factor.to(wide))
+        if not alone:
+            self.meter.mark(COMM)
+        return unread

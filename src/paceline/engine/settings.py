@@ -8,7 +8,7 @@ import torch
 
 from paceline.device import has_timed_events
 from paceline.engine.guard import Policy
-from paceline.job.spike import SpikeSpec
+from paceline.job.stop import SpikeSpec
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import sync_info
 

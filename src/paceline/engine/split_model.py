@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,14 @@ from paceline.engine.shard_reads import ShardReads
 from paceline.errors import BatchError, PlanError
 from paceline.job.batch import Batch, place, split
 from paceline.job.loss import Loss
-from paceline.job.zoo.losses import CrossEntropy, call, refused_batch
+from paceline.job.loss_items import call, refused_batch
 from paceline.planning.axes import DATA_AXES
 from paceline.planning.model.recording.model_state import has_max_norm, restored
 from paceline.planning.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.deferred_init.initialise import DeferredModel, deferred_from
 from paceline.split.mesh import Mesh
-from paceline.split.tensor.layers import ParallelLoss
+from paceline.split.tensor.layers import ParallelLoss, divides_classes
 from paceline.sync.batchnorm import is_synchronised
 
 if TYPE_CHECKING:
@@ -99,12 +99,12 @@ class SplitModel(Compute):
         self.reads = ShardReads(split)
         # computed where there is no sample left
         self._sample = _first(split.example)
-        self._head = split.tensors.vocabulary_head if split.tensors is not None and type(loss) is CrossEntropy else None
+        self._head = split.tensors.vocabulary_head if split.tensors is not None and divides_classes(loss) else None
         self.divides_logits = self._head is not None
-        if self._head is not None:
+        if self._head is not None and divides_classes(loss):
             # the loss needs the sums over the vocabulary only
             self._head.gather = False
-            self.step_loss = ParallelLoss(cast(CrossEntropy, loss), split.mesh.group("tp"))
+            self.step_loss = ParallelLoss(loss, split.mesh.group("tp"))
 
     def forward_backward(self, batch: Batch | None, position: Position, step: int) -> LocalLoss:
         """See `Compute.forward_backward`."""

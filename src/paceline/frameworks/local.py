@@ -23,7 +23,7 @@ from paceline.planning.plan import Plan
 from paceline.planning.sync_info import CompressSpec, SyncSpec
 from paceline.sync import Replica, attach, build_rule
 from paceline.sync.batchnorm import has_batch_norm
-from paceline.sync.local_rule import LocalRule
+from paceline.sync.local import LocalRule
 
 _RULES = ("local", "diloco")  # they need nothing of a loop but its steps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -25,7 +25,7 @@ from paceline.job.spec import Args, Spec
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
+    from paceline.job.samples import DataSets
 
 
 ImageShape = tuple[PositiveInt, PositiveInt, PositiveInt]  # channels, height, width
@@ -49,17 +49,6 @@ def _not_empty(paths: tuple[Path, ...]) -> tuple[Path, ...]:
 
 # A URL stays the text that it is until `build` puts the path of its copy in its place.
 DataPath = Annotated[Path, WrapValidator(_path_or_url), PlainSerializer(str, when_used="json")]
-
-
-class DataSets(NamedTuple):
-    """The training and validation sets that `DataSpec.build` returns.
-
-    `held_out`, the validation set, is None if the job keeps none. `synthetic` marks figures made on generated data.
-    """
-
-    train: Dataset[Any]
-    held_out: Dataset[Any] | None
-    synthetic: bool = False
 
 
 class _Data(Spec):

@@ -27,6 +27,10 @@ class Loss(Protocol):
     - `reduction = "sum"`: the loss is a sum over the samples, not a mean.
     - `whole_batch = True`: the loss compares samples of a batch with each other (contrastive losses), so it is computed
       from the outputs of all data-parallel ranks.
+    - `known_mean = True`, set by the class of the loss itself: the mean is as declared, and 0 without items, so the
+      engine neither tries it out nor looks for parts without items.
+    - `divides_classes = True`: a cross-entropy with `weight` and `label_smoothing`, which tensor parallelism computes
+      from logits that stay divided over the classes.
     - `check(output, target, where, samples)`: raise a DataError for a target on the host that cannot be compared with
       the output; called before the loss where that is computed on a GPU, which would end the process.
     """
@@ -107,7 +111,8 @@ def build_metrics(specs: Sequence[MetricSpec | str], loss: Loss | None = None) -
     Raises:
         JobError: an unknown name; the nearest is named.
     """
-    from paceline.job.zoo.metrics import LossMetric, build_metric
+    from paceline.job.loss_items import LossMetric
+    from paceline.job.zoo.metrics import build_metric
 
     first = [LossMetric(loss)] if loss else []
     named = [MetricSpec(name=spec) if isinstance(spec, str) else spec for spec in specs]

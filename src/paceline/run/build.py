@@ -17,9 +17,9 @@ from paceline.device import DEVICE_VARIABLE, has_pinned_memory
 from paceline.engine.engine import Engine
 from paceline.engine.settings import Settings
 from paceline.errors import ClusterError, DataError
-from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.partition import Partition
+from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan
 from paceline.run.checkpoint.convert import WeightSource, fitted, load_weights, weights_from
 from paceline.split.layout import Part, ShardLayout, predicted_bytes

@@ -15,8 +15,8 @@ from paceline.engine.engine import Engine, StepResult
 from paceline.engine.meter import CHECKPOINT
 from paceline.engine.reduction import StepSignals
 from paceline.errors import CheckpointError, DataError, NonFiniteError
-from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec
+from paceline.job.samples import DataSets
 from paceline.job.stop import StopRule
 from paceline.run.checkpoint.manifest import checkpoints
 from paceline.run.checkpoint.reader import Loaded, load_latest

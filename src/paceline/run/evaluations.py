@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from paceline.data.held_out import held_out_batches, most_batches, padded
+from paceline.data.whole import held_out_batches, most_batches, padded
 from paceline.engine.engine import Engine
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
+from paceline.job.samples import DataSets, apart
 from paceline.job.stop import StopRule
-from paceline.job.zoo.data.samples import apart
 from paceline.run.record.callback import Callback, StepInfo
 from paceline.run.record.events import Events
 

@@ -13,14 +13,14 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.data.loader import Position
 from paceline.engine.engine import Engine, StepResult
-from paceline.engine.run_ahead import UnreadStep
+from paceline.engine.reduction import UnreadStep
 from paceline.errors import NonFiniteError, SyncError, tell_of_failure
 from paceline.generation import ends_generation
 from paceline.job.batch import Batch
-from paceline.job.data import DataSets
+from paceline.job.experts import add_counts
 from paceline.job.partition import Partition
+from paceline.job.samples import DataSets
 from paceline.job.stop import StopRule
-from paceline.job.zoo.models.moe import add_counts
 from paceline.planning.plan import Plan
 from paceline.rank_environment import is_our_rank
 from paceline.run.build import begin_engine, check_device, predicted_state_bytes, seed_all

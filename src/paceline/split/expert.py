@@ -20,7 +20,7 @@ from torch.autograd.function import Function
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.job.zoo.models.moe import by_expert, combined, without_values
+from paceline.job.experts import by_expert, combined, without_values
 from paceline.planning.limits import undivided_experts
 from paceline.planning.model.forward_pass import mixtures
 from paceline.planning.model.recording.record import Call, record_graph

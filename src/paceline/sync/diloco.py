@@ -16,8 +16,7 @@ from paceline.comm.allreduce.algorithms import Algorithm
 from paceline.comm.comm_thread import CommStream, CommThread, StreamTask, Task
 from paceline.comm.group import Group
 from paceline.device import has_streams
-from paceline.sync.fragments import FlatParameters, by_dtype, cut
-from paceline.sync.local_rule import LocalRule
+from paceline.sync.local import FlatParameters, LocalRule, by_dtype, cut
 from paceline.sync.rule import Replica
 
 if TYPE_CHECKING:

@@ -2,11 +2,168 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from paceline.sync.fragments import flats
-from paceline.sync.local_rule import LocalRule
-from paceline.sync.rule import Replica
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
+from paceline.comm.bucket import Memory
+from paceline.comm.group import Group
+from paceline.partition import contiguous
+from paceline.sync.rule import Reduction, Replica, SyncRule
+from paceline.sync.start import broadcast_state
+from paceline.sync.traffic import ring_bytes
+
+
+class LocalRule(SyncRule):
+    """Base of rules that synchronise parameters in some steps only.
+
+    Each replica takes the step of its own gradient. Batch-norm statistics stay each replica's own, as under every rule
+    (an evaluation averages them), and so does the optimizer's state.
+    """
+
+    identical = True  # all replicas have the same parameters now; the same value on all ranks
+
+    def attach(self, replica: Replica) -> None:
+        broadcast_state(replica)
+        self.replica, self.parameters = replica, replica.trainable
+        self.group = self.connections(replica.dp)
+        self.algorithm: Algorithm | Group = self.algorithm_over(self.group) if self.group.size > 1 else self.group
+
+    def connections(self, dp: Group) -> Group:
+        """The group that the parameters are sent over."""
+        return dp
+
+    def algorithm_over(self, group: Group) -> Algorithm:
+        """The all-reduce that sums over the replicas."""
+        return algorithm_for(group, "auto")
+
+    def agrees_in(self, step: int) -> bool:
+        """True if replicas share losses and votes in a step; at least once per period."""
+        raise NotImplementedError
+
+    def after_backward(self, step: int, scalars: Tensor) -> Reduction:
+        everywhere = self.agrees_in(step)
+        if everywhere and len(scalars):
+            self.replica.dp.all_reduce(scalars)
+        self.identical = False
+        return Reduction([p.grad for p in self.parameters if p.grad is not None], scalars, everywhere)
+
+    @contextmanager
+    def in_agreement(self) -> Iterator[None]:
+        """Within the context, parameters are the mean over all replicas, whatever the step.
+
+        No replica's work since the last agreement is left out of it.
+        """
+        self.wait()
+        if self.identical:
+            yield
+            return
+        own = [p.detach().clone() for p in self.parameters]
+        try:
+            for same_dtype in by_dtype(self.parameters):
+                # `data` keeps the count of writes, by which undoing a step tells what its forward pass has written
+                held = [p.data for p in same_dtype]
+                flat = FlatParameters.of(held, torch.cat([p.reshape(-1) for p in held]))
+                self.sum(flat.values)
+                flat.values.div_(self.replica.dp.size)
+                flat.copy_out()
+            yield
+        finally:
+            torch._foreach_copy_([p.data for p in self.parameters], own)
+
+    def wait(self) -> None:
+        """Return when no exchange is in flight."""
+
+    def outer_state(self) -> dict[str, Tensor]:
+        """State of the rule that is alike on all replicas, besides parameters; not copied."""
+        return {}
+
+    def go_on(self, outer: dict[str, Tensor]) -> None:
+        """Go on with an earlier `outer_state` among other replicas, whose parameters differ.
+
+        What was in flight is left out: replicas still have what they learned, and send it the next time.
+        """
+        self.identical = False
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over the replicas."""
+        with self.replica.traffic.counting(self.group, ring_bytes(tensor.nbytes, self.group.size)):
+            self.algorithm.all_reduce(tensor)
+
+    def detach(self) -> None:
+        if not isinstance(self.algorithm, Group):
+            self.algorithm.close()
+        if self.group is not self.replica.dp:
+            self.group.close()
+
+
+@dataclass
+class FlatParameters:
+    """Parameters with their place in one flat tensor, to and from which values are copied.
+
+    Attributes:
+        values: 1-D, of one dtype.
+        views: each parameter's part of `values`, in its shape.
+    """
+
+    parameters: list[Tensor]
+    values: Tensor
+    views: list[Tensor]
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor], values: Tensor) -> FlatParameters:
+        """The place of `parameters`, in this order, in `values` of as many elements."""
+        pieces = values.split([p.numel() for p in parameters])
+        return cls(list(parameters), values, [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)])
+
+    @torch.no_grad()
+    def copy_in(self) -> None:
+        """Copy the parameters into the flat tensor."""
+        torch._foreach_copy_(self.views, self.parameters)
+
+    @torch.no_grad()
+    def copy_out(self) -> None:
+        """Copy the flat tensor to the parameters."""
+        torch._foreach_copy_(self.parameters, self.views)
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add the flat tensor to the parameters."""
+        torch._foreach_add_(self.parameters, self.views)
+
+
+def flats(parameters: Sequence[nn.Parameter], memory: Memory) -> list[FlatParameters]:
+    """A flat tensor for the parameters of each dtype."""
+    return [
+        FlatParameters.of(same_dtype, memory.empty(sum(p.numel() for p in same_dtype), same_dtype[0].dtype))
+        for same_dtype in by_dtype(parameters)
+    ]
+
+
+def by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters of each dtype, in order."""
+    found: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.dtype, []).append(parameter)
+    return list(found.values())
+
+
+def cut(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
+    """Divide parameters into at most `count` runs of neighbours, the largest as small as possible.
+
+    Parameters stay whole, so a layer mostly stays together.
+    """
+    if not parameters:
+        return []
+    lengths = contiguous([p.nbytes for p in parameters], min(count, len(parameters)))
+    left = iter(parameters)
+    return [list(islice(left, length)) for length in lengths]
 
 
 class LocalSGD(LocalRule):

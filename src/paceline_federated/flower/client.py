@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from paceline.errors import DataError, FederateError
 from paceline.job.job import Job
-from paceline.job.zoo.data.samples import Selection
+from paceline.job.samples import Selection
 from paceline.run.build import load_published
 from paceline_federated.client import ClientState, Layout, LocalTraining, federated, first_model
 from paceline_federated.measure import Measure

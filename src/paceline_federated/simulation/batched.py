@@ -15,10 +15,11 @@ from torch.utils.data import Dataset
 from paceline.data.samples import RequestedSamples
 from paceline.errors import DataError, PacelineError
 from paceline.job.batch import Batch, target_of
+from paceline.job.loss_items import IGNORED, call, classes_on_dim_1, logits_of
+from paceline.job.loss_items import same_shape as in_one_shape
 from paceline.job.optimizer import OptimizerSpec
-from paceline.job.zoo.data.samples import Selection, TensorSamples
-from paceline.job.zoo.losses import IGNORED, CrossEntropy, Elementwise, call, classes_on_dim_1, logits_of
-from paceline.job.zoo.losses import same_shape as in_one_shape
+from paceline.job.samples import Selection, TensorSamples
+from paceline.job.zoo.losses import CrossEntropy, Elementwise
 from paceline_federated.client import Ints, LocalTraining, Work, drawing_from, keys, one_key, tensors_of
 from paceline_federated.rule import Local, Task
 from paceline_federated.server import Cohort

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from paceline.errors import DataError, RunError
 from paceline.files import private_opener
-from paceline.job.zoo.data.samples import Collated, Selection
+from paceline.job.samples import Collated, Selection
 from paceline_federated.client import ClientState, Ints, LocalTraining, one_key, uniform
 from paceline_federated.section import ClientsSpec, SimulateSpec
 

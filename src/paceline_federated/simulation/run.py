@@ -13,8 +13,8 @@ from torch import Tensor
 from paceline.elastic.run_lock import RunLock
 from paceline.errors import DataError
 from paceline.job.job import Job
+from paceline.job.samples import Selection
 from paceline.job.stop import StopRule
-from paceline.job.zoo.data.samples import Selection
 from paceline.run.build import load_published
 from paceline.run.record.run import Run
 from paceline.run.stop_signals import stop_signals

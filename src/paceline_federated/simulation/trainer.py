@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from paceline.job.zoo.data.samples import Selection
+from paceline.job.samples import Selection
 from paceline_federated.client import LocalTraining
 from paceline_federated.rule import Task
 from paceline_federated.server import Cohort, Server

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from paceline.engine.calls import to_channels_last
-from paceline.engine.sparse_tables import sparse_tables
+from paceline.engine.calls import sparse_tables, to_channels_last
 from paceline.job.batch import Batch, place, split, target_of
 from paceline.job.job import Job
 from paceline.job.partition import Partition

@@ -14,7 +14,7 @@ from typing import Any, cast
 from paceline.comm import Group
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import COMPUTE, Timing
-from paceline.job.data import DataSets
+from paceline.job.samples import DataSets
 from paceline.planning.sync_info import ServerProcesses, SyncSpec
 from paceline.run.loop import Loop
 from paceline.run.record.callback import StepInfo

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.engine.sparse_tables import sparse_tables
+from paceline.engine.calls import sparse_tables
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import SyncSpec

@@ -22,8 +22,8 @@ from model_families import LLAMA_70B
 from paceline.errors import JobError
 from paceline.job.batch import target_of
 from paceline.job.job import Job
+from paceline.job.loss_items import call
 from paceline.job.read.dimensions import Dimensions
-from paceline.job.zoo.losses import call
 from paceline.planning.model import build as tracing
 from paceline.planning.model.build import trace
 from paceline.planning.model.forward_pass import batch_of, with_values

@@ -12,7 +12,7 @@ import pytest
 from paceline.cluster.named import named_cluster
 from paceline.comm import Group
 from paceline.job.job import Job
-from paceline.job.zoo.losses import call
+from paceline.job.loss_items import call
 from paceline.planning.model.forward_pass import batch_of
 from paceline.planning.model.model_info import without_memory
 from paceline.planning.plan import Plan

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.cluster.discover import discover
 from paceline.comm import Group
-from paceline.engine.comparable import random_module
+from paceline.engine.model_loss import random_module
 from paceline.job.job import Job
 from paceline.planning.model.recording.model_state import restored
 from paceline.planning.model.recording.record import record_graph

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from paceline.errors import JobError
-from paceline.job.model import ModelSpec
 from paceline.job.read.imports import load_object
 from paceline.job.zoo.arguments import check_call, checked_args
 from paceline.job.zoo.data.simclr import SimCLR
@@ -17,6 +16,9 @@ from paceline.job.zoo.models.huggingface import bert, from_config, image_shape, 
 from paceline.job.zoo.models.moe import MoE
 from paceline.job.zoo.models.vision import cifar_cnn, mlp
 from paceline.nearest import nearest
+
+if TYPE_CHECKING:
+    from paceline.job.model import ModelSpec
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import DataError, JobError
-from paceline.job.loss import Loss, Metric
+from paceline.job.loss_items import IGNORED, classes_on_dim_1, logits_of, same_shape
 from paceline.job.read.imports import load_object
 from paceline.job.zoo.arguments import check_call
-from paceline.job.zoo.items import adds_up, items_of
-from paceline.job.zoo.losses import IGNORED, ModelsOwn, classes_on_dim_1, logits_of, same_shape, view_similarity
+from paceline.job.zoo.losses import view_similarity
 from paceline.nearest import nearest
+
+if TYPE_CHECKING:
+    from paceline.job.loss import Metric
 
 
 def build_metric(name: str, args: Mapping[str, Any] = {}) -> Metric:
@@ -64,32 +66,6 @@ class BuiltIn:
     def result(self, total: float, count: float) -> float:
         """The value from the sums over all batches and replicas; NaN where nothing was counted."""
         return self._result(total / count) if count else math.nan
-
-
-class LossMetric:
-    """The job's loss on validation data, weighted as in training, by the name `loss`."""
-
-    name = "loss"
-
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-
-    @torch.no_grad()
-    def __call__(self, output: Any, target: Any) -> tuple[float, float]:
-        """`(total, count)` of one batch; the count is the loss's items, or else the samples."""
-        if isinstance(self._loss, ModelsOwn):
-            count = float(self._loss.items_in(target))
-        else:
-            items = items_of(self._loss)
-            count = float(items(target) if items else len(target if isinstance(target, Tensor) else logits_of(output)))
-        if not count:
-            return 0.0, 0.0
-        loss = float(self._loss(output, target))
-        return (loss if adds_up(self._loss) else loss * count), count
-
-    def result(self, total: float, count: float) -> float:
-        """The mean loss; NaN where nothing was counted."""
-        return total / count if count else math.nan
 
 
 def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:

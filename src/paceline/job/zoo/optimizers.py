@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from paceline.device import has_fused_optimizers
 from paceline.errors import JobError
-from paceline.job.optimizer import OptimizerSpec
+
+if TYPE_CHECKING:
+    from paceline.job.optimizer import OptimizerSpec
 
 
 def build_optimizer(

@@ -98,7 +98,7 @@ class TracedModel:
     @cached_property
     def _degrees(self) -> TensorDegrees:
         """Tensor-parallel degrees' weights, by the split's own search on a model without memory."""
-        from paceline.job.zoo.losses import call
+        from paceline.job.loss_items import call
         from paceline.own_random import kept_random
         from paceline.planning.model.forward_pass import batch_of
         from paceline.planning.model.tensor.degrees import TensorDegrees

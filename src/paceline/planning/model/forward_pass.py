@@ -23,7 +23,7 @@ from paceline.errors import DataError, PacelineError
 from paceline.job.batch import Batch, target_of
 from paceline.job.data import Cifar10, Digits, Images, Synthetic, Text
 from paceline.job.job import Job
-from paceline.job.zoo.losses import call
+from paceline.job.loss_items import call
 from paceline.planning.model.operations import Watcher
 
 

@@ -35,9 +35,9 @@ from paceline.engine.settings import Settings
 from paceline.engine.split_model import without_memory
 from paceline.errors import BatchError, DataError, PacelineError, PlanError
 from paceline.job.batch import Batch
-from paceline.job.data import DataSets
+from paceline.job.experts import by_expert
 from paceline.job.job import Job
-from paceline.job.zoo.models.moe import by_expert
+from paceline.job.samples import DataSets
 from paceline.own_random import kept_random
 from paceline.planning.axes import AXES
 from paceline.planning.check.check_plan import check_plan

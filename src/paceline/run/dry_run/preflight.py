@@ -22,8 +22,8 @@ from paceline.engine.model_loss import SAMPLES
 from paceline.engine.settings import Settings
 from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import target_of
-from paceline.job.data import DataSets
 from paceline.job.job import Job
+from paceline.job.samples import DataSets
 from paceline.own_random import kept_random
 from paceline.planning.axes import DEGREES
 from paceline.planning.check.check_plan import nearest_plan

@@ -15,13 +15,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from paceline.comm import Group
 from paceline.data.deal import check, deal
-from paceline.data.held_out import padded
 from paceline.data.loader import Loader
+from paceline.data.whole import padded
 from paceline.device import widened
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import on_device, rows
-from paceline.job.zoo.data.samples import apart
-from paceline.job.zoo.metrics import LossMetric
+from paceline.job.loss_items import LossMetric
+from paceline.job.samples import apart
 from paceline.own_random import kept_random
 
 if TYPE_CHECKING:

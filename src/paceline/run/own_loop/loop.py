@@ -194,7 +194,7 @@ class OwnLoop(Engine):
             torch._foreach_clamp_max_(gradients, clip_value)
         norm = total_norm(parameters, self.split, self.group)
         loss, step = float(self._newest_loss), self.step_count + 1
-        problem = self.guard.problem(self.reduction.deciders, None, [], step=step, loss=loss, norm=norm)
+        problem = self.guard.check(self.reduction.deciders, None, [], step=step, loss=loss, norm=norm)
         if problem is None:
             clip(parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm)
             self._step_optimizers(stepped)

@@ -20,8 +20,7 @@ from paceline.engine.settings import Settings
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.job import Precision
 from paceline.job.loss import Loss
-from paceline.job.zoo.items import hands_on_models_loss
-from paceline.job.zoo.losses import ModelsOwn
+from paceline.job.loss_items import ModelsOwn, hands_on_models_loss
 from paceline.planning.axes import DATA_AXES
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import sync_info

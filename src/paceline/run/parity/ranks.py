@@ -24,12 +24,12 @@ from paceline.comm.backend import joined
 from paceline.data.loader import Loader
 from paceline.device import widened
 from paceline.elastic.hosts.fetch import fetch
-from paceline.engine.comparable import all_in_float64, in_float64, nothing_dropped, random_module, without_dropout
 from paceline.engine.engine import Engine
+from paceline.engine.model_loss import all_in_float64, in_float64, nothing_dropped, random_module, without_dropout
 from paceline.job.batch import Batch
-from paceline.job.data import DataSets
 from paceline.job.job import Job
 from paceline.job.partition import Partition
+from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine, built
 from paceline.run.parity.steps import Compared, Comparison, Reference, Steps

@@ -7,8 +7,7 @@ from typing import Any
 
 from paceline.engine.engine import Engine
 from paceline.job.job import Job
-from paceline.job.partition import Partition
-from paceline.job.share_changes import Shares
+from paceline.job.partition import Partition, Shares
 from paceline.planning.limits import no_automatic_balance, no_balance
 from paceline.planning.plan import Plan
 from paceline.run.record.callback import Callback, StepInfo

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.engine.engine import Engine, Outcome
-from paceline.job.data import DataSets
 from paceline.job.job import Job
+from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan
 from paceline.run.build import begin_engine, build_engine, built
 from paceline.run.recovery.handover import draw_anew, hand_over
 from paceline.run.recovery.memory_state import MemoryState
 from paceline.run.recovery.step_boundary import Start, StepBoundary
 from paceline.run.recovery.undo import StepUndo
-from paceline.sync.local_rule import LocalRule
+from paceline.sync.local import LocalRule
 from paceline.sync.start import broadcast_tensors
 
 

@@ -22,16 +22,15 @@ from paceline.comm.agree import greatest
 from paceline.comm.measure.collectives import measure_collectives
 from paceline.comm.measure.speed import repeats_within
 from paceline.device import is_accelerator
-from paceline.engine.calls import prepared
+from paceline.engine.calls import prepared, sparse_tables
 from paceline.engine.engine import Engine
 from paceline.engine.meter import BUBBLE, COMPUTE, DATA, OPTIMIZER
-from paceline.engine.sparse_tables import sparse_tables
 from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import Batch, place, target_of
-from paceline.job.data import DataSets
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
+from paceline.job.loss_items import call
+from paceline.job.samples import DataSets
 from paceline.job.stop import StopSpec
-from paceline.job.zoo.losses import call
 from paceline.planning.calibrate import Axis, CalibrationPoint, Collective, Measurements, PassTiming, transport_note
 from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.planning.plan import Plan

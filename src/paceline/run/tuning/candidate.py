@@ -19,11 +19,11 @@ import torch.distributed as dist
 from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.device import is_accelerator, synchronize
+from paceline.engine.calls import use_onednn
 from paceline.engine.engine import Engine
 from paceline.engine.meter import OPTIMIZER, Timing
-from paceline.engine.onednn import use_onednn
-from paceline.job.data import DataSets
 from paceline.job.job import Job
+from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan
 from paceline.run.build import begin_engine
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch, target_of
-from paceline.job.zoo.losses import IGNORED
-from paceline.job.zoo.models.moe import Router
+from paceline.job.experts import routers_of
+from paceline.job.loss_items import IGNORED
 from paceline.planning.limits import NO_ATTENTION, undivided_tokens
 from paceline.planning.model.recording.record import Call, record_graph
 from paceline.planning.model.recording.recorder import Graph
@@ -66,9 +66,8 @@ def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, ca
         if hasattr(module, "set_attn_implementation"):
             context.undo.append(_without_masks(module, cp.size))
     context.undo.append(replace_forward(model, context.run))
-    for router in modules.values():
-        if isinstance(router, Router):
-            router.pieces, router.sum_over_pieces = cp.size, cp.all_reduce
+    for _, router in routers_of(model):
+        router.pieces, router.sum_over_pieces = cp.size, cp.all_reduce
     for part in parts.values():
         part.summed.add("cp")
     return context

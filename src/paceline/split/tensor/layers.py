@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from paceline.comm import Group
 from paceline.device import random_state, seed, set_random_state
 from paceline.errors import DataError, PlanError
-from paceline.job.zoo.losses import IGNORED, CrossEntropy, check_labels, classes_on_dim_1, logits_of
-from paceline.job.zoo.models.moe import without_values
+from paceline.job.experts import without_values
+from paceline.job.loss_items import IGNORED, check_labels, classes_on_dim_1, logits_of
 from paceline.planning.limits import undivided_tokens
 from paceline.planning.model.recording.model_state import is_transposed, weighted
 from paceline.planning.model.recording.recorder import Graph, Node
@@ -310,10 +310,27 @@ def parallel_cross_entropy(
     return loss
 
 
+class ClassLoss(Protocol):
+    """A loss over classes whose logits may stay divided; its class sets `divides_classes = True`."""
+
+    label_smoothing: float
+    weight: Tensor | None
+
+    def __call__(self, output: Any, target: Any) -> Tensor: ...
+
+    def items(self, target: Tensor) -> Tensor:
+        """Number of items that the mean is over."""
+
+
+def divides_classes(loss: object) -> TypeGuard[ClassLoss]:
+    """True if a loss can be computed from logits that stay divided over the classes."""
+    return bool(vars(type(loss)).get("divides_classes", False))
+
+
 class ParallelLoss:
     """A job's `cross_entropy` for a model that leaves its logits sharded over `tp`."""
 
-    def __init__(self, loss: CrossEntropy, tp: Group) -> None:
+    def __init__(self, loss: ClassLoss, tp: Group) -> None:
         self.loss, self.tp = loss, tp
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
@@ -339,7 +356,7 @@ class ParallelLoss:
         )
 
     def items(self, target: Tensor) -> Tensor:
-        """Number of items that the mean is over, as in `CrossEntropy.items`."""
+        """Number of items that the mean is over, as in the undivided loss."""
         return self.loss.items(target)
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:

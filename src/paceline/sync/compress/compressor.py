@@ -12,10 +12,9 @@ from paceline.comm import Group
 from paceline.errors import CheckpointError, JobError, PlanError, SyncError
 from paceline.job.read.imports import load_object
 from paceline.planning.sync_info import CODECS, CompressSpec
-from paceline.sync.compress.chunked import Chunked
+from paceline.sync.compress.chunked import Chunked, chunk_size
 from paceline.sync.compress.codec import Codec, CodedSum, Coding, Scratch
 from paceline.sync.compress.half import Cast
-from paceline.sync.compress.two_phase import chunk_size
 from paceline.sync.traffic import Traffic, ring_bytes
 
 _RANDOM = "random"

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from paceline.errors import DataError
-from paceline.job.data import DataSets, DataSpec
+from paceline.job.data import DataSpec
+from paceline.job.samples import DataSets
 
 
 def build(path: Path, **values: Any) -> DataSets:

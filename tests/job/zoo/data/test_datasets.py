@@ -9,12 +9,13 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from paceline.data.held_out import held_out_batches
 from paceline.data.loader import Loader
+from paceline.data.whole import held_out_batches
 from paceline.errors import DataError, JobError
-from paceline.job.data import DataSets, DataSpec
+from paceline.job.data import DataSpec
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
+from paceline.job.samples import DataSets
 from paceline.planning.model.forward_pass import batch_of
 
 CODE = """

@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 from sklearn.datasets import load_digits
 
 from paceline.errors import DataError
-from paceline.job.data import DataSets, DataSpec
+from paceline.job.data import DataSpec
+from paceline.job.samples import DataSets
 
 RECORD_BYTES = 3073
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.errors import DataError
 from paceline.job.data import Synthetic
-from paceline.job.zoo.data.samples import Selection, TensorSamples, split
+from paceline.job.samples import Selection, TensorSamples, split
 
 
 class Squares(Dataset[tuple[int, int]]):

@@ -9,7 +9,8 @@ import torch
 from pydantic import TypeAdapter
 
 from paceline.errors import DataError
-from paceline.job.data import DataSets, DataSpec
+from paceline.job.data import DataSpec
+from paceline.job.samples import DataSets
 
 
 def build(input_shape: tuple[int, ...] | None = None, seed: int = 0, **values: Any) -> DataSets:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from paceline.errors import DataError
-from paceline.job.data import DataSets, DataSpec
+from paceline.job.data import DataSpec
+from paceline.job.samples import DataSets
 from paceline.job.zoo.data.text import IGNORED, MASK, Corpus, hide
 
 LIBRARY = Path(sysconfig.get_path("stdlib"), "json")

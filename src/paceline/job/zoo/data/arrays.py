@@ -7,17 +7,19 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from paceline.errors import DataError
-from paceline.job.data import Arrays, DataSets
+from paceline.job.samples import DataSets, TensorSamples, split
 from paceline.job.zoo.data.files import optional_package, reading
-from paceline.job.zoo.data.samples import TensorSamples, split
 from paceline.nearest import nearest
+
+if TYPE_CHECKING:
+    from paceline.job.data import Arrays
 
 Array = npt.NDArray[Any]  # samples on dim 0
 _EXPECTED = "a .npz file, a .parquet file, or a folder with one .npy file for each of data.inputs and data.target"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.errors import DataError, JobError
-from paceline.job.data import Arrays, Cifar10, Custom, DataSets, DataSpec, Digits, Images, Synthetic, Text
 from paceline.job.read.imports import load_object
+from paceline.job.samples import Batch, Collated, DataSets, Labels, Selection, apart, held_out_samples, split
 from paceline.job.zoo.data.arrays import build_arrays
 from paceline.job.zoo.data.images import build_cifar10, build_digits, build_images
-from paceline.job.zoo.data.samples import Batch, Collated, Labels, Selection, apart, held_out_samples, split
 from paceline.job.zoo.data.text import build_text
 from paceline.own_random import OwnRandom
+
+if TYPE_CHECKING:
+    from paceline.job.data import Custom, DataSpec, Synthetic
 
 
 def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
@@ -49,20 +51,20 @@ def _collate(key: str, path: str) -> Any:
 
 
 def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    match spec:
-        case Digits():
+    match spec.kind:
+        case "digits":
             return build_digits(spec, input_shape, seed)
-        case Cifar10():
+        case "cifar10":
             return build_cifar10(spec, input_shape, seed)
-        case Images():
+        case "images":
             return build_images(spec, input_shape, seed)
-        case Text():
+        case "text":
             return build_text(spec, seed)
-        case Arrays():
+        case "arrays":
             return build_arrays(spec, seed)
-        case Synthetic():
+        case "synthetic":
             return build_synthetic(spec, input_shape, seed)
-        case Custom():
+        case "dataset":
             return _build_custom(spec, seed)
 
 

@@ -14,12 +14,13 @@ from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
 from paceline.errors import DataError
-from paceline.job.data import Cifar10, DataSets, Digits, Images
+from paceline.job.samples import Batch, DataSets, Labels, Selection, TensorSamples, split
 from paceline.job.zoo.data.files import files_below, folder_entries, optional_package, reading
-from paceline.job.zoo.data.samples import Batch, Labels, Selection, TensorSamples, split
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from paceline.job.data import Cifar10, Digits, Images
 
 Shape = tuple[int, int, int]  # channels, height, width
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.errors import DataError
-from paceline.job.data import DataSets, Text
+from paceline.job.samples import DataSets, held_out_samples
 from paceline.job.zoo.data.files import files_below, reading
-from paceline.job.zoo.data.samples import held_out_samples
+
+if TYPE_CHECKING:
+    from paceline.job.data import Text
 
 MASK = 256  # the token that hides a byte
 IGNORED = -100  # the label of a position that the loss leaves out

@@ -9,7 +9,7 @@ sequence, so every division of a batch over microbatches and ranks computes the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo as _not_compiled
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function, FunctionCtx
 
-from paceline.device import widest_float
 from paceline.errors import JobError
+from paceline.job.experts import by_expert, combined, without_values
 from paceline.job.zoo.models.gpt import GPT
 
 
@@ -67,60 +66,6 @@ class MoE(GPT):
             block.mlp = Mixture(
                 Router(hidden, experts, top_k, capacity, balance), Experts(experts, hidden, 4 * hidden, layers), dropout
             )
-
-
-def moe_counts(model: nn.Module) -> dict[str, Any]:
-    """Token counts of a model's routers on this rank in training so far; {} without `Router`s.
-
-    Returns:
-        `routed`: how often a token was sent to an expert (tokens * top_k, over all layers). `dropped`: how often that
-            expert was full. `load`: for each router, by its name, how many tokens each of its experts has taken. They
-            add up over the ranks that read different samples (or different parts of a sequence), and are the same on
-            ranks that read the same ones.
-    """
-    routers = dict(_routers(model))
-    if not routers:
-        return {}
-    taken = {name: router.taken.tolist() for name, router in routers.items()}
-    dropped = sum(int(router.dropped) for router in routers.values())
-    return {"routed": sum(map(sum, taken.values())) + dropped, "dropped": dropped, "load": taken}
-
-
-def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of what several `moe_counts` tell; {} where none tells anything."""
-    some = [counts for counts in found if counts]
-    if not some:
-        return {}
-    load: dict[str, list[int]] = {}
-    for counts in some:
-        for name, taken in counts["load"].items():
-            load[name] = [a + b for a, b in zip(load.get(name, [0] * len(taken)), taken, strict=True)]
-    return {"routed": sum(c["routed"] for c in some), "dropped": sum(c["dropped"] for c in some), "load": load}
-
-
-def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
-    """Set the weight of each sequence's balanced-load loss for the next forward passes.
-
-    It does nothing to a model without `Router`s.
-
-    Whoever scales the loss of a part of a batch before the backward pass has to scale this one alike: a sequence counts
-    for what its part of the job's loss counts for, which is its share of the items (tokens) that the global mean is
-    over.
-
-    Args:
-        weight: one number for every sequence, or (n,) for those of the next forward pass. None, as it is at first: 1 /
-            n, which is right where the loss is the mean over all that a forward pass is given.
-    """
-    routers = [router for _, router in _routers(model)]
-    if routers:
-        device = routers[0].weight.device
-        given = None if weight is None else torch.as_tensor(weight, dtype=widest_float(device), device=device)
-        for router in routers:
-            router.sequence_weight = given
-
-
-def _routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
 
 
 class Mixture(nn.Module):
@@ -286,35 +231,3 @@ class Experts(nn.Module):
             for r, up, down in zip(rows, self.up.unbind(), self.down.unbind(), strict=True)
         ]
         return combined(torch.cat(made), order, top_k_weights).to(hidden.dtype)
-
-
-def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The choices (token * k + j) sorted by expert, and each expert's number of them (experts,).
-
-    Choices of no expert are at the end.
-    """
-    of_expert, order = top_k_index.flatten().sort(stable=True)
-    bounds = torch.searchsorted(of_expert, torch.arange(experts + 1, device=order.device))
-    return order, bounds.diff()
-
-
-def combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum (tokens, hidden) of each token's rows.
-
-    `rows[i]` belongs to choice `order[i]` of weights (tokens, k).
-
-    No atomic additions, which would make it differ from run to run on a GPU.
-    """
-    tokens, k = weights.shape
-    weighted = rows * weights.flatten()[order].unsqueeze(-1)
-    return (
-        weighted.new_zeros(tokens * k, rows.shape[1])
-        .index_copy(0, order, weighted)
-        .view(tokens, k, rows.shape[1])
-        .sum(1)
-    )
-
-
-def without_values(tensor: Tensor) -> bool:
-    """True if a tensor has a shape only: a meta tensor or a torch `FakeTensor`."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.errors import DataError
-from paceline.job.data import DataSets
 from paceline.units import count
 
 Labels = npt.NDArray[np.int64]
@@ -241,3 +240,14 @@ def held_out_samples(samples: int, share: float) -> int:
 
 def _length(dataset: Dataset[Any]) -> int:
     return len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
+
+
+class DataSets(NamedTuple):
+    """The training and validation sets that `DataSpec.build` returns.
+
+    `held_out`, the validation set, is None if the job keeps none. `synthetic` marks figures made on generated data.
+    """
+
+    train: Dataset[Any]
+    held_out: Dataset[Any] | None
+    synthetic: bool = False

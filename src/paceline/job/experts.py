@@ -1,0 +1,121 @@
+"""What a mixture of experts offers to the engine: the weight of its balance loss, and its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from paceline.device import widest_float
+
+
+class BalancedRouter(Protocol):
+    """A router with a balance loss; any module with these attributes is one.
+
+    Attributes:
+        weight: the router's parameter, on its device.
+        taken: tokens that each expert has taken, (experts,).
+        dropped: choices of experts that were full, ().
+        sequence_weight: weight of each sequence's balance loss in the next forward pass, see `weigh_balance`.
+        pieces: number of chunks into which each sequence is divided, one per rank.
+        sum_over_pieces: sums the counts of a sequence over these ranks.
+    """
+
+    weight: Tensor
+    taken: Tensor
+    dropped: Tensor
+    sequence_weight: Tensor | None
+    pieces: int
+    sum_over_pieces: Callable[[Tensor], object]
+
+
+def routers_of(model: nn.Module) -> Iterator[tuple[str, BalancedRouter]]:
+    """The routers of a model that have a balance loss, by name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "sequence_weight") and hasattr(module, "sum_over_pieces"):
+            yield name, cast(BalancedRouter, module)
+
+
+def moe_counts(model: nn.Module) -> dict[str, Any]:
+    """Token counts of a model's routers on this rank in training so far; {} without routers.
+
+    Returns:
+        `routed`: how often a token was sent to an expert (tokens * top_k, over all layers). `dropped`: how often that
+            expert was full. `load`: for each router, by its name, how many tokens each of its experts has taken. They
+            add up over the ranks that read different samples (or different parts of a sequence), and are the same on
+            ranks that read the same ones.
+    """
+    routers = dict(routers_of(model))
+    if not routers:
+        return {}
+    taken = {name: router.taken.tolist() for name, router in routers.items()}
+    dropped = sum(int(router.dropped) for router in routers.values())
+    return {"routed": sum(map(sum, taken.values())) + dropped, "dropped": dropped, "load": taken}
+
+
+def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of what several `moe_counts` tell; {} where none tells anything."""
+    some = [counts for counts in found if counts]
+    if not some:
+        return {}
+    load: dict[str, list[int]] = {}
+    for counts in some:
+        for name, taken in counts["load"].items():
+            load[name] = [a + b for a, b in zip(load.get(name, [0] * len(taken)), taken, strict=True)]
+    return {"routed": sum(c["routed"] for c in some), "dropped": sum(c["dropped"] for c in some), "load": load}
+
+
+def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
+    """Set the weight of each sequence's balanced-load loss for the next forward passes.
+
+    It does nothing to a model without routers.
+
+    Whoever scales the loss of a part of a batch before the backward pass has to scale this one alike: a sequence counts
+    for what its part of the job's loss counts for, which is its share of the items (tokens) that the global mean is
+    over.
+
+    Args:
+        weight: one number for every sequence, or (n,) for those of the next forward pass. None, as it is at first: 1 /
+            n, which is right where the loss is the mean over all that a forward pass is given.
+    """
+    routers = [router for _, router in routers_of(model)]
+    if routers:
+        device = routers[0].weight.device
+        given = None if weight is None else torch.as_tensor(weight, dtype=widest_float(device), device=device)
+        for router in routers:
+            router.sequence_weight = given
+
+
+def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The choices (token * k + j) sorted by expert, and each expert's number of them (experts,).
+
+    Choices of no expert are at the end.
+    """
+    of_expert, order = top_k_index.flatten().sort(stable=True)
+    bounds = torch.searchsorted(of_expert, torch.arange(experts + 1, device=order.device))
+    return order, bounds.diff()
+
+
+def combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum (tokens, hidden) of each token's rows.
+
+    `rows[i]` belongs to choice `order[i]` of weights (tokens, k).
+
+    No atomic additions, which would make it differ from run to run on a GPU.
+    """
+    tokens, k = weights.shape
+    weighted = rows * weights.flatten()[order].unsqueeze(-1)
+    return (
+        weighted.new_zeros(tokens * k, rows.shape[1])
+        .index_copy(0, order, weighted)
+        .view(tokens, k, rows.shape[1])
+        .sum(1)
+    )
+
+
+def without_values(tensor: Tensor) -> bool:
+    """True if a tensor has a shape only: a meta tensor or a torch `FakeTensor`."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
