@@ -219,7 +219,7 @@ def _own(layout: Layout) -> float:
 
 
 def _keeps_rows(layout: Layout) -> bool:
-    """True where the engine does (`engine/sparse_tables.py`); an optimizer with a state steps on all rows."""
+    """True where the engine does (`engine/calls.py`); an optimizer with a state steps on all rows."""
     if not layout.trace.sparse or layout.optimizer_bytes or not layout.machines.device.is_core:
         return False
     by_itself = layout.sync_every == 1 and not layout.servers and layout.framework == PACELINE
