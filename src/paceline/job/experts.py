@@ -1,4 +1,4 @@
-"""What a mixture of experts offers to the engine: the weight of its balance loss, and its counts."""
+"""What the engine asks of a mixture of experts: counts, and the balance weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss is the mean over, and how a batch is given to the model.
+"""What a loss is the mean over, and how a model is called.
 
 A batch is computed in microbatches, by several ranks. Their losses make up the loss of the batch only when each is
 weighted by the number of items that it is the mean over: samples for most losses, labels that are not ignored for
@@ -246,7 +246,7 @@ def adds_up(loss: object) -> bool:
 
 
 def declares_mean(loss: object) -> bool:
-    """True if the class of a loss says that its mean is as declared, and 0 without items.
+    """True if the class of a loss sets `known_mean`: its mean needs no test.
 
     Classes that derive from such a class, and may compute something else, have to say so themselves.
     """
