@@ -30,7 +30,7 @@ def command(
     every: Annotated[
         int | None,
         typer.Option(
-            "--all", metavar="RANKS", min=1, help="Check every plan of up to so many ranks that can run the job."
+            "--all", metavar="RANKS", min=1, help="Check every plan of up to this many ranks that can run the job."
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 5,
