@@ -109,7 +109,7 @@ class Clients:
         return Task(number, number - 1, weights, dict(zip(names, sent, strict=True)), float(ins.config[LR]))
 
     def _to_mask(self, number: int, update: Update) -> RecordDict:
-        """An update as SecAgg+ masks it: the update, the rule's own tensors, and the loss.
+        """An update as SecAgg+ masks it: the update, the rule's own tensors, the loss and its share.
 
         Raises:
             FederateError: it is beyond the bounds of the sum.
@@ -119,7 +119,13 @@ class Clients:
         if privacy is not None:
             delta = delta * min(1.0, privacy.clip / max(float(delta.norm()), 1e-30))
         weight, most = weight_of(self.spec, update.samples), most_weight(self.spec)
-        vector = [delta, *(update.returned[name] for name in sorted(update.returned)), torch.tensor([update.loss])]
+        # the loss counts by samples, whatever the update counts by
+        share = 1.0 if _weighs(self.spec) else update.samples / secure.max_weight
+        vector = [
+            delta,
+            *(update.returned[name] for name in sorted(update.returned)),
+            torch.tensor([update.loss * share, share]),
+        ]
         largest = max(float(tensor.abs().max()) for tensor in vector[:-1]) * weight / most
         if weight > most:
             raise FederateError(f"client {number} has {weight} samples: set federate.secure.max_weight to as many")

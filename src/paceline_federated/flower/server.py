@@ -274,7 +274,7 @@ class JobStrategy(Strategy):
         samples = sum(self._samples[self._numbers[node]] for node in secure_sum.nodes)
         named = {name: tensor * clients for name, tensor in zip(sorted(self._returned), returned, strict=True)}
         weight = float(secure_sum.weight)
-        aggregator.add_sum(delta * weight, weight, named, clients, samples, float(loss))
+        aggregator.add_sum(delta * weight, weight, named, clients, samples, float(loss[0] / loss[1]))
 
     def _arrays(self) -> ArrayRecord:
         named = self.training.layout.named(self.server.weights)
