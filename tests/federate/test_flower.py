@@ -84,8 +84,8 @@ def losses(run: Run) -> list[float]:
         ({"rule": "scaffold", "per_round": 3}, 1e-4),
         ({"rule": "fedadam,lr=0.05", "aggregate": "trimmed:0.3", "norm_bound": 2.0}, 1e-4),
         ({"rule": "scaffold", "weigh": "equal", "secure": {}}, 1e-3),
-        ({"privacy": {"clip": 0.5, "noise": 0.0001}}, 1e-3),
-        ({"privacy": {"clip": 0.5, "noise": 0.0001}, "secure": {}}, 1e-3),
+        ({"privacy": {"clip": 0.5, "noise": 0.00001}}, 1e-3),
+        ({"privacy": {"clip": 0.5, "noise": 0.00001}, "secure": {}}, 1e-3),
     ],
 )
 def test_the_app_ends_with_the_weights_of_the_simulation(

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +113,7 @@ class JobStrategy(Strategy):
         self._samples: dict[int, int] = {}  # of each client
         self._task: Task | None = None
         self._sum: Sum | None = None  # of the round under way, if the job sums securely
-        self._chosen = self._answered = 0
+        self._chosen = self._answered = self._clipped = 0
         self._refused: dict[int, str] = {}
         self._began_s = self._round_began_s = time.monotonic()
 
@@ -135,7 +136,7 @@ class JobStrategy(Strategy):
         there = {number: node for node, number in self._numbers.items() if self._samples[number]}
         chosen = self.server.choose(server_round, np.array(sorted(there)))
         task = self._task = self.server.task(server_round)
-        self._chosen, self._answered, self._refused = len(chosen), 0, {}
+        self._chosen, self._answered, self._clipped, self._refused = len(chosen), 0, 0, {}
         self._round_began_s = time.monotonic()
         if self.spec.secure is not None:
             self._sum = Sum([there[number] for number in chosen], task)
@@ -157,11 +158,13 @@ class JobStrategy(Strategy):
             number = self._numbers[reply.metadata.src_node_id]
             self._answered += 1
             try:
-                self._update(number, reply)
+                update = self._update(number, reply)
             except FederateError as error:
                 self._refused[number] = str(error)
             else:
                 found.append(reply)
+                if self.spec.privacy is not None:
+                    self._clipped += float(update.delta.norm()) > self.spec.privacy.clip
         return found
 
     def aggregate_train(
@@ -185,6 +188,8 @@ class JobStrategy(Strategy):
         for number, why in sorted(refused.items()):
             _log.warning("\t> the update of client %s is refused: %s", number, why)
         agreed = aggregator.agree() if aggregator.clients >= self.spec.least else None
+        if agreed is not None and self.spec.privacy is not None:
+            agreed = replace(agreed, clipped=self._clipped)  # by Flower, before they came here
         self.record.step(server, server_round, agreed, self._chosen, refused)
         more = {"epsilon": server.privacy.epsilon} if server.privacy is not None else {}
         missing, took_s = self._chosen - self._answered, time.monotonic() - self._round_began_s
