@@ -109,7 +109,7 @@ class Clients:
         return Task(number, number - 1, weights, dict(zip(names, sent, strict=True)), float(ins.config[LR]))
 
     def _to_mask(self, number: int, update: Update) -> RecordDict:
-        """An update as SecAgg+ masks it: the update, the rule's own tensors, the loss and its share.
+        """An update, the rule's own tensors, and the loss, as SecAgg+ masks them.
 
         Raises:
             FederateError: it is beyond the bounds of the sum.
