@@ -15,9 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from paceline.elastic.membership import WITHIN_S, Membership
+from paceline.elastic.membership import WITHIN_S, Membership, Start, StepBoundary, newest_of
 from paceline.generation import Generation, next_number
-from paceline.run.recovery.step_boundary import Start, StepBoundary, newest_of
 
 NOWHERE = Generation(-1, ())
 MOMENTS_S = 0.0, 0.1, WITHIN_S / 3, WITHIN_S  # from one loss to the next

@@ -1,7 +1,7 @@
 """Generations of a run, and waits that end when their generation does.
 
 A generation begins when a rank is lost or joins. Whoever announces generations (`elastic/membership.py`) is not known
-here: a rank's `elastic/member.py` says with `watch_generation` how to see that one is over.
+here: a rank's `elastic/membership.py` says with `watch_generation` how to see that one is over.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import yaml
 
 from commands import paceline, write_job
 from paceline.cluster.discover import discover
-from paceline.elastic.submit.record import Submission, save
+from paceline.elastic.submit.scheduler import Submission, save
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.record.run import Run

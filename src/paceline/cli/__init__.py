@@ -29,7 +29,7 @@ from paceline.cli import (
 )
 from paceline.cli.command import Command, Commands, commands_of
 from paceline.cli.plan_offers import PlanCommand
-from paceline.elastic.shown_failure import show, show_traceback
+from paceline.elastic.failure import show, show_traceback
 from paceline.errors import PacelineError
 from paceline.torch_versions import untested
 

@@ -16,7 +16,7 @@ def command(
 
     It saves a checkpoint as far as its scheduler gives it time.
     """
-    from paceline.elastic.submit.record import find
+    from paceline.elastic.submit.scheduler import find
     from paceline.elastic.submit.table import scheduler
 
     submission = find(name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from paceline.elastic.submit.record import Submission
+    from paceline.elastic.submit.scheduler import Submission
 
 EXAMPLE = "paceline runs"
 _MOST = 30
@@ -24,7 +24,7 @@ def command(
 
     from paceline.cli.submit import follow
     from paceline.console import Console
-    from paceline.elastic.submit.record import find, submissions
+    from paceline.elastic.submit.scheduler import find, submissions
     from paceline.elastic.submit.table import scheduler
 
     if name is not None:
@@ -52,7 +52,7 @@ def command(
 
 def _state_of(submission: Submission) -> str:
     """State of a run in words; that of one which has ended is remembered."""
-    from paceline.elastic.submit.record import ended
+    from paceline.elastic.submit.scheduler import ended
     from paceline.elastic.submit.table import scheduler
     from paceline.errors import LaunchError
 

@@ -12,9 +12,7 @@ import typer
 from paceline.cli.where import not_at_a_url
 
 if TYPE_CHECKING:
-    from paceline.elastic.submit.record import Submission
-    from paceline.elastic.submit.request import Request
-    from paceline.elastic.submit.scheduler import Scheduler
+    from paceline.elastic.submit.scheduler import Request, Scheduler, Submission
 
 EXAMPLE = 'paceline submit examples/digits.yaml --on slurm --hosts 4 --plan "dp=4" --dry'
 
@@ -46,7 +44,7 @@ def command(
 
     Ctrl-C stops following; the run goes on. The exit code is that of the run.
     """
-    from paceline.elastic.submit.record import Submission, save
+    from paceline.elastic.submit.scheduler import Submission, save
     from paceline.elastic.submit.table import scheduler
 
     where = scheduler(on)
@@ -81,7 +79,7 @@ def request_from(
     options: list[str],
 ) -> Request:
     """The request, with everything checked that can be told before a scheduler is asked."""
-    from paceline.elastic.submit import request as requests
+    from paceline.elastic.submit import scheduler as requests
     from paceline.errors import LaunchError
     from paceline.job.job import Job
     from paceline.planning.plan import Plan
@@ -104,7 +102,7 @@ def request_from(
 
 def follow(where: Scheduler, submission: Submission) -> None:
     """Show the log of a run to its end, and leave with its exit code."""
-    from paceline.elastic.submit.record import ended
+    from paceline.elastic.submit.scheduler import ended
 
     try:
         state = where.follow(submission)

@@ -23,9 +23,8 @@ from paceline.elastic.hosts.hosts import current_hosts
 from paceline.elastic.hosts.messages import Begin
 from paceline.elastic.hosts.remote import RemoteRank, RemoteRanks, RunFolder
 from paceline.elastic.independent import Independent
-from paceline.elastic.place import RankPlace
+from paceline.elastic.place import RankPlace, on_one_host, rendezvous
 from paceline.elastic.recovery import Recovery, StoppedRanks
-from paceline.elastic.rendezvous import on_one_host, rendezvous
 from paceline.elastic.scaling import answer_requests
 from paceline.elastic.signals import StopSignals, stopped_before
 from paceline.elastic.started import StartedRank, Starter

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.elastic.failure import ended_early, killed, shortened
 from paceline.elastic.hosts.remote import RemoteRank
-from paceline.elastic.member import announce
-from paceline.elastic.membership import noted
+from paceline.elastic.membership import announce, noted
 from paceline.elastic.recovery import StoppedRanks, kill_hung, most_losses
 from paceline.elastic.scaling import about_to_leave, all_take_part, named
 from paceline.errors import LaunchError

@@ -8,10 +8,19 @@ whole or not at all: those that wait for a lost one of theirs keep what they hol
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from paceline.generation import Generation
+from paceline.files import write_whole
+from paceline.generation import Generation, next_number
+from paceline.rank_environment import STORE, RankEnvironment
+from paceline.wire.status import StatusBoard
 
 WITHIN_S = 3600.0  # in which losses and restarts are counted
 MOST_LOSSES = 3  # a process that is lost so often in an hour is left out
@@ -136,3 +145,189 @@ class Membership:
     def _begin(self, members: set[int]) -> None:
         members = set() if self.held else members
         self.current, self.wanted = Generation(self.newest.number + 1, tuple(sorted(members))), None
+
+
+@dataclass(frozen=True)
+class StepBoundary:
+    """State of a loop at the end of a step, besides tensors. JSON, the same on all ranks of one step.
+
+    Attributes:
+        step: optimizer steps taken; -1 on a rank that has no state yet.
+        generation: in which the newest step was taken. A step that was broken off may be taken twice, by other ranks.
+        ready: the generation in which the next step was broken off on this rank of a divided replica, where it has the
+            gradients of all ranks and can take the step by itself; else -1.
+        acted: the newest step after which evaluations and checkpoints are done.
+        stop: state of the stop rule.
+        evaluated_at: the step of the newest evaluation.
+        rejected: steps whose batch a rewind left out.
+        items_per_sample: see `LossNormalization`.
+        corrupted: see `Corruption.times`.
+        last: what is known of the newest step.
+        before: the same of those before it that each replica took by itself: only one of them has written them down.
+        recuts: how often pipelines were cut anew.
+        outcome: of the newest step, for ranks that are ready to take it.
+        cut: where the stages of a pipeline begin, as `Plan.cut`.
+    """
+
+    step: int = -1
+    generation: int = -1
+    ready: int = -1
+    acted: int = -1
+    stop: dict[str, Any] = field(default_factory=dict)
+    evaluated_at: int = -1
+    rejected: list[int] = field(default_factory=list)
+    items_per_sample: float | None = None
+    corrupted: list[int] = field(default_factory=list)
+    last: dict[str, Any] | None = None
+    before: list[dict[str, Any]] = field(default_factory=list)
+    recuts: int = 0
+    outcome: dict[str, Any] | None = None
+    cut: str = ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start of a generation: the state that its ranks go on from.
+
+    Attributes:
+        boundary: the newest that the ranks have the whole model of, or an empty one.
+        ready: ranks that take the newest step by themselves.
+        behind: ranks that take the state over from others.
+        new: those of them that have no state yet.
+        replica_size: ranks that hold the model together.
+        holders: of each rank's copy, where all go back to copies in memory (`Mirror`); else empty.
+        lost_steps: steps that are trained again.
+    """
+
+    boundary: StepBoundary
+    ready: list[int]
+    behind: list[int]
+    new: list[int]
+    replica_size: int = 1
+    holders: dict[int, int] = field(default_factory=dict)
+    lost_steps: int = 0
+
+    @property
+    def begins(self) -> bool:
+        """True if the ranks begin, or go on from what is saved."""
+        return self.boundary.step < 0
+
+    def holders_of_part(self, rank: int, ranks: int) -> list[int]:
+        """Replicas that have the part of `rank` in the newest state, of `ranks` in all."""
+        have = set(range(ranks)) - set(self.behind)
+        parts = range(rank % self.replica_size, ranks, self.replica_size)
+        return [replica for replica, of_part in enumerate(parts) if of_part in have]
+
+
+def newest_of(boundaries: Sequence[StepBoundary], replica_size: int = 1) -> Start:
+    """Start of ranks with these boundaries, of which each `replica_size` ranks hold one model.
+
+    A rank takes a step when all ranks have its gradients, so those that it was broken off on are ready to take it.
+    """
+    found = {(boundary.generation, boundary.step, boundary.cut) for boundary in boundaries if boundary.step >= 0}
+    for generation, step, cut in sorted(found, reverse=True):
+        cut_so = [(rank, boundary) for rank, boundary in enumerate(boundaries) if boundary.cut == cut]
+        taken = [rank for rank, boundary in cut_so if (boundary.step, boundary.generation) == (step, generation)]
+        ready = [rank for rank, boundary in cut_so if (boundary.step + 1, boundary.ready) == (step, generation)]
+        if len({rank % replica_size for rank in (*taken, *ready)}) == replica_size:
+            source = max(taken, key=lambda rank: (boundaries[rank].acted, -rank))
+            behind = [rank for rank in range(len(boundaries)) if rank not in (*taken, *ready)]
+            new = [rank for rank in behind if boundaries[rank].step < 0]
+            return Start(replace(boundaries[source], ready=-1), ready, behind, new, replica_size)
+    ranks = range(len(boundaries))
+    return Start(StepBoundary(), [], [*ranks], [*ranks], replica_size)
+
+
+_LOOK_S = 0.002
+
+
+class Member:
+    """This process among those of the run.
+
+    Args:
+        number: of the process, which it keeps, whatever its rank in a generation.
+        folder: where the launcher puts the members of each generation.
+    """
+
+    def __init__(self, number: int, board: StatusBoard, folder: Path) -> None:
+        self.number, self.board, self.folder = number, board, folder
+        self.generation = Generation(-1, ())
+        self._out_of = -1  # the newest generation that others entered without this process
+
+    @classmethod
+    def of_this_rank(cls) -> Member:
+        """This process, whose launcher announces generations."""
+        environment = RankEnvironment.from_env()
+        assert environment.status_file is not None, "only ranks of our launcher take part in generations"
+        return cls(environment.rank, StatusBoard.of_this_rank(), environment.status_file.parent)
+
+    def is_over(self) -> bool:
+        """True if another generation was begun."""
+        return self.board.current_generation > self.generation.number
+
+    def another_is_wanted(self) -> bool:
+        """True if another generation is to be begun after this step."""
+        return self.board.wanted_generation > self.generation.number
+
+    def is_awaited(self) -> bool:
+        """True if others wait for this process in a generation that was announced."""
+        number = next_number(self.board.current_generation, self.board.wanted_generation, self.generation.number)
+        generation = announced(self.folder, number) if number is not None else None
+        return generation is not None and self.number in generation.members
+
+    def next_generation(self) -> Generation:
+        """Enter the next generation that this process is a member of, once there is one.
+
+        One that is left out, since its replica has lost a rank, waits to join like a replacement; so do all while the
+        coordinator is replaced, in a generation without members. The launcher ends who waits in vain.
+        """
+        told = False
+        while True:
+            number = next_number(self.board.current_generation, self.board.wanted_generation, self.generation.number)
+            if number is not None and number > self._out_of:
+                generation = announced(self.folder, number)
+                if generation is None:
+                    time.sleep(_LOOK_S)
+                    continue
+                if self.number in generation.members:
+                    self.generation = generation
+                    if (store := store_file(self.folder)).exists():
+                        os.environ[STORE] = store.read_text()
+                    self.board.enter(number)
+                    return generation
+                self.generation, self._out_of = Generation(-1, ()), number
+            if self.generation.number < 0 and not told:
+                told = True
+                self.board.mark("joining", 0)
+            time.sleep(_LOOK_S)
+
+
+def announce(board: StatusBoard, folder: Path, current: Generation, newest: Generation) -> None:
+    """Announce generations to the ranks at a launcher's status board, and forget older ones.
+
+    Args:
+        folder: of the board.
+    """
+    for generation in (current, newest):
+        write_whole(_members_file(folder, generation.number), json.dumps(generation.members))
+    board.announce(current.number, newest.number)
+    for file in folder.glob(_members_file(folder, "*").name):
+        if int(file.stem.partition("-")[2]) < current.number:
+            file.unlink()
+
+
+def announced(folder: Path, number: int) -> Generation | None:
+    """A generation that was announced; None where a newer one has just been."""
+    try:
+        return Generation(number, tuple(json.loads(_members_file(folder, number).read_text())))
+    except FileNotFoundError:
+        return None
+
+
+def _members_file(folder: Path, generation: int | str) -> Path:
+    return folder / f"generation-{generation}.json"
+
+
+def store_file(folder: Path) -> Path:
+    """File in which a later launcher names the store where ranks meet."""
+    return folder / "store-address"

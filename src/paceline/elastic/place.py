@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate.hosts import EmulatedHost, Emulation, LinkBytes
@@ -18,6 +20,9 @@ from paceline.errors import LaunchError
 from paceline.planning.plan import Plan, cores_of
 from paceline.planning.sync_info import ServerProcesses
 from paceline.rank_environment import RankEnvironment
+from paceline.wire.ends import name_of
+from paceline.wire.key import RunKey, key_descriptor, own_key
+from paceline.wire.store import StoreServer
 
 ADDRESS = "127.0.0.1"
 
@@ -194,3 +199,50 @@ def _listener_of(port: int | None) -> str:
             ):
                 return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return "another process (of another user, or it could not be told)"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The place where ranks meet.
+
+    Attributes:
+        store: the store's Unix socket, or its address and port.
+        key_fd: descriptor of the run's key, for ranks to inherit; None where a Unix socket does without.
+    """
+
+    store: str
+    key_fd: int | None = None
+
+
+@contextmanager
+def rendezvous(places: Sequence[RankPlace], folder: Path, port: int | None) -> Iterator[Rendezvous]:
+    """A store for ranks in these places, up within the context.
+
+    Args:
+        folder: the launcher's private one.
+        port: between hosts; None takes a free one.
+
+    Raises:
+        LaunchError: it cannot be served.
+    """
+    if on_one_host(places):
+        server = StoreServer(None, folder / "store")
+        try:
+            yield Rendezvous(str(folder / "store"))
+        finally:
+            server.close()
+        return
+    hosts = current_hosts()
+    key = hosts.key if hosts else own_key() or RunKey.make()
+    server = StoreServer(key, places[0].listen(port, backlog=max(128, 2 * len(places))))
+    descriptor = key_descriptor(key)
+    try:
+        yield Rendezvous(name_of(server.address), descriptor)
+    finally:
+        os.close(descriptor)
+        server.close()
+
+
+def on_one_host(places: Sequence[RankPlace]) -> bool:
+    """True if all ranks are on this machine as it is."""
+    return all(place.host is None and place.number == 0 for place in places)

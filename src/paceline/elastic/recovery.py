@@ -16,8 +16,7 @@ from paceline.elastic.hosts.hosts import WAIT, hosts_wait_s
 from paceline.elastic.hosts.link import AbsentLink
 from paceline.elastic.hosts.messages import Past
 from paceline.elastic.hosts.remote import RemoteRank, RemoteRanks
-from paceline.elastic.member import announce
-from paceline.elastic.membership import MOST_LOSSES, Membership
+from paceline.elastic.membership import MOST_LOSSES, Membership, announce
 from paceline.elastic.scaling import Scaling
 from paceline.errors import LaunchError
 from paceline.generation import Generation

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.comm import Group
 from paceline.data.loader import changed_data
-from paceline.elastic.hosts.fetch import fetch
+from paceline.elastic.hosts.folder import fetch
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.meter import CHECKPOINT
 from paceline.engine.reduction import StepSignals

@@ -12,6 +12,7 @@ from typing import Any, cast
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.data.loader import Position
+from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.reduction import UnreadStep
 from paceline.errors import NonFiniteError, SyncError, tell_of_failure
@@ -34,7 +35,6 @@ from paceline.run.record.run import Run
 from paceline.run.record.witness import WITNESS, Witness
 from paceline.run.recovery.balancing import Balancing
 from paceline.run.recovery.recutting import Recutting, follows_times
-from paceline.run.recovery.step_boundary import StepBoundary
 from paceline.run.stop_signals import stop_signals
 
 

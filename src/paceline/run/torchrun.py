@@ -12,8 +12,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from paceline.cluster.launch_engines import own_engine
-from paceline.elastic.failure import ErrorRecord
-from paceline.elastic.shown_failure import below
+from paceline.elastic.failure import ErrorRecord, below
 from paceline.printable import printable
 from paceline.rank_environment import own_rank
 

@@ -18,7 +18,7 @@ from paceline.comm import Group
 from paceline.comm.address import own_address
 from paceline.comm.backend import joined
 from paceline.device import use
-from paceline.elastic.member import announced
+from paceline.elastic.membership import announced
 from paceline.engine.engine import Engine
 from paceline.errors import LaunchError, ServerRefused
 from paceline.generation import Generation, watch_generation

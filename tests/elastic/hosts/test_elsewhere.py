@@ -10,8 +10,7 @@ import pytest
 
 from host_processes import own_address
 from paceline.cluster.launch_engines import HostPlace
-from paceline.elastic.hosts.elsewhere import GoesOnElsewhere
-from paceline.elastic.hosts.gather import gathered
+from paceline.elastic.hosts.gather import GoesOnElsewhere, gathered
 from paceline.elastic.hosts.hosts import WAIT
 from paceline.elastic.hosts.messages import Begin, Elsewhere, ToHost
 from paceline.errors import ChannelError, LaunchError

@@ -14,11 +14,11 @@ import pytest
 from host_processes import own_address
 from paceline.cluster.cluster import Cluster, Host
 from paceline.cluster.launch_engines import HostPlace
-from paceline.elastic.hosts import gather, pulse, takeover
+from paceline.elastic.hosts import gather, takeover
+from paceline.elastic.hosts import link as pulse
 from paceline.elastic.hosts.agent import Coordinator
 from paceline.elastic.hosts.hosts import Hosts
-from paceline.elastic.hosts.link import Link
-from paceline.elastic.hosts.meeting import Meeting
+from paceline.elastic.hosts.link import Link, Meeting
 from paceline.elastic.hosts.messages import Elsewhere, Succession, Successor, ToHost
 from paceline.elastic.hosts.returns import Returns
 from paceline.wire.connection import Connection, connect

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from commands import events, paceline, write_job
-from paceline.elastic.hosts.pulse import SILENCE, Beat, Pulse, Pulses, rounds_of, silence_limit_s
+from paceline.elastic.hosts.link import SILENCE, Beat, Pulse, Pulses, rounds_of, silence_limit_s
 from paceline.errors import LaunchError
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener

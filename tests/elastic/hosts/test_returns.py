@@ -17,8 +17,7 @@ from paceline.cluster.cluster import Cluster, Host
 from paceline.cluster.launch_engines import HostPlace
 from paceline.elastic.hosts import gather, returns
 from paceline.elastic.hosts.hosts import Hosts
-from paceline.elastic.hosts.link import Link
-from paceline.elastic.hosts.meeting import Meeting
+from paceline.elastic.hosts.link import Link, Meeting
 from paceline.elastic.hosts.messages import FromHost, Look, Looked, Refused, ToHost, Welcome
 from paceline.elastic.hosts.returns import Returns
 from paceline.elastic.hosts.same_files import digests

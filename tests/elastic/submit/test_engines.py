@@ -12,7 +12,7 @@ import pytest
 
 from commands import write_job
 from paceline.elastic.submit.manifests import KINDS, as_yaml, manifests
-from paceline.elastic.submit.request import Request
+from paceline.elastic.submit.scheduler import Request
 from paceline.elastic.submit.sky import Sky
 
 PYTHON = Path(__file__).parent.parent.parent.parent / "build" / "engines" / "bin" / "python"

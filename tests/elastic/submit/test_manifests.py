@@ -15,7 +15,7 @@ from kubeflow_trainer_api import models
 
 from paceline.elastic.submit.kubernetes import Kubernetes
 from paceline.elastic.submit.manifests import KINDS, as_yaml, manifests
-from paceline.elastic.submit.request import Request
+from paceline.elastic.submit.scheduler import Request
 from paceline.errors import LaunchError
 from paceline.wire.key import RunKey
 

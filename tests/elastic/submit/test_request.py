@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.elastic.submit.request import must_be_hosts, name_for, options_from, time_from
+from paceline.elastic.submit.scheduler import must_be_hosts, name_for, options_from, time_from
 from paceline.errors import LaunchError
 
 

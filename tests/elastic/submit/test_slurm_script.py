@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from commands import checkpoints, ended, processes_of, started, wait_for, wait_for_step, write_job
-from paceline.elastic.submit.request import Request
+from paceline.elastic.submit.scheduler import Request
 from paceline.elastic.submit.slurm import Slurm
 from paceline.errors import LaunchError
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import Engine
 from paceline.generation import GenerationOver
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.recovery.handover import agree_on_start
 from paceline.run.recovery.kept import KeptModel, KeptPart
-from paceline.run.recovery.step_boundary import StepBoundary
 from paceline.split.apply import Split
 from ranks import Ranks
 from small_jobs import small_job

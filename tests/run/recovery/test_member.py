@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.elastic.member import Member, announce, store_file
+from paceline.elastic.membership import Member, announce, store_file
 from paceline.files import write_whole
 from paceline.generation import Generation
 from paceline.rank_environment import STORE

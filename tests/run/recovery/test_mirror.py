@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import Engine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
@@ -19,7 +20,6 @@ from paceline.run.recovery import mirror as mirrors
 from paceline.run.recovery.free_memory import Need, lack_of
 from paceline.run.recovery.kept import KeptPart
 from paceline.run.recovery.mirror import Mirror
-from paceline.run.recovery.step_boundary import StepBoundary
 from ranks import Ranks
 from small_jobs import small_job
 

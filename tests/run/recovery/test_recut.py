@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.partition import contiguous
 from paceline.run.recovery.busy_blocks import BLOCK, BLOCKS, WARM_UP
-from paceline.run.recovery.recut import LEAST_GAIN, MOST, Lengths, Pipe, Recut, Stages, proposed, worth
+from paceline.run.recovery.recutting import LEAST_GAIN, MOST, Lengths, Pipe, Recut, Stages, proposed, worth
 
 DECIDED = WARM_UP + BLOCK * BLOCKS
 

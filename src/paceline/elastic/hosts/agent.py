@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
+import math
+import os
 import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from paceline.elastic.hosts.agent_attempt import AgentAttempt
+from paceline.cluster.identity import interface_of
+from paceline.elastic.failure import ErrorRecord, oom_kills
+from paceline.elastic.hosts.folder import WANTED, WrittenFiles, place_in
+from paceline.elastic.hosts.link import Meeting, Pulse
 from paceline.elastic.hosts.measure import Measuring
-from paceline.elastic.hosts.meeting import Meeting
 from paceline.elastic.hosts.messages import (
+    TEXT_LIMIT,
+    Adopt,
+    Announce,
     Begin,
     Dismiss,
     Echo,
     Elsewhere,
+    EndAttempt,
+    Ended,
+    Fetch,
+    Fetched,
+    Held,
     Interrupted,
+    Kill,
     Listen,
     Look,
     Looked,
     Measure,
+    Over,
     Probe,
+    Put,
+    Ready,
     Refused,
+    Row,
+    Rows,
+    Signal,
+    Start,
+    Started,
     Succession,
+    Told,
 )
 from paceline.elastic.hosts.same_files import digests
+from paceline.elastic.membership import announce, store_file
 from paceline.elastic.signals import StopSignals
+from paceline.elastic.started import StartedRank, Starter
 from paceline.errors import LaunchError, PacelineError
+from paceline.files import scratch_folder, write_whole
+from paceline.generation import Generation
+from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
 from paceline.wire.connection import Connection
+from paceline.wire.key import key_descriptor, own_key
+from paceline.wire.status import StatusBoard
 
 _TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their way to a generation
 _SAVE_S = 30.0  # for ranks to save and end when the coordinator is lost
@@ -193,3 +226,277 @@ def _alone(coordinator: Coordinator, who: str, signals: StopSignals, *, goes_on:
 
 def _say(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+_ROWS_S = 0.25  # from one status to the next
+_SENDING_S = 0.1  # longest time that a turn sends files; messages and losses wait for it
+_IDLE_S = 5.0  # ranks that do nothing for so long wait in vain for those of a lost host
+
+
+class AgentAttempt:
+    """The ranks that the coordinator has this host start, from `Begin` to `EndAttempt`."""
+
+    def __init__(self, begin: Begin, coordinator: Coordinator) -> None:
+        self.begin, self.coordinator = begin, coordinator
+        self.ranks: list[StartedRank] = []
+        self._told: dict[Path, int] = {}  # length of each record and stack that was told
+        self._ended: set[int] = set()
+        self._oom_kills = oom_kills()
+        self._rows_at, self._newest = 0.0, 0
+        self._shown: list[tuple[int, bool]] = []  # generation of each rank, and whether it waits to join
+        self._asked: set[str] = set()
+        self._made = ExitStack()
+        self.scratch = self._made.enter_context(scratch_folder())
+        self.board = StatusBoard.create(self.scratch / "status", len(begin.places), begin.attempt)
+        self._made.callback(self.board.close)
+        key = own_key()
+        self._key_fd = None if key is None else key_descriptor(key)
+        if self._key_fd is not None:
+            self._made.callback(os.close, self._key_fd)
+        self.copy = self._copy()
+        self._parts: Iterator[Put] | None = None
+        arguments = [str(self.copy.folder) if self.copy and a == begin.folder else a for a in begin.module_args]
+        self.starter = Starter(arguments, {**begin.env, **({FOLDER_IS_COPY: "1"} if self.copy else {})})
+        self._prepared = False
+        self._beat(begin)
+        coordinator.send(Ready())
+
+    @property
+    def recovers_alone(self) -> bool:
+        """True if the ranks here may go on when the coordinator's host is lost."""
+        return self.begin.spares(self.coordinator.name)
+
+    @property
+    def busy(self) -> bool:
+        """True while parts of files wait to be sent."""
+        return self._parts is not None
+
+    @property
+    def meets(self) -> bool:
+        """True while ranks here are on their way to a generation."""
+        board = self.board.read()
+        return any(rank.code is None and board[rank.number].generation != self._newest for rank in self.ranks)
+
+    def held(self) -> Held:
+        """The ranks that live, for another coordinator. Ends of the others are not told to it again."""
+        board = self.board.read()
+        for rank in self.ranks:
+            if rank.code is None and _has_ended(rank):
+                rank.note_end()
+            if rank.code is not None:
+                self._ended.add(rank.number)
+        living = [rank for rank in self.ranks if rank.code is None]
+        newest = max(self.board.current_generation, self.board.wanted_generation)
+        return Held(self.begin.attempt, newest, [(r.number, r.pid, board[r.number].generation) for r in living])
+
+    def keep(self) -> None:
+        """Have the ranks break off their step, and wait for another coordinator's generation."""
+        number = max(self.board.current_generation, self.board.wanted_generation) + 1
+        self.announce(Announce(number, [], number, []))
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that become readable when a rank ends."""
+        return [rank.pidfd for rank in self.ranks if rank.code is None]
+
+    def obey(self, message: Any) -> bool:
+        """Do what the coordinator says; True once the attempt is over."""
+        match message:
+            case Put():
+                if self.copy:
+                    self.copy.receive(message)
+            case Start():
+                self._start(message)
+            case Announce():
+                self.announce(message)
+            case Adopt():
+                self._beat(message)
+            case Signal() | Kill():
+                for rank in self.ranks:
+                    if rank.number == message.rank:
+                        rank.signal(message.number) if isinstance(message, Signal) else rank.kill()
+            case Fetched():
+                self._asked.discard(message.path)
+                if self.copy:
+                    (self.copy.folder / WANTED / message.path.replace("/", "|")).unlink(missing_ok=True)
+            case EndAttempt():
+                self.end()
+                self.coordinator.send(Over())
+                return True
+        return False
+
+    def turn(self) -> None:
+        """Take the ends of ranks, and tell what is new."""
+        self._tell_rows()
+        self._tell_texts()
+        self._ask()
+        ended = [rank for rank in self.ranks if rank.code is None and _has_ended(rank)]
+        for rank in ended:
+            rank.note_end()
+            if rank.code and rank.code < 0:  # report at once: other hosts wait for it
+                self._tell_end(rank)
+        untold = [rank for rank in ended if rank.number not in self._ended]
+        self._send_parts(time.monotonic() + (math.inf if untold else _SENDING_S))
+        for rank in untold:
+            self._tell_end(rank)
+
+    def stop(self, save_s: float) -> None:
+        """End what still runs: SIGTERM and time to save, if any, then SIGKILL."""
+        for rank in self.ranks if save_s else ():
+            rank.signal(signal.SIGTERM)
+        until = time.monotonic() + save_s
+        while save_s and self._may_save() and time.monotonic() < until:
+            time.sleep(0.05)
+        for rank in self.ranks:
+            if rank.code is None:
+                rank.note_end()
+        self._send_parts(math.inf)
+        for rank in self.ranks:
+            self._tell_end(rank)
+
+    def _may_save(self) -> bool:
+        """True while ranks live of which one does something, or writes a checkpoint."""
+        now_ns, board = time.monotonic_ns(), self.board.read()
+        living = [board[rank.number] for rank in self.ranks if not _has_ended(rank)]
+        return any(status.phase == "checkpoint" or status.idle_s(now_ns) < _IDLE_S for status in living)
+
+    def end(self) -> None:
+        """Kill the ranks, and remove what the attempt has made here."""
+        self.stop(0.0)
+        self.close()
+
+    def close(self) -> None:
+        """Remove what the attempt has made here."""
+        self.ranks.clear()
+        self._made.close()
+
+    def _beat(self, message: Begin | Adopt) -> None:
+        """Exchange signs of life with the coordinator."""
+        if message.pulse_port:
+            where, silent = (self.coordinator.address, message.pulse_port), self.coordinator.fall_silent
+            hosts = len(set(self.begin.places))
+            self._made.callback(Pulse(where, own_key(), message.host, message.silence_s, silent, hosts).close)
+
+    def _copy(self) -> WrittenFiles | None:
+        """A private copy of the attempt's folder; None where the hosts share it."""
+        begin = self.begin
+        if (Path(begin.folder) / begin.token).is_file():
+            return None
+        copy = self._made.enter_context(scratch_folder())
+        for folder in begin.folders:
+            place_in(copy, folder).mkdir(mode=0o700)
+        return WrittenFiles(copy)
+
+    def _start(self, message: Start) -> None:
+        self._forget(int(message.environment.get("RANK", "0")))
+        try:
+            if not self._prepared:
+                self.starter.prepare(self.begin.start_deadline_s, self._is_alone)
+                self._prepared = True
+            told = RankEnvironment.from_env(message.environment)
+            environment = replace(
+                told,
+                interface=interface_of(told.address or ""),
+                status_file=self.scratch / "status",
+                error_file=self.scratch / f"rank-{told.rank}.error",
+                launcher=os.getpid(),
+                key_fd=self._key_fd,
+                store_fd=None,
+                inherited_fds=(),
+                # the others go on without it: SIGTERM would have it ask them to stop
+                grace_s=0 if self.begin.spares_hosts else told.grace_s,
+            )
+            rank = self.starter.start(environment, None)
+        except (LaunchError, ValueError) as error:
+            number = int(message.environment.get("RANK", "0"))
+            record = ErrorRecord.of(error, number)
+            record.write(self.scratch / f"rank-{number}.error")
+            self._tell_text(self.scratch / f"rank-{number}.error", number)
+            self.coordinator.send(Ended(number, 1, None))
+            return
+        self.ranks.append(rank)
+        self.coordinator.send(Started(rank.number, rank.pid))
+
+    def _forget(self, number: int) -> None:
+        """Forget a rank whose process has ended, which is started again."""
+        for rank in [rank for rank in self.ranks if rank.number == number and rank.code is not None]:
+            self.ranks.remove(rank)
+            self._ended.discard(number)
+            for path in (rank.record, rank.record.with_suffix(".stack")):
+                path.unlink(missing_ok=True)
+                self._told.pop(path, None)
+            self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
+
+    def announce(self, message: Announce) -> None:
+        """Show the run's generations to the ranks here."""
+        if message.store:
+            write_whole(store_file(self.scratch), message.store)
+        current = Generation(message.current, tuple(message.members))
+        announce(self.board, self.scratch, current, Generation(message.newest, tuple(message.newest_members)))
+        self._newest = message.newest
+
+    def _is_alone(self) -> bool:
+        """True if the coordinator is lost. The message tells it that this host is there."""
+        self.coordinator.send(Echo())
+        return self.coordinator.lost is not None
+
+    def _tell_rows(self, *, at_once: bool = False) -> None:
+        board = self.board.read()
+        # what generations are made by is told at once
+        shown = [(board[r.number].generation, board[r.number].phase == "joining") for r in self.ranks]
+        if not at_once and time.monotonic() - self._rows_at < _ROWS_S and shown == self._shown:
+            return
+        self._rows_at, self._shown, now_ns = time.monotonic(), shown, time.monotonic_ns()
+        rows = []
+        for rank in self.ranks:
+            status = board[rank.number]
+            idle_ns = max(0, now_ns - status.changed_ns)
+            place = status.phase, status.step, idle_ns, rank.stopped, rank.paging, status.generation
+            rows.append(Row(rank.number, status.attempt, *place))
+        if rows:
+            self.coordinator.send(Rows(rows))
+
+    def _tell_texts(self) -> None:
+        for rank in self.ranks:
+            if rank.number not in self._ended:
+                for path in (rank.record, rank.record.with_suffix(".stack")):
+                    self._tell_text(path, rank.number)
+
+    def _tell_text(self, path: Path, rank: int) -> None:
+        if path.exists() and (size := path.stat().st_size) > 0 and size != self._told.get(path, 0):
+            self._told[path] = size
+            self.coordinator.send(Told(rank, path.suffix, path.read_text(errors="replace")[:TEXT_LIMIT]))
+
+    def _tell_end(self, rank: StartedRank) -> None:
+        if rank.number not in self._ended and rank.code is not None:
+            self._tell_rows(at_once=True)  # its last status
+            self._tell_texts()
+            self._ended.add(rank.number)
+            kills = oom_kills()
+            known = kills is not None and self._oom_kills is not None
+            self.coordinator.send(Ended(rank.number, rank.code, kills - self._oom_kills if known else None))  # type: ignore[operator]
+
+    def _ask(self) -> None:
+        """Ask for the folders that ranks want."""
+        wanted = self.copy.folder / WANTED if self.copy else None
+        for path in sorted(wanted.iterdir()) if wanted and wanted.is_dir() else ():
+            name = path.name.replace("|", "/")
+            if name not in self._asked:
+                self._asked.add(name)
+                self.coordinator.send(Fetch(name))
+
+    def _send_parts(self, until: float) -> None:
+        """Send parts of new files until a time, by the monotonic clock; infinity sends all."""
+        if self.copy is None:
+            return
+        self._parts = self._parts or self.copy.parts()
+        for part in self._parts:
+            self.coordinator.send(part)
+            if time.monotonic() > until:
+                return
+        self._parts = None
+        for part in self.copy.parts() if until == math.inf else ():  # files written since the listing
+            self.coordinator.send(part)
+
+
+def _has_ended(rank: StartedRank) -> bool:
+    return rank.code is not None or bool(select.select([rank.pidfd], [], [], 0)[0])

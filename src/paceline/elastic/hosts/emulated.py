@@ -24,7 +24,7 @@ from paceline.elastic.forkserver import warm_up, why_not
 from paceline.elastic.hosts.agent import run_agent
 from paceline.elastic.hosts.gather import joined, links_of
 from paceline.elastic.hosts.hosts import Hosts, coordinating
-from paceline.elastic.hosts.meeting import Meeting
+from paceline.elastic.hosts.link import Meeting
 from paceline.elastic.hosts.messages import Welcome
 from paceline.elastic.hosts.returns import Returns
 from paceline.elastic.started import StartedRank, Starter

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from paceline.elastic.hosts.messages import CHUNK_BYTES, Put
-from paceline.errors import LaunchError
+from paceline.errors import CheckpointError, LaunchError
 from paceline.files import open_to_append, private_opener
+from paceline.rank_environment import FOLDER_IS_COPY
 
 _PARTIAL = re.compile(r"\.step-\d+\.partial")
 _SHARD, _RECEIPT = ".safetensors", ".receipt.json"
@@ -148,3 +150,35 @@ def _whole(lines: list[bytes]) -> list[bytes]:
 def _about(path: Path) -> tuple[int, int]:
     about = path.stat()
     return about.st_size, about.st_mtime_ns
+
+
+WANTED = ".wanted"  # folder in the copy; a file there names a folder that is asked for, with | for /
+_LOOK_EVERY_S = 0.02
+
+
+def fetch(wanted: Path, copy: Path, deadline_s: float) -> None:
+    """Have a folder here that is in a copy of host 0's.
+
+    Args:
+        wanted: the folder, in `copy`.
+        deadline_s: the longest that nothing of it may arrive.
+
+    Raises:
+        CheckpointError: nothing came in time.
+    """
+    if os.environ.get(FOLDER_IS_COPY) != "1":
+        return
+    asked = copy / WANTED / str(wanted.relative_to(copy)).replace("/", "|")
+    asked.parent.mkdir(mode=0o700, exist_ok=True)
+    asked.touch(mode=0o600)
+    arrived, since = -1, time.monotonic()
+    while asked.exists():
+        if (size := _size(wanted)) != arrived:
+            arrived, since = size, time.monotonic()
+        if time.monotonic() - since > deadline_s:
+            raise CheckpointError(f"nothing of {wanted.name} came from host 0 for {deadline_s:g} s")
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0

@@ -24,7 +24,7 @@ from paceline.wire.listener import Listener
 from paceline.wire.status import StatusBoard
 
 if TYPE_CHECKING:
-    from paceline.elastic.hosts.meeting import Meeting
+    from paceline.elastic.hosts.link import Meeting
     from paceline.elastic.hosts.returns import Returns
     from paceline.elastic.hosts.takeover import Takeover
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 from paceline.cluster.launch_engines import HostPlace, own_engine
 from paceline.elastic.forkserver import warm_up
 from paceline.elastic.hosts.agent import Coordinator, run_agent
-from paceline.elastic.hosts.elsewhere import GoesOnElsewhere
-from paceline.elastic.hosts.gather import gathered, joined
+from paceline.elastic.hosts.gather import GoesOnElsewhere, gathered, joined
 from paceline.elastic.hosts.hosts import Hosts, coordinating, current_hosts
 from paceline.elastic.hosts.returns import Returns
 from paceline.elastic.hosts.takeover import met_again

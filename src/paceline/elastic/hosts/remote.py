@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.elastic.hosts.folder import parts_of, place_in, receive
-from paceline.elastic.hosts.link import AbsentLink, Link
+from paceline.elastic.hosts.link import AbsentLink, Link, Pulses
 from paceline.elastic.hosts.messages import (
     Adopt,
     Announce,
@@ -38,7 +38,6 @@ from paceline.elastic.hosts.messages import (
     Started,
     Told,
 )
-from paceline.elastic.hosts.pulse import Pulses
 from paceline.elastic.possible import NEEDS
 from paceline.elastic.signals import StopSignals
 from paceline.errors import LaunchError

@@ -13,8 +13,7 @@ from typing import Self
 from paceline.cluster.launch_engines import HostPlace
 from paceline.elastic.hosts.gather import take
 from paceline.elastic.hosts.hosts import Hosts
-from paceline.elastic.hosts.link import AbsentLink, Link
-from paceline.elastic.hosts.meeting import Meeting
+from paceline.elastic.hosts.link import AbsentLink, Link, Meeting
 from paceline.elastic.hosts.messages import Elsewhere, Looked, Refused, ToHost, Welcome
 from paceline.elastic.hosts.same_files import differences
 from paceline.errors import ChannelError, LaunchError, PacelineError

@@ -14,27 +14,28 @@ import json
 import queue
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from paceline.cluster.cluster import Host
+from paceline.cluster.identity import interface_of
 from paceline.cluster.launch_engines import HostPlace
-from paceline.elastic.hosts.agent import Coordinator
-from paceline.elastic.hosts.agent_attempt import AgentAttempt
+from paceline.elastic.hosts.agent import AgentAttempt, Coordinator
 from paceline.elastic.hosts.gather import refuse, take, taken_in, welcomed
 from paceline.elastic.hosts.hosts import Hosts
-from paceline.elastic.hosts.link import AbsentLink, Link
-from paceline.elastic.hosts.meeting import Meeting
-from paceline.elastic.hosts.messages import EndAttempt, Over, Past, Succession, Successor, ToHost
-from paceline.elastic.hosts.next_generation import NextGeneration, whole_replicas
-from paceline.elastic.hosts.pulse import silence_limit_s
+from paceline.elastic.hosts.link import AbsentLink, Link, Meeting, silence_limit_s
+from paceline.elastic.hosts.messages import Announce, EndAttempt, Over, Past, Succession, Successor, ToHost
+from paceline.elastic.membership import Membership
+from paceline.elastic.place import RankPlace, rendezvous
+from paceline.elastic.run_lock import RunLock
 from paceline.elastic.signals import exit_code_of
 from paceline.errors import ChannelError, DeadlineError, LaunchError
 from paceline.files import whole_lines
+from paceline.generation import Generation
 from paceline.printable import printable
 from paceline.storage.url import is_url
 from paceline.wire.connection import HANDSHAKE_S, Connection, connect
@@ -344,3 +345,72 @@ def _with(names: Iterable[str]) -> str:
 
 def _say(text: str) -> None:
     print(printable(f"paceline: {text}"), file=sys.stderr, flush=True)
+
+
+class NextGeneration:
+    """Generation that ranks which hosts have kept begin without the lost coordinator.
+
+    Attributes:
+        lock: of the run directory.
+        generation: of the whole replicas that are left; of nobody, where too few hosts are.
+        places: of all ranks of the run.
+        rendezvous: where the ranks meet.
+
+    Args:
+        kept: the attempt on this host, which coordinates.
+        has_ended: as of `RunLock`.
+
+    Raises:
+        RunError: somebody else trains in the run directory.
+    """
+
+    def __init__(
+        self, hosts: Hosts, run: Path, kept: AgentAttempt, say: Callable[[str], object], has_ended: Callable[[], bool]
+    ) -> None:
+        self.places = _places(hosts, kept)
+        with ExitStack() as made:
+            # whoever has it decides
+            self.lock = made.enter_context(RunLock(run, say, succeeds=True, has_ended=has_ended))
+            # it is at this host, and not within it: hosts that were lost may come back
+            meet_at = [_own_place(hosts), *self.places]
+            self.rendezvous = made.enter_context(rendezvous(meet_at, kept.scratch, kept.begin.port or None))
+            held = [kept.held(), *(link.held for link in hosts.links if link.held)]
+            members = set() if hosts.too_few else whole_replicas(kept, hosts.links)
+            self.generation = Generation(max(host.newest for host in held) + 1, tuple(sorted(members)))
+            number, ranks = self.generation.number, list(self.generation.members)
+            message = Announce(number, ranks, number, ranks, self.rendezvous.store)
+            for link in hosts.links:
+                if link.held:
+                    link.send(message)
+            kept.announce(message)
+            self._made = made.pop_all()
+
+    def close(self) -> None:
+        """Give the run directory and the rendezvous back."""
+        self._made.close()
+
+
+def whole_replicas(kept: AgentAttempt, links: Sequence[Link]) -> set[int]:
+    """Ranks on this host and those that live, and whose replica does."""
+    ranks = {rank for held in (kept.held(), *(link.held for link in links)) if held for rank in held.entered}
+    return Membership(len(kept.begin.places), replica_size=kept.begin.replica_ranks).whole(ranks)
+
+
+def _places(hosts: Hosts, kept: AgentAttempt) -> list[RankPlace]:
+    names, own = kept.begin.places, _own_place(hosts)
+    numbers = {host.name: number for number, host in enumerate(hosts.cluster.hosts)}
+    return [
+        replace(
+            own,
+            local_rank=names[:rank].count(name),
+            local_size=names.count(name),
+            address=hosts.address_of(numbers[name]),
+            number=numbers[name],
+            host_name=name,
+        )
+        for rank, name in enumerate(names)
+    ]
+
+
+def _own_place(hosts: Hosts) -> RankPlace:
+    return RankPlace(0, 1, hosts.address, interface_of(hosts.address) or "lo")

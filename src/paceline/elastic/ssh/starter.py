@@ -28,16 +28,24 @@ from paceline.cluster.launch_engines.engine import (
     default_port,
 )
 from paceline.elastic.signals import StopSignals, stopped_before
-from paceline.elastic.ssh.address import coordinator_of, no_ssh, ssh, ssh_program
-from paceline.elastic.ssh.host import SAVE_S, STARTED, Order
-from paceline.elastic.ssh.host_list import NamedHost, read_hosts
+from paceline.elastic.ssh.hosts import (
+    SAVE_S,
+    STARTED,
+    NamedHost,
+    Order,
+    coordinator_of,
+    no_ssh,
+    read_hosts,
+    ssh,
+    ssh_program,
+)
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.rank_environment import KEY_FD, KEY_FILE, RankEnvironment
 from paceline.wire.key import RunKey
 
 REMOTE_PYTHON = "PACELINE_REMOTE_PYTHON"
-_PROGRAM = "paceline.elastic.ssh.host"
+_PROGRAM = "paceline.elastic.ssh.hosts"
 # Settings of the user's that hold for this machine only.
 _NOT_SENT = RankEnvironment.names() | {KEY_FD, KEY_FILE, REMOTE_PYTHON, "PACELINE_SSH"}
 _SENT_AS_WELL = ("OMP_NUM_THREADS",)

@@ -8,9 +8,7 @@ import time
 from typing import Any, ClassVar
 
 from paceline.elastic.submit.manifests import KINDS, NAME_LABEL, as_yaml, manifests
-from paceline.elastic.submit.record import Submission
-from paceline.elastic.submit.request import Request
-from paceline.elastic.submit.scheduler import Scheduler, State, ask, show
+from paceline.elastic.submit.scheduler import Request, Scheduler, State, Submission, ask, show
 from paceline.errors import LaunchError
 from paceline.wire.key import RunKey
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from paceline.elastic.submit.request import Request
+from paceline.elastic.submit.scheduler import Request
 from paceline.errors import LaunchError
 
 Manifest = dict[str, Any]

@@ -9,9 +9,7 @@ import shlex
 import time
 from typing import ClassVar
 
-from paceline.elastic.submit.record import Submission
-from paceline.elastic.submit.request import Request
-from paceline.elastic.submit.scheduler import Phase, Scheduler, State, ask, show
+from paceline.elastic.submit.scheduler import Phase, Request, Scheduler, State, Submission, ask, show
 from paceline.errors import LaunchError
 
 _ADVICE = 'Install it: pip install "ray[default]", of the version that the cluster has.'

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal
 
-from paceline.elastic.submit.record import Submission
-from paceline.elastic.submit.request import Request
+import msgspec
+
 from paceline.errors import LaunchError
+from paceline.files import home_folder, private_folder, read_text, write_whole
+from paceline.nearest import nearest
 from paceline.printable import printable
 
 Phase = Literal["queued", "running", "done", "failed", "cancelled", "unknown"]
@@ -141,3 +145,176 @@ def show(command: list[str], advice: str) -> int:
         return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
     except FileNotFoundError:
         raise LaunchError(f"the command {command[0]} is not on this machine. {advice}") from None
+
+
+MOST_HOSTS = 65_536
+_UNITS_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+_TIME = re.compile(r"(?:[0-9]{1,6}[dhms])+")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run to submit.
+
+    Attributes:
+        job: the job file, an absolute path.
+        hosts: how many hosts.
+        name: of the submission; letters, digits and hyphens, as the names of pods are.
+        run: the run's directory or URL, where it is seen by the hosts.
+        time_s: time after which the scheduler ends it, where it has such a limit.
+        options: the scheduler's own options, from `--set`.
+    """
+
+    job: Path
+    hosts: int
+    name: str
+    run: str
+    plan: str = "auto"
+    restarts: int = 0
+    time_s: int | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def train_arguments(self, job: str | None = None) -> list[str]:
+        """Arguments of `paceline` on each host; `job` is the job file's path there."""
+        arguments = ["train", job or str(self.job), "--plan", self.plan, "--run", self.run, "--resume"]
+        return [*arguments, "--restarts", str(self.restarts)] if self.restarts else arguments
+
+    @property
+    def run_is_url(self) -> bool:
+        """True if the run is kept in a store, which every host reaches."""
+        return "://" in self.run
+
+
+def name_for(job_name: str) -> str:
+    """A new name of a submission: the job's and the time."""
+    plain = re.sub(r"[^a-z0-9]+", "-", job_name.lower()).strip("-")[:36].rstrip("-")
+    return f"{plain or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def must_be_hosts(count: int) -> None:
+    """Raise LaunchError where a number of hosts is none."""
+    if not 1 <= count <= MOST_HOSTS:
+        raise LaunchError(f"--hosts {count}: a run is on 1 host to {MOST_HOSTS:,}")
+
+
+def time_from(text: str) -> int:
+    """Seconds of a time such as 90m, 1h30m or 2d.
+
+    Raises:
+        LaunchError: it is not such a time.
+    """
+    if not _TIME.fullmatch(text):
+        raise LaunchError(f'--time "{text[:40]}" is not a time such as 90m, 1h30m or 2d')
+    seconds = sum(int(count) * _UNITS_S[unit] for count, unit in re.findall(r"([0-9]+)([dhms])", text))
+    if not 60 <= seconds <= 3_650 * _UNITS_S["d"]:
+        raise LaunchError(f"--time {text}: a limit is at least a minute and at most ten years")
+    return seconds
+
+
+def options_from(pairs: list[str], known: Mapping[str, str], scheduler: str) -> dict[str, str]:
+    """The options of `--set NAME=VALUE`.
+
+    Raises:
+        LaunchError: one is not such a pair, is unknown to the scheduler, is given twice, or has a value with control
+            characters.
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not value:
+            raise LaunchError(f'--set "{pair[:80]}" is not NAME=VALUE')
+        if name not in known:
+            raise LaunchError(f'--set {pair[:80]}: {scheduler} has no option "{name[:40]}". {nearest(name, known)}')
+        if name in found:
+            raise LaunchError(f"--set {name} is given twice")
+        if not value.isprintable():
+            raise LaunchError(f"--set {name}: the value has a line break or another character that cannot be shown")
+        found[name] = value
+    return found
+
+
+_LIMIT = 2**16  # bytes of a file
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that was submitted.
+
+    Attributes:
+        name: ours, also for `paceline cancel`.
+        engine: name of the scheduler.
+        id: the scheduler's own.
+        since: when it was submitted, in seconds since 1970.
+        options: of `--set`.
+        phase: how it ended; empty until that was seen.
+    """
+
+    name: str
+    engine: str
+    id: str
+    hosts: int
+    job: str
+    run: str
+    since: float
+    options: dict[str, str] = {}
+    phase: str = ""
+    code: int | None = None
+
+
+def folder() -> Path:
+    """The private folder, made if missing: `submitted` in PACELINE_HOME, or else in ~/.paceline.
+
+    Raises:
+        LaunchError: it cannot be made, or belongs to another user.
+    """
+    home = home_folder()
+    try:
+        private_folder(home)
+        private_folder(home / "submitted")
+    except OSError as error:
+        raise LaunchError(
+            f"{home / 'submitted'} cannot be used: {error.strerror}. Name another folder in PACELINE_HOME."
+        ) from error
+    return home / "submitted"
+
+
+def save(submission: Submission) -> None:
+    """Write the file of a submission."""
+    write_whole(folder() / f"{submission.name}.json", msgspec.json.encode(submission))
+
+
+def ended(submission: Submission, phase: str, code: int) -> Submission:
+    """Remember how a run ended, and remove its key."""
+    known = msgspec.structs.replace(submission, phase=phase, code=code)
+    save(known)
+    (folder() / f"{submission.name}.key").unlink(missing_ok=True)
+    return known
+
+
+def submissions() -> list[Submission]:
+    """All submissions, the newest first. A file that is none is left out."""
+    found = []
+    for path in folder().glob("*.json"):
+        try:
+            submission = msgspec.json.decode(read_text(path, _LIMIT), type=Submission)
+        except (OSError, ValueError, msgspec.MsgspecError):  # cut short, or somebody else's
+            continue
+        if submission.name == path.stem:
+            found.append(submission)
+    return sorted(found, key=lambda submission: submission.since, reverse=True)
+
+
+def find(name: str) -> Submission:
+    """The submission of a name, or of a scheduler's id that only one has.
+
+    Raises:
+        LaunchError: there is none, or several have the id.
+    """
+    known = submissions()
+    found = [s for s in known if s.name == name] or [s for s in known if s.id == name]
+    if len(found) > 1:
+        names = ", ".join(s.name for s in found)
+        raise LaunchError(f"{name} is the number of several runs: {names}. Say the name of one.")
+    if not found:
+        hint = nearest(name, [s.name for s in known]) if known else "Nothing was submitted from here."
+        raise LaunchError(f'no run "{name[:80]}" was submitted. {hint}')
+    return found[0]

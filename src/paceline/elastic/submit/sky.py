@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.elastic.submit.manifests import as_yaml
-from paceline.elastic.submit.record import Submission, folder
-from paceline.elastic.submit.request import Request
-from paceline.elastic.submit.scheduler import Phase, Scheduler, State, ask, show
+from paceline.elastic.submit.scheduler import Phase, Request, Scheduler, State, Submission, ask, folder, show
 from paceline.errors import LaunchError
 from paceline.files import create_private
 from paceline.wire.key import RunKey

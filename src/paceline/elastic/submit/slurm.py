@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from paceline.elastic.submit.record import Submission, folder
-from paceline.elastic.submit.request import Request
-from paceline.elastic.submit.scheduler import Phase, Scheduler, State, ask
+from paceline.elastic.submit.scheduler import Phase, Request, Scheduler, State, Submission, ask, folder
 from paceline.errors import LaunchError
 from paceline.files import create_private, read_text
 from paceline.printable import printable

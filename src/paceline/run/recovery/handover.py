@@ -11,10 +11,10 @@ import torch
 
 from paceline.comm import Group
 from paceline.comm.link_speed import GroupLinks
+from paceline.elastic.membership import Start, StepBoundary, newest_of
 from paceline.run.build import seed_all
 from paceline.run.checkpoint.shard import DTYPES
 from paceline.run.recovery.memory_state import MemoryState
-from paceline.run.recovery.step_boundary import Start, StepBoundary, newest_of
 from paceline.sync.start import broadcast_tensors
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import Group
+from paceline.elastic.membership import Start, StepBoundary
 from paceline.engine.engine import Engine, Outcome
 from paceline.job.job import Job
 from paceline.job.samples import DataSets
@@ -17,7 +18,6 @@ from paceline.planning.plan import Plan
 from paceline.run.build import begin_engine, build_engine, built
 from paceline.run.recovery.handover import draw_anew, hand_over
 from paceline.run.recovery.memory_state import MemoryState
-from paceline.run.recovery.step_boundary import Start, StepBoundary
 from paceline.run.recovery.undo import StepUndo
 from paceline.sync.local import LocalRule
 from paceline.sync.start import broadcast_tensors

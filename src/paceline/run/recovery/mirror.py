@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.comm.group import Pending
+from paceline.elastic.membership import Start, StepBoundary
 from paceline.engine.meter import CHECKPOINT
 from paceline.planning.cost.constants import COPY_TRAFFIC, STATE_COPIES, STATE_SHARE
 from paceline.run.checkpoint.shard import DTYPES
@@ -24,7 +25,6 @@ from paceline.run.recovery.free_memory import lack
 from paceline.run.recovery.handover import DTYPE_NAMES
 from paceline.run.recovery.last_good import FEWEST, MOST
 from paceline.run.recovery.memory_state import MemoryState, state_bytes
-from paceline.run.recovery.step_boundary import Start, StepBoundary
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

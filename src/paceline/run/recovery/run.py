@@ -11,7 +11,7 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.comm.c10d.process_group import abort_all
 from paceline.comm.link_speed import GroupLinks
-from paceline.elastic.member import Member
+from paceline.elastic.membership import Member, Start, StepBoundary
 from paceline.elastic.possible import is_mirrored
 from paceline.engine.engine import Engine
 from paceline.generation import GenerationOver, ends_generation, watch_generation
@@ -24,7 +24,6 @@ from paceline.run.recovery.handover import agree_on_start
 from paceline.run.recovery.kept import Kept, KeptModel, KeptPart
 from paceline.run.recovery.mirror import Mirror
 from paceline.run.recovery.recutting import follows_times
-from paceline.run.recovery.step_boundary import Start, StepBoundary
 from paceline.run.stop_signals import stop_signals
 from paceline.wire.status import StatusBoard
 
