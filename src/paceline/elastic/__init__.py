@@ -1,1 +1,36 @@
-"""Starting a run: the ranks of this machine, started, watched and ended together."""
+"""Everything that supervises a run: how ranks are started, watched, replaced and ended. Without torch.
+
+Read `membership.py` first: it holds every transition of a run's membership and no process, socket or clock. Then read
+`local.py` (start), `attempt.py` (watch) and `recovery.py`, which carries the decisions out. Torch and the packages above
+must not be imported here.
+
+A *generation* is the list of processes that train together. The supervisor tells `Membership` what happens; `Membership`
+answers with the current generation, and at times with a wanted one, which begins after a step::
+
+                       all replicas, or those that are there
+                                        |
+                                        v
+      lost(), lost_together()     +-----------+     note(): a replica waits to join,
+    +-----------------------------|  current  |-----------------------------+   or is released
+    |  members break off the step +-----------+  members finish the step    |
+    v                                ^     ^                                v
+    next generation, without the ----+     +---- note(): all members -- +--------+
+    replicas that lost a process                 have entered it        | wanted |
+                                                                        +--------+
+
+    held (too few hosts), or no whole replica: the next generation has no members. All processes wait with their state,
+    and note() begins a generation as soon as enough of them have come.
+
+A *process* is starting, joining, a member, left out (lost too often, or released), or away (its host may come back)::
+
+    starting --> joining --> member --> lost --> starting            lost too often: left out
+                                |
+                                +--> released --> left out --> take_back() --> starting
+
+On the ranks' side `Member` (in the same file) enters generations, and `newest_of` decides from which step boundary the
+members go on. `benchmarks/interleavings.py` plays both sides in virtual time.
+
+Several hosts (`hosts/`): one *coordinator* decides, and an *agent* on every other host starts and watches ranks for it.
+If the coordinator is lost, the agents meet again, and `hosts/takeover.py` decides which host coordinates next. The lock
+of the run directory (`run_lock.py`) fences the previous one.
+"""
