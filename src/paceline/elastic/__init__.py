@@ -1,10 +1,10 @@
 """Everything that supervises a run: how ranks are started, watched, replaced and ended. Without torch.
 
 Read `membership.py` first: it holds every transition of a run's membership and no process, socket or clock. Then read
-`local.py` (start), `attempt.py` (watch) and `recovery.py`, which carries the decisions out. Torch and the packages above
+`local.py` (start), `attempt.py` (watch) and `recovery.py`, which carries out decisions. Torch and the packages above
 must not be imported here.
 
-A *generation* is the list of processes that train together. The supervisor tells `Membership` what happens; `Membership`
+A *generation* is the list of processes that train together. The supervisor reports events to `Membership`; it
 answers with the current generation, and at times with a wanted one, which begins after a step::
 
                        all replicas, or those that are there

@@ -1,5 +1,5 @@
 """Host processes: the same command on every host; host 0 coordinates, the others are its agents.
 
-Read `over_hosts` first, then `gather` (they meet), `hosts` (what the coordinator holds) and `agent`. `takeover` replaces
-a lost coordinator, and `returns` takes lost hosts back.
+Read `over_hosts` first, then `gather` (they meet), `hosts` (what the coordinator holds) and `agent`. A lost coordinator
+is replaced in `takeover`, and lost hosts come back in `returns`.
 """
