@@ -1,4 +1,4 @@
-"""Each slow test is in one of the groups that continuous integration runs by turns."""
+"""Each slow test is in one of the named groups."""
 
 from __future__ import annotations
 
