@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from measure import environment_line
 from paceline.job.job import Job
-from paceline.run.checkpoint.convert import export
+from paceline.run.convert import export
 from paceline.run.record.run import Run
 from paceline.stats import median_interval
 from paceline_federated.client import order

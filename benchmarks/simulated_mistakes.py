@@ -190,21 +190,21 @@ _WAITS = (
 _STREAMS = (
     Mistake(
         "a checkpoint is copied before the weights are computed",
-        "run/checkpoint/shard.py",
+        "state/shard.py",
         "        self._stream.wait_stream(current_stream(device))\n",
         "",
         ("cnn dp=1 + checkpoints", "gpt fsdp=2 + resume + checkpoints"),
     ),
     Mistake(
         "a checkpoint is written before it is copied",
-        "run/checkpoint/shard.py",
+        "state/shard.py",
         "            self._copied.synchronize()\n",
         "",
         ("cnn dp=1 + checkpoints", "gpt fsdp=2 + resume + checkpoints"),
     ),
     Mistake(
         "weights are updated before the checkpoint has copied them",
-        "run/checkpoint/shard.py",
+        "state/shard.py",
         ".wait_event(self._copied)",
         "",
         ("cnn dp=1 + slow disk + evaluate", "gpt fsdp=2 + slow disk + evaluate"),
@@ -242,7 +242,7 @@ _STAGING = (
     ),
     Mistake(
         "a checkpoint holds the agreed parameters of a moment that is over",
-        "run/state.py",
+        "state/checkpoint.py",
         "own.clone() if engine.local_steps else own",
         "own",
         (_LOCAL,),
@@ -322,7 +322,7 @@ _DEVICES = (
     ),
     Mistake(
         "the device's random numbers are not restored",
-        "run/state.py",
+        "state/checkpoint.py",
         "set_random_state(",
         "(lambda *_: None)(",
         ("dropout dp=1 + resume + checkpoints", "dropout dp=2 + resume + evaluate"),

@@ -24,10 +24,10 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.errors import JobError, PlanError
 from paceline.planning.plan import Plan
-from paceline.run.checkpoint.convert import export
-from paceline.run.checkpoint.shard import Shard
+from paceline.run.convert import export
 from paceline.run.loop import train_in
 from paceline.run.record.run import Run
+from paceline.state.shard import Shard
 from paceline.sync import allreduce
 from simulated_cases import STEPS, Case, extensions
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.planning.axes import AXES
-from paceline.run.checkpoint.writer import Checkpointer, Snapshot
 from paceline.split.layout import Part, ShardLayout
 from paceline.split.mesh import Mesh
+from paceline.state.writer import Checkpointer, Snapshot
 
 SHAPES = {  # of a model that has what is easily lost
     "embedding": (10, 6),  # tied to the head, so on the first and the last stage

@@ -17,10 +17,10 @@ from paceline.engine.meter import PARTS
 from paceline.errors import CheckpointError, JobError, RunError
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
-from paceline.run.checkpoint.reader import Loaded, load_latest
-from paceline.run.checkpoint.writer import Checkpointer, Snapshot
 from paceline.run.record.run import JsonLines, Run
 from paceline.run.train import RUNS, new_directory
+from paceline.state.reader import Loaded, load_latest
+from paceline.state.writer import Checkpointer, Snapshot
 from paceline.units import count
 from paceline_federated.client import tensors_of
 from paceline_federated.server import Agreed, Server

@@ -12,8 +12,8 @@ from torch import nn
 
 from commands import in_a_process, paceline, write_job
 from paceline.job.job import Job
-from paceline.run.checkpoint.writer import Snapshot
 from paceline.run.record.run import Run
+from paceline.state.writer import Snapshot
 from single_process_mesh import save_all
 
 

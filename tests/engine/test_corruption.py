@@ -11,10 +11,10 @@ import torch
 
 from paceline.comm.backend import joined
 from paceline.engine.replica_state import ReplicaState
-from paceline.run.checkpoint.reader import load_latest
 from paceline.run.loop import train_in
 from paceline.run.record.run import Run
 from paceline.split.layout import local
+from paceline.state.reader import load_latest
 from ranks import RankError, Ranks
 from small_jobs import new_run, small_job
 

@@ -20,9 +20,9 @@ from paceline.engine.engine import Engine
 from paceline.job.loss import LossSpec, build_metrics
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine, built, seed_all
-from paceline.run.checkpoint.manifest import checkpoints
-from paceline.run.checkpoint.reader import load_latest
 from paceline.run.record.run import Run
+from paceline.state.manifest import checkpoints
+from paceline.state.reader import load_latest
 from ranks import RankError, Ranks
 from small_jobs import CLASSES, FEATURES, Points, new_run, points, small_job, train_as_rank, with_dropout
 

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 
 from forked import python
 from paceline.errors import CheckpointError
-from paceline.run.checkpoint.reader import load, load_latest
-from paceline.run.checkpoint.shard_assignment import MeshCoordinate
-from paceline.run.checkpoint.writer import Checkpointer, Snapshot
+from paceline.state.reader import load, load_latest
+from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.writer import Checkpointer, Snapshot
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 
 VALUES = 700_000  # float32: three pieces of a shard

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.run.checkpoint.manifest import MANIFEST
-from paceline.run.checkpoint.reader import load_latest
-from paceline.run.checkpoint.writer import Checkpointer, Snapshot
+from paceline.state.manifest import MANIFEST
+from paceline.state.reader import load_latest
+from paceline.state.writer import Checkpointer, Snapshot
 from small_jobs import small_job, train_here
 
 Change = Callable[[dict[str, Any]], object]

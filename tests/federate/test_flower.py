@@ -19,7 +19,7 @@ from commands import ended, paceline, started
 from federate.flower_deployment import Deployment, deployment, kill
 from paceline.errors import JobError, RunError
 from paceline.job.job import Job
-from paceline.run.checkpoint.convert import export
+from paceline.run.convert import export
 from paceline.run.record.run import Run
 from paceline_federated.flower.deploy import write_app
 from paceline_federated.simulation.run import simulate

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from federated_jobs import federated_job
 from paceline.errors import DataError, JobError, RunError
 from paceline.job.job import Job
-from paceline.run.checkpoint.convert import export
+from paceline.run.convert import export
 from paceline.run.record.run import Run
 from paceline_federated.measure import Fairness
 from paceline_federated.simulation.run import Simulation, simulate

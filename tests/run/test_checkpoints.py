@@ -19,10 +19,10 @@ from paceline.comm import Group
 from paceline.engine.reduction import StepSignals
 from paceline.errors import CheckpointError
 from paceline.job.job import CheckpointSpec
-from paceline.run.checkpoint import writer as checkpoint
-from paceline.run.checkpoint.writer import Checkpointer, Snapshot
 from paceline.run.checkpoints import CheckpointSchedule
 from paceline.run.record.run import Run
+from paceline.state import writer as checkpoint
+from paceline.state.writer import Checkpointer, Snapshot
 from ranks import Ranks
 from small_jobs import new_run, small_job, train_as_rank, train_here
 

@@ -15,9 +15,9 @@ import pytest
 from paceline.errors import DataError, NonFiniteError
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
-from paceline.run.checkpoint.manifest import checkpoints
-from paceline.run.checkpoint.writer import Checkpointer, Snapshot
 from paceline.run.record.run import Run
+from paceline.state.manifest import checkpoints
+from paceline.state.writer import Checkpointer, Snapshot
 from ranks import RankError, Ranks
 from small_jobs import FEATURES, new_run, points, small_job, train_as_rank, train_here
 

@@ -16,9 +16,9 @@ from paceline.engine import settings
 from paceline.engine.settings import Settings
 from paceline.job.stop import SpikeSpec
 from paceline.planning.plan import Plan
-from paceline.run.checkpoint.convert import export
-from paceline.run.checkpoint.manifest import checkpoints
+from paceline.run.convert import export
 from paceline.run.record.run import Run
+from paceline.state.manifest import checkpoints
 from ranks import RankError, Ranks
 from simulated.environment import Simulated
 from small_jobs import Points, plain, points, small_job, train_as_rank

@@ -23,9 +23,10 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.engine.engine import Engine
 from paceline.errors import CheckpointError
-from paceline.run.checkpoint.reader import Loaded, load_latest
-from paceline.run.checkpoint.writer import Checkpointer
-from paceline.run.state import numpy_state, python_state, random_tensors, restore, restore_random, snapshot
+from paceline.state.checkpoint import restore, snapshot
+from paceline.state.rank_state import numpy_state, python_state, random_tensors, restore_random
+from paceline.state.reader import Loaded, load_latest
+from paceline.state.writer import Checkpointer
 from ranks import Ranks
 from small_jobs import CLASSES, FEATURES, Points
 

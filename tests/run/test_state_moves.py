@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.run.checkpoint.reader import Loaded, load, load_latest
-from paceline.run.state import restore, snapshot
 from paceline.split.layout import Part
 from paceline.split.mesh import Mesh
+from paceline.state.checkpoint import restore, snapshot
+from paceline.state.reader import Loaded, load, load_latest
 from single_process_mesh import SHAPES, meshes, own_parts, parts_of, random_tensors, save_all
 
 ADAM: Callable[..., torch.optim.Optimizer] = lambda p: torch.optim.Adam(p, lr=0.1)  # noqa: E731
@@ -88,7 +88,8 @@ def rank_of(
         settings=SimpleNamespace(seed=1),
         device=torch.device("cpu"),
         step_count=0,
-        compute=SimpleNamespace(normalization=SimpleNamespace(items_per_sample=None)),
+        compute=SimpleNamespace(normalization=SimpleNamespace(items_per_sample=None), loss_scale=None),
+        updates=0,
         guard=SimpleNamespace(spikes=None),
         split=SimpleNamespace(mesh=mesh, aliases={"model/head": "model/embedding"}),
         parts=parts,

@@ -23,7 +23,7 @@ from paceline.comm import Group
 from paceline.errors import NonFiniteError, PlanError
 from paceline.job.zoo.models.gpt import GPT
 from paceline.planning.plan import Plan
-from paceline.run.checkpoint.convert import export
+from paceline.run.convert import export
 from paceline.run.loop import train_in
 from paceline.run.record.run import Run
 from ranks import Ranks

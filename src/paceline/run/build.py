@@ -21,7 +21,7 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan
-from paceline.run.checkpoint.convert import WeightSource, fitted, load_weights, weights_from
+from paceline.run.convert import WeightSource, fitted, load_weights, weights_from
 from paceline.split.layout import Part, ShardLayout, predicted_bytes
 from paceline.split.mesh import Mesh
 from paceline.storage.url import is_url

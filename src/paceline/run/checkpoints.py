@@ -18,14 +18,14 @@ from paceline.errors import CheckpointError, DataError, NonFiniteError
 from paceline.job.job import CheckpointSpec
 from paceline.job.samples import DataSets
 from paceline.job.stop import StopRule
-from paceline.run.checkpoint.manifest import checkpoints
-from paceline.run.checkpoint.reader import Loaded, load_latest
-from paceline.run.checkpoint.writer import Checkpointer, Snapshot
 from paceline.run.record.callback import Callback, StepInfo
 from paceline.run.record.events import Events
 from paceline.run.record.run import Run
 from paceline.run.recovery.last_good import LastGood
-from paceline.run.state import restore, snapshot
+from paceline.state.checkpoint import restore, snapshot
+from paceline.state.manifest import checkpoints
+from paceline.state.reader import Loaded, load_latest
+from paceline.state.writer import Checkpointer, Snapshot
 
 # of the time between two checkpoints: after a longer wait for one, the next is begun earlier
 _WORTH_IT, _WORTH_IT_S = 0.01, 2.0

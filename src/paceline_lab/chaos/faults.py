@@ -22,8 +22,8 @@ from paceline.cluster.emulate.network import OTHER_SIDE, Wire, call_libc, move, 
 from paceline.errors import ClusterError, RunError
 from paceline.files import private_folder
 from paceline.nearest import nearest
-from paceline.run.checkpoint.manifest import MANIFEST
 from paceline.run.record.run import read_lines
+from paceline.state.manifest import MANIFEST
 from paceline_lab.chaos.schedule import KINDS, OF_HOSTS, Fault, Kind
 
 FILLER = "filler"  # file beside the run, which takes what room the disk has left

@@ -21,9 +21,9 @@ from paceline.job.job import CheckpointSpec, Job
 from paceline.job.stop import StopSpec
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import sync_info
-from paceline.run.checkpoint.manifest import checkpoints
 from paceline.run.record.run import Run, read_lines
 from paceline.run.record.witness import WITNESS
+from paceline.state.manifest import checkpoints
 from paceline_lab.chaos.play import STILL_SAVES, Ended, Played
 
 _MOST_TOLD = 3
@@ -123,7 +123,7 @@ def _samples(played: Played, reference: Reference) -> Iterator[str]:
 def _checkpoints(played: Played) -> Iterator[str]:
     if not (played.run / "job.yaml").exists():
         return
-    from paceline.run.checkpoint.reader import load
+    from paceline.state.reader import load
 
     run = Run(played.run)
     folder = run.checkpoints

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from commands import write_job
 from paceline.errors import JobError, RunError
 from paceline.job.job import Job
-from paceline.run.checkpoint import convert
-from paceline.run.checkpoint.convert import export, export_hf, fitted, load_weights, weights_from
-from paceline.run.checkpoint.shard_assignment import MeshCoordinate
-from paceline.run.checkpoint.writer import Snapshot
+from paceline.run import convert
+from paceline.run.convert import export, export_hf, fitted, load_weights, weights_from
 from paceline.split.layout import Part, tied_names
+from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.writer import Snapshot
 from ranks import Ranks
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 from small_jobs import new_run, points, small_job, train_as_rank

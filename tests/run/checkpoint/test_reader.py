@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paceline.errors import CheckpointError, RunError
-from paceline.run.checkpoint.convert import export
-from paceline.run.checkpoint.manifest import TensorEntry, TensorPiece
-from paceline.run.checkpoint.reader import TensorPieces, load, load_latest
-from paceline.run.checkpoint.shard_assignment import MeshCoordinate
-from paceline.run.checkpoint.writer import Checkpointer, Snapshot
+from paceline.run.convert import export
 from paceline.split.layout import ShardLayout
 from paceline.split.mesh import Mesh
+from paceline.state.manifest import TensorEntry, TensorPiece
+from paceline.state.reader import TensorPieces, load, load_latest
+from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.writer import Checkpointer, Snapshot
 from single_process_mesh import meshes, save_all
 
 

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.generation import GenerationOver, watch_generation
-from paceline.run.checkpoint.manifest import MANIFEST
-from paceline.run.checkpoint.reader import load, load_latest
-from paceline.run.checkpoint.shard import CODES
-from paceline.run.checkpoint.shard_assignment import MeshCoordinate
-from paceline.run.checkpoint.writer import Checkpointer, Snapshot
 from paceline.split.layout import Part, ShardLayout
 from paceline.split.mesh import Mesh
+from paceline.state.manifest import MANIFEST
+from paceline.state.reader import load, load_latest
+from paceline.state.shard import CODES
+from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.writer import Checkpointer, Snapshot
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 
 Events = list[tuple[str, dict[str, Any]]]

@@ -27,8 +27,8 @@ import paceline
 from paceline.engine.engine import StepResult
 from paceline.errors import CheckpointError, DataError, RunError
 from paceline.run import trackers
-from paceline.run.checkpoint.writer import Checkpointer
 from paceline.run.own_loop.state import decode, encode
+from paceline.state.writer import Checkpointer
 from ranks import Ranks
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 24

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import paceline
 from paceline.engine.engine import Engine
 from paceline.errors import CheckpointError
-from paceline.run.recovery.memory_state import MemoryState
+from paceline.state.rank_state import RankState
 from ranks import Ranks
 from small_jobs import Points, plain, with_dropout
 
@@ -63,7 +63,7 @@ def weights(engine: Engine) -> list[Tensor]:
 def test_an_engine_that_goes_back_trains_as_if_nothing_had_happened(optimizer: str, at: int) -> None:
     engine = engine_of(optimizer)
     train(engine, at)
-    state = MemoryState.of(engine, {"note": [1]})
+    state = RankState.of(engine, {"note": [1]}).copied()
     expected = train(engine, 12)
     trained = weights(engine)
     for _ in range(2):  # nothing that trains writes into the state
@@ -76,9 +76,9 @@ def test_an_engine_that_goes_back_trains_as_if_nothing_had_happened(optimizer: s
 def test_another_rank_takes_the_state_up_after_it_was_sent_as_json_and_tensors() -> None:
     first, second = engine_of(), engine_of()
     train(first, 5)
-    taken = MemoryState.of(first, {})
+    taken = RankState.of(first).copied()
     tensors = {name: tensor.clone() for name, tensor in taken.tensors.items()}
-    sent = MemoryState(taken.step, tensors, json.loads(json.dumps(taken.values)))
+    sent = RankState(taken.step, tensors, json.loads(json.dumps(taken.values)))
     expected = train(first, 6)
     sent.restore(second)
     assert train(second, 6) == expected
@@ -87,9 +87,9 @@ def test_another_rank_takes_the_state_up_after_it_was_sent_as_json_and_tensors()
 def test_the_memory_of_an_older_state_is_used_again() -> None:
     engine = engine_of()
     train(engine, 1)
-    old = MemoryState.of(engine, {})
+    old = RankState.of(engine).copied()
     train(engine, 4)
-    new = MemoryState.of(engine, {}, reuse=old)
+    new = RankState.of(engine).copied(old)
     assert {t.data_ptr() for t in new.tensors.values()} == {t.data_ptr() for t in old.tensors.values()}
     expected = train(engine, 4)
     new.restore(engine)
@@ -100,14 +100,14 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
     first, second = engine_of(model=nn.Linear(6, 3)), engine_of(model=plain())
     before = weights(second)
     with pytest.raises(CheckpointError, match=r"is of another model: it has model/0\.weight as nothing"):
-        MemoryState.of(first, {}).restore(second)
+        RankState.of(first).copied().restore(second)
     assert all(map(torch.equal, weights(second), before))
 
 
 def back_and_again(plan: str) -> tuple[list[float], list[float]]:
     engine = engine_of("sgd", plan=plan)
     train(engine, 5)
-    state = MemoryState.of(engine, {})
+    state = RankState.of(engine).copied()
     expected = train(engine, 9)
     state.restore(engine)
     again = train(engine, 9)

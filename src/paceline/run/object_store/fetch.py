@@ -10,9 +10,9 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError, RunError, StorageError
 from paceline.files import LINES_LIMIT, private_folder, scratch_folder
-from paceline.run.checkpoint.manifest import MANIFEST, Manifest, shard_name
 from paceline.run.object_store.lease import LEASE
 from paceline.run.object_store.upload import CHECKPOINTS, JOB, step_of
+from paceline.state.manifest import MANIFEST, Manifest, shard_name
 from paceline.storage.store import Entry, Store
 
 Say = Callable[[str], object]

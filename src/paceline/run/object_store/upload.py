@@ -18,8 +18,8 @@ from pathlib import Path
 
 from paceline.errors import RunError, StorageError
 from paceline.files import opened_to_read, private_folder
-from paceline.run.checkpoint.manifest import MANIFEST, checkpoints, step_name
 from paceline.run.object_store.lease import LEASE
+from paceline.state.manifest import MANIFEST, checkpoints, step_name
 from paceline.storage.store import Store
 
 EVERY_S = 5.0  # between two looks for new lines

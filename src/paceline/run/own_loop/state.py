@@ -19,14 +19,14 @@ from paceline.data.loader import changed_data
 from paceline.device import widened
 from paceline.errors import CheckpointError, DataError, RunError
 from paceline.files import short_name
-from paceline.run.checkpoint.convert import export as export_checkpoint
-from paceline.run.checkpoint.manifest import step_name, sync_folder
-from paceline.run.checkpoint.reader import Loaded, load_latest
-from paceline.run.checkpoint.shard import describe, write_one_by_one
-from paceline.run.checkpoint.shard_assignment import MeshCoordinate
-from paceline.run.checkpoint.writer import Checkpointer
-from paceline.run.state import restore, snapshot
+from paceline.run.convert import export as export_checkpoint
 from paceline.split.layout import local
+from paceline.state.checkpoint import restore, snapshot
+from paceline.state.manifest import step_name, sync_folder
+from paceline.state.reader import Loaded, load_latest
+from paceline.state.shard import describe, write_one_by_one
+from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.writer import Checkpointer
 
 if TYPE_CHECKING:
     from paceline.run.own_loop.loop import OwnLoop

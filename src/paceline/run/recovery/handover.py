@@ -7,20 +7,16 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from paceline.comm import Group
 from paceline.comm.link_speed import GroupLinks
 from paceline.elastic.membership import Start, StepBoundary, newest_of
 from paceline.run.build import seed_all
-from paceline.run.checkpoint.shard import DTYPES
-from paceline.run.recovery.memory_state import MemoryState
+from paceline.state.rank_state import RankState
 from paceline.sync.start import broadcast_tensors
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def agree_on_start(group: Group, own: StepBoundary, replica_size: int) -> Start:
@@ -41,15 +37,10 @@ def hand_over(engine: Engine, group: Group, source: int, behind: Collection[int]
 
     These then draw random numbers of their own.
     """
-    state = MemoryState.of(engine, {}) if group.rank == source else None
-    header = None
-    if state is not None:
-        shapes = {name: [DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in state.tensors.items()}
-        header = {"step": state.step, "values": state.values, "shapes": shapes}
-    told = group.gather_json(header)[source]
+    state = RankState.of(engine).copied() if group.rank == source else None
+    header = group.gather_json(None if state is None else state.header)[source]
     if state is None:
-        empty = {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in told["shapes"].items()}
-        state = MemoryState(told["step"], empty, told["values"])
+        state = RankState.empty(header)
     broadcast_tensors(group, state.tensors.values(), source)
     if group.rank in behind:
         state.restore(engine)

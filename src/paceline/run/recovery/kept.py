@@ -17,8 +17,8 @@ from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan
 from paceline.run.build import begin_engine, build_engine, built
 from paceline.run.recovery.handover import draw_anew, hand_over
-from paceline.run.recovery.memory_state import MemoryState
 from paceline.run.recovery.undo import StepUndo
+from paceline.state.rank_state import RankState
 from paceline.sync.local import LocalRule
 from paceline.sync.start import broadcast_tensors
 
@@ -114,7 +114,7 @@ class _Agreed:
 
     gradients: dict[str, Tensor]
     stage: Literal["summed", "mean"]
-    state: MemoryState
+    state: RankState
 
 
 class KeptPart(Kept):
@@ -125,7 +125,7 @@ class KeptPart(Kept):
     """
 
     def __init__(self) -> None:
-        self.state: MemoryState | None = None
+        self.state: RankState | None = None
         self._agreed: _Agreed | None = None
 
     @property
@@ -163,7 +163,7 @@ class KeptPart(Kept):
         """See `Kept.broken_off`."""
         if engine.reduction.stage != "own":
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters().items() if p.grad is not None}
-            self._agreed = _Agreed(gradients, engine.reduction.stage, MemoryState.of(engine, {}))
+            self._agreed = _Agreed(gradients, engine.reduction.stage, RankState.of(engine).copied())
 
     def forget(self) -> None:
         """See `Kept.forget`."""
@@ -172,7 +172,7 @@ class KeptPart(Kept):
     def keep(self, engine: Engine) -> None:
         """See `Kept.keep`."""
         super().keep(engine)
-        self.state = MemoryState.of(engine, {})
+        self.state = RankState.of(engine).copied()
 
     def _finish(self, engine: Engine, boundary: StepBoundary) -> None:
         """Take the step that was broken off, as other ranks have."""
@@ -189,7 +189,7 @@ class KeptPart(Kept):
         engine.finish(outcome, agreed.stage)
 
 
-def _put(state: MemoryState, engine: Engine) -> None:
+def _put(state: RankState, engine: Engine) -> None:
     """Restore the state of an engine that had other replicas.
 
     Shares of the batch and the rule's state begin anew.

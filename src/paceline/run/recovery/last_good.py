@@ -12,7 +12,7 @@ from paceline.comm import Group
 from paceline.engine.engine import Engine
 from paceline.planning.cost.constants import STATE_SHARE
 from paceline.run.record.callback import StepInfo
-from paceline.run.recovery.memory_state import MemoryState
+from paceline.state.rank_state import RankState
 
 FEWEST, MOST = 10, 1000  # steps between two states
 
@@ -29,7 +29,7 @@ class LastGood:
 
     def __init__(self, engine: Engine, group: Group, every_steps: int | None) -> None:
         self.engine, self.group, self.every_steps = engine, group, every_steps
-        self.state: MemoryState | None = None
+        self.state: RankState | None = None
         self._next = 0
         self._step_s: list[float] = []
         self._untried = False  # no step since the newest rewind was good
@@ -49,11 +49,11 @@ class LastGood:
     def take(self, values: dict[str, Any]) -> None:
         """Take a state now; every rank calls it."""
         began = time.perf_counter()
-        self.state = MemoryState.of(self.engine, values, reuse=self.state)
+        self.state = RankState.of(self.engine, values).copied(self.state)
         self._next = self.state.step + (self.every_steps or self._worth_it(time.perf_counter() - began))
         self._step_s.clear()
 
-    def newest(self, since: int) -> MemoryState | None:
+    def newest(self, since: int) -> RankState | None:
         """The state to go back to: of step `since` or later.
 
         One from which the very next step failed again is not good, and dropped.
@@ -62,7 +62,7 @@ class LastGood:
             self.state, self._next = None, 0
         return self.state if self.state is not None and self.state.step >= since else None
 
-    def restore(self, state: MemoryState) -> dict[str, Any]:
+    def restore(self, state: RankState) -> dict[str, Any]:
         """Go back to a state; returns the loop's values."""
         self._untried = True
         self._step_s.clear()

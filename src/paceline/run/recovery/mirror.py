@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from paceline.comm import Group
@@ -20,72 +19,45 @@ from paceline.comm.group import Pending
 from paceline.elastic.membership import Start, StepBoundary
 from paceline.engine.meter import CHECKPOINT
 from paceline.planning.cost.constants import COPY_TRAFFIC, STATE_COPIES, STATE_SHARE
-from paceline.run.checkpoint.shard import DTYPES
 from paceline.run.recovery.free_memory import lack
-from paceline.run.recovery.handover import DTYPE_NAMES
 from paceline.run.recovery.last_good import FEWEST, MOST
-from paceline.run.recovery.memory_state import MemoryState, state_bytes
+from paceline.state.rank_state import RankState, state_bytes
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
-_ALIGNED = 16  # bytes
-
 Moment = tuple[int, int]  # optimizer steps taken, and how often pipelines were cut anew
-Shapes = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of each tensor, by its name
 
 
 @dataclass
 class Copy:
-    """State of one rank at a step boundary, in one piece of memory.
-
-    `boundary` and `values` are JSON: `StepBoundary` and `MemoryState.values`.
-    """
+    """State of one rank at a step boundary, in one piece of memory; `boundary` is a `StepBoundary` as JSON."""
 
     rank: int
     boundary: dict[str, Any]
-    values: dict[str, Any]
-    shapes: Shapes
-    memory: Tensor
-
-    @classmethod
-    def of(cls, engine: Engine, boundary: StepBoundary, reuse: Copy | None) -> Copy:
-        """Copy the state of an engine.
-
-        Args:
-            reuse: an older copy that is not needed any more; its memory is written over where it fits.
-        """
-        state = MemoryState.of(engine, {}, reuse=None if reuse is None else reuse.state)
-        shapes = {name: (DTYPE_NAMES[t.dtype], list(t.shape)) for name, t in state.tensors.items()}
-        if reuse is not None and shapes == reuse.shapes:
-            memory = reuse.memory
-        else:
-            memory = torch.empty(_nbytes(shapes), dtype=torch.uint8)
-            for name, part in _parts(memory, shapes).items():
-                part.copy_(state.tensors[name])
-        return cls(engine.group.rank, asdict(boundary), state.values, shapes, memory)
-
-    @classmethod
-    def to_receive(cls, header: dict[str, Any], reuse: Copy | None) -> Copy:
-        """A copy that is yet to come, of which the header is known."""
-        size = _nbytes(header["shapes"])
-        fits = reuse is not None and len(reuse.memory) == size
-        return cls(**header, memory=reuse.memory if reuse and fits else torch.empty(size, dtype=torch.uint8))
+    state: RankState
 
     @property
     def header(self) -> dict[str, Any]:
         """All but the memory, as JSON."""
-        return {"rank": self.rank, "boundary": self.boundary, "values": self.values, "shapes": self.shapes}
+        return {"rank": self.rank, "boundary": self.boundary, "state": self.state.header}
+
+    @classmethod
+    def to_receive(cls, header: dict[str, Any], reuse: Copy | None) -> Copy:
+        """Make room for a copy that is yet to come, of which the header is known."""
+        memory = None if reuse is None else reuse.memory
+        return cls(header["rank"], header["boundary"], RankState.empty(header["state"], memory))
+
+    @property
+    def memory(self) -> Tensor:
+        """The memory in which the state lies."""
+        assert self.state.memory is not None
+        return self.state.memory
 
     @property
     def moment(self) -> Moment:
         """Steps and cuts of the run before it was taken."""
         return _moment(self.boundary)
-
-    @property
-    def state(self) -> MemoryState:
-        """The state, whose tensors lie in the memory."""
-        return MemoryState(self.boundary["step"], _parts(self.memory, self.shapes), self.values)
 
 
 class Mirror:
@@ -185,7 +157,9 @@ class Mirror:
             return
         # no rank needs the older version any more, since all have the newer one
         worth_it = self._group.gather_json(COPY_TRAFFIC * self._cost_s / max(step_s, 1e-6) / STATE_SHARE)
-        self._send(self._group, Copy.of(self.engine, boundary, self._own.pop(0) if len(self._own) > 1 else None))
+        reuse = self._own.pop(0).state if len(self._own) > 1 else None
+        state = RankState.of(self.engine).copied(reuse, in_one_piece=True)
+        self._send(self._group, Copy(self._group.rank, asdict(boundary), state))
         steps = max(worth_it)
         steps = FEWEST if math.isinf(steps) else min(max(math.ceil(steps), 1), MOST)
         self._newest, self._next = step, step + (self.every_steps or steps)
@@ -253,21 +227,3 @@ def partners(rank: int, hosts: Sequence[int], size: int) -> tuple[int, int]:
     order, most = sorted(range(size), key=lambda r: (of[r], r)), max(of.count(host) for host in of)
     place, apart = order.index(rank), most if most < size else 1
     return order[(place + apart) % size], order[place - apart]
-
-
-def _nbytes(shapes: Shapes) -> int:
-    return sum(_padded(dtype, shape) for dtype, shape in shapes.values())
-
-
-def _padded(dtype: str, shape: Sequence[int]) -> int:
-    return math.ceil(math.prod(shape) * DTYPES[dtype].itemsize / _ALIGNED) * _ALIGNED
-
-
-def _parts(memory: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    """Tensors that lie one behind the other in a piece of memory."""
-    found, at = {}, 0
-    for name, (dtype, shape) in shapes.items():
-        size = math.prod(shape) * DTYPES[dtype].itemsize
-        found[name] = memory[at : at + size].view(DTYPES[dtype]).view(list(shape))
-        at += _padded(dtype, shape)
-    return found

@@ -16,7 +16,6 @@ from paceline.elastic.possible import is_mirrored
 from paceline.engine.engine import Engine
 from paceline.generation import GenerationOver, ends_generation, watch_generation
 from paceline.run.build import check_device, seed_all
-from paceline.run.checkpoint.manifest import checkpoints
 from paceline.run.loop import Loop
 from paceline.run.record.recorder import Unwritten
 from paceline.run.record.run import Run
@@ -25,6 +24,7 @@ from paceline.run.recovery.kept import Kept, KeptModel, KeptPart
 from paceline.run.recovery.mirror import Mirror
 from paceline.run.recovery.recutting import follows_times
 from paceline.run.stop_signals import stop_signals
+from paceline.state.manifest import checkpoints
 from paceline.wire.status import StatusBoard
 
 

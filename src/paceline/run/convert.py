@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError, RunError
 from paceline.files import short_name
-from paceline.run.checkpoint.manifest import MANIFEST, TensorEntry, TensorPiece, sync_folder
-from paceline.run.checkpoint.reader import Loaded, TensorPieces, load, load_latest
-from paceline.run.checkpoint.shard import described_bytes, write_one_by_one
 from paceline.split.layout import Part, ShardLayout, local
+from paceline.state.manifest import MANIFEST, TensorEntry, TensorPiece, sync_folder
+from paceline.state.reader import Loaded, TensorPieces, load, load_latest
+from paceline.state.shard import described_bytes, write_one_by_one
 
 HF_SHARD = "5GB"  # what Hugging Face's hub asks large models to be cut into
 _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"

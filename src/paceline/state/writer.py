@@ -21,7 +21,8 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.generation import GenerationOver, generation_is_over
-from paceline.run.checkpoint.manifest import (
+from paceline.split.layout import Part
+from paceline.state.manifest import (
     PARTIAL,
     REPLACED,
     Manifest,
@@ -38,9 +39,8 @@ from paceline.run.checkpoint.manifest import (
     sync_folder,
     write_durably,
 )
-from paceline.run.checkpoint.shard import Shard, describe
-from paceline.run.checkpoint.shard_assignment import MeshCoordinate, ShardContents, merge
-from paceline.split.layout import Part
+from paceline.state.shard import Shard, describe
+from paceline.state.shard_assignment import MeshCoordinate, ShardContents, merge
 
 Report = Callable[[str, dict[str, Any]], None]
 

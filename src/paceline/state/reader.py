@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.run.checkpoint.manifest import (
+from paceline.split.layout import ShardLayout
+from paceline.state.manifest import (
     MANIFEST,
     Manifest,
     ShardEntry,
@@ -24,9 +25,8 @@ from paceline.run.checkpoint.manifest import (
     checkpoints,
     shard_name,
 )
-from paceline.run.checkpoint.shard import DTYPES
-from paceline.run.checkpoint.shard_assignment import MeshCoordinate, assign_writers, uncovered
-from paceline.split.layout import ShardLayout
+from paceline.state.shard import DTYPES
+from paceline.state.shard_assignment import MeshCoordinate, assign_writers, uncovered
 
 # before the names of what belongs to one rank and no other: its rule's tensors, and its replica's
 SYNC, OWN = "sync/", "own/"

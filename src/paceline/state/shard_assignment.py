@@ -16,10 +16,10 @@ import numpy as np
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.run.checkpoint.manifest import Receipt, TensorEntry, TensorPiece
-from paceline.run.checkpoint.shard import describe
 from paceline.split.layout import Box, Part, ShardLayout
 from paceline.split.mesh import Mesh
+from paceline.state.manifest import Receipt, TensorEntry, TensorPiece
+from paceline.state.shard import describe
 
 _MOST_CELLS = 10**8
 

@@ -1,0 +1,347 @@
+"""The states of all ranks on disk: divided into the files of a checkpoint, and put together for any plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+from paceline.split.layout import Part, ShardLayout, local, tied_names
+from paceline.state.rank_state import (
+    RankState,
+    optimizer_state,
+    parameter_and_key,
+    persistent_buffers,
+    restore_counters,
+    restore_random,
+)
+from paceline.state.reader import OWN, SYNC, Loaded, Report
+from paceline.state.shard import DTYPES
+from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.writer import Snapshot
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+
+def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
+    """The engine's state as named tensors and JSON values; every rank calls it.
+
+    Replicas with local parameters share the agreed ones, and the optimizer state of the first replica.
+
+    Args:
+        values: the loop's own state, saved under "loop".
+
+    Raises:
+        CheckpointError: the optimizer keeps something of a divided parameter that is neither divided like it
+            nor a single number.
+    """
+    share, state = ModelShare.of(engine), RankState.of(engine, values)
+    shared, parts = _agreed_parameters(engine, share)
+    own = {name: value for name, value in state.tensors.items() if not name.startswith(("model/", "optimizer/"))}
+    if engine.local_steps:
+        own |= {f"{OWN}{name}": value for name, value in state.tensors.items() if name not in own}
+    for full_name, value in state.tensors.items():
+        if full_name.startswith("optimizer/") and not (engine.local_steps and share.coordinate.place.get("dp")):
+            name, _ = parameter_and_key(full_name)
+            shared[full_name] = value
+            if share.parts is not None or engine.local_steps:
+                parts[full_name] = _state_part(full_name, value, share.part(name), local_steps=engine.local_steps)
+    numbers = state.values["numbers"]
+    return Snapshot(
+        shared=shared,
+        own=own,
+        values={
+            "step": state.step,
+            **{key: state.values[key] for key in ("loader", "items_per_sample", "rule", "loop")},
+            **({} if state.values["last_losses"] is None else {"last_losses": state.values["last_losses"]}),
+            "optimizer": {"groups": state.values["groups"]},
+            "sync": _sync(engine),
+        },
+        own_values={
+            **{key: state.values[key] for key in ("python", "numpy")},
+            "holds": _digest(share.parameters),
+            **({"scalars": numbers} if numbers and share.coordinate.is_first_of_stage else {}),
+        },
+        aliases=share.aliases,
+        parts=parts,
+        coordinate=share.coordinate,
+    )
+
+
+def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) -> dict[str, Any]:
+    """Load a checkpoint of any plan into the engine; returns the loop's values.
+
+    Every rank calls it. Random states, and local state of replicas with local steps, return only on the
+    same mesh; on another, every data-parallel rank draws from a fresh seed of its own, and all go on from the
+    parameters that they agreed on.
+
+    Args:
+        report: called with what is left behind.
+
+    Raises:
+        CheckpointError: it is of another model or optimizer. Names what differs, and nothing was changed.
+    """
+    share = ModelShare.of(engine)
+    _check_same_model(engine, share, loaded)
+    alone = own_tensors(engine, loaded, share.parameters, share.coordinate.sizes)
+    state = _optimizer_state(share, engine.optimizer, loaded, own_optimizer(alone, share.parameters))
+    for name, parameter in share.parameters.items():
+        loaded.shared.fill(f"model/{name}", local(parameter).detach(), share.part(name).layout)
+    own_parameters(alone, share.parameters)
+    own = loaded.own_of(share.coordinate)
+    with torch.no_grad():
+        for name, buffer in share.buffers.items():
+            buffer.copy_(own[f"buffer/{name}"])
+    engine.optimizer.load_state_dict(state)
+    values = loaded.values
+    restore_counters(engine, values["step"], values)
+    if said := restore_rule(engine, loaded, alone):
+        report("sync", {"said": said})
+    if loaded.mesh == share.coordinate.sizes:
+        if said := restore_random(engine.device, own, loaded.own_values[share.coordinate.rank]):
+            report("random", {"said": said})
+    else:
+        torch.manual_seed(engine.settings.seed * 1_000_003 + 1 + share.coordinate.data_rank + 7919 * engine.step_count)
+    loop: dict[str, Any] = values["loop"]
+    return loop
+
+
+def _agreed_parameters(engine: Engine, share: ModelShare) -> tuple[dict[str, Tensor], dict[str, Part]]:
+    """Parameters that all replicas agree on, and this rank's part of each.
+
+    Where replicas have local parameters, these hold the agreed values only for a moment, and are copied.
+    """
+    shared: dict[str, Tensor] = {}
+    with engine.rule.in_agreement():
+        for name, parameter in share.parameters.items():
+            own = local(parameter).detach()
+            shared[f"model/{name}"] = own.clone() if engine.local_steps else own
+    return shared, {} if share.parts is None else {
+        f"model/{name}": part for name, part in share.parts.items() if name in share.parameters
+    }
+
+
+@dataclass
+class ModelShare:
+    """A rank's share of the model, by the names in the undivided one.
+
+    Attributes:
+        parameters: tensors that the optimizer steps on.
+        parts: the part that each of them is; None where all are whole.
+    """
+
+    parameters: Mapping[str, Tensor]
+    buffers: dict[str, Tensor]
+    parts: Mapping[str, Part] | None
+    coordinate: MeshCoordinate
+    aliases: dict[str, str]
+
+    @classmethod
+    def of(cls, engine: Engine) -> ModelShare:
+        """The share of an engine's rank."""
+        model, mesh = engine.model, engine.split.mesh if engine.split is not None else None
+        coordinate = (
+            MeshCoordinate.of(mesh) if mesh is not None else MeshCoordinate.plain(engine.group.rank, engine.group.size)
+        )
+        aliases = engine.split.aliases if engine.split is not None else tied_names(model)
+        return cls(engine.named_parameters(), persistent_buffers(engine), engine.parts, coordinate, aliases)
+
+    def part(self, name: str) -> Part:
+        """This rank's part of a parameter."""
+        return Part(name, ShardLayout.whole(self.parameters[name].shape)) if self.parts is None else self.parts[name]
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Full shapes of all parameters and buffers, by the names in a checkpoint."""
+        shapes = {f"model/{name}": list(self.part(name).layout.full) for name in self.parameters}
+        return shapes | {f"buffer/{name}": list(buffer.shape) for name, buffer in self.buffers.items()}
+
+
+def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> Part:
+    """The part that a rank holds of an optimizer state tensor.
+
+    It is divided like its parameter, or whole on all ranks that hold some of the parameter.
+
+    Args:
+        local_steps: True where replicas have local parameters: only one saves the state, as if the others share
+            other parts.
+    """
+    sharded = part.sharded | {"dp"} if local_steps else part.sharded
+    if value.shape == part.layout.shape:
+        return replace(part, sharded=sharded)
+    if not part.sharded or value.numel() == 1:
+        return Part(name, ShardLayout.whole(value.shape), sharded, set(), part.stages, part.writes)
+    raise CheckpointError(
+        f"{name} has shape {tuple(value.shape)}, and this rank's part of the parameter {part.layout.shape}: of a "
+        "divided parameter, only what is divided in the same way and single numbers can be saved. Use an optimizer "
+        f"that works elementwise, or a plan that does not divide the parameter along {', '.join(sorted(part.sharded))}"
+    )
+
+
+def _check_same_model(engine: Engine, share: ModelShare, loaded: Loaded) -> None:
+    wanted = share.shapes()
+    if share.coordinate.sizes.get("pp", 1) > 1:  # no stage has all names
+        wanted = {name: shape for shapes in engine.group.gather_json(wanted) for name, shape in shapes.items()}
+    saved = {name: entry.shape for name, entry in loaded.shared.entries.items() if name.startswith("model/")}
+    saved |= {
+        name: own.shape for shard in loaded.shards for name, own in shard.own.items() if name.startswith("buffer/")
+    }
+    wrong = [f"{_bare(n)} is missing" for n in wanted if n not in saved]
+    wrong += [f"{_bare(n)} is unknown to the model" for n in saved if n not in wanted]
+    wrong += [
+        f"{_bare(n)} has shape {tuple(saved[n])}, the model wants {tuple(shape)}"
+        for n, shape in wanted.items()
+        if n in saved and saved[n] != shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(f"the checkpoint of step {loaded.step} is of another model: {'; '.join(wrong[:5])}{more}")
+
+
+def _bare(name: str) -> str:
+    return name.split("/", 1)[1]
+
+
+# The optimizer
+
+
+def _optimizer_state(
+    share: ModelShare, optimizer: torch.optim.Optimizer, loaded: Loaded, alone: Mapping[str, dict[str, Tensor]] | None
+) -> dict[str, Any]:
+    """This rank's part of the saved state, for the optimizer's `load_state_dict`.
+
+    Args:
+        alone: what this rank had of its own, by parameter; None where what is shared is every rank's.
+    """
+    groups, saved_groups = optimizer.param_groups, loaded.values["optimizer"]["groups"]
+    if len(saved_groups) != len(groups):
+        raise CheckpointError(
+            f"the checkpoint of step {loaded.step} has {len(saved_groups)} groups of parameters in its optimizer, "
+            f"this optimizer {len(groups)}"
+        )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    state: dict[str, dict[str, Any]] = {}
+    for full_name, name, key in _saved_states(loaded):
+        if name not in share.parameters:
+            continue  # of another pipeline stage
+        if id(share.parameters[name]) not in held:
+            raise CheckpointError(
+                f"the checkpoint of step {loaded.step} has optimizer state for {name!r}, which this optimizer "
+                "does not hold"
+            )
+        if alone is None:
+            own = _read_state(full_name, local(share.parameters[name]), share.part(name), loaded)
+            state.setdefault(name, {})[key] = own
+    state |= alone or {}
+    for own_values in loaded.own_values:
+        for name, scalars in own_values.get("scalars", {}).items():
+            state.setdefault(name, {}).update(scalars)
+    return optimizer_state(optimizer, share.parameters, state, saved_groups)
+
+
+def _saved_states(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
+    for full_name in loaded.shared:
+        if full_name.startswith("optimizer/"):
+            yield full_name, *parameter_and_key(full_name)
+
+
+def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -> Tensor:
+    """Saved optimizer state of a parameter: this rank's part, with the parameter's strides.
+
+    State that is not divided is returned whole.
+    """
+    entry = loaded.shared.entries[full_name]
+    if entry.shape and tuple(entry.shape) == part.layout.full:
+        own = torch.empty_like(parameter, dtype=DTYPES[entry.dtype])
+        loaded.shared.fill(full_name, own, part.layout)
+        return own
+    if part.sharded and math.prod(entry.shape) != 1:
+        raise CheckpointError(
+            f"the checkpoint of step {loaded.step} has {full_name} of shape {tuple(entry.shape)} for a parameter of "
+            f"shape {part.layout.full}, which this plan divides along {', '.join(sorted(part.sharded))}; how to divide "
+            "the state is not known. Resume under a plan that does not divide the parameter"
+        )
+    return loaded.shared[full_name]
+
+
+def own_tensors(
+    engine: Engine, loaded: Loaded, parameters: Mapping[str, Tensor], mesh: dict[str, int]
+) -> dict[str, Tensor]:
+    """This rank's tensors as a snapshot holds them; empty where rule, mesh or parameters differ."""
+    rank = engine.group.rank
+    if (
+        _other_rule(engine, loaded)
+        or loaded.mesh != mesh
+        or loaded.own_values[rank].get("holds") != _digest(parameters)
+    ):
+        return {}
+    return loaded.of_rank(rank)
+
+
+def restore_rule(engine: Engine, loaded: Loaded, own: Mapping[str, Tensor]) -> list[str]:
+    """Restore the rule's state, after the parameters; returns a sentence per thing left behind."""
+    other = _other_rule(engine, loaded)
+    values = {} if other else loaded.values["rule"]
+    engine.rule.load_state_dict(
+        {**values, **{key.removeprefix(SYNC): value for key, value in own.items() if key.startswith(SYNC)}}
+    )
+    kept = sorted({name.split("/", 1)[0] + "/" for shard in loaded.shards for name in shard.own} & {SYNC, OWN})
+    if not kept or own:
+        return []
+    why = f"{other} saved it" if other else "the ranks hold other parts of the model now"
+    return [
+        (
+            f"the state that each rank had of its own in step {loaded.step} is left behind: {why}. Training goes "
+            "on from what all agreed on"
+        )
+    ]
+
+
+def own_parameters(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Restore this rank's local parameter values, where they differed from the agreed ones."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if (saved := own.get(f"{OWN}model/{name}")) is not None:
+                local(parameter).copy_(saved)
+
+
+def own_optimizer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
+    """This rank's local optimizer state by parameter name; None where none was saved."""
+    if not any(name.startswith(OWN) for name in own):
+        return None
+    found: dict[str, dict[str, Tensor]] = {}
+    for full_name, value in own.items():
+        if full_name.startswith(f"{OWN}optimizer/"):
+            name, _, key = full_name.removeprefix(f"{OWN}optimizer/").rpartition("/")
+            found.setdefault(name, {})[key] = _in_order_of(local(parameters[name]), value)
+    return found
+
+
+def _in_order_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value` with the strides of the parameter, where it has its shape."""
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value) if value.shape == parameter.shape else value
+
+
+def _sync(engine: Engine) -> str:
+    """The sync keys of the plan as text, e.g. `sync=diloco:20 compress=int8`."""
+    compress = f" compress={engine.plan.compress}" if engine.plan.compress != "none" else ""
+    return f"sync={engine.plan.sync}{compress}"
+
+
+def _other_rule(engine: Engine, loaded: Loaded) -> str | None:
+    """The rule that saved the checkpoint, where that is not this plan's."""
+    saved: str = loaded.values.get("sync", "sync=allreduce")
+    return saved if saved != _sync(engine) else None
+
+
+def _digest(parameters: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the names and shapes of a rank's parameters."""
+    listed = json.dumps([[name, list(local(parameter).shape)] for name, parameter in parameters.items()])
+    return hashlib.sha256(listed.encode()).hexdigest()

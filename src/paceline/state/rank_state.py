@@ -1,0 +1,292 @@
+"""State of one rank: the one list of what is in it, and the copies of it in memory.
+
+A state is copied into own memory (`RankState.copied`), received from a peer (`RankState.empty`) or divided into the
+files of a checkpoint (`checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.device import is_accelerator, random_state, set_random_state
+from paceline.errors import CheckpointError
+from paceline.split.layout import local
+from paceline.state.manifest import plain
+from paceline.state.shard import CODES, DTYPES
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+_ALIGNED = 16  # bytes
+_HOW_TO_STEP = ("params", "fused", "foreach")  # settings of an optimizer that belong to the current plan
+
+Shapes = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of each tensor, by its name
+
+
+@dataclass
+class RankState:
+    """Tensors and values of one rank at a step boundary.
+
+    Only what the rank holds itself: no method communicates with other ranks. A run is at one step again when all ranks
+    restore states of the same step. Under a rule with local steps these are the replica's own parameters.
+
+    Attributes:
+        step: optimizer steps that it stands for.
+        tensors: named `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, `sync/<key>`.
+        values: JSON.
+        memory: the piece of memory in which all tensors lie; None if each tensor has its own.
+    """
+
+    step: int
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    memory: Tensor | None = None
+
+    @classmethod
+    def of(cls, engine: Engine, loop: Mapping[str, Any] | None = None) -> RankState:
+        """Collect the state of an engine between two steps; its tensors are the engine's own, not copies.
+
+        Args:
+            loop: the loop's own state, JSON; `restore` returns it.
+        """
+        parameters = engine.named_parameters()
+        tensors = {f"model/{name}": local(parameter).detach() for name, parameter in parameters.items()}
+        tensors |= {f"buffer/{name}": buffer.detach() for name, buffer in persistent_buffers(engine).items()}
+        numbers: dict[str, dict[str, Any]] = {}
+        for name, parameter in parameters.items():
+            for key, value in engine.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{name}/{key}"] = local(value).detach()
+                else:
+                    numbers.setdefault(name, {})[key] = value
+        rule = engine.rule.state_dict()
+        tensors |= {f"sync/{key}": value.detach() for key, value in rule.items() if isinstance(value, Tensor)}
+        tensors |= random_tensors(engine.device)
+        scale, spikes = engine.compute.loss_scale, engine.guard.spikes
+        values = {
+            "updates": engine.updates,
+            "loader": engine.loader.state_dict(),
+            "items_per_sample": engine.compute.normalization.items_per_sample,
+            "last_losses": spikes.state_dict() if spikes is not None else None,
+            "loss_scale": scale.state_dict() if scale is not None else None,
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups],
+            "numbers": numbers,
+            "rule": {key: value for key, value in rule.items() if not isinstance(value, Tensor)},
+            "python": python_state(),
+            "numpy": numpy_state(),
+            "loop": dict(loop or {}),
+        }
+        return cls(engine.step_count, tensors, values)
+
+    def copied(self, reuse: RankState | None = None, *, in_one_piece: bool = False) -> RankState:
+        """Copy the state to memory on the CPU.
+
+        Args:
+            reuse: an older copy that is not needed any more; its memory is written over where it fits.
+            in_one_piece: with all tensors in one piece of memory, which can be sent to a peer.
+        """
+        values = plain(self.values, "values")
+        memory = None
+        if in_one_piece:
+            tensors, memory = _in_one_piece(self.shapes, None if reuse is None else reuse.memory)
+        else:
+            before = {} if reuse is None else reuse.tensors
+            tensors = {name: _room_for(value, before.get(name)) for name, value in self.tensors.items()}
+        for name, value in self.tensors.items():
+            tensors[name].copy_(value)
+        return RankState(self.step, tensors, values, memory)
+
+    @classmethod
+    def empty(cls, header: Mapping[str, Any], memory: Tensor | None = None) -> RankState:
+        """Make room for the state of a peer, whose header is known, in one piece of memory.
+
+        Args:
+            memory: memory to use again if it has the right size.
+        """
+        tensors, memory = _in_one_piece(header["shapes"], memory)
+        return cls(header["step"], tensors, header["values"], memory)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """All but the contents of the tensors, as JSON."""
+        return {"step": self.step, "values": self.values, "shapes": self.shapes}
+
+    @property
+    def shapes(self) -> Shapes:
+        """Type and shape of each tensor."""
+        return {name: (CODES[tensor.dtype], list(tensor.shape)) for name, tensor in self.tensors.items()}
+
+    def restore(self, engine: Engine) -> dict[str, Any]:
+        """Load the state into an engine; returns the loop's values.
+
+        The engine holds the same part of the same model as the one that the state was taken from.
+
+        Raises:
+            CheckpointError: the engine holds other tensors. Names one, and nothing was changed.
+        """
+        parameters, values = engine.named_parameters(), self.values
+        targets = {f"model/{name}": local(parameter).detach() for name, parameter in parameters.items()}
+        targets |= {f"buffer/{name}": buffer.detach() for name, buffer in persistent_buffers(engine).items()}
+        self._check(targets, len(engine.optimizer.param_groups))
+        for name, target in targets.items():
+            target.copy_(self.tensors[name])
+        engine.optimizer.load_state_dict(self._optimizer_state(engine.optimizer, parameters))
+        restore_counters(engine, self.step, values)
+        engine.updates = values["updates"]
+        if engine.compute.loss_scale is not None:
+            engine.compute.loss_scale.load_state_dict(values["loss_scale"])
+        rule = {k.removeprefix("sync/"): t.clone() for k, t in self.tensors.items() if k.startswith("sync/")}
+        engine.rule.load_state_dict({**values["rule"], **rule})
+        restore_random(engine.device, self.tensors, values)
+        loop: dict[str, Any] = values["loop"]
+        return loop
+
+    def _check(self, targets: Mapping[str, Tensor], groups: int) -> None:
+        shapes = {n: tuple(t.shape) for n, t in self.tensors.items() if n.startswith(("model/", "buffer/"))}
+        wanted = {name: tuple(target.shape) for name, target in targets.items()}
+        for name in (*wanted, *shapes):
+            if shapes.get(name) != wanted.get(name):
+                raise CheckpointError(
+                    f"the state of step {self.step} in memory is of another model: it has {name} as "
+                    f"{shapes.get(name, 'nothing')}, this rank as {wanted.get(name, 'nothing')}"
+                )
+        if len(self.values["groups"]) != groups:
+            raise CheckpointError(
+                f"the state of step {self.step} in memory has {len(self.values['groups'])} groups of parameters in its "
+                f"optimizer, this optimizer {groups}"
+            )
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Argument of the optimizer's `load_state_dict`, in memory of its own."""
+        state: dict[str, dict[str, Any]] = {}
+        for full_name, value in self.tensors.items():
+            if full_name.startswith("optimizer/"):
+                name, key = parameter_and_key(full_name)
+                own = local(parameters[name])
+                # with the strides of the parameter, as fused steps want it
+                kept = torch.empty_like(own, dtype=value.dtype) if value.shape == own.shape else torch.empty_like(value)
+                state.setdefault(name, {})[key] = kept.copy_(value)
+        for name, numbers in self.values["numbers"].items():
+            state.setdefault(name, {}).update(numbers)
+        return optimizer_state(optimizer, parameters, state, self.values["groups"])
+
+
+def state_bytes(engine: Engine) -> int:
+    """Memory that the weights, buffers and optimizer state of this rank take in a copy."""
+    tensors = RankState.of(engine).tensors
+    return sum(t.nbytes for name, t in tensors.items() if name.startswith(("model/", "buffer/", "optimizer/")))
+
+
+def persistent_buffers(engine: Engine) -> dict[str, Tensor]:
+    """Buffers that a state holds, by the names in the undivided model."""
+    persistent = {id(t) for t in (*engine.model.state_dict(keep_vars=True).values(), *engine.extra.values())}
+    return {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
+
+
+def parameter_and_key(full_name: str) -> tuple[str, str]:
+    """Parameter and key of a tensor `optimizer/<fqn>/<key>`."""
+    name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
+    return name, key
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    state: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Argument of an optimizer's `load_state_dict`.
+
+    Args:
+        state: saved state of each parameter, by its name; names that the optimizer does not hold are left out.
+        groups: saved settings of each group of parameters.
+    """
+    names = {parameter: name for name, parameter in parameters.items()}
+    numbers = {names.get(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    now: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+    for group, old in zip(now, groups, strict=True):
+        group |= {k: tuple(v) if isinstance(v, list) else v for k, v in old.items() if k not in _HOW_TO_STEP}
+    return {"state": {numbers[name]: dict(s) for name, s in state.items() if name in numbers}, "param_groups": now}
+
+
+def restore_counters(engine: Engine, step: int, values: Mapping[str, Any]) -> None:
+    """Restore the step, the data position, and what is known of samples and losses."""
+    engine.step_count = step
+    engine.compute.normalization.items_per_sample = values["items_per_sample"]
+    if engine.guard.spikes is not None:
+        engine.guard.spikes.load_state_dict(values.get("last_losses") or [])
+    engine.loader.load_state_dict(values["loader"])
+
+
+def _room_for(value: Tensor, memory: Tensor | None) -> Tensor:
+    """Memory on the CPU for a copy: `memory` if it fits."""
+    fits = memory is not None and memory.shape == value.shape and memory.dtype == value.dtype
+    return memory if memory is not None and fits else torch.empty_like(value, device="cpu")
+
+
+def _in_one_piece(shapes: Shapes, memory: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors that lie one behind the other in a piece of memory: `memory` if it has the size."""
+    size = sum(_padded(dtype, shape) for dtype, shape in shapes.values())
+    if memory is None or len(memory) != size:
+        memory = torch.empty(size, dtype=torch.uint8)
+    found, at = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        end = at + math.prod(shape) * DTYPES[dtype].itemsize
+        found[name] = memory[at:end].view(DTYPES[dtype]).view(list(shape))
+        at += _padded(dtype, shape)
+    return found, memory
+
+
+def _padded(dtype: str, shape: Sequence[int]) -> int:
+    return math.ceil(math.prod(shape) * DTYPES[dtype].itemsize / _ALIGNED) * _ALIGNED
+
+
+# Random numbers
+
+
+def _random_name(device: torch.device) -> str:
+    return f"rng/{device.type}"
+
+
+def random_tensors(device: torch.device) -> dict[str, Tensor]:
+    """This rank's random states of torch, by the names in a checkpoint."""
+    tensors = {"rng/torch": torch.get_rng_state()}
+    if is_accelerator(device):
+        tensors[_random_name(device)] = random_state(device)
+    return tensors
+
+
+def python_state() -> list[Any]:
+    """State of `random`, as JSON values."""
+    version, numbers, gauss = random.getstate()
+    return [version, list(numbers), gauss]
+
+
+def numpy_state() -> list[Any]:
+    """State of NumPy's global generator, as JSON values."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return [kind, np.asarray(keys).tolist(), *rest]
+
+
+def restore_random(device: torch.device, own: Mapping[str, Tensor], own_values: Mapping[str, Any]) -> list[str]:
+    """Restore this rank's random states; returns remarks on what is left behind."""
+    # a copy, as torch reads from where the memory of a view begins
+    torch.set_rng_state(own["rng/torch"].clone())
+    version, numbers, gauss = own_values["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = own_values["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    if not is_accelerator(device):
+        return []
+    if _random_name(device) in own:
+        set_random_state(device, own[_random_name(device)])
+        return []
+    return [f"the checkpoint is not of a {device.type} device: random numbers that are drawn on it begin anew"]
