@@ -1,4 +1,4 @@
-"""A rank's state: what is in it, and the three places for it: own memory, a peer's memory and disk.
+"""A rank's state, in own memory, in a peer's memory and on disk.
 
 Read `rank_state.py` first, then `checkpoint.py`, and `writer.py` and `reader.py` for the files of a checkpoint. This
 room imports neither the engine nor the training loop.

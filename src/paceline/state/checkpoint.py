@@ -1,4 +1,4 @@
-"""The states of all ranks on disk: divided into the files of a checkpoint, and put together for any plan."""
+"""States of all ranks as one checkpoint, which any plan can load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of one rank: the one list of what is in it, and the copies of it in memory.
+"""State of one rank: the list of what is in it, and copies in memory.
 
 A state is copied into own memory (`RankState.copied`), received from a peer (`RankState.empty`) or divided into the
 files of a checkpoint (`checkpoint.py`).
@@ -52,7 +52,9 @@ class RankState:
 
     @classmethod
     def of(cls, engine: Engine, loop: Mapping[str, Any] | None = None) -> RankState:
-        """Collect the state of an engine between two steps; its tensors are the engine's own, not copies.
+        """Collect the state of an engine between two steps.
+
+        Its tensors are the engine's own, not copies.
 
         Args:
             loop: the loop's own state, JSON; `restore` returns it.
@@ -106,7 +108,7 @@ class RankState:
 
     @classmethod
     def empty(cls, header: Mapping[str, Any], memory: Tensor | None = None) -> RankState:
-        """Make room for the state of a peer, whose header is known, in one piece of memory.
+        """Make room for the state that a peer's header describes, in one piece of memory.
 
         Args:
             memory: memory to use again if it has the right size.
@@ -233,7 +235,7 @@ def _room_for(value: Tensor, memory: Tensor | None) -> Tensor:
 
 
 def _in_one_piece(shapes: Shapes, memory: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Tensors that lie one behind the other in a piece of memory: `memory` if it has the size."""
+    """Tensors that lie one behind the other in `memory`, or in new memory if its size differs."""
     size = sum(_padded(dtype, shape) for dtype, shape in shapes.values())
     if memory is None or len(memory) != size:
         memory = torch.empty(size, dtype=torch.uint8)

@@ -31,7 +31,10 @@ Moment = tuple[int, int]  # optimizer steps taken, and how often pipelines were 
 
 @dataclass
 class Copy:
-    """State of one rank at a step boundary, in one piece of memory; `boundary` is a `StepBoundary` as JSON."""
+    """State of one rank at a step boundary, in one piece of memory.
+
+    `boundary` is a `StepBoundary` as JSON.
+    """
 
     rank: int
     boundary: dict[str, Any]
@@ -44,7 +47,7 @@ class Copy:
 
     @classmethod
     def to_receive(cls, header: dict[str, Any], reuse: Copy | None) -> Copy:
-        """Make room for a copy that is yet to come, of which the header is known."""
+        """Make room for the copy that a header describes."""
         memory = None if reuse is None else reuse.memory
         return cls(header["rank"], header["boundary"], RankState.empty(header["state"], memory))
 
