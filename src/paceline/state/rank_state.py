@@ -235,7 +235,7 @@ def _room_for(value: Tensor, memory: Tensor | None) -> Tensor:
 
 
 def _in_one_piece(shapes: Shapes, memory: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Tensors that lie one behind the other in `memory`, or in new memory if its size differs."""
+    """Tensors in one piece of memory, which is `memory` if its size fits."""
     size = sum(_padded(dtype, shape) for dtype, shape in shapes.values())
     if memory is None or len(memory) != size:
         memory = torch.empty(size, dtype=torch.uint8)
