@@ -61,7 +61,7 @@ def timed(echo: Echo, bytes: int, calls: int) -> list[float]:
 def serve_paceline(settings: Settings) -> Iterator[int]:
     """Over a Unix socket in the folder, or over TLS with the run's key."""
     from paceline.wire.key import read_key
-    from paceline_server.marks import quick
+    from paceline_server.messages import quick
     from paceline_server.service import Service
 
     def echo(_: Any, value: Tensor) -> Tensor:

@@ -10,10 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline_server.modules.context import context
     from paceline_server.modules.host import connect
-    from paceline_server.modules.microbatches import microbatches
-    from paceline_server.modules.module import module
+    from paceline_server.modules.module import context, microbatches, module
     from paceline_server.modules.optimizer import optimizer
     from paceline_server.modules.reference import attach, call, create, stream
     from paceline_server.modules.serve import serve
@@ -37,9 +35,9 @@ _HOMES = {
     "attach": "paceline_server.modules.reference",
     "call": "paceline_server.modules.reference",
     "connect": "paceline_server.modules.host",
-    "context": "paceline_server.modules.context",
+    "context": "paceline_server.modules.module",
     "create": "paceline_server.modules.reference",
-    "microbatches": "paceline_server.modules.microbatches",
+    "microbatches": "paceline_server.modules.module",
     "module": "paceline_server.modules.module",
     "optimizer": "paceline_server.modules.optimizer",
     "sendable": "paceline_server.values",

@@ -24,9 +24,9 @@ from paceline.nearest import nearest
 from paceline.wire.connection import HANDSHAKE_S, Connection
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener, Where
-from paceline_server.client import STREAM_AHEAD
-from paceline_server.marks import LATER
+from paceline_server.client import STREAM_AHEAD, Pool
 from paceline_server.messages import (
+    LATER,
     VERSION,
     Answer,
     Call,
@@ -39,7 +39,6 @@ from paceline_server.messages import (
     Refused,
     Welcome,
 )
-from paceline_server.pool import Pool
 from paceline_server.talk import Talk, frame_limits
 from paceline_server.values import pack
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
-from paceline_server.modules.autograd import ForwardPass, attach
-from paceline_server.modules.context import current_context
-from paceline_server.modules.host import Host, host_of
+from paceline_server.modules.host import Answer, Host, host_of
 from paceline_server.modules.reference import HasReference, Named, Reference, path_of, sent_to
 from paceline_server.modules.served_module import HasAnchor
 from paceline_server.modules.tensors import tensors_of, with_tensors
@@ -201,3 +203,133 @@ def _autocast(device: torch.device) -> str | None:
     if not torch.is_autocast_enabled(device.type):
         return None
     return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+
+
+_current: ContextVar[str] = ContextVar("context", default="")
+
+
+@contextmanager
+def context() -> Iterator[str]:
+    """Keep the gradients of forward passes within apart from all others, in this thread.
+
+    A backward pass adds to the context of its forward pass, and `step` applies those of the context that it is called
+    in. Without one, all forward passes of a process are of one context, as with `.grad`.
+    """
+    token = _current.set(secrets.token_hex(8))
+    try:
+        yield _current.get()
+    finally:
+        _current.reset(token)
+
+
+def current_context() -> str:
+    """Name of the context that this thread is in."""
+    return _current.get()
+
+
+T = TypeVar("T")
+
+
+def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight: int = 4) -> list[T]:
+    """Results of `step(batch)`, forward and backward of one microbatch, with several at a time.
+
+    Each runs in a thread of its own, and stages on several hosts work on different ones at the same time: a pipeline
+    without a schedule. Gradients are added up as by one after the other, but in the order in which they come, so sums
+    round differently from run to run. The first error is raised when all that have begun are done.
+
+    Args:
+        step: e.g. `lambda b: (loss(second(first(b.x)), b.y) / count).backward()`.
+        in_flight: how many are under way at most; each holds its activations.
+    """
+    if in_flight < 1:
+        raise PacelineError(f"in_flight={in_flight}: at least one microbatch is under way")
+    grad = torch.is_grad_enabled()
+
+    def run(batch: Any) -> T:
+        with torch.set_grad_enabled(grad):  # which belongs to threads
+            return step(batch)
+
+    with ThreadPoolExecutor(in_flight, thread_name_prefix="paceline-microbatch") as pool:
+        futures = [pool.submit(copy_context().run, run, batch) for batch in batches]
+        _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in waiting:
+            future.cancel()
+    return [future.result() for future in futures if not future.cancelled()]
+
+
+class ForwardPass:
+    """A forward pass that was sent. Its graph is freed there when nothing here can go back through it."""
+
+    def __init__(self, host: Host, module: str, what: str, number: int, answer: Answer) -> None:
+        self.host, self.module, self.what, self.number, self._answer = host, module, what, number, answer
+        self.kept = True
+
+    def result(self) -> tuple[Any, list[int]]:
+        """Outputs, and positions of the tensors among them that gradients may be given for."""
+        result, differentiable = self._answer.result()
+        self.kept = bool(differentiable)
+        return result, differentiable
+
+    def begin_backward(self, gradients: list[Tensor | None], *, accumulate: bool, keep: bool) -> Answer:
+        """Send the gradients of the outputs; the answer is those of the inputs."""
+        self.kept = keep
+        what = f"the backward pass of {self.what}"
+        return self.host.begin(
+            "backward", self.module, self.module, self.number, gradients, accumulate, keep, what=what
+        )
+
+    def __del__(self) -> None:
+        if self.kept:
+            self.host.release("free", self.module, (self.module,), self.number)
+
+
+def attach(forward: ForwardPass, anchor: Tensor | None, inputs: list[Tensor]) -> Any:
+    """Outputs of a forward pass, as functions of its inputs.
+
+    Args:
+        anchor: stands for the module's parameters; None where no graph is wanted.
+        inputs: those that need a gradient.
+    """
+    result, differentiable = forward.result()
+    outputs = tensors_of(result)
+    if anchor is None or not differentiable:
+        return result
+    joined = _Remote.apply(forward, outputs, differentiable, anchor, *inputs)
+    return with_tensors(result, list(joined))
+
+
+class _Remote(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, forward: ForwardPass, outputs: list[Tensor], differentiable: list[int], anchor: Tensor, *_: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.pass_, ctx.edge = forward, torch.autograd.graph.get_gradient_edge(anchor)
+        ctx.save_for_backward(anchor)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for n, o in enumerate(outputs) if n not in differentiable))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        forward: ForwardPass = ctx.pass_
+        if torch.is_grad_enabled():
+            raise PacelineError(
+                f"{forward.what}: create_graph=True cannot go through a remote module, whose graph is in another "
+                "process. Compute what needs second derivatives on one side."
+            )
+        _ = ctx.saved_tensors  # raises torch's own error where a backward pass without retain_graph has run
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        answer = forward.begin_backward(list(gradients), accumulate=_is_wanted(ctx.edge.node), keep=keep)
+        inputs = ctx.needs_input_grad[4:]
+        if not inputs:  # other hosts compute meanwhile; the backward pass ends when all have
+            torch.autograd.Variable._execution_engine.queue_callback(answer.result)
+            return None, None, None, None
+        return None, None, None, None, *answer.result()
+
+
+def _is_wanted(node: Any) -> bool:
+    """True if this backward pass adds to parameters, as `loss.backward()` does and `torch.autograd.grad` does not."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that torch.autograd.grad was asked for: a server's, of a module within its module
+        return True

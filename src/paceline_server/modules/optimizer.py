@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline_server.modules.context import current_context
-from paceline_server.modules.module import RemoteModule
+from paceline_server.modules.module import RemoteModule, current_context
 from paceline_server.modules.reference import Reference, path_of
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import RemoteError
 from paceline.nearest import nearest
-from paceline_server.marks import quick
+from paceline_server.messages import quick
 from paceline_server.modules.held import HeldObjects
 from paceline_server.modules.lanes import Lane
 from paceline_server.modules.leases import Leases

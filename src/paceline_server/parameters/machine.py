@@ -13,7 +13,6 @@ import msgspec
 
 from paceline.errors import ServerRefused
 from paceline_server.parameters.clients import Clients
-from paceline_server.parameters.combine import Sum, bounded, combined, must_fit, once_each, scaled
 from paceline_server.parameters.operations import (
     GiveBack,
     Initialize,
@@ -29,6 +28,7 @@ from paceline_server.parameters.operations import (
 )
 from paceline_server.parameters.parameters import Gradient, Parameters, Rows
 from paceline_server.parameters.settings import ServerSettings, slices_of
+from paceline_server.parameters.sums import Sum, bounded, combined, must_fit, once_each, scaled
 from paceline_server.parameters.tickets import Tickets
 
 

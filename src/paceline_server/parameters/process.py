@@ -17,14 +17,13 @@ from torch import Tensor
 
 from paceline.errors import ChannelError, DeadlineError, ServerLost, ServerRefused
 from paceline.wire.key import RunKey
-from paceline_server.marks import LATER, at_once, quick
-from paceline_server.parameters.combine import rows_must_be_owned
+from paceline_server.messages import LATER, at_once, quick
 from paceline_server.parameters.journal import Journal
 from paceline_server.parameters.log import Elsewhere, Log, wait_for
 from paceline_server.parameters.machine import Machine
 from paceline_server.parameters.operations import Action, Leave, Operation, Push, Reply, read_action
 from paceline_server.parameters.settings import ServerSettings
-from paceline_server.parameters.sums import Place, Sums
+from paceline_server.parameters.sums import Place, Sums, rows_must_be_owned
 from paceline_server.parameters.views import Address, OwnViews, Views, as_text
 from paceline_server.service import Caller, Limits, Service
 

@@ -5,19 +5,35 @@ Bounded staleness and asynchronous updates, for which servers own the parameters
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from paceline.comm.address import own_address
 from paceline.comm.allreduce.algorithms import Algorithm
-from paceline.comm.group import Group
+from paceline.comm.allreduce.flat import FlatAllReduce
+from paceline.comm.comm_thread import CommThread, Task
+from paceline.comm.group import Group, Op
 from paceline.device import is_accelerator
+from paceline.errors import ChannelError, LaunchError, ServerLost, ServerRefused, SyncError
+from paceline.files import scratch_folder
+from paceline.generation import GenerationOver, generation_is_over, generations_are_watched
 from paceline.sync.allreduce import AllReduce, BucketStream
-from paceline.sync.compress.alone import Feedback
+from paceline.sync.compress.alone import Feedback, decoder
 from paceline.sync.diloco import DiLoCo
 from paceline.sync.rule import Reduction
 from paceline.sync.traffic import Traffic
-from paceline_server.sync.server_sum import ServerSum
+from paceline.wire.key import RunKey, own_key
+from paceline_server.parameters.client import ServerClient
+from paceline_server.parameters.process import ParameterServer
+from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
+from paceline_server.parameters.views import as_address, as_text
 
 
 class ServerSums(AllReduce):
@@ -119,3 +135,170 @@ class ServerDeltas(DiLoCo):
     def sum(self, tensor: Tensor) -> None:
         with self.replica.traffic.counting(self.group):
             self.algorithm.all_reduce(tensor)
+
+
+_LEAVE_S = 5.0
+_LOOK_S = 0.05  # between two looks at whether the generation is over
+_SUMS_OF_A_RANK = 2  # under way at once, at most
+_Part = tuple[Tensor, Tensor | None]  # a tensor to be summed in place, and what is sent instead
+_SPACE = 0, "sums"  # of the numbers of sums; a server sums for one group only
+
+
+class ServerSum(FlatAllReduce):
+    """An all-reduce by way of servers, in threads of the first ranks of the group.
+
+    Each server sums a part of every tensor, in rank order, so that all ranks get the same bits.
+
+    Args:
+        compress: code of what `coded_sum` pushes.
+    """
+
+    name = "server"
+
+    def __init__(self, group: Group, servers: int, compress: str = "none") -> None:
+        self.compress = compress
+        self._held = ExitStack()
+        self._numbers = count()
+        # a sum that others do not come to can be broken off only by another thread
+        self._beside = CommThread("paceline-sums") if generations_are_watched() else None
+        with self._held as held:
+            key = _key_of(group)
+            own = self._serve(group, key, servers) if group.rank < servers else None
+            addresses = [address for address in group.gather_json(own) if address is not None]
+            self.servers = len(addresses)
+            super().__init__(group, f"{self.servers} of {group.size} ranks serve")
+            self.client = held.enter_context(_client(group, addresses, key))
+            self._held = held.pop_all()
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
+        """Replace `tensor` on every rank by the sum or mean over the ranks.
+
+        Raises:
+            SyncError: a rank did not come, or a server is lost.
+        """
+        if op == "max":
+            raise SyncError("servers make sums and means, and no maxima")
+        flat = tensor.detach().contiguous().view(-1)
+        flat = flat.cpu() if is_accelerator(flat.device) else flat
+        self._summed([(part, None) for part in flat.tensor_split(self.servers)])
+        self.group.count(tensor.nbytes, reduced_bytes=tensor.nbytes)
+        if op == "mean":
+            flat.div_(self.group.size)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.shape))
+
+    def coded_sum(self, name: str, flat: Tensor, numel: int, code: Feedback) -> None:
+        """Replace `flat` on every rank by its sum, with coded pushes.
+
+        The first `numel` numbers are coded. The sums come back as they are.
+
+        Args:
+            name: of the tensor, for error feedback.
+
+        Raises:
+            SyncError: a rank did not come, or a server is lost.
+        """
+        # servers add fp32 numbers, coded or not: some rank's may not be finite, and are not
+        numbers = flat[:numel].to("cpu", torch.float32, copy=True)
+        tail = flat[numel:].to("cpu", copy=True)
+        parts = [(part, code.encode(f"{name}.{i}", part)) for i, part in enumerate(numbers.tensor_split(self.servers))]
+        self._summed([*parts, (tail, None)])
+        flat[:numel].copy_(numbers)
+        flat[numel:].copy_(tail)
+        sent_bytes = tail.nbytes + sum(part.nbytes if coded is None else coded.nbytes for part, coded in parts)
+        self.group.count(sent_bytes, reduced_bytes=flat.nbytes)
+
+    def _summed(self, parts: list[_Part]) -> None:
+        """Sum tensors in place, each on the next server."""
+        number = next(self._numbers)
+        try:
+            if self._beside is None:
+                self._sum(number, parts)
+            else:
+                self._wait(self._beside.start(partial(self._sum, number, parts)))
+        except GenerationOver:
+            raise
+        except (ChannelError, ServerLost, ServerRefused) as error:
+            if generation_is_over():
+                raise GenerationOver(f"rank {self.group.rank}: a sum on the servers was broken off") from error
+            raise SyncError(f"rank {self.group.rank}: sum {number} on the servers: {error}") from error
+
+    def close(self) -> None:
+        """Leave the servers, and end the one of this rank."""
+        self._held.close()
+        if self._beside is not None:
+            self._beside.close()
+
+    def _sum(self, number: int, parts: list[_Part]) -> None:
+        place = {"index": self.group.rank, "members": self.group.size}
+        begun = [
+            self.client.begin_sum(_SPACE, number, part, **place, bucket=i, coded=coded)
+            for i, (part, coded) in enumerate(parts)
+            if part.numel()
+        ]
+        for result in begun:
+            result()
+
+    def _wait(self, task: Task) -> None:
+        """Wait for sums, unless the generation ends before them."""
+        while not task.done.wait(_LOOK_S):
+            if generation_is_over():
+                self.client.close()
+                raise GenerationOver(f"rank {self.group.rank}: a sum on the servers was broken off")
+        task.wait()
+
+    def _serve(self, group: Group, key: RunKey | None, servers: int) -> str:
+        """Serve in threads of this process; returns the place."""
+        where: tuple[str, int] | Path
+        if group.spans_hosts:
+            where = own_address(), 0
+        else:
+            where = self._held.enter_context(scratch_folder()) / "server"
+        threads = 2 * _SUMS_OF_A_RANK * group.size + 8
+        decode = None if self.compress == "none" else decoder(self.compress)
+        server = self._held.enter_context(
+            ParameterServer(
+                where, key, _settings(servers), part=group.rank, servers=servers, threads=threads, decode=decode
+            )
+        )
+        self._held.callback(_await_leave, server)
+        return as_text(server.address)
+
+
+def _await_leave(server: ParameterServer) -> None:
+    """Wait for a while until all clients have left. Their last answers may be under way."""
+    until = time.monotonic() + _LEAVE_S
+    while server.callers and time.monotonic() < until and not generation_is_over():
+        time.sleep(0.005)
+
+
+def _client(group: Group, places: list[str], key: RunKey | None) -> ServerClient:
+    return ServerClient(
+        [[as_address(text)] for text in places],
+        key,
+        name=f"rank {group.rank}",
+        settings=_settings(len(places)),
+        deadline_s=group.deadline_s,
+    )
+
+
+def _settings(servers: int) -> ServerSettings:
+    """Settings of servers that own nothing of the model."""
+    nothing = GroupSettings(tensors=(TensorSpec("nothing", (servers,)),), optimizer={"name": "sgd"})
+    return ServerSettings(groups=(nothing,), fingerprint=_SPACE[1])
+
+
+def _key_of(group: Group) -> RunKey | None:
+    """The run's key, where the ranks are on several hosts.
+
+    Raises:
+        LaunchError: none was handed to this process.
+    """
+    if not group.spans_hosts:
+        return None
+    if (key := own_key()) is None:
+        raise LaunchError(
+            "sync=server between hosts needs the run's key, which this process was not given: start the hosts with "
+            "paceline train, or hand all of them a file that `paceline key` makes (PACELINE_KEY_FILE)"
+        )
+    return key

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from between import HANDSHAKE_BYTES, Change, group_through
 from paceline.comm.tcp import TcpProcessGroup
-from paceline.comm.tcp.handshake import GREETING_BYTES, Greeting
+from paceline.comm.tcp.link import GREETING_BYTES, Greeting
 from paceline.errors import SyncError
 from paceline.wire.admission import TlsHandshake
 from paceline.wire.key import RunKey

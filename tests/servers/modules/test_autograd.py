@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from paceline.errors import DeadlineError, PacelineError, RemoteError
 from paceline.job.read.imports import load_object
-from paceline_server.modules.context import context
 from paceline_server.modules.host import Host, connect
-from paceline_server.modules.microbatches import microbatches
-from paceline_server.modules.module import module
+from paceline_server.modules.module import context, microbatches, module
 from paceline_server.modules.optimizer import optimizer
 
 sys.path.insert(0, str(Path(__file__).parent))

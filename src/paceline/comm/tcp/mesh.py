@@ -17,8 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.address import own_address, own_host
 from paceline.comm.c10d.operation import Operation, OperationQueue
-from paceline.comm.tcp.handshake import GREETING_BYTES, GROUP_BYTES, Greeting
-from paceline.comm.tcp.link import Membership, PeerLink, RankAddress
+from paceline.comm.tcp.link import GREETING_BYTES, GROUP_BYTES, Greeting, Membership, PeerLink, RankAddress
 from paceline.comm.tcp.messages import (
     FAILURE,
     LONGEST_FAILURE_BYTES,
