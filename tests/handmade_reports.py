@@ -110,8 +110,7 @@ def rank_use(step_s: float, devices: int, rank: int) -> RankUse:
     shares["compute"] = 1 - sum(shares.values())
     return RankUse(
         {part: share * step_s for part, share in shares.items()},
-        1_074_600.0 if devices > 1 else 0.0,
-        310_000_000 + rank * 4_000_000,
+        {"wire_bytes": 1_074_600.0 if devices > 1 else 0.0, "memory_bytes": 310_000_000 + rank * 4_000_000},
     )
 
 

@@ -21,7 +21,7 @@ from paceline.errors import RunError
 from paceline.report.definitions import DEFINITIONS
 from paceline.report.words import on_cores
 from paceline_lab.report.bench_view import write_bench_page
-from paceline_lab.scaling.result import MeasuredSetting, Report
+from paceline_lab.scaling.result import MeasuredSetting, RankUse, Report
 
 needs_chromium = pytest.mark.needs_chromium
 CHARTS = ["scaling", "breakdown", "loss-seconds", "loss-samples"]
@@ -116,8 +116,8 @@ def test_the_numbers_are_those_of_the_report(shown: Browser) -> None:
     assert shown_values(browser, "throughput") == [s.throughput.middle for s in settings]
     assert shown_values(browser, "speedup") == [s.speedup.middle for s in more if s.speedup]
     assert shown_values(browser, "efficiency") == [s.efficiency.middle for s in more if s.efficiency]
-    assert shown_values(browser, "wire") == [max(r.wire_bytes or 0 for r in s.ranks) for s in settings]
-    assert shown_values(browser, "memory") == [max(r.memory_bytes or 0 for r in s.ranks) for s in settings]
+    assert shown_values(browser, "wire") == [max(r.figures["wire_bytes"] for r in s.ranks) for s in settings]
+    assert shown_values(browser, "memory") == [max(r.figures["memory_bytes"] for r in s.ranks) for s in settings]
     speedup = browser.one(".card[data-figure=speedup]").text
     assert re.findall(r"[\d.]+", speedup.replace("95 %", "")) == ["2.43", "2.38", "2.48"]
     four = settings[2]
@@ -313,7 +313,7 @@ def with_rules() -> Report:
         "dp=4": {"final_loss": 0.312},
         "dp=4 compress=int8": {
             "final_loss": 0.315,
-            "ranks": [dataclasses.replace(rank_use(0.005, 4, rank), **_LESS) for rank in range(4)],
+            "ranks": [with_less(rank_use(0.005, 4, rank)) for rank in range(4)],
         },
         "dp=4 sync=diloco:30,fragments=4,overlap=5 compress=int4": {"final_loss": 0.33, "time_to_target_s": None},
     }
@@ -325,7 +325,10 @@ def with_rules() -> Report:
     )
 
 
-_LESS: dict[str, Any] = {"wire_bytes": 270_000.0, "saved_bytes": 804_600.0, "compression_error": 0.0123}
+def with_less(use: RankUse) -> RankUse:
+    """A rank that sends compressed gradients."""
+    less = {"wire_bytes": 270_000.0, "saved_bytes": 804_600.0, "compression_error": 0.0123}
+    return dataclasses.replace(use, figures=use.figures | less)
 
 
 @pytest.mark.slow

@@ -177,5 +177,5 @@ def test_a_benchmark_measures_it_and_has_a_page(simulated: Simulated, tmp_path: 
     report = json.loads((tmp_path / "bench" / "report.json").read_text())
     assert report["kind"] == "sim"
     assert {setting["devices"] for setting in report["settings"]} == {1, 2}
-    assert all(rank["gpu_memory_bytes"] > 0 for setting in report["settings"] for rank in setting["ranks"])
+    assert all(rank["figures"]["gpu_memory_bytes"] > 0 for setting in report["settings"] for rank in setting["ranks"])
     assert "2 × Simulated accelerator" in (tmp_path / "bench" / "report.html").read_text()

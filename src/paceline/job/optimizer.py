@@ -41,6 +41,22 @@ class OptimizerSpec(Spec):
             raise ValueError(f"betas should be at least 0 and less than 1, got {self.betas}")
         return self
 
+    @property
+    def state_tensors(self) -> int:
+        """Number of tensors that the optimizer keeps for a parameter, each of the parameter's shape and type."""
+        match self.name:
+            case "sgd":
+                return 1 if self.momentum else 0
+            case "lars":
+                return 1
+            case "adam" | "adamw" | "lamb":
+                return 2
+
+    @property
+    def further_state_bytes(self) -> int:
+        """Bytes of the optimizer's state for a parameter besides `state_tensors`: Adam's step counter, a float32."""
+        return 4 if self.name in ("adam", "adamw", "lamb") else 0
+
     def build(self, parameters: Iterable[torch.nn.Parameter], *, fused: bool = False) -> torch.optim.Optimizer:
         """The optimizer over a model's trainable parameters; `fused` uses torch's fused step where available.
 

@@ -11,7 +11,6 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planning.axes import DEGREES
-from paceline.planning.check.plan_context import moments
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.frameworks import PACELINE, PACELINE_COMPILED
 from paceline.planning.cost.layout import BYTES, Layout, Machines, Prediction
@@ -102,7 +101,7 @@ class Layouts:
             precision=precision,
             parameter_bytes=number,
             gradient_bytes=number,
-            optimizer_bytes=number * moments(self.job),
+            optimizer_bytes=number * self.job.optimizer.state_tensors,
             offload=plan.offload,
             cut=_cut(plan, self.trace, self._places),
             sync_bytes=_sent_bytes(plan, self.trace, number),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.planning.cost.layout import PART_NAMES
+from paceline.report.rank_figures import RANK_FIGURES
 from paceline.run.record.goodput import PARTS as WALL_NAMES
 from paceline.run.record.run import WARM_UP_STEPS
 from paceline.stats import LEAST_REPEATS
@@ -137,28 +138,7 @@ _FIGURES = {
             "nothing is claimed."
         ),
     ),
-    "wire": (
-        "bytes on the wire",
-        "What one rank sends to the other replicas in a step, as the sync rule counts it, after compression; in a "
-        "table that of the rank with most.",
-    ),
-    "saved": (
-        "saved by compression",
-        "Bytes that the same exchange would send more if it were not compressed, in a step of a rank.",
-    ),
-    "compression_error": (
-        "compression error",
-        "L2 norm of what compression leaves out, over that of what is to be sent. Error feedback adds what was left "
-        "out to the next exchange, so it comes later and is not lost.",
-    ),
     "links": ("bytes over a link", "All that went over an emulated host’s link, headers and other traffic included."),
-    "memory": (
-        "memory per rank",
-        (
-            "Largest resident memory seen, shared pages counted by their share where the system tells; that of the "
-            "rank with most."
-        ),
-    ),
     "memory_now": (
         "resident memory",
         "Memory of the rank’s process that is in use at that moment, as the system counts it.",
@@ -170,10 +150,6 @@ _FIGURES = {
     "share": (
         "share of the batch",
         "Part of a global batch that a rank computes; it follows the measured speeds of the replicas (balance=auto).",
-    ),
-    "gpu_memory": (
-        "GPU memory per rank",
-        "Memory that the rank has allocated on its accelerator; in a table that of the rank with most.",
     ),
     "energy": ("energy per step", "Energy of all ranks in one step, from RAPL or NVML where the machine tells."),
     "warm_up": (
@@ -321,5 +297,6 @@ PARTS = {name: Definition(*words) for name, words in _PARTS.items()}
 DEFINITIONS = PARTS | {
     name: Definition(*words) for name, words in (_FIGURES | _PREDICTED | _SIMULATED | _LINKS).items()
 }
+DEFINITIONS |= {figure.term: Definition(figure.title, figure.text) for figure in RANK_FIGURES}
 DEFINITIONS |= {f"part_{part}": Definition(PART_NAMES[part], text) for part, text in _PREDICTED_PARTS.items()}
 DEFINITIONS |= {f"wall_{part}": Definition(WALL_NAMES[part], text) for part, text in _WALL.items()}

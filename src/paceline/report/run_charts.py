@@ -51,8 +51,7 @@ PANELS = ExtensionPoint(
     "panel",
     "paceline.panels",
     PanelInfo,
-    {name: PanelInfo(f"paceline.report.run_charts:{name}") for name in _BUILT_IN}
-    | {"federation": PanelInfo("paceline.report.federated_charts:panel")},
+    {name: PanelInfo(f"paceline.report.run_charts:{name}") for name in _BUILT_IN},
     RunError,
 )
 

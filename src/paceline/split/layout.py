@@ -224,10 +224,6 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if tensors is not None and isinstance(parameter, tensors.DTensor) else parameter
 
 
-# Adam's and LAMB's step counter: one float32 per parameter
-_STEP_BYTES = 4
-
-
 class StateBytes(NamedTuple):
     """Bytes that a rank holds between backward pass and optimizer step.
 
@@ -270,26 +266,14 @@ def predicted_bytes(parts: Parts, like: Mapping[str, Tensor], optimizer: Optimiz
         like: the same parameters, full or divided, on any device; their dtype and `requires_grad` are read.
         optimizer: the job's.
     """
-    copies, steps = _state_of(optimizer)
     parameters = gradients = state = 0
     for name, part in parts.items():
         own = part.layout.numel * like[name].element_size()
         parameters += own
         if like[name].requires_grad:
             gradients += own
-            state += copies * own + steps
+            state += optimizer.state_tensors * own + optimizer.further_state_bytes
     return StateBytes(parameters, gradients, state)
-
-
-def _state_of(optimizer: OptimizerSpec) -> tuple[int, int]:
-    """Optimizer state per parameter: number of tensors of its shape and type, and further bytes."""
-    match optimizer.name:
-        case "sgd":
-            return (1 if optimizer.momentum else 0), 0
-        case "lars":
-            return 1, 0
-        case "adam" | "adamw" | "lamb":
-            return 2, _STEP_BYTES
 
 
 def _parts(gradient: Tensor) -> tuple[Tensor, ...]:

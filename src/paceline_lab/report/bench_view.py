@@ -14,6 +14,7 @@ from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, SERIES, Line, Pane
 from paceline.report.definitions import PARTS, SYNTHETIC
 from paceline.report.figure import Axis, Figure, Points
 from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
+from paceline.report.rank_figures import RANK_FIGURES, RankFigure
 from paceline.stats import LEAST_REPEATS, Interval
 from paceline.units import Shown, digits
 from paceline_lab.report import template_named
@@ -177,6 +178,7 @@ class BenchView:
         """Every figure of every setting, without rows that this job or machine cannot have."""
         to_end = any(s.training_time_s for s in self.settings)
         compressed = any(_most(s, "compression_error") is not None for s in self.settings)
+        has = {"": True, "compressed": compressed, "accelerators": not self.report.on_cores}
         rows = [
             self._row("global_batch", lambda s: Shown(s.global_batch, f"{s.global_batch:,}", "samples")),
             self._row("step_time", lambda s: units.seconds(s.step_time_s)),
@@ -196,21 +198,18 @@ class BenchView:
                 lambda s: _or(s.final_loss, "not finite", units.number),
                 shown=any(s.final_loss is not None for s in self.settings),
             ),
-            self._row("wire", lambda s: _bytes(s, "wire_bytes")),
-            self._row("saved", lambda s: _bytes(s, "saved_bytes"), shown=compressed),
-            self._row(
-                "compression_error",
-                lambda s: _or(_most(s, "compression_error"), "not compressed", units.number),
-                shown=compressed,
-            ),
-            self._row("memory", lambda s: _bytes(s, "memory_bytes")),
-            self._row("gpu_memory", lambda s: _bytes(s, "gpu_memory_bytes"), shown=not self.report.on_cores),
+            *(self._of_ranks(figure) for figure in RANK_FIGURES if has[figure.only]),
             self._row("energy", lambda s: _or(s.energy_joules, "not available", units.joules)),
         ]
         return [row for row in rows if row is not None]
 
     def _row(self, term: str, cell: Callable[[MeasuredSetting], Cell], *, shown: bool = True) -> Row | None:
         return Row(term, [cell(s) for s in self.settings]) if shown else None
+
+    def _of_ranks(self, figure: RankFigure) -> Row:
+        """A row with the largest value over the ranks of each setting."""
+        values = [_most(setting, figure.name) for setting in self.settings]
+        return Row(figure.term, [_or(value, figure.absent, figure.shown) for value in values])
 
     def _unless_reference(self, cell: Callable[[MeasuredSetting], Cell]) -> Callable[[MeasuredSetting], Cell]:
         def compared(setting: MeasuredSetting) -> Cell:
@@ -301,13 +300,9 @@ def _or(x: Any, absent: str, shown: Callable[[Any], Shown] = units.seconds) -> C
     return absent if x is None else shown(x)
 
 
-def _bytes(setting: MeasuredSetting, name: str) -> Cell:
-    return _or(_most(setting, name), "not available", units.size)
-
-
 def _most(setting: MeasuredSetting, name: str) -> float | None:
     """The largest value of a figure over the ranks; None if no rank has it."""
-    return max((value for rank in setting.ranks if (value := getattr(rank, name)) is not None), default=None)
+    return max((rank.figures[name] for rank in setting.ranks if name in rank.figures), default=None)
 
 
 def scaling_figure(settings: Sequence[MeasuredSetting]) -> Figure:

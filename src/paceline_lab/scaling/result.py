@@ -26,18 +26,11 @@ class RankUse:
 
     Attributes:
         parts_s: seconds of a step by part, the names of `paceline.engine.meter.PARTS`; they sum to the step.
-        wire_bytes: bytes that the rank sends to the other replicas per step.
-        saved_bytes: bytes that compression saved of that.
-        compression_error: L2 norm of compression's error, relative to the data's; None if nothing was compressed.
-        memory_bytes: largest resident memory seen (shared pages by their share).
+        figures: values of `paceline.report.rank_figures.RANK_FIGURES` by name, of those that were measured.
     """
 
     parts_s: dict[str, float]
-    wire_bytes: float | None = None
-    memory_bytes: int | None = None
-    gpu_memory_bytes: int | None = None
-    saved_bytes: float | None = None
-    compression_error: float | None = None
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,7 +135,7 @@ class Report:
         """True if the ranks had no accelerators, so that devices are cores."""
         if self.kind is not None:
             return self.kind == CPU
-        return not any(rank.gpu_memory_bytes for setting in self.settings for rank in setting.ranks)
+        return not any(rank.figures.get("gpu_memory_bytes") for setting in self.settings for rank in setting.ranks)
 
     def to_json(self) -> str:
         """The report as JSON that `load` reads back."""

@@ -25,6 +25,7 @@ from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.planning.plan import Plan
 from paceline.report.parts import typical, typical_parts
+from paceline.report.rank_figures import combined, figures_of, per_step
 from paceline.run.record.run import WARM_UP_STEPS, JsonLines, Run, Speed, differences, read_lines
 from paceline.stats import Interval, differ, median_interval
 from paceline.storage.url import is_url
@@ -93,7 +94,7 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
             "are warm-up. Measure with --steps 60."
         )
     reason = run.reason or ""
-    energy = [joules for lines in per_rank if (joules := _per_step(lines, "energy_joules")) is not None]
+    energy = [joules for lines in per_rank if (joules := per_step(lines, "energy_joules")) is not None]
     return FinishedRun(
         setting=setting.key,
         round=round_,
@@ -208,34 +209,7 @@ def _times(seconds: Sequence[float], stolen: float) -> Interval:
 
 
 def _use_of(lines: list[dict[str, Any]]) -> RankUse:
-    readings = [line["use"] for line in lines if "use" in line]
-    gpu = [use["gpu_peak_memory_bytes"] for use in readings if "gpu_peak_memory_bytes" in use]
-    return RankUse(
-        parts_s=typical_parts(lines) or dict.fromkeys(PARTS, 0.0),
-        wire_bytes=_per_step(lines, "wire_bytes"),
-        saved_bytes=_per_step(lines, "saved_bytes"),
-        compression_error=_median([use.get("compression_error") for use in readings]),
-        memory_bytes=_memory_bytes(readings),
-        gpu_memory_bytes=max(gpu, default=None),
-    )
-
-
-def _per_step(lines: list[dict[str, Any]], counter: str) -> float | None:
-    """A counter's growth per step between first and last reading; None with fewer than two."""
-    readings = [(line["step"], line["use"][counter]) for line in lines if counter in line.get("use", {})]
-    if len(readings) < 2:
-        return None
-    return float(sum(grown for _, grown in readings[1:]) / (readings[-1][0] - readings[0][0]))
-
-
-def _memory_bytes(readings: list[dict[str, Any]]) -> int | None:
-    """Peak resident memory in bytes, corrected for shared pages by the newest reading.
-
-    The correction is the difference between resident and proportional set size.
-    """
-    peaks = [use.get("peak_memory_bytes", use.get("memory_bytes", 0)) for use in readings]
-    shared = next((use["memory_bytes"] - use["pss_bytes"] for use in reversed(readings) if "pss_bytes" in use), 0)
-    return max(peaks) - shared if peaks else None
+    return RankUse(typical_parts(lines) or dict.fromkeys(PARTS, 0.0), figures_of(lines))
 
 
 def _final_loss(steps: list[dict[str, Any]]) -> float | None:
@@ -261,16 +235,7 @@ def _curve(steps: list[dict[str, Any]]) -> Curve:
 def _all_repeats(runs: Sequence[Sequence[RankUse]], step_times_s: Sequence[float]) -> list[RankUse]:
     """Each rank's use over all repeats."""
     return [
-        RankUse(
-            parts_s=typical([use.parts_s for use in uses], step_times_s),
-            wire_bytes=_median([use.wire_bytes for use in uses]),
-            saved_bytes=_median([use.saved_bytes for use in uses]),
-            compression_error=_median([use.compression_error for use in uses]),
-            memory_bytes=max((use.memory_bytes for use in uses if use.memory_bytes is not None), default=None),
-            gpu_memory_bytes=max(
-                (use.gpu_memory_bytes for use in uses if use.gpu_memory_bytes is not None), default=None
-            ),
-        )
+        RankUse(typical([use.parts_s for use in uses], step_times_s), combined([use.figures for use in uses]))
         for uses in zip(*runs, strict=True)
     ]
 

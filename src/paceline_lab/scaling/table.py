@@ -191,8 +191,9 @@ def _breakdown(report: Report) -> Table:
     before = None
     for setting in (s for s in report.settings if s.ranks):
         parts = [fmean(rank.parts_s.get(part, 0.0) for rank in setting.ranks) * 1e3 for part in shown]
-        wire = [rank.wire_bytes for rank in setting.ranks if rank.wire_bytes is not None]
-        memory = [m for rank in setting.ranks if (m := getattr(rank, own)) is not None]
+        wire, memory = (
+            [rank.figures[name] for rank in setting.ranks if name in rank.figures] for name in ("wire_bytes", own)
+        )
         row = [
             *(_milliseconds(part, sum(parts)) for part in parts),
             *(str(size(max(known))) if known else "?" for known in (wire, memory)),

@@ -125,5 +125,8 @@ def test_what_is_read_a_few_times_a_run_is_given_per_step(tmp_path: Path) -> Non
     found = finished(run, setting(), 0, "runs/one", None)
     assert found.energy_joules == pytest.approx(0.3)
     assert found.ranks == [
-        RankUse(found.ranks[0].parts_s, wire_bytes=100.0, memory_bytes=160, saved_bytes=300.0, compression_error=0.02)
+        RankUse(
+            found.ranks[0].parts_s,
+            {"wire_bytes": 100.0, "memory_bytes": 160, "saved_bytes": 300.0, "compression_error": 0.02},
+        )
     ]

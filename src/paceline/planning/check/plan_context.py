@@ -117,9 +117,6 @@ class Check(NamedTuple):
     keys: tuple[str, ...]
 
 
-_ADAMS = ("adam", "adamw", "lamb")  # two moments each
-
-
 def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     """Least bytes that a rank keeps on its compute device between and in steps."""
     whole, trained, largest_block = _held(plan, model)
@@ -131,14 +128,14 @@ def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     kept = whole if plan.zero < 3 or plan.pp > 1 else max(whole / plan.fsdp, largest_block)
     # torch's pipelines gather and reduce once a step
     gradients = trained if plan.zero == 1 or plan.pp > 1 else trained / plan.fsdp
-    return int(size * (kept + gradients + moments(job) * trained / plan.fsdp))
+    return int(size * (kept + gradients + job.optimizer.state_tensors * trained / plan.fsdp))
 
 
 def offloaded_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     """Bytes that a rank of a plan with offload keeps in host memory."""
     whole, trained, _ = _held(plan, model)
     size = 8 if plan.precision_for(job) == "fp64" else 4
-    return int(size * (whole + trained + moments(job) * trained) / plan.fsdp)
+    return int(size * (whole + trained + job.optimizer.state_tensors * trained) / plan.fsdp)
 
 
 def memory_shortage(context: PlanContext) -> str | None:
@@ -170,8 +167,3 @@ def _held(plan: Plan, model: ModelInfo) -> tuple[float, float, float]:
 
 def _part(plan: Plan, sizes: Sizes) -> float:
     return sizes.vectors + sizes.matrices / plan.tp + sizes.experts / plan.tp / plan.ep
-
-
-def moments(job: Job) -> int:
-    """Number of optimizer values per parameter."""
-    return 2 if job.optimizer.name in _ADAMS else int(job.optimizer.name == "lars" or job.optimizer.momentum > 0)
