@@ -43,7 +43,7 @@ class OptimizerSpec(Spec):
 
     @property
     def state_tensors(self) -> int:
-        """Number of tensors that the optimizer keeps for a parameter, each of the parameter's shape and type."""
+        """Number of tensors kept for a parameter, each of the parameter's shape and type."""
         match self.name:
             case "sgd":
                 return 1 if self.momentum else 0
@@ -54,7 +54,7 @@ class OptimizerSpec(Spec):
 
     @property
     def further_state_bytes(self) -> int:
-        """Bytes of the optimizer's state for a parameter besides `state_tensors`: Adam's step counter, a float32."""
+        """Bytes kept for a parameter besides `state_tensors`: Adam's step counter, a float32."""
         return 4 if self.name in ("adam", "adamw", "lamb") else 0
 
     def build(self, parameters: Iterable[torch.nn.Parameter], *, fused: bool = False) -> torch.optim.Optimizer:

@@ -1,7 +1,8 @@
-"""Figures of one rank in a run, each declared once: how it is read, combined, shown and defined.
+"""Figures of one rank in a run, each declared once.
 
-Results, tables and definitions follow from `RANK_FIGURES`. To add a figure, write its value into the `use` of a step's
-line (`run/record/recorder.py`) and declare it here.
+A declaration says how a figure is read, combined, shown and defined; results, tables and definitions follow from
+`RANK_FIGURES`. To add a figure, write its value into the `use` of a step's line (`run/record/recorder.py`) and declare
+the figure here.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RankFigure:
 
 
 def per_step(lines: Lines, counter: str) -> float | None:
-    """A counter's growth per step between the first and the last reading; None with fewer than two."""
+    """A counter's growth per step between first and last reading; None without two."""
     readings = [(line["step"], line["use"][counter]) for line in lines if counter in line.get("use", {})]
     if len(readings) < 2:
         return None
