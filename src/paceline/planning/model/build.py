@@ -18,8 +18,8 @@ from paceline.planning.model.model_info import model_info, without_memory
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.planning.model.block_graphs import Seen
     from paceline.planning.model.forward_pass import Pass
+    from paceline.planning.model.graph import Seen
     from paceline.planning.model.tensor.degrees import DividedWeights, TensorDegrees
 
 # samples of a trace without values; work that does not grow with the samples counts a fourth for each

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from paceline.planning.model.block_graphs import Kernel, Product, Seen
+from paceline.planning.model.graph import Kernel, Product, Seen
 from paceline.planning.model.recording.record import OperationMode
 from paceline.planning.model.recording.recorder import map_tensors, tensors_in
 
