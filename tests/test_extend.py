@@ -358,6 +358,26 @@ def test_a_system_from_a_package_is_compared_with_ours_on_the_same_losses(instal
 # Any
 
 
+def test_a_command_a_section_and_a_page_from_a_package_are_found(installed: str, tmp_path: Path) -> None:
+    (tmp_path / "survey").mkdir()
+    (tmp_path / "survey" / "survey.txt").write_text("")
+    write_job(tmp_path / "job.yaml", budget={"euros": 20})
+    code = "\n".join(
+        [
+            "from paceline.cli import commands",
+            "from paceline.errors import JobError",
+            "from paceline.job.job import Job",
+            "job = Job.load('job.yaml')",
+            "print(job.model_extra['budget'].euros)",
+            "try: Job.model_validate({**job.model_dump(), 'budget': {'euro': 20}})",
+            "except JobError as error: print('euros' in str(error))",
+            "for words in (['hello', 'Ada'], ['report', 'survey']):",
+            "    commands()[words[0]].main(words[1:], standalone_mode=False)",
+        ]
+    )
+    assert loaded(code, installed, tmp_path) == ["20.0", "True", "Hello, Ada.", "survey/survey.html"]
+
+
 def test_an_extension_that_is_no_description_is_refused_by_name(installed: str, tmp_path: Path) -> None:
     (tmp_path / "broken-1.dist-info").mkdir()
     (tmp_path / "broken-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")

@@ -1,0 +1,13 @@
+"""A command: `paceline hello Ada`."""
+
+import typer
+
+from paceline.cli.command import Command
+
+
+def hello(name: str) -> None:
+    """Greet a person."""
+    typer.echo(f"Hello, {name}.")
+
+
+COMMAND = Command(hello, "Operate", example="paceline hello Ada")
