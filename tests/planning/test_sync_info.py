@@ -56,7 +56,7 @@ def test_a_rule_is_read_with_its_settings_and_their_defaults(
         ("diloco:8,lr=1,lr=2", "each key once"),
         ("server:4", "server takes no '4'; it takes staleness=, period=, servers="),
         ("server:staleness=-1", "staleness is by how many global batches a worker may be ahead"),
-        ("server:lr=0.1", "only a period of 2 or more has"),
+        ("server:lr=0.1", "period of 2 or more"),
         ("server:staleness=1,staleness=2", "each key once"),
     ],
 )
