@@ -63,7 +63,8 @@ def test_the_key_is_named_by_its_file_and_paths_are_quoted() -> None:
 
 SRUN = """\
 trap 'kill $!; exit {on_term}' TERM
-echo $$ > {here}/step
+echo $$ > {here}/step.part
+mv {here}/step.part {here}/step
 {then}
 """
 SCANCEL = 'kill -TERM "$(cat {here}/step)"\n'
