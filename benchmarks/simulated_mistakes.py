@@ -322,7 +322,7 @@ _DEVICES = (
     ),
     Mistake(
         "the device's random numbers are not restored",
-        "state/checkpoint.py",
+        "state/rank_state.py",
         "set_random_state(",
         "(lambda *_: None)(",
         ("dropout dp=1 + resume + checkpoints", "dropout dp=2 + resume + evaluate"),
