@@ -314,5 +314,5 @@ def most_batches(samples: int, *, batch: int, replicas: int, in_turn: bool = Fal
 
 
 def padded(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    """The batches, and None in the place of those that are missing to `count`."""
+    """The batches, followed by None until there are `count`."""
     return islice(chain(batches, repeat(None)), count)

@@ -146,7 +146,7 @@ class Forkserver:
 
     def will_import(self, modules: Sequence[str]) -> None:
         """Have it import these before the next fork; nothing waits for that here."""
-        with self._lock, suppress(OSError):  # a lost forkserver is told by the next fork
+        with self._lock, suppress(OSError):  # the next fork reports a lost forkserver
             if new := [name for name in modules if name not in self._imported]:
                 self._imported.update(new)
                 self._order({"do": "import", "modules": new})

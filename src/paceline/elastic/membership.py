@@ -124,7 +124,7 @@ class Membership:
         if {entered.get(process) for process in members & set(self.newest.members)} - {self.newest.number}:
             return
         joining = self.whole(waiting - members - self.released)
-        staying = members - self.released or members  # nobody leaves with what no other has
+        staying = members - self.released or members  # no rank leaves with the only copy of a state
         if self.wanted is not None:
             self.current, self.wanted = self.wanted, None
         elif (joining or staying < members) and not self.held:

@@ -167,7 +167,7 @@ class SpikeSpec(Spec):
     short: ClassVar[str | None] = "policy"
     policy: Literal["off", "skip", "rewind"] = "off"
     threshold: float = Field(10.0, gt=0)  # standard deviations, by the median absolute deviation
-    window: int = Field(50, ge=10)  # steps; no spike before so many
+    window: int = Field(50, ge=10)  # steps before the first spike can be found
 
     @model_validator(mode="before")
     @classmethod

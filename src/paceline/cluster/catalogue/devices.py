@@ -84,7 +84,7 @@ class Chip(NamedTuple):
         multiprocessors: those that are in use.
         figures: its peaks.
         sustained: part of them that lasts within its power.
-        measured: source of that; "" where power does not bind, or nobody has measured it.
+        measured: source of the measurement; "" if power does not bind or no measurement is known.
     """
 
     generation: str

@@ -151,7 +151,7 @@ class Link:
             poll.register(self._watched[1], select.POLLIN)
 
     def unwatch(self) -> None:
-        """Have nobody told any more."""
+        """Stop notifying."""
         if self._watched is not None:
             poll, descriptor = self._watched
             poll.unregister(descriptor)
@@ -405,7 +405,7 @@ def _is_cut(connection: Connection, limit_s: float) -> bool:
 
 
 def rounds_of(hosts: int) -> int:
-    """Beats of each of so many hosts within the limit of silence."""
+    """Heartbeats of each host within the limit of silence."""
     fewest, most = _ROUNDS
     return max(fewest, min(most, _BEATS // hosts))
 

@@ -221,7 +221,7 @@ if __name__ == "__main__":
 
 _OPTIONS = (
     "-T",
-    *("-o", "BatchMode=yes"),  # no question: nobody could answer it
+    *("-o", "BatchMode=yes"),  # ssh must not prompt
     *("-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=10"),
     *("-o", "ServerAliveCountMax=3"),
@@ -250,7 +250,7 @@ def coordinator_of(hosts: Sequence[NamedHost]) -> str:
         LaunchError: it cannot be found out.
     """
     if os.environ.get(COORDINATOR) or len(hosts) == 1:
-        return "localhost"  # the variable has precedence; alone, nobody asks
+        return "localhost"  # the variable has precedence; one host needs no address
     if not hosts[0].is_here:
         return host_name(hosts[0].name)
     other = host_name(hosts[1].name)

@@ -296,7 +296,7 @@ def submissions() -> list[Submission]:
     for path in folder().glob("*.json"):
         try:
             submission = msgspec.json.decode(read_text(path, _LIMIT), type=Submission)
-        except (OSError, ValueError, msgspec.MsgspecError):  # cut short, or somebody else's
+        except (OSError, ValueError, msgspec.MsgspecError):  # truncated, or of another program
             continue
         if submission.name == path.stem:
             found.append(submission)

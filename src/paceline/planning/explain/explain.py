@@ -350,7 +350,7 @@ def _grown(saved: float) -> float:
     return saved / (1 - saved)
 
 
-_FAR_OFF = 0.02  # of the wall-clock: an interval of checkpoints that loses so much more than the best is told
+_FAR_OFF = 0.02  # share of wall-clock time lost beyond the best interval of checkpoints that is worth a remark
 _WORTH = 0.01  # of the throughput: less is no reason for another plan
 
 

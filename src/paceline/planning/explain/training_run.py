@@ -343,7 +343,7 @@ class ScalingLaw:
     beta: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Loss after so many tokens, in nats per token."""
+        """Loss after a number of tokens, in nats per token."""
         return float(self.floor_of(parameters) + self.b / tokens**self.beta)
 
     def floor_of(self, parameters: float) -> float:

@@ -268,7 +268,7 @@ def scaling(
 def best_on(
     case: Case, factors: Iterable[float], found: SearchResult | None = None
 ) -> Iterator[tuple[Cluster, Outcome]]:
-    """Clusters with so many times the devices, and the best plan on each.
+    """Clusters with multiples of the devices, and the best plan on each.
 
     Factors that make no cluster are left out.
 

@@ -300,7 +300,7 @@ class Offer(Spec):
         return self.name or read_name(self.cluster).shape
 
     def of_hosts(self, hosts: int, failures_per_host_day: float | None = None) -> Cluster:
-        """The cluster of so many of its hosts.
+        """The cluster with fewer of its hosts.
 
         Args:
             failures_per_host_day: where the offer names no rate of its own.

@@ -146,7 +146,7 @@ class SparseTable:
     ids: float
 
     def touched(self, samples: float) -> float:
-        """Numbers in the rows that so many samples look up, at most."""
+        """Largest count of numbers in the rows that the samples look up."""
         return min(self.rows, samples * self.ids) * self.width
 
 

@@ -87,7 +87,7 @@ class ImageBuilder:
         return self._moved(2 * self.elements, kept=0.0)
 
     def pool(self, kernel: int = 2, stride: int = 2, padded: bool = False) -> ImageBuilder:
-        """A pool over so many elements of each side."""
+        """A pool over a square of elements."""
         before = self.elements
         reach = 0 if padded else kernel - stride
         self.size = tuple(-(-(side - reach) // stride) for side in self.size)
@@ -175,7 +175,7 @@ class ImageBuilder:
         return self
 
     def trace(self, classes: int = 0) -> ModelTrace:
-        """The whole model, with a loss over so many classes or over each element."""
+        """The whole model, with a loss over classes or over each element."""
         loss = float(classes) or self.elements
         head = replace(self._blocks.pop(), kind="head", inside=6.0 * loss, kept_inside=3.0 * loss, boundary=1.0)
         return ModelTrace((*self._blocks, head))

@@ -27,7 +27,7 @@ from paceline.planning.model.image_classifiers import (
 )
 from paceline.planning.model.transformer import transformer
 
-# widths of the time that a diffusion model is told, and of the text encoder that Wan reads (umT5-XXL)
+# widths of a diffusion model's time embedding, and of Wan's text encoder (umT5-XXL)
 TIME, TEXT = 256, 4096
 DIT_CLASSES = 1001
 KERNELS = 6
@@ -192,7 +192,7 @@ def latent_unet(shape: LatentUNet) -> ModelTrace:
 
 
 def _tell(image: ImageBuilder, width: int, told: int) -> None:
-    """Two products that make what every block is told."""
+    """Two products that make the conditioning of every block."""
     gemms = (Gemm(1.0, told, width), Gemm(1.0, told, told))
     image.products(gemms, vectors=2 * told, moved=6.0 * told, kept=3.0 * told, kernels=5)
 
