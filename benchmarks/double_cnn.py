@@ -2,7 +2,7 @@
 
 from torch import Tensor, float64, nn
 
-from paceline.job.zoo.models.vision import cifar_cnn
+from paceline.job.zoo.models import cifar_cnn
 
 
 class Double(nn.Module):

@@ -301,7 +301,7 @@ _DEVICES = (
     ),
     Mistake(
         "counts of an expert's tokens are on the host",
-        "job/zoo/models/moe.py",
+        "job/zoo/models.py",
         "torch.zeros(len(self.taken) + 1, dtype=torch.int64, device=index.device)",
         "torch.zeros(len(self.taken) + 1, dtype=torch.int64)",
         ("moe ep=2",),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.job.job import Job
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 
 VOCAB, TOKENS = 48, 16
 LLAMA_70B = Dimensions(

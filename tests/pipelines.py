@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm import Group
-from paceline.job.zoo.models.gpt import GPT
+from paceline.job.zoo.models import GPT
 from paceline.planning.plan import Plan
 from paceline.split.layout import Parts, whole_parts
 from paceline.split.pipeline.pipeline import Pipeline

@@ -48,7 +48,7 @@ IMPORTS = (
     "paceline.run.parity.check",
     "paceline.sync.compress",
     "paceline.run.own_loop.setup",
-    "paceline.job.zoo.data.datasets",
+    "paceline.job.zoo.datasets",
     "transformers.modeling_utils",
     "transformers.models.gpt2.modeling_gpt2",
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import JobError, PlanError
 from paceline.extensions import ExtensionPoint
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline.planning.sync_info import Argument, between, converted, pieces, whole
 
 if TYPE_CHECKING:

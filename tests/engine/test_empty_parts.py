@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline
 from paceline.job.zoo.losses import CrossEntropy
-from paceline.job.zoo.models.gpt import GPT
+from paceline.job.zoo.models import GPT
 from ranks import Ranks
 from simulated.environment import Simulated
 

@@ -400,7 +400,7 @@ def test_a_small_term_over_what_a_rank_sees_is_said() -> None:
 
 
 def tiny_gpt() -> nn.Module:
-    from paceline.job.zoo.models.gpt import GPT
+    from paceline.job.zoo.models import GPT
 
     return GPT(vocab=VOCAB, context=8, layers=2, hidden=16, heads=2)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.errors import DataError, JobError
 from paceline.job.loss import LossSpec, build_metrics
 from paceline.job.model import ModelSpec
-from paceline.job.zoo.data.simclr import _uniform, random_view
+from paceline.job.zoo.huggingface import _uniform, random_view
 
 SMALL_GPT = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 20, "context": 16}
 SMALL_GPT2 = {

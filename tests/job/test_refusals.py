@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import JobError
 from paceline.job.job import Job
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 
 
 def job(**changes: Any) -> Job:

@@ -21,7 +21,7 @@ import paceline
 from model_families import ZOO, family_job
 from paceline.comm import Group
 from paceline.errors import NonFiniteError, PlanError
-from paceline.job.zoo.models.gpt import GPT
+from paceline.job.zoo.models import GPT
 from paceline.planning.plan import Plan
 from paceline.run.convert import export
 from paceline.run.loop import train_in

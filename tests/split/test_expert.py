@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.experts import moe_counts, weigh_balance
-from paceline.job.zoo.models.gpt import GPT
-from paceline.job.zoo.models.moe import MoE
+from paceline.job.zoo.models import GPT, MoE
 from paceline.split.expert import divide_experts, undivided
 from paceline.split.layout import whole_parts
 from ranks import Backend, Ranks

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PlanError
-from paceline.job.zoo.models.gpt import GPT
+from paceline.job.zoo.models import GPT
 from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.split.fsdp import shard_fully
 from paceline.split.layout import local, whole_parts

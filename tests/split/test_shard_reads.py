@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from commands import paceline as command
 from paceline.errors import PlanError
-from paceline.job.zoo.models.gpt import GPT
-from paceline.job.zoo.models.moe import MoE
+from paceline.job.zoo.models import GPT, MoE
 from ranks import Ranks
 
 VOCAB, TOKENS = 32, 8

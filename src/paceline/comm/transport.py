@@ -17,7 +17,7 @@ from paceline.comm.shm.rounds import segment_bytes
 from paceline.comm.shm.segment import Handle, attach, create
 from paceline.errors import ClusterError, LaunchError
 from paceline.generation import GenerationOver, generation_is_over
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline.planning.transport_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
 from paceline.rank_environment import ENCRYPT
 

@@ -26,7 +26,7 @@ from paceline.deferred_compiler import defer_compiler
 from paceline.elastic.failure import ErrorRecord, state_of
 from paceline.errors import ClusterError, on_failure
 from paceline.files import sockets_fit
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline.rank_environment import RankEnvironment, own_rank
 
 PR_SET_PDEATHSIG = 1  # of prctl

@@ -32,7 +32,7 @@ from paceline.elastic.place import RankPlace, places_on
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
 from paceline.job.job import Job
-from paceline.job.read.imports import import_path_of, load_object
+from paceline.job.spec import import_path_of, load_object
 from paceline.planning.plan import Plan, threads_on
 from paceline.planning.sync_info import sync_info
 from paceline.rank_environment import own_rank

@@ -20,8 +20,7 @@ from pydantic import (
 )
 
 from paceline.errors import DataError, StorageError
-from paceline.job.read.imports import resolve_import_path
-from paceline.job.spec import Args, Spec
+from paceline.job.spec import Args, Spec, resolve_import_path
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class _Data(Spec):
             DataError: nothing there, nothing readable, an empty set, a set too small to split, negative labels, rows of
                 differing length, NaN or Inf, or a missing optional package.
         """
-        from paceline.job.zoo.data.datasets import build_data
+        from paceline.job.zoo.datasets import build_data
 
         def copy(url: str) -> Path:
             from paceline.storage.data import at_hand

@@ -24,8 +24,7 @@ from paceline.job.loss import LossSpec, MetricSpec
 from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.job.partition import PartitionSpec
-from paceline.job.read.imports import import_path_of
-from paceline.job.spec import Args, Spec, read_sections, with_sections
+from paceline.job.spec import Args, Spec, import_path_of, read_sections, with_sections
 from paceline.job.stop import SpikeSpec, StopSpec
 from paceline.messages import explain
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from paceline.job.read.imports import resolve_import_path
-from paceline.job.spec import Args, Spec
+from paceline.job.spec import Args, Spec, resolve_import_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +111,7 @@ def build_metrics(specs: Sequence[MetricSpec | str], loss: Loss | None = None) -
         JobError: an unknown name; the nearest is named.
     """
     from paceline.job.loss_items import LossMetric
-    from paceline.job.zoo.metrics import build_metric
+    from paceline.job.zoo.losses import build_metric
 
     first = [LossMetric(loss)] if loss else []
     named = [MetricSpec(name=spec) if isinstance(spec, str) else spec for spec in specs]

@@ -9,13 +9,13 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from paceline.errors import JobError
 from paceline.job.data import DataPath
-from paceline.job.read.dimensions import Dimensions
-from paceline.job.read.imports import resolve_import_path
-from paceline.job.spec import Args, Spec
+from paceline.job.known.names import must_find_model
+from paceline.job.spec import Args, Spec, resolve_import_path
 from paceline.storage.url import is_url
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 _DIMENSIONS_ONLY = (
     "model.transformer gives dimensions alone: they can be planned, not trained. To train, name a model that can be "
@@ -115,3 +115,205 @@ class ModelSpec(Spec):
         from paceline.job.zoo import input_shape
 
         return input_shape(self)
+
+
+# letters of `pattern`
+STATE_SPACE, DELTA, ATTENTION, FEED_FORWARD, MIXTURE = "MD*-E"
+_OF_EXPERTS = ("expert_ffn", "expert_hidden", "shared_experts", "shared_ffn", "dense_layers", "moe_every")
+
+
+class LatentAttention(Spec):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1).
+
+    Queries and keys have `nope` elements without and `rope` with a rotary position, values have `value`. They are
+    products of vectors of `q_rank` and `kv_rank`; without `q_rank`, queries come from the residual stream.
+    """
+
+    q_rank: int | None = Field(None, ge=1)
+    kv_rank: int = Field(ge=1)
+    nope: int = Field(ge=1)
+    rope: int = Field(ge=1)
+    value: int = Field(ge=1)
+
+
+class StateSpace(Spec):
+    """State-space layers as in Mamba-2 (arXiv:2405.21060).
+
+    `heads` of `head_dim`, each with a state of `state` × `head_dim`; `groups` share its two projections. A convolution
+    reaches over `conv` tokens.
+    """
+
+    state: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    groups: int = Field(1, ge=1)
+    conv: int = Field(4, ge=1)
+
+    @property
+    def inner(self) -> int:
+        """The width of all heads."""
+        return self.heads * self.head_dim
+
+
+class GatedDelta(Spec):
+    """Linear attention by the gated delta rule (arXiv:2412.06464).
+
+    `value_heads` of `head_dim` share `key_heads` of queries and keys. A convolution reaches over `conv` tokens.
+    """
+
+    key_heads: int = Field(ge=1)
+    value_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    conv: int = Field(4, ge=1)
+
+
+class Dimensions(Spec):
+    """Dimensions of a language model in place of its code.
+
+    For example `{layers: 80, hidden: 8192, ffn: 28672, heads: 64, kv_heads: 8, seq: 4096, vocab: 128256}`.
+
+    `name` is that of a known model, which has all that is not given: `{name: llama-3.1-8b, seq: 4096}`.
+
+    `ffn` is 4 × hidden where not given, `kv_heads` as many as heads, `head_dim` hidden / heads. `gated`: three matrices
+    in each feed-forward part (SwiGLU) instead of two. `biases`: of all products and norms, of queries, keys and values
+    alone, or of none; gated models have none. `tied`: the head is the embedding. `positions`: a table of learned
+    positions, as long as a sequence or as the number given. `dropout`: whether it has any (gated models have none).
+    `parallel`: attention and the feed-forward part read the same norm and are added together. `window`: tokens that
+    attention reaches back over, in all layers but one of `full_every`. `mla`: latent attention instead.
+
+    With `experts`, layers have as many feed-forward parts of `expert_ffn`, and every token goes through `top_k` of them
+    and through `shared_experts`, together `shared_ffn` wide. The first `dense_layers` have one part of `ffn`, and so
+    have all but one of `moe_every`. With `expert_hidden`, experts work on a narrower projection. `mtp`: layers that
+    predict further tokens. `encoder_layers` read `source_seq` tokens, which each of `layers` attends to as well.
+    `predicted`: a head for masked tokens, this fraction of them. `pooled`: one more output, for the whole sequence.
+    `segments`: rows of a table of segments. `pattern`: one letter a layer instead of attention and feed-forward part
+    in each: `M` state space (of `mamba`), `D` linear attention (of `delta`), `*` attention, `-` feed-forward, `E`
+    mixture. `gated_attention`: the output of attention is multiplied by a gate as wide.
+    """
+
+    name: str | None = None
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    ffn: int | None = Field(None, ge=1)
+    heads: int = Field(ge=1)
+    kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=1)
+    seq: int = Field(ge=1)
+    vocab: int = Field(ge=1)
+    gated: bool = False
+    biases: Literal["all", "qkv", "none"] | None = None
+    tied: bool = True
+    positions: bool | int = True
+    causal: bool = True
+    dropout: bool = True
+    parallel: bool = False
+    window: int | None = Field(None, ge=1)
+    full_every: int | None = Field(None, ge=2)
+    mla: LatentAttention | None = None
+    experts: int = Field(0, ge=0)
+    top_k: int = Field(1, ge=1)
+    expert_ffn: int | None = Field(None, ge=1)
+    expert_hidden: int | None = Field(None, ge=1)
+    shared_experts: int = Field(0, ge=0)
+    shared_ffn: int | None = Field(None, ge=1)
+    dense_layers: int = Field(0, ge=0)
+    moe_every: int = Field(1, ge=1)
+    mtp: int = Field(0, ge=0)
+    encoder_layers: int = Field(0, ge=0)
+    source_seq: int | None = Field(None, ge=1)
+    predicted: float | None = Field(None, gt=0, le=1)
+    pooled: bool = False
+    segments: int = Field(0, ge=0)
+    gated_attention: bool = False
+    mamba: StateSpace | None = None
+    delta: GatedDelta | None = None
+    pattern: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("name"), str):
+            return {**must_find_model(value["name"]).dimensions, **value}
+        return value
+
+    @model_validator(mode="after")
+    def _divide(self) -> Dimensions:
+        if self.hidden % self.heads and self.head_dim is None and self.mla is None:
+            fitting = self.heads * max(1, round(self.hidden / self.heads))
+            raise ValueError(
+                f"hidden: {self.hidden} does not divide into {self.heads} heads; {fitting} would, or give head_dim"
+            )
+        if self.heads % self.key_value_heads:
+            raise ValueError(f"heads: {self.heads} heads do not divide into {self.key_value_heads} kv_heads")
+        return self
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Dimensions:
+        if self.experts and self.top_k > self.experts:
+            raise ValueError(f"top_k: {self.top_k} of {self.experts} experts; it is at most as many as there are")
+        defaults = {name: Dimensions.model_fields[name].default for name in _OF_EXPERTS}
+        if not self.experts and (alone := [name for name in _OF_EXPERTS if getattr(self, name) != defaults[name]]):
+            raise ValueError(f"{alone[0]}: there are no experts; say how many with experts")
+        if self.mla and (self.kv_heads or self.head_dim):
+            raise ValueError("mla: its own nope, rope and value take the place of kv_heads and head_dim")
+        if self.full_every and not self.window:
+            raise ValueError("full_every: all layers see all tokens; say how many the others see with window")
+        if self.source_seq and not self.encoder_layers:
+            raise ValueError("source_seq: there is no encoder; say how many layers it has with encoder_layers")
+        return self
+
+    @model_validator(mode="after")
+    def _pattern(self) -> Dimensions:
+        if self.pattern is None:
+            for key, letter in (("mamba", STATE_SPACE), ("delta", DELTA)):
+                if getattr(self, key):
+                    raise ValueError(f'{key}: say which layers it is with pattern, such as "{letter}-{letter}-*-"')
+            return self
+        if len(self.pattern) != self.layers:
+            raise ValueError(f"pattern: {len(self.pattern)} letters for {self.layers} layers; it has one for each")
+        if strange := set(self.pattern) - {STATE_SPACE, DELTA, ATTENTION, FEED_FORWARD, MIXTURE}:
+            raise ValueError(f'pattern: unknown letter "{min(strange)}"; it has M (mamba), D (delta), *, - and E alone')
+        for letter, key in ((STATE_SPACE, "mamba"), (DELTA, "delta"), (MIXTURE, "experts")):
+            if letter in self.pattern and not getattr(self, key):
+                raise ValueError(f'pattern: "{letter}" without {key}; give {key}, too')
+        return self
+
+    @property
+    def feed_forward(self) -> int:
+        """The width of a dense feed-forward part."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def expert_width(self) -> int:
+        """The width of an expert."""
+        return self.expert_ffn or self.feed_forward
+
+    @property
+    def shared_width(self) -> int:
+        """The width of all shared experts together."""
+        return self.shared_ffn or self.shared_experts * self.expert_width
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_width(self) -> int:
+        """The width of a head of queries, keys and values, without `mla`."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def source(self) -> int:
+        """Tokens that the encoder reads."""
+        return self.source_seq or self.seq
+
+    @property
+    def table(self) -> int:
+        """Rows of the table of positions."""
+        return self.seq if self.positions is True else int(self.positions)
+
+    @property
+    def biased(self) -> bool:
+        """True if products and norms have biases."""
+        return (self.biases or ("none" if self.gated else "all")) == "all"

@@ -1,16 +1,25 @@
-"""The common base of a job's parts: strict keys, frozen values, and one-word short forms."""
+"""What all parts of a job share: strict keys, short forms, import paths, and checks of arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib.util
+import inspect
+import sys
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails
 
 from paceline.errors import JobError
 from paceline.extensions import ExtensionPoint
+from paceline.messages import wrong_value
+from paceline.nearest import nearest
 
 # keywords for a user's or a built-in object: plain values, for a job is also a file
 Args: TypeAlias = dict[str, JsonValue]
@@ -77,3 +86,148 @@ def with_sections(job: type[BaseModel]) -> type[BaseModel]:
     """Return a class of jobs with the sections as fields, for messages about keys."""
     fields: dict[str, Any] = {name: (section.spec | None, None) for name, section in SECTIONS.loadable()[0].items()}
     return create_model(job.__name__, __base__=job, **fields)
+
+
+def load_object(path: str) -> Any:
+    """The object that `pkg.mod:name` or `/abs/file.py:name` names.
+
+    The current directory counts as a place to import from, as it does for `python -m`.
+
+    Raises:
+        JobError: no such module, file or name, or the module raised while it was imported.
+    """
+    module_name, _, name = path.rpartition(":")
+    if module_name == "__main__":
+        raise JobError(
+            f"{path}: ranks cannot import an object of a notebook, a prompt or the running script. Put {name} into a "
+            f"file and name it as file.py:{name}"
+        )
+    try:
+        module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+    except (Exception, SystemExit) as error:  # a script may call sys.exit, which would end the run as if all were well
+        explained = JobError(f"{path}: cannot import {module_name!r}: {type(error).__name__}: {error}")
+        explained.from_users_code = True
+        raise explained from error
+    try:
+        return functools.reduce(getattr, name.split("."), module)
+    except AttributeError:
+        public = sorted(key for key in vars(module) if not key.startswith("_"))
+        raise JobError(f"{path}: {module_name!r} has no {name!r}. {nearest(name, public)}") from None
+
+
+def resolve_import_path(path: str, context: Mapping[str, Any] | None) -> str:
+    """Make the file of `file.py:name` absolute, from the job file's folder or the current one.
+
+    Raises:
+        ValueError: `path` has another form, or there is no such file.
+    """
+    module, _, name = path.rpartition(":")
+    if not module or not name:
+        raise ValueError(f"{path!r} is not an import path; write pkg.mod:name or file.py:name")
+    if not module.endswith(".py"):
+        return path
+    file = ((context or {}).get("base", Path.cwd()) / Path(module).expanduser()).resolve()
+    if not file.is_file():
+        raise ValueError(f"no such file: {file}")
+    return f"{file}:{name}"
+
+
+def import_path_of(function_or_class: Any) -> str:
+    """The import path by which every rank can find `function_or_class`.
+
+    For what the running script defines it is `/abs/script.py:name`.
+
+    Raises:
+        ValueError: it cannot be imported: a lambda, an instance, something defined inside a function or typed into an
+            interactive session.
+    """
+    name, module = getattr(function_or_class, "__qualname__", None), getattr(function_or_class, "__module__", None)
+    if name is None or module is None:
+        raise ValueError(f"{function_or_class!r} is neither a function nor a class; give one that makes it")
+    if "<" in name:
+        raise ValueError(
+            f"{name} cannot be imported by other ranks; define it with a name of its own at the top of a module"
+        )
+    if module != "__main__":
+        return f"{module}:{name}"
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:  # python -m pkg.mod
+        return f"{main.__spec__.name}:{name}"
+    if not Path(getattr(main, "__file__", None) or "").is_file():  # a notebook, a prompt, or a script from a pipe
+        raise ValueError(
+            f"{name} was defined in an interactive session, where other ranks cannot import it; put it into a file"
+        )
+    return f"{Path(str(main.__file__)).resolve()}:{name}"
+
+
+def _import_module(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(name)
+
+
+def _load_file(file: Path) -> ModuleType:
+    file = file.resolve()
+    for known in ("__main__", file.stem, _unique_name(file)):
+        module = sys.modules.get(known)
+        if module is not None and getattr(module, "__file__", None) and Path(str(module.__file__)).resolve() == file:
+            return module
+    name = _unique_name(file) if file.stem in sys.modules else file.stem
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a DataLoader's processes find it again under this name
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module must not be what the next import gets
+        raise
+    return module
+
+
+def _unique_name(file: Path) -> str:
+    """A module name for a file whose plain name is taken, e.g. a second `model.py`."""
+    return f"{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+
+
+def checked_args(what: str, built_in: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """`args` in the types that a built-in declares for its keywords; `what` names it, e.g. `model gpt`.
+
+    Raises:
+        JobError: unknown arguments (the nearest is named) and wrong values, all of them.
+    """
+    parameters = inspect.signature(built_in, eval_str=True).parameters
+    checked, wrong = {}, []
+    for key, value in args.items():
+        if key not in parameters:
+            hint = nearest(key, parameters) if parameters else "It takes none."
+            wrong.append(f'{what} has no argument "{key}". {hint}')
+            continue
+        try:
+            checked[key] = TypeAdapter(parameters[key].annotation).validate_python(value)
+        except ValidationError as error:
+            wrong.append(f"{what}: {key} {wrong_value(error.errors()[0])}")
+    if wrong:
+        raise JobError("\n".join(wrong))
+    return checked
+
+
+def check_call(path: str, users: Callable[..., Any], *positional: Any, **args: Any) -> None:
+    """Check that a user's function or class takes these arguments.
+
+    Raises:
+        JobError: it does not; shows its signature.
+    """
+    try:
+        signature = inspect.signature(users)
+    except ValueError:  # some classes written in C do not tell
+        return
+    try:
+        signature.bind(*positional, **args)
+    except TypeError as error:
+        raise JobError(
+            f"{path}{signature} does not fit the job's args ({', '.join(args) or 'none'}): {error}"
+        ) from None

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.errors import RunError
 from paceline.extensions import ExtensionPoint
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline.report import charts
 from paceline.report.definitions import PARTS
 from paceline.report.page import Chart

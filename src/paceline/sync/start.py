@@ -15,7 +15,7 @@ from paceline.comm import Group
 from paceline.comm.agree import agree_on
 from paceline.comm.checked import CheckedGroup
 from paceline.errors import JobError, PlanError
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import RULES, SyncSpec
 from paceline.sync.rule import Replica, SyncRule

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
-    from paceline.job.read.dimensions import Dimensions
+    from paceline.job.model import Dimensions
     from paceline.planning.machines import Adjustment
     from paceline.planning.plan import Plan
     from paceline_lab.configurations.systems import ConfiguredPlan

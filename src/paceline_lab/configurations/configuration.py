@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from paceline.errors import PlanError
 from paceline.job.job import Job, Precision
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.messages import explain
 from paceline.planning.plan import Plan
 

@@ -14,7 +14,7 @@ import yaml
 
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.plan import Plan
 from paceline_lab.configurations.configuration import (
     REST,

@@ -12,7 +12,7 @@ import yaml
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError, PlanError
 from paceline.job.job import Job
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.nearest import nearest
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.estimate import estimate

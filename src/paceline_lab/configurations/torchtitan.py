@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.plan import Plan
 from paceline_lab.configurations.configuration import REST, Configuration, Keys, Written, flattened, refuse
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline_lab.systems.work import Work
 
 

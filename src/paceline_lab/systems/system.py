@@ -134,7 +134,7 @@ class SystemInfo:
 
     def load(self) -> System:
         """The system."""
-        from paceline.job.read.imports import load_object
+        from paceline.job.spec import load_object
 
         system: System = load_object(self.path)
         return system

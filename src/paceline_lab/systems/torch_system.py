@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline_lab.systems.system import Command, Start, System
 from paceline_lab.systems.task import Steps
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import PacelineError
-from paceline.job.read.imports import import_path_of
+from paceline.job.spec import import_path_of
 from paceline_server.modules.host import Host, host_of
 from paceline_server.modules.tensors import Held, mapped
 

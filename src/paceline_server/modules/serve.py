@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from paceline.errors import PacelineError
-from paceline.job.read.imports import import_path_of, load_object, resolve_import_path
+from paceline.job.spec import import_path_of, load_object, resolve_import_path
 from paceline.wire.key import RunKey, own_key
 from paceline_server.modules.host import place_of
 from paceline_server.modules.served import Served

@@ -16,8 +16,7 @@ import paceline_lab
 from paceline.cluster.cluster import Cluster, Device, Host
 from paceline.errors import JobError
 from paceline.job.job import Job
-from paceline.job.model import ModelSpec
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions, ModelSpec
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.legal_plans import legal_plans
 from paceline.planning.model.model_info import model_info

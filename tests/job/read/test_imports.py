@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import JobError
-from paceline.job.read.imports import import_path_of, load_object, resolve_import_path
+from paceline.job.spec import import_path_of, load_object, resolve_import_path
 
 
 @pytest.fixture(autouse=True)

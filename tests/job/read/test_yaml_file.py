@@ -269,7 +269,7 @@ def test_what_other_ranks_cannot_import_is_refused() -> None:
 def test_a_function_of_the_running_script_is_found_again_from_its_file(tmp_path: Path) -> None:
     script = tmp_path / "train_it.py"
     script.write_text(
-        "from paceline.job.read.imports import load_object\n"
+        "from paceline.job.spec import load_object\n"
         "from paceline.job.job import Job\n"
         "def net(): ...\n"
         "if __name__ == '__main__':\n"

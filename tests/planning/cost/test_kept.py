@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import CATALOGUE
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.planning.cost.memory import memory

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.cluster.catalogue.hardware import CATALOGUE
 from paceline.job.job import Job
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.planning.cost.memory import HOLDERS, capacity_bytes, memory
 from paceline.planning.model.build import trace

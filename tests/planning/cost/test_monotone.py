@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.frameworks import FRAMEWORKS, Framework
 from paceline.planning.cost.layout import Layout, Machines

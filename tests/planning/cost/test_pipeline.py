@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster.catalogue.hardware import CATALOGUE
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.cost.estimate import timeline
 from paceline.planning.cost.layout import Layout, Machines
 from paceline.planning.cost.stages import pipeline_s, simulate, work_of

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.job.zoo.models.gpt import GPT
-from paceline.job.zoo.models.vision import cifar_cnn
+from paceline.job.zoo.models import GPT, cifar_cnn
 from paceline.planning.model.forward_pass import find_blocks, submodules
 
 SMALL: dict[str, Any] = {

@@ -23,7 +23,7 @@ from paceline.errors import JobError
 from paceline.job.batch import target_of
 from paceline.job.job import Job
 from paceline.job.loss_items import call
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.model import build as tracing
 from paceline.planning.model.build import trace
 from paceline.planning.model.forward_pass import batch_of, with_values

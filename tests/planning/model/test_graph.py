@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
 from paceline.planning.model.transformer import transformer
 

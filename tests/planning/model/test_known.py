@@ -8,9 +8,9 @@ import pytest
 
 from paceline.errors import JobError
 from paceline.job.job import Job
-from paceline.job.known.entry import KnownModel
+from paceline.job.known import KnownModel
 from paceline.job.known.names import find_model, models
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.model.build import trace
 from paceline.planning.model.known import IMAGE_MODELS, known_dimensions, known_model
 from paceline.planning.model.transformer import active_parameters, transformer

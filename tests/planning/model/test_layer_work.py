@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.job.model import ModelSpec
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions, ModelSpec
 from paceline.planning.model.graph import BlockTrace
 from paceline.planning.model.model_info import model_info
 from paceline.planning.model.transformer import active_parameters, transformer

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_families import LLAMA_70B
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.model.transformer import transformer
 
 GPT3 = Dimensions(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)

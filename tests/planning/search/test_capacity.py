@@ -11,7 +11,7 @@ import pytest
 
 from model_families import LLAMA_70B
 from paceline.cluster.named import named_cluster
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.cost.layout import Layout
 from paceline.planning.machines import machines
 from paceline.planning.model.transformer import transformer

@@ -18,7 +18,7 @@ from paceline.elastic.run_on_ranks import run_on_plan
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.loss import LossSpec
-from paceline.job.zoo.models.gpt import GPT
+from paceline.job.zoo.models import GPT
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan
 from paceline.run.dry_run.preflight import Preflight, refused_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import DeadlineError, PacelineError, RemoteError
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline_server.modules.host import Host, connect
 from paceline_server.modules.module import context, microbatches, module
 from paceline_server.modules.optimizer import optimizer

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from paceline.comm import Group
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch
+from paceline.job.zoo.huggingface import bert
 from paceline.job.zoo.losses import CrossEntropy
-from paceline.job.zoo.models.gpt import GPT
-from paceline.job.zoo.models.huggingface import bert
+from paceline.job.zoo.models import GPT
 from paceline.split.context.division import divide_context, examine
 from paceline.split.layout import whole_parts
 from ranks import Backend, Ranks

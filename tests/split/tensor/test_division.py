@@ -14,8 +14,7 @@ from torch._dynamo.utils import counters
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.job.zoo.models.gpt import GPT
-from paceline.job.zoo.models.vision import mlp
+from paceline.job.zoo.models import GPT, mlp
 from paceline.planning.model.tensor import degrees as unpaired
 from paceline.planning.model.tensor.degrees import prove
 from paceline.split.layout import whole_parts

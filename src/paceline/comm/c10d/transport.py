@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline.planning.transport_info import TRANSPORTS
 
 

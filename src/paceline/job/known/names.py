@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from paceline.job.known import encoders, gpt, llama, nemotron, qwen
-from paceline.job.known.entry import KnownModel
+from paceline.job.known import KnownModel, gpt, llama, qwen
 from paceline.nearest import nearest
 
 # words that name a training run, a framework or a form of a model, not its dimensions
@@ -21,7 +20,7 @@ _FURTHER = re.compile(r"w/?o\s*mtp|without mtp|no mtp", re.IGNORECASE)
 
 def models() -> tuple[KnownModel, ...]:
     """All known models."""
-    return (*llama.MODELS, *qwen.MODELS, *gpt.MODELS, *nemotron.MODELS, *encoders.MODELS)
+    return (*llama.MODELS, *qwen.MODELS, *gpt.MODELS)
 
 
 def find_model(name: str) -> KnownModel | None:

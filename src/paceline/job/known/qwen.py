@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.job.known.entry import LLAMA, KnownModel, family
+from paceline.job.known import LLAMA, KnownModel, family
 
 _CONFIG = "config.json of the model's Hugging Face repository"
 _COLUMNS = "layers hidden ffn heads kv_heads vocab tied"

@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from paceline.errors import JobError
-from paceline.job.read.imports import load_object
-from paceline.job.zoo.arguments import check_call, checked_args
-from paceline.job.zoo.data.simclr import SimCLR
-from paceline.job.zoo.models.gpt import GPT
-from paceline.job.zoo.models.huggingface import bert, from_config, image_shape, resnet50
-from paceline.job.zoo.models.moe import MoE
-from paceline.job.zoo.models.vision import cifar_cnn, mlp
+from paceline.job.spec import check_call, checked_args, load_object
+from paceline.job.zoo.huggingface import SimCLR, bert, from_config, image_shape, resnet50
+from paceline.job.zoo.models import GPT, MoE, cifar_cnn, mlp
 from paceline.nearest import nearest
 
 if TYPE_CHECKING:

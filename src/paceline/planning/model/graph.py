@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-from paceline.job.read.dimensions import ATTENTION, DELTA, FEED_FORWARD, MIXTURE, STATE_SPACE, Dimensions
+from paceline.job.model import ATTENTION, DELTA, FEED_FORWARD, MIXTURE, STATE_SPACE, Dimensions
 
 Divided = Literal["rows", "n", "k", "batch", "none"]
 

@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from paceline.job.known.names import candidates, find_model, key
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
 from paceline.planning.model.image_classifiers import (
     ImageBuilder,

@@ -13,8 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import JobError
-from paceline.job.model import ModelSpec
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions, ModelSpec
 from paceline.planning.model.graph import Layer, encoder_layers, further_layers, layers, norm, vectors, weights
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import NamedTuple
 
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.limits import shares_heads
 from paceline.planning.model.graph import (
     BlockTrace,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from paceline.cluster.catalogue.hardware import Accelerator
 from paceline.errors import JobError
-from paceline.job.read.dimensions import Dimensions
+from paceline.job.model import Dimensions
 from paceline.planning.cost.layout import Precision, Products
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.model.known import known_dimensions, known_model

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from paceline.errors import JobError
 from paceline.extensions import ExtensionPoint
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 
 Status = Literal["finished", "failed", "interrupted"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.errors import CheckpointError, PlanError, ServerRefused
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline.planning.sync_info import CODECS, CompressSpec
 from paceline.sync.compress.chunked import square
 from paceline.sync.compress.codec import Codec, CodedSum, Coding, Scratch

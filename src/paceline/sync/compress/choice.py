@@ -23,7 +23,7 @@ from paceline.comm.agree import greatest
 from paceline.comm.allreduce.algorithms import Algorithm
 from paceline.device import synchronize
 from paceline.errors import JobError, PlanError
-from paceline.job.read.imports import load_object
+from paceline.job.spec import load_object
 from paceline.planning.sync_info import CODECS, CompressSpec, auto_candidates
 from paceline.sync.compress.compressor import Compressor
 from paceline.sync.traffic import Traffic

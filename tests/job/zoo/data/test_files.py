@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import DataError
-from paceline.job.zoo.data.files import files_below, optional_package, reading
+from paceline.job.zoo.arrays import files_below, optional_package, reading
 
 
 def test_hidden_files_caches_and_installed_packages_are_no_data(tmp_path: Path) -> None:

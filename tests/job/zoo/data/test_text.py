@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from paceline.errors import DataError
 from paceline.job.data import DataSpec
 from paceline.job.samples import DataSets
-from paceline.job.zoo.data.text import IGNORED, MASK, Corpus, hide
+from paceline.job.zoo.arrays import IGNORED, MASK, Corpus, hide
 
 LIBRARY = Path(sysconfig.get_path("stdlib"), "json")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import JobError
-from paceline.job.zoo.models.huggingface import from_config
+from paceline.job.zoo.huggingface import from_config
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
 TINY = {"model_type": "llama", **SIZES}

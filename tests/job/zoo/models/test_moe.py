@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.errors import JobError
 from paceline.job.experts import moe_counts, weigh_balance
 from paceline.job.model import ModelSpec
-from paceline.job.zoo.models.moe import Experts, MoE, Router
+from paceline.job.zoo.models import Experts, MoE, Router
 
 VOCAB, LENGTH, EXPERTS, TOP_K = 16, 12, 4, 2
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.errors import DataError, JobError
-from paceline.job.read.imports import load_object
 from paceline.job.samples import Batch, Collated, DataSets, Labels, Selection, apart, held_out_samples, split
-from paceline.job.zoo.data.arrays import build_arrays
-from paceline.job.zoo.data.images import build_cifar10, build_digits, build_images
-from paceline.job.zoo.data.text import build_text
+from paceline.job.spec import load_object
+from paceline.job.zoo.arrays import build_arrays, build_text
+from paceline.job.zoo.images import build_cifar10, build_digits, build_images
 from paceline.own_random import OwnRandom
 
 if TYPE_CHECKING:

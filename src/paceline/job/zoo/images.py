@@ -15,12 +15,13 @@ from torch.utils.data import Dataset
 
 from paceline.errors import DataError
 from paceline.job.samples import Batch, DataSets, Labels, Selection, TensorSamples, split
-from paceline.job.zoo.data.files import files_below, folder_entries, optional_package, reading
+from paceline.job.zoo.arrays import files_below, folder_entries, optional_package, reading
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from paceline.job.data import Cifar10, Digits, Images
+
 
 Shape = tuple[int, int, int]  # channels, height, width
 

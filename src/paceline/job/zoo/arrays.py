@@ -1,0 +1,431 @@
+"""Data sets from files of numbers and of text."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import zipfile
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.errors import DataError
+from paceline.job.samples import DataSets, TensorSamples, held_out_samples, split
+from paceline.nearest import nearest
+
+if TYPE_CHECKING:
+    from paceline.job.data import Arrays, Text
+
+
+# a Python installation's folder holds other projects' files as well
+_NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}
+
+
+@contextmanager
+def reading(path: Path, expected: str) -> Iterator[None]:
+    """Turn a missing or unreadable file in the block into a DataError.
+
+    It names the file (or else `path`) and what was expected.
+    """
+    try:
+        yield
+    except OSError as error:
+        place = Path(os.fsdecode(error.filename or path)).absolute()
+        raise DataError(f"{place}: {error.strerror or error}. Expected: {expected}") from error
+
+
+def folder_entries(folder: Path) -> list[Path]:
+    """The visible entries of a folder, sorted by name.
+
+    Raises:
+        OSError: no such folder, or not readable.
+    """
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
+    """The visible files under a folder with one of the suffixes (any case), sorted by path.
+
+    Raises:
+        OSError: the folder or one below it is not readable.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    endings = tuple(suffix.lower() for suffix in suffixes)
+    found = []
+    for place, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = [f for f in folders if f not in _NOT_DATA and not f.startswith(".")]
+        found += [os.path.join(place, f) for f in files if f.lower().endswith(endings) and not f.startswith(".")]
+    return sorted(found)
+
+
+def optional_package(module: str, package: str) -> ModuleType:
+    """Import a module of a package that only some data needs.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(
+            f"this data needs {package}, which cannot be imported ({error}); run: pip install 'paceline[data]'"
+        ) from error
+
+
+Array = npt.NDArray[Any]  # samples on dim 0
+_EXPECTED = "a .npz file, a .parquet file, or a folder with one .npy file for each of data.inputs and data.target"
+
+
+def build_arrays(spec: Arrays, seed: int) -> DataSets:
+    """Load all named arrays into memory and check them once.
+
+    Checked: numbers, equally many rows, no NaN, Inf or gap, no negative class.
+
+    Inputs: columns (one-dimensional arrays), one or several, become a float32 matrix; a single array of more dimensions
+    keeps its shape, its integers as int64 (tokens). Target: integers become int64 (classes), other numbers float32.
+    """
+    names = (spec.inputs,) if isinstance(spec.inputs, str) else spec.inputs
+    with reading(spec.path, _EXPECTED):
+        arrays = _read(spec.path, [*names, spec.target])
+    for name, array in arrays.items():
+        _check_numbers(spec.path, name, array)
+    _check_rows(spec.path, arrays)
+    inputs = _inputs(spec.path, {name: arrays[name] for name in names})
+    target = _target(spec.path, spec.target, arrays[spec.target])
+    return split(TensorSamples(torch.from_numpy(inputs), torch.from_numpy(target)), spec, seed)
+
+
+def _read(path: Path, names: list[str]) -> dict[str, Array]:
+    if path.is_dir():
+        return _read_npy(path, names)
+    path.open("rb").close()  # what is missing or locked is told alike for every format
+    if path.suffix == ".npz":
+        return _read_npz(path, names)
+    if path.suffix == ".parquet":
+        return _read_parquet(path, names)
+    raise DataError(f"{path.absolute()}: this kind of file is not read. Expected: {_EXPECTED}")
+
+
+def _read_npy(folder: Path, names: list[str]) -> dict[str, Array]:
+    _check_names(folder, names, [file.stem for file in folder.glob("*.npy")])
+    arrays = {}
+    for name in names:
+        with _decoding(folder / f"{name}.npy"):
+            arrays[name] = np.load(folder / f"{name}.npy", allow_pickle=False)
+    return arrays
+
+
+def _read_npz(file: Path, names: list[str]) -> dict[str, Array]:
+    with _decoding(file):
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it is a single array, not an archive of named ones (numpy.savez)")
+        with archive:
+            _check_names(file, names, archive.files)
+            return {name: archive[name] for name in names}
+
+
+def _read_parquet(file: Path, names: list[str]) -> dict[str, Array]:
+    parquet = optional_package("pyarrow.parquet", "pyarrow")
+    with _decoding(file), parquet.ParquetFile(file) as content:
+        _check_names(file, names, content.schema_arrow.names)
+        table = content.read(columns=names)
+    return {name: _parquet_column(file, name, table.column(name)) for name in names}
+
+
+@contextmanager
+def _decoding(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # pyarrow's errors are ValueErrors
+        raise DataError(
+            f"{file.absolute()}: cannot be read: {error}. Expected: {_EXPECTED}, holding numbers"
+        ) from error
+
+
+def _parquet_column(file: Path, name: str, column: Any) -> Array:
+    """A column of numbers as (rows,); one of lists as (rows, length)."""
+    compute, types = optional_package("pyarrow.compute", "pyarrow"), optional_package("pyarrow.types", "pyarrow")
+    _check_no_gaps(file, name, column, compute, 1)
+    kind, length = column.type, 0
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        lengths = compute.list_value_length(column).to_numpy()
+        length = int(lengths[0]) if len(lengths) else 1
+        other = np.flatnonzero(lengths != length)
+        if len(other):
+            raise DataError(
+                f"{file.absolute()}: row {other[0]} of column {name!r} has {lengths[other[0]]} values and row 0 has "
+                f"{length}; all rows of a column need equally many"
+            )
+        column = compute.list_flatten(column)
+        _check_no_gaps(file, name, column, compute, length)
+    if not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
+        raise DataError(
+            f"{file.absolute()}: column {name!r} is of type {kind}; only numbers and lists of them are read: encode it"
+        )
+    values: Array = column.to_numpy()
+    return values.reshape(-1, length) if length else values
+
+
+def _inputs(path: Path, arrays: dict[str, Array]) -> Array:
+    if len(arrays) == 1:
+        (name, array), *_ = arrays.items()
+        if array.ndim > 1:
+            return array.astype(np.int64) if array.dtype.kind in "iu" else _finite_floats(path, name, array)
+    columns = []
+    for name, array in arrays.items():
+        if array.ndim > 2:
+            raise DataError(
+                f"{path.absolute()}: {name!r} has shape {array.shape}; of several inputs each is (rows,) or (rows, n)"
+            )
+        columns.append(_finite_floats(path, name, array).reshape(len(array), -1))
+    return np.hstack(columns)
+
+
+def _target(path: Path, name: str, array: Array) -> Array:
+    if array.dtype.kind == "f":
+        return _finite_floats(path, name, array)
+    labels = array.astype(np.int64)
+    if labels.ndim == 1 and labels.min() < 0:
+        row = int(np.argmax(labels < 0))
+        raise DataError(
+            f"{path.absolute()}: row {row} of {name!r} is {array[row]}; whole numbers are classes, counted from 0. "
+            "Store the target as floats if it is a quantity to predict"
+        )
+    return labels
+
+
+def _finite_floats(path: Path, name: str, array: Array) -> Array:
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes Inf, and is reported below
+        values = array.astype(np.float32)
+    flat = values.reshape(len(values), -1)
+    if np.isfinite(flat).all():
+        return values
+    row, position = np.argwhere(~np.isfinite(flat))[0]
+    original = array.reshape(len(values), -1)[row, position]
+    place = f"row {row} of column {name!r}" + (f" (value {position} of that row)" if flat.shape[1] > 1 else "")
+    advice = "float32 cannot hold it: scale the column" if np.isfinite(original) else "remove or fill such rows"
+    raise DataError(f"{path.absolute()}: {place} is {original}; {advice}")
+
+
+def _check_names(path: Path, wanted: list[str], found: Iterable[str]) -> None:
+    known = sorted(found)
+    for name in wanted:
+        if name not in known:
+            raise DataError(
+                f'{path.absolute()}: nothing in it is named "{name}" (data.inputs, data.target). {nearest(name, known)}'
+            )
+
+
+def _check_numbers(path: Path, name: str, array: Array) -> None:
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"{path.absolute()}: {name!r} is of type {array.dtype}; only real numbers are read: encode it")
+    if array.ndim == 0 or array.size == 0:
+        raise DataError(f"{path.absolute()}: {name!r} holds no samples (shape {array.shape})")
+
+
+def _check_rows(path: Path, arrays: dict[str, Array]) -> None:
+    if len({len(array) for array in arrays.values()}) > 1:
+        rows = ", ".join(f"{name} has {len(array)}" for name, array in arrays.items())
+        raise DataError(
+            f"{path.absolute()}: the arrays differ in rows: {rows}; each row is one sample, so give them equally many"
+        )
+
+
+def _check_no_gaps(file: Path, name: str, column: Any, compute: Any, values_per_row: int) -> None:
+    if column.null_count:
+        row = compute.index(compute.is_null(column), True).as_py() // values_per_row
+        raise DataError(
+            f"{file.absolute()}: row {row} of column {name!r} has no value (null); remove or fill such rows"
+        )
+
+
+MASK = 256  # the token that hides a byte
+IGNORED = -100  # the label of a position that the loss leaves out
+HIDDEN_SHARE = 0.15
+
+_EXPECTED_TEXT = "a text file, or a folder of text files"
+_MAPPED_FROM_BYTES = 64 << 20  # larger files stay on disk, mapped; smaller ones are joined in memory
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+
+
+def build_text(spec: Text, seed: int) -> DataSets:
+    """Windows over all bytes of the files, in the given order; folders are sorted.
+
+    The validation set is the last part of the bytes; training and validation windows share no byte.
+    """
+    with reading(spec.path[0], _EXPECTED_TEXT):
+        corpus = Corpus(_files(spec))
+    # the byte after a window, which is the target of its last position
+    overlap = 1 if spec.objective == "causal" else 0
+    available = (corpus.size - overlap) // spec.context
+    if available < 1:
+        raise DataError(
+            f"{_named(spec)}: {corpus.size} bytes of text; one sample of context {spec.context} needs "
+            f"{spec.context + overlap}"
+        )
+    samples = min(available, spec.limit or available)
+    kept = held_out_samples(samples, spec.held_out)
+    one_each = overlap * (2 if kept else 1)  # each side has an overlap of its own
+    end = corpus.size if samples == available else samples * spec.context + one_each
+    if not kept:
+        return DataSets(Windows(corpus, 0, end, spec, seed), None)
+    cut = end - kept * spec.context - overlap
+    if cut < spec.context + overlap:
+        raise DataError(
+            f"{_named(spec)}: {end} bytes of text are too few for a training and a validation sample; add text "
+            "or set held_out: 0"
+        )
+    return DataSets(Windows(corpus, 0, cut, spec, seed), Windows(corpus, cut, end, spec, seed))
+
+
+class Corpus:
+    """The bytes of several files as one sequence.
+
+    Large files are mapped, so the ranks of a host share one copy of them.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self._parts: list[Bytes] = []
+        small: list[Bytes] = []
+        for file in files:
+            size = file.stat().st_size
+            if size >= _MAPPED_FROM_BYTES:
+                self._parts += [*_joined(small), np.memmap(file, dtype=np.uint8, mode="r")]
+                small = []
+            elif size:
+                small.append(np.fromfile(file, dtype=np.uint8))
+        self._parts += _joined(small)
+        self._starts = np.cumsum([0, *map(len, self._parts)]).tolist()
+
+    @property
+    def size(self) -> int:
+        """Bytes in all files together."""
+        return int(self._starts[-1])
+
+    def read(self, start: int, size: int) -> Bytes:
+        """`size` bytes from byte `start` on; they may span files."""
+        part = bisect_right(self._starts, start) - 1
+        piece = self._parts[part][start - self._starts[part] :][:size]
+        if len(piece) == size:
+            return piece
+        return np.concatenate([piece, self.read(start + len(piece), size - len(piece))])
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of `context` bytes in `corpus[first:end]`, side by side.
+
+    A sample is `(input, target)`, both int64 of shape (context,).
+
+    `causal`: the target is the window one byte later. `masked`: 15 % of the positions are chosen; of these 80 % become
+    token 256, 10 % a random byte, 10 % stay; the target is the byte there and -100 elsewhere (Devlin et al., 2019,
+    arXiv:1810.04805). What is chosen depends on the seed, the epoch and the index alone.
+    """
+
+    labels = None
+
+    def __init__(self, corpus: Corpus, first: int, end: int, spec: Text, seed: int) -> None:
+        self.corpus = corpus
+        self.first = first
+        self.context = spec.context
+        self.causal = spec.objective == "causal"
+        self.samples = (end - first - self.causal) // spec.context
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hide other bytes in this epoch than in the others."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.__getitems__([index])
+        return inputs[0], target[0]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        if not all(0 <= i < self.samples for i in indices):
+            raise IndexError(f"text sample out of range in {indices}: there are {self.samples}")
+        read, context = self.corpus.read, self.context
+        tokens = np.stack([read(self.first + i * context, context + self.causal) for i in indices]).astype(np.int64)
+        if self.causal:
+            both = torch.from_numpy(tokens)
+            return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        hidden, target = hide(tokens, keys=_sample_keys(self.seed, self.epoch, indices))
+        return torch.from_numpy(hidden), torch.from_numpy(target)
+
+
+def hide(tokens: npt.NDArray[np.int64], keys: Words) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Mask 15 % of each row's tokens, at least one.
+
+    So every batch has equally many items per sample.
+
+    Args:
+        tokens: bytes, (samples, context).
+        keys: one per sample; the same key hides the same positions.
+
+    Returns:
+        `(input, target)`, each (samples, context).
+    """
+    context = tokens.shape[1]
+    counter: Words = np.arange(1, 2 * context + 1, dtype=np.uint64)
+    noise = _mix(keys[:, None] + counter * _GOLDEN)
+    order, fate = noise[:, :context], noise[:, context:]
+    count = max(1, round(HIDDEN_SHARE * context))
+    chosen = order <= np.partition(order, count - 1, axis=1)[:, count - 1 : count]
+    # the high bits as a number in [0, 1); the low byte is free for the random token
+    draw = (fate >> np.uint64(11)) * 2.0**-53
+    replaced = np.where(draw < 0.8, MASK, np.where(draw < 0.9, (fate & np.uint64(0xFF)).astype(np.int64), tokens))
+    return np.where(chosen, replaced, tokens), np.where(chosen, tokens, IGNORED)
+
+
+def _sample_keys(seed: int, epoch: int, indices: list[int]) -> Words:
+    epoch_key = _mix(_mix(np.array([seed], dtype=np.uint64) + _GOLDEN) + np.array([epoch], dtype=np.uint64) * _GOLDEN)
+    return _mix(epoch_key + np.array(indices, dtype=np.uint64) * _GOLDEN)
+
+
+def _mix(x: Words) -> Words:
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014).
+
+    Equal on every machine, and no generator's state to carry.
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _files(spec: Text) -> list[Path]:
+    files: list[Path] = []
+    for path in spec.path:
+        found = [Path(file) for file in files_below(path, spec.suffixes)] if path.is_dir() else [path]
+        if not found:
+            raise DataError(
+                f"{path.absolute()}: no {' '.join(spec.suffixes)} file in this folder; name others by data.suffixes"
+            )
+        files += found
+    return files
+
+
+def _joined(arrays: list[Bytes]) -> list[Bytes]:
+    return [np.concatenate(arrays)] if arrays else []
+
+
+def _named(spec: Text) -> str:
+    return ", ".join(str(path.absolute()) for path in spec.path)
