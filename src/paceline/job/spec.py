@@ -1,4 +1,4 @@
-"""What all parts of a job share: strict keys, short forms, import paths, and checks of arguments."""
+"""What the parts of a job share: strict keys, short forms, import paths, checked arguments."""
 
 from __future__ import annotations
 

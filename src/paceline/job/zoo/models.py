@@ -1,4 +1,4 @@
-"""Models of the zoo: GPT, its mixture of experts, a perceptron and a small convolutional network."""
+"""Models of the zoo: GPT, its mixture of experts, a perceptron, a convolutional network."""
 
 from __future__ import annotations
 
