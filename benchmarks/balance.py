@@ -44,8 +44,8 @@ from pathlib import Path
 from typing import Any
 
 from measure import environment_line
+from paceline.cluster.cgroup import PREFIX, make_group, place_of_group
 from paceline.cluster.discover import environment
-from paceline.cluster.emulate.cgroup import PREFIX, make_group, place_of_group
 from paceline.run.record.goodput import goodput
 from paceline.run.record.run import Run
 from paceline.stats import Interval, median_interval

@@ -27,9 +27,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from measure import environment_line
-from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import environment
-from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
+from paceline.cluster.emulate import EmulatedHost, Emulation
+from paceline.cluster.host import Emulate
 from paceline.stats import Interval, median_interval
 from paceline.units import seconds
 from served import Ranks

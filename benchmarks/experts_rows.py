@@ -12,8 +12,7 @@ from typing import Any, get_args
 
 import yaml
 
-from paceline.cluster.cluster import Cluster
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import Cluster, named_cluster
 from paceline.errors import PacelineError
 from paceline.job.job import Job, Precision
 from paceline.planning.axes import DEGREES

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from faults_found import HANG_S, REPLICAS, events, wait_for
-from paceline.cluster.cluster import Emulate
-from paceline.cluster.emulate.hosts import Emulation
+from paceline.cluster.emulate import Emulation
+from paceline.cluster.host import Emulate
 from paceline.wire.key import RunKey, write_key
 
 PORT = 29650

@@ -34,9 +34,9 @@ from hashlib import sha256
 import torch
 
 from measure import environment_line
-from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import environment
-from paceline.cluster.emulate.hosts import Emulation
+from paceline.cluster.emulate import Emulation
+from paceline.cluster.host import Emulate
 from paceline.comm import Group
 from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
 from paceline.comm.backend import joined

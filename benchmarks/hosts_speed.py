@@ -40,9 +40,9 @@ import torch.distributed as dist
 from collectives import KIB, MIB, calls_in, size_text, timed
 from hosts_start import first_step_ratio
 from measure import environment_line
-from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import environment
-from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
+from paceline.cluster.emulate import EmulatedHost, Emulation
+from paceline.cluster.host import Emulate
 from paceline.comm import tcp
 from paceline.comm.backend import joined
 from paceline.comm.tcp import TcpProcessGroup

@@ -40,7 +40,7 @@ from typing import Any
 
 from measure import environment_line
 from paceline.cluster.discover import discover, environment
-from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
+from paceline.cluster.emulate import EmulatedHost, Emulation
 from paceline.elastic.forkserver import ALLOCATOR
 from paceline.errors import ClusterError, PacelineError
 from paceline.planning.calibrate import Calibration

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
+from paceline.cluster.host import Emulate
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 

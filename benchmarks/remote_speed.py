@@ -36,9 +36,9 @@ from cryptography.x509.oid import NameOID
 
 import remote_two_hosts
 from measure import environment_line
-from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import environment
-from paceline.cluster.emulate.hosts import Emulation
+from paceline.cluster.emulate import Emulation
+from paceline.cluster.host import Emulate
 from paceline.stats import Interval, median_interval
 from paceline.wire.key import RunKey, write_key
 

@@ -31,9 +31,9 @@ from torch.utils.data import Dataset
 
 import paceline_server as remote
 from measure import environment_line
-from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import environment
-from paceline.cluster.emulate.hosts import Emulation
+from paceline.cluster.emulate import Emulation
+from paceline.cluster.host import Emulate
 from paceline.stats import Interval, median_interval
 from paceline.wire.key import RunKey, read_key, write_key
 

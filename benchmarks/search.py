@@ -25,7 +25,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import named_cluster
 from paceline.job.job import Job
 from paceline.planning.search.search import search
 

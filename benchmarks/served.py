@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from paceline.cluster.emulate.hosts import EmulatedHost
+from paceline.cluster.emulate import EmulatedHost
 from paceline.elastic.place import on_hosts, on_this_machine
 
 _END_S = 20.0  # for the processes to end when nothing more is asked

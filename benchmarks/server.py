@@ -35,8 +35,9 @@ from rich.console import Console
 
 import paceline
 from measure import environment_line
-from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment
+from paceline.cluster.host import Emulate
 from paceline.job.job import Job
 
 FEATURES, HIDDEN, CLASSES, BATCH, WORKERS = 784, 336, 10, 32, 2

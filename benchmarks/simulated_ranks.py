@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import distributed_c10d as distributed
 
-from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.errors import JobError, PlanError

@@ -48,9 +48,9 @@ from pathlib import Path
 from typing import Any
 
 from measure import environment_line
-from paceline.cluster.cluster import Emulate
 from paceline.cluster.discover import discover, environment
-from paceline.cluster.emulate.hosts import Emulation
+from paceline.cluster.emulate import Emulation
+from paceline.cluster.host import Emulate
 from paceline.elastic.forkserver import ALLOCATOR
 from paceline.job.job import Job
 from paceline.planning.plan import Plan

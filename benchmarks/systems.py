@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from measure import environment_line
-from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment
+from paceline.cluster.host import Emulate
 from paceline.console import Console
 from paceline.job.job import Job
 from paceline_lab.report.systems_view import write_systems_page

@@ -21,7 +21,7 @@ import yaml
 
 from forked import Forked, can_be_forked, share_forkserver
 from paceline.cli import main
-from paceline.cluster.emulate.cgroup import remove_group
+from paceline.cluster.cgroup import remove_group
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 100.0  # ten times what any of them takes on a busy machine of two cores

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.cluster.emulate.network import call_libc, enter
+from paceline.cluster.network import call_libc, enter
 from paceline.elastic import forkserver as forkservers
 from paceline.elastic.forkserver import receive, send
 from paceline.rank_environment import RankEnvironment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
+from paceline.cluster.catalogue import Accelerator, LinkSpec
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.planning.cost.layout import PARTS, Layout, Machines, Prediction

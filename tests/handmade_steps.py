@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from handmade_search import job
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
 from paceline.engine.meter import PARTS
 from paceline.job.job import Job
 from paceline.planning.plan import Plan

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.cluster.cluster import Emulate
-from paceline.cluster.emulate.hosts import Emulation, LinkBytes
-from paceline.cluster.emulate.network import Wire, plug, unplug, wires
+from paceline.cluster.emulate import Emulation, LinkBytes
+from paceline.cluster.host import Emulate
+from paceline.cluster.network import Wire, plug, unplug, wires
 from paceline.elastic.place import on_hosts
 from ranks import run_in_places
 

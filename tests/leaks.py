@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from forked import template_pids
-from paceline.cluster.emulate.cgroup import PREFIX, place_of_group, processes_of
+from paceline.cluster.cgroup import PREFIX, place_of_group, processes_of
 from paceline.elastic.forkserver import shared_pids
 from paceline.errors import ClusterError
 

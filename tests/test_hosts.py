@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hosts import Hosts, cut_of, mend_of, namespaces_of
-from paceline.cluster.emulate.network import inside
+from paceline.cluster.network import inside
 from paceline.comm.backend import joined
 from ranks import RankError
 

@@ -14,8 +14,8 @@ from torch import nn
 import paceline
 from commands import paceline as command
 from paceline import torch_versions
-from paceline.cluster.cluster import Host
-from paceline.cluster.doctor.checks import check_software
+from paceline.cluster.doctor import check_software
+from paceline.cluster.host import Host
 from paceline.torch_versions import NEWEST, OLDEST, newer_than_tested
 
 ROOT = Path(__file__).parent.parent

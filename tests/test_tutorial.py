@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.named import cluster_from
+from paceline.cluster.cluster import cluster_from
 from paceline.job.job import Job
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan

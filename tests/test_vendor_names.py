@@ -13,9 +13,10 @@ VENDOR = re.compile(r"cuda|nccl", re.IGNORECASE)
 OWN_NAMES = re.compile(r"\b(?:TORCH_)?(?:CUDA|NCCL)_[A-Z_]+\b|\bPYTORCH_NVML_BASED_CUDA_CHECK\b|\bnccl-tests\b")
 EXCEPT = {
     "device.py": "the file about devices",
-    "cluster/discover.py": "the GPUs of one maker, asked of its driver; variables that a run records",
-    "cluster/catalogue/accelerator.py": "a catalogue of makers' devices, with sources",
-    "cluster/doctor/checks.py": "advice about one maker's library",
+    "cluster/discover.py": "variables that a run records",
+    "cluster/machine.py": "the GPUs of one maker, asked of its driver",
+    "cluster/catalogue.py": "a catalogue of makers' devices, with sources",
+    "cluster/doctor.py": "advice about one maker's library",
     "errors.py": "what one maker's library writes when a rank was aborted",
     "planning/transport_info.py": "what people write for a transport between GPUs",
 }

@@ -1,6 +1,6 @@
 """A device: NVIDIA's RTX 6000 of the Ada generation, for plans on clusters of it (`--cluster 8xRTX-6000-Ada`)."""
 
-from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
+from paceline.cluster.catalogue import Accelerator, LinkSpec
 
 RTX_6000_ADA = Accelerator(
     name="RTX-6000-Ada",

@@ -15,7 +15,7 @@ import pytest
 from commands import BIN, ended, in_a_process, started
 from paceline.cli.doctor import _show_collectives, _show_local
 from paceline.cluster.discover import discover
-from paceline.cluster.doctor.probe import ProbedSpeed
+from paceline.cluster.probe import ProbedSpeed
 from paceline.comm.measure.speed import CollectiveSpeed
 from paceline.console import Console
 

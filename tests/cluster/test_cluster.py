@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.cluster.cluster import Cluster, Device, Host, Link
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host, Link
 
 GIB = 2**30
 H200 = Device(index=0, name="NVIDIA H200", memory_bytes=140 * GIB, bf16=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import cores_by_physical, discover, environment, to_run_on
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.discover import discover, environment, to_run_on
+from paceline.cluster.machine import cores_by_physical
 from paceline.errors import ClusterError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from paceline.cluster.discover import read_gpus
+from paceline.cluster.machine import read_gpus
 
 SWITCH = "switch"
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.cluster.catalogue.hardware import CATALOGUE
-from paceline.cluster.cluster import Cluster
-from paceline.cluster.named import cluster_from, cluster_names, named_cluster, read_name
+from paceline.cluster.catalogue import CATALOGUE
+from paceline.cluster.cluster import Cluster, cluster_from, named_cluster
+from paceline.cluster.named import cluster_names, read_name
 from paceline.errors import ClusterError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "hardware.md"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster import torch_devices
-from paceline.cluster.torch_devices import hint
+from paceline.cluster import machine
+from paceline.cluster.machine import hint
 
 DISCOVER = "from paceline.cluster.discover import discover; print(discover().kind)"
 
@@ -53,8 +53,8 @@ def alone(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_the_installed_torch_says_what_it_is_built_for_without_being_imported(
     version: str, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_devices, "_version_file", lambda: version)
-    monkeypatch.setattr(torch_devices, "_plugins", lambda path: [])
+    monkeypatch.setattr(machine, "_version_file", lambda: version)
+    monkeypatch.setattr(machine, "_plugins", lambda path: [])
     assert hint() == said
 
 

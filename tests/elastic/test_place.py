@@ -12,8 +12,9 @@ import pytest
 
 from commands import checkpoints, ended, events, losses, paceline, processes_of, started, wait_for_step, write_job
 from forked import python
-from paceline.cluster.cluster import Cluster, Emulate
-from paceline.cluster.emulate.hosts import LinkBytes
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.emulate import LinkBytes
+from paceline.cluster.host import Emulate
 from paceline.elastic.local import launch
 from paceline.elastic.place import places_on
 from paceline.errors import LaunchError
@@ -76,7 +77,8 @@ def test_ranks_whose_launcher_is_killed_save_while_their_network_is_still_there(
 ) -> None:
     code = f"""
 from forked import python
-from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Emulate
 from paceline.elastic.local import launch
 from paceline.elastic.place import places_on
 with places_on(Cluster(emulate=Emulate(hosts=2, cpu={cpu})), 2) as places:
@@ -90,7 +92,7 @@ with places_on(Cluster(emulate=Emulate(hosts=2, cpu={cpu})), 2) as places:
                 time.sleep(0.02)
             ranks_and_keeper = processes_of(process)
             if keeper == "killed":
-                [it] = [each for each in ranks_and_keeper if "paceline.cluster.emulate.keeper" in each.cmdline()]
+                [it] = [each for each in ranks_and_keeper if "paceline.cluster.emulate" in each.cmdline()]
                 it.kill()
         finally:
             process.kill()

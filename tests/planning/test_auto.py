@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host
 from paceline.errors import PlanError
 from paceline.planning.check.check_plan import auto_plan, check_plan
 from paceline.planning.plan import Plan

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.cluster import Host
+from paceline.cluster.host import Host
 from paceline.job.job import Job
 from paceline.planning.calibrate import (
     Calibration,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.cluster import Cluster, Device, Emulate, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Emulate, Host
 from paceline.job.job import Job
 from paceline.planning.check.check_plan import auto_plan, check_plan
 from paceline.planning.knobs import (

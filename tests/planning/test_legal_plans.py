@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.legal_plans import legal_plans
 from paceline.planning.plan import Plan

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster.catalogue.hardware import CATALOGUE
-from paceline.cluster.cluster import Cluster, Device, Host, Link
-from paceline.cluster.named import named_cluster
+from paceline.cluster.catalogue import CATALOGUE
+from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.host import Device, Host, Link
 from paceline.errors import ClusterError
 from paceline.planning.machines import machine_count, machines, on_other_devices, resized, shape
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.cluster import Host
+from paceline.cluster.host import Host
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planning.plan import Plan, cores_of
@@ -238,7 +238,8 @@ def test_a_plan_is_a_value() -> None:
 
 WITHOUT_TORCH = """
 import sys
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.planning.check.check_plan import auto_plan

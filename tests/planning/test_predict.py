@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import named_cluster
 from paceline.job.job import Job
 from paceline.planning.history import Pair, remember
 from paceline.planning.plan import Plan

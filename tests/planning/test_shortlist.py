@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.planning.predict import modelled

@@ -13,7 +13,7 @@ from selenium.webdriver import Chrome
 
 from browser import Browser, tab
 from handmade_search import job
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import named_cluster
 from paceline.errors import RunError
 from paceline_lab.report.simulated_view import DATA, write_simulated_page
 from paceline_lab.simulated.curve import Chances

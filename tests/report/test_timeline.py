@@ -12,7 +12,8 @@ import pytest
 
 from handmade_search import cluster
 from handmade_steps import MS, NOW, happens, machines, record
-from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Emulate
 from paceline.errors import RunError
 from paceline.report.timeline.chrome_trace import trace_events, write_trace
 from paceline.report.timeline.critical_path import CriticalPath, critical_path

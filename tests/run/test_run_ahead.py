@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
+from paceline.cluster.host import Device, Host
 from paceline.engine import settings
 from paceline.engine.settings import Settings
 from paceline.job.stop import SpikeSpec

@@ -19,7 +19,8 @@ from small_jobs import small_job
 
 DISCOVERED = """
 import json, sys
-from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Emulate
 from paceline.cluster.discover import discover, environment
 here, emulated = discover(), Cluster(emulate=Emulate(hosts=2))
 print(json.dumps({
@@ -30,7 +31,7 @@ print(json.dumps({
 
 
 FIGURES = """
-from paceline.cluster.catalogue.accelerator import Accelerator, LinkSpec
+from paceline.cluster.catalogue import Accelerator, LinkSpec
 DEVICE = Accelerator(
     name="Simulated accelerator",
     kind="sim",

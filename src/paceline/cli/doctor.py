@@ -17,9 +17,9 @@ from paceline.units import bandwidth, count, flops, size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.cluster.cluster import Host
-    from paceline.cluster.doctor import probe
-    from paceline.cluster.doctor.checks import Finding
+    from paceline.cluster.doctor import Finding
+    from paceline.cluster.host import Host
+    from paceline.cluster.probe import Probe, ProbedSpeed
     from paceline.comm.measure import calls, speed
 
 EXAMPLE = "paceline doctor --json"
@@ -38,7 +38,7 @@ def command(
     Exit code 1 where it cannot train at all.
     """
     from paceline.cluster.discover import environment
-    from paceline.cluster.doctor.probe import Probe
+    from paceline.cluster.probe import Probe
     from paceline.console import Console
 
     console = Console(highlight=False)
@@ -70,7 +70,7 @@ def command(
 class ProbeResults:
     """Results of the probe, and reasons for what could not be measured."""
 
-    local: list[probe.ProbedSpeed] = field(default_factory=list)
+    local: list[ProbedSpeed] = field(default_factory=list)
     collectives: list[list[speed.CollectiveSpeed]] = field(default_factory=list)  # of each launch
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -95,8 +95,9 @@ def _discovered() -> tuple[Host, str | None, list[Finding]]:
 
     A driver that does not work is a finding, and leaves only cores.
     """
-    from paceline.cluster.discover import discover, find_gpus
-    from paceline.cluster.doctor.checks import Finding
+    from paceline.cluster.discover import discover
+    from paceline.cluster.doctor import Finding
+    from paceline.cluster.machine import find_gpus
     from paceline.errors import ClusterError
 
     try:
@@ -106,7 +107,7 @@ def _discovered() -> tuple[Host, str | None, list[Finding]]:
         return discover().hosts[0], None, [Finding("problem", "GPU driver", str(error))]
 
 
-def _torch(console: Console, process: probe.Probe) -> dict[str, Any] | str:
+def _torch(console: Console, process: Probe) -> dict[str, Any] | str:
     """torch's description of itself, or the reason why it cannot be imported."""
     from paceline.errors import ClusterError
 
@@ -118,7 +119,7 @@ def _torch(console: Console, process: probe.Probe) -> dict[str, Any] | str:
 
 
 def _checked(host: Host, driver: str | None, torch: Mapping[str, Any] | str) -> dict[str, list[Finding]]:
-    from paceline.cluster.doctor.checks import (
+    from paceline.cluster.doctor import (
         check_capabilities,
         check_data_plane,
         check_load,
@@ -137,7 +138,7 @@ def _checked(host: Host, driver: str | None, torch: Mapping[str, Any] | str) -> 
     }
 
 
-def _measured(console: Console, host: Host, process: probe.Probe, problems: list[Finding]) -> ProbeResults:
+def _measured(console: Console, host: Host, process: Probe, problems: list[Finding]) -> ProbeResults:
     """Measure everything possible.
 
     No ranks are started if a known problem keeps them from training.
@@ -235,10 +236,10 @@ def _show_measured(console: Console, host: Host, measured: ProbeResults, *, busy
         console.print("measured beside other work, so too low", style="yellow")
 
 
-def _show_local(console: Console, host: Host, speeds: list[probe.ProbedSpeed]) -> None:
+def _show_local(console: Console, host: Host, speeds: list[ProbedSpeed]) -> None:
     from rich.table import Table
 
-    from paceline.cluster.doctor.probe import copy_bytes
+    from paceline.cluster.probe import copy_bytes
 
     tasks = sorted(dict.fromkeys((s.what, s.dtype) for s in speeds), key=lambda task: task[0] == "copy")
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
@@ -290,7 +291,7 @@ def _explain(console: Console, *definitions: str) -> None:
         console.print(definition, style="dim", markup=False)
 
 
-def _rate(s: probe.ProbedSpeed) -> str:
+def _rate(s: ProbedSpeed) -> str:
     if s.value is None:
         return "not measured"
     if s.what == "copy":

@@ -166,8 +166,8 @@ def _asked(
 
 def cluster_of(text: str | None, price: float | None, failures: float | None = None) -> tuple[Cluster, bool]:
     """The cluster, and True if it can be measured: this machine, or emulated on it."""
+    from paceline.cluster.cluster import cluster_from
     from paceline.cluster.discover import discover
-    from paceline.cluster.named import cluster_from
 
     where = cluster_from(text) if text is not None else discover()
     given = {"price_per_hour": price, "failures_per_host_day": failures}

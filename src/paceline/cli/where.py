@@ -83,8 +83,8 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
 
 
 def _be_allowed_to_emulate(cluster: str) -> None:
-    from paceline.cluster.emulate.network import become_root_of_own_namespace
-    from paceline.cluster.named import cluster_from
+    from paceline.cluster.cluster import cluster_from
+    from paceline.cluster.network import become_root_of_own_namespace
 
     if cluster_from(cluster).emulate is not None:
         become_root_of_own_namespace()
@@ -132,8 +132,8 @@ def to_run_on(text: str | None) -> Cluster | None:
         ClusterError: the file cannot be read, or what is named is from the catalogue of hardware, where nothing can
             run; or there are several hosts already.
     """
+    from paceline.cluster.cluster import cluster_from
     from paceline.cluster.discover import to_run_on as checked
-    from paceline.cluster.named import cluster_from
     from paceline.elastic.hosts.hosts import current_hosts
     from paceline.errors import ClusterError
 

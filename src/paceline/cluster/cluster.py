@@ -5,171 +5,24 @@ Discovered on this machine, or read from YAML; it says nothing of what runs and 
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from paceline.device import CPU, GPU
+from paceline.cluster.host import Emulate, Host, Kind, Listed, Part
+from paceline.cluster.machine import emulated_hosts
+from paceline.cluster.named import described, domains, hosts_of, known, read_name
 from paceline.errors import ClusterError
+from paceline.messages import explain
 from paceline.units import count, size
+from paceline.yaml_file import FileKind, read_yaml, to_yaml
 
-T = TypeVar("T")
-# torch's type of a device: `cuda` (also AMD's), `xpu`, `mps`, a plugin's own; `cpu` is a core
-Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-_Tuple = Annotated[tuple[T, ...], Field(strict=False)]  # YAML has only lists
+_FILES = (".yaml", ".yml", ".json")
 
 
-class _Part(BaseModel):
-    """Strict keys and values (a number in quotes is not a number), frozen once read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Device(_Part):
-    """A device of one rank: an accelerator, or one core of a host without any."""
-
-    index: int = Field(ge=0)  # as torch numbers it on its host
-    kind: Kind = GPU
-    name: str
-    memory_bytes: int = Field(ge=1)  # a core's is its equal share of the host's
-    bf16: bool | None = None  # arithmetic in hardware; None where unknown
-    graphs: bool | None = None  # torch can replay its kernels as graphs; None where it was not asked
-
-
-class Link(_Part):
-    """A link between hosts or between devices.
-
-    Between hosts: `loopback`, or `ethernet` for any other interface; between devices: `nvlink`, `pcie`.
-
-    Named after the interface (`eth0`), the two devices (`cuda:0-cuda:1`), or the device and what it is plugged into
-    (`cuda:0-switch`). `channel:1` is what was measured to host 1, through the channel of the host processes.
-    """
-
-    name: str
-    kind: Literal["loopback", "ethernet", "nvlink", "pcie", "measured"]
-    # Gbit/s each way, as the driver states it; None where it states nothing
-    bandwidth_gbps: float | None = Field(None, gt=0)
-    latency_ms: float | None = Field(None, gt=0)  # one way, where it was measured
-    # how many times the rates of all hosts together are what the switches above them carry; …
-    oversubscription: float = Field(1.0, ge=1, allow_inf_nan=False)
-    oversubscribed_beyond: int = Field(1, ge=1)  # … among more than so many hosts
-
-
-class Host(_Part):
-    """One machine, or the part of it that control groups and affinity leave to us."""
-
-    name: str
-    cores: int = Field(ge=1)  # logical, as many as may be busy at once
-    memory_bytes: int = Field(ge=1)
-    cpu: str = "CPU"
-    cpu_bf16: bool | None = None  # arithmetic in hardware; None where unknown
-    cpu_avx512: bool | None = None  # x86's vectors of 512 bits
-    affinity: _Tuple[_Tuple[int]] = ()
-    """Ids of the usable logical cores, grouped by physical core; empty where unknown."""
-    gpus: _Tuple[Device] = ()
-    links: _Tuple[Link] = ()
-
-    @model_validator(mode="after")
-    def _parts_agree(self) -> Host:
-        named = sum(map(len, self.affinity))
-        if self.affinity and self.cores > named:
-            raise ValueError(f"host {self.name} has {self.cores} cores, but its affinity names only {named}")
-        if not all(self.affinity):
-            raise ValueError(
-                f"the affinity of host {self.name} has an empty list; each one holds the cores of one physical core"
-            )
-        if any(gpu.kind == CPU for gpu in self.gpus):
-            raise ValueError(
-                f"host {self.name} has a device of kind cpu among its GPUs; its cores are devices by themselves"
-            )
-        if len(kinds := sorted({gpu.kind for gpu in self.gpus})) > 1:
-            raise ValueError(f"host {self.name} has GPUs of several kinds ({', '.join(kinds)}); torch uses one of them")
-        return self
-
-    @property
-    def kind(self) -> Kind:
-        """Torch's type of its devices."""
-        return self.gpus[0].kind if self.gpus else CPU
-
-    @property
-    def has_accelerators(self) -> bool:
-        """True if ranks compute on accelerators here, not on cores."""
-        return bool(self.gpus)
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The accelerators; on a host without any, its usable cores, one device each."""
-        share = max(1, self.memory_bytes // self.cores)
-        return self.gpus or tuple(
-            Device(index=i, kind=CPU, name=self.cpu, memory_bytes=share, bf16=self.cpu_bf16) for i in range(self.cores)
-        )
-
-    @property
-    def physical_cores(self) -> int:
-        """Number of usable physical cores; hyper-threads share the arithmetic units of one."""
-        return min(self.cores, len(self.affinity) or self.cores)
-
-
-class Emulate(_Part):
-    """Hosts emulated on this machine, without GPUs, to try out a cluster.
-
-    Links have a given rate, hosts a given number of cores.
-
-    `rate` (`100mbit`, each way) and `cpu` (cores that may be busy at once) are one value for all hosts or a list with
-    one for each. `delay_ms` is the one-way delay of a packet from any host to any other. The hosts' network is not
-    connected to any other, so data must be on the machine before.
-    """
-
-    hosts: int = Field(ge=1, le=250)
-    rate: str | _Tuple[str] | None = None  # None: as fast as the machine
-    cpu: float | _Tuple[float] | None = None  # None: all of the machine's
-    delay_ms: float | None = Field(None, gt=0, le=10_000, allow_inf_nan=False)
-
-    @field_validator("rate", mode="before")
-    @classmethod
-    def _rates(cls, rate: object) -> object:
-        for one in rate if isinstance(rate, list | tuple) else [] if rate is None else [rate]:
-            bits_per_s(str(one))
-        return rate
-
-    @field_validator("cpu", mode="before")
-    @classmethod
-    def _quotas(cls, cpu: object) -> object:
-        for one in cpu if isinstance(cpu, list | tuple) else [] if cpu is None else [cpu]:
-            if isinstance(one, bool) or not isinstance(one, int | float) or not 0.05 <= one < math.inf:
-                raise ValueError(
-                    f"{one!r} is not a number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least"
-                )
-        return cpu
-
-    @model_validator(mode="after")
-    def _one_for_each_host(self) -> Emulate:
-        for key, value in (("rate", self.rate), ("cpu", self.cpu)):
-            if isinstance(value, tuple) and len(value) != self.hosts:
-                raise ValueError(
-                    f"{key} lists {len(value)} values, but there are {self.hosts} hosts: give one for each, "
-                    "or one for all"
-                )
-        return self
-
-    @property
-    def rates_bps(self) -> tuple[int | None, ...]:
-        """Bits/s of each host's link, each way; None where it is not limited."""
-        rates = self.rate if isinstance(self.rate, tuple) else (self.rate,) * self.hosts
-        return tuple(None if rate is None else bits_per_s(rate) for rate in rates)
-
-    @property
-    def cores(self) -> tuple[float | None, ...]:
-        """Number of cores that each host may keep busy; None means unlimited."""
-        return self.cpu if isinstance(self.cpu, tuple) else (self.cpu,) * self.hosts
-
-
-class Cluster(_Part):
+class Cluster(Part):
     """The hosts that a job may use. `name` is what messages call it.
 
     With `emulate` alone, the hosts are those that it stands for on this machine, which is asked when the cluster is
@@ -179,7 +32,7 @@ class Cluster(_Part):
     """
 
     name: str = "this cluster"
-    hosts: _Tuple[Host] = ()
+    hosts: Listed[Host] = ()
     emulate: Emulate | None = None
     catalogue: str | None = None
     price_per_hour: float | None = Field(None, ge=0, allow_inf_nan=False)
@@ -192,8 +45,6 @@ class Cluster(_Part):
             return self
         if self.hosts or self.emulate:
             raise ValueError("a cluster from the catalogue has its hosts from there: leave `hosts` and `emulate` out")
-        from paceline.cluster.named import hosts_of, read_name
-
         named = read_name(self.catalogue)
         object.__setattr__(self, "hosts", hosts_of(named))
         if self.price_per_hour is None:
@@ -205,9 +56,7 @@ class Cluster(_Part):
     @model_validator(mode="after")
     def _hosts_differ(self) -> Cluster:
         if self.emulate and not self.hosts:
-            from paceline.cluster.discover import hosts_of
-
-            object.__setattr__(self, "hosts", hosts_of(self.emulate))
+            object.__setattr__(self, "hosts", emulated_hosts(self.emulate))
         if not self.hosts:
             raise ValueError(
                 "a cluster has at least one host: list `hosts`, or emulate some with emulate: {hosts: 2}, "
@@ -232,9 +81,6 @@ class Cluster(_Part):
             ClusterError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a
                 misspelled one.
         """
-        from paceline.messages import explain
-        from paceline.yaml_file import FileKind, read_yaml
-
         example = "`emulate: {hosts: 4, rate: 100mbit}`, or `catalogue: 64x8xH100-SXM, 400gbit`"
         kind = FileKind("cluster", "hosts, emulate or catalogue", example, ClusterError)
         values, positions = read_yaml(Path(file), kind)
@@ -249,8 +95,6 @@ class Cluster(_Part):
 
     def to_yaml(self) -> str:
         """The cluster as YAML that `Cluster.load` reads back to an equal cluster (defaults omitted)."""
-        from paceline.yaml_file import to_yaml
-
         data = self.model_dump(mode="json", exclude_defaults=True, exclude={"hosts"} if self.only_planned else None)
         return to_yaml(data, flow=True)
 
@@ -290,8 +134,6 @@ class Cluster(_Part):
     def describe(self) -> str:
         """One line for people: `this machine: 2 cores (AMD EPYC), 24 GiB memory, no GPU`."""
         if self.catalogue is not None:
-            from paceline.cluster.named import described, read_name
-
             return f"{self.name}: {described(read_name(self.catalogue)._replace(price_per_hour=self.price_per_hour))}"
         cores = sum(host.cores for host in self.hosts)
         memory = size(sum(host.memory_bytes for host in self.hosts))
@@ -335,22 +177,38 @@ def _tally(names: Iterable[str]) -> str:
     return ", ".join(f"{count} × {name}" for name, count in Counter(names).items())
 
 
-_RATE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmg])bit(/s)?", re.IGNORECASE)
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
-_LEAST, _MOST = 10**4, 4 * 10**11  # what `tc` can shape
+def cluster_from(text: str | Path) -> Cluster:
+    """The cluster of a YAML file, or of a name if no such file exists.
 
-
-def bits_per_s(rate: str) -> int:
-    """`100mbit` as 100,000,000. In the words of `tc`: a kbit, mbit or gbit a second is 10³, 10⁶ or 10⁹ bits.
+    `--cluster` takes either.
 
     Raises:
-        ValueError: it is not a rate; with what would be one.
+        ClusterError: the file cannot be read, or the name is none.
     """
-    match = _RATE.fullmatch(rate.strip())
-    speed = round(float(match["number"]) * _UNITS[match["unit"].lower()]) if match else 0
-    if not _LEAST <= speed <= _MOST:
-        raise ValueError(
-            f"{rate!r} is not a rate such as 25mbit or 1gbit (kbit, mbit, gbit: 10³, 10⁶, 10⁹ bits a "
-            "second, 10kbit to 400gbit)"
-        )
-    return speed
+    path = Path(text)
+    if isinstance(text, Path) or path.suffix.lower() in _FILES or path.is_file():
+        return Cluster.load(path)
+    return named_cluster(text)
+
+
+def named_cluster(text: str) -> Cluster:
+    """The cluster of a name such as `64x8xH100-SXM, 400gbit`.
+
+    Raises:
+        ClusterError: the shape is impossible, a device is not in the catalogue (with the nearest names), or a
+            word is neither rate nor price.
+    """
+    return Cluster(catalogue=text)
+
+
+def devices_of_a_domain(cluster: Cluster) -> int | None:
+    """Devices of each of the cluster's domains; None if no hosts are joined."""
+    hosts = cluster.hosts_in_use
+    names = {(gpu.name, len(host.gpus)) for host in hosts for gpu in host.gpus}
+    if len(names) != 1:
+        return None
+    [(name, each)] = names
+    if (device := known(name)) is None:
+        return None
+    count, joined = domains(device, len(hosts), each)
+    return joined if count < len(hosts) else None

@@ -1,25 +1,18 @@
-"""Discovery of this machine's hardware, and the environment that a run records."""
+"""The cluster that this machine is, and the environment that a run records."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import re
-import socket
 import subprocess
-from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from paceline.cluster.cluster import Cluster, Device, Emulate, Host, Link
-from paceline.cluster.emulate.cgroup import cpu_quota, memory_limit_bytes
-from paceline.cluster.launch_engines.engine import HOST_DEVICES
-from paceline.cluster.torch_devices import torch_devices
-from paceline.device import CPU, DEVICE_VARIABLE, GPU, VISIBLE
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.machine import find_gpus, host_with, this_host
+from paceline.device import DEVICE_VARIABLE, VISIBLE
 from paceline.errors import ClusterError
-from paceline.files import kernel_text
 
 _PACKAGES = ("paceline", "torch", "numpy")
 _VARIABLES = re.compile(  # what changes speed or results; nothing that may hold a secret
@@ -37,7 +30,7 @@ def discover() -> Cluster:
     Raises:
         ClusterError: there is a driver of GPUs, but it does not work, or PACELINE_HOST_DEVICES are not there.
     """
-    return Cluster(name="this machine", hosts=(_with_devices(_host(find_gpus()), os.environ.get(HOST_DEVICES)),))
+    return Cluster(name="this machine", hosts=(this_host(),))
 
 
 def to_run_on(cluster: Cluster | None) -> Cluster:
@@ -62,7 +55,7 @@ def environment() -> dict[str, Any]:
     Load average: busy cores over 1, 5 and 15 minutes.
     """
     gpus = find_gpus()
-    host = _host(gpus)
+    host = host_with(gpus)
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in _PACKAGES},
@@ -78,95 +71,6 @@ def environment() -> dict[str, Any]:
         "git_commit": _git_commit(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
     }
-
-
-def cores_by_physical(cores: Iterable[int], root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
-    """Logical cores, those of one physical core together, socket by socket.
-
-    Where the kernel says nothing, each core is its own.
-    """
-    usable = set(cores)
-    groups = []
-    while usable:
-        first = min(usable)
-        topology = root / f"sys/devices/system/cpu/cpu{first}/topology"
-        siblings = (_core_list(kernel_text(topology / "thread_siblings_list")) | {first}) & usable
-        usable -= siblings
-        socket_id = kernel_text(topology / "physical_package_id")
-        groups.append((int(socket_id) if socket_id.isdecimal() else 0, tuple(sorted(siblings))))
-    return tuple(group for _, group in sorted(groups))
-
-
-def _host(gpus: Gpus) -> Host:
-    import psutil
-
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    quota = cpu_quota()
-    memory_bytes = psutil.virtual_memory().total
-    name, flags = _cpu()
-    return Host(
-        name=socket.gethostname(),
-        # more would be throttled together
-        cores=max(1, min(len(affinity), math.floor(quota) if quota is not None else len(affinity))),
-        memory_bytes=min(memory_bytes, memory_limit_bytes() or memory_bytes),
-        cpu=name,
-        cpu_bf16=bool({"avx512_bf16", "amx_bf16", "bf16"} & flags) if flags else None,
-        cpu_avx512="avx512f" in flags if flags else None,
-        affinity=cores_by_physical(affinity),
-        gpus=gpus.devices,
-        links=(*_interfaces(), *gpus.links),
-    )
-
-
-def _with_devices(host: Host, number: str | None) -> Host:
-    """The host with so many of its devices, as `--hosts b:2` names; all with None."""
-    if number is None:
-        return host
-    if not (number.isascii() and number.isdecimal() and 0 < int(number) <= len(host.devices)):
-        raise ClusterError(
-            f"{number} devices are to be used of host {host.name} (the 2 of --hosts b:2, or {HOST_DEVICES}), "
-            f"but it has {len(host.devices)}"
-        )
-    wanted = {"gpus": host.gpus[: int(number)]} if host.gpus else {"cores": int(number)}
-    return host.model_copy(update=wanted)
-
-
-def _cpu() -> tuple[str, set[str]]:
-    """The processor's name and features, from the first core's paragraph of /proc/cpuinfo."""
-    facts = {}
-    for line in kernel_text(Path("/proc/cpuinfo")).partition("\n\n")[0].splitlines():
-        key, _, value = line.partition(":")
-        facts[key.strip()] = value.strip()
-    flags = facts.get("flags", facts.get("Features", "")).split()
-    name = " ".join(facts.get("model name", platform.processor() or platform.machine()).split())
-    return name, set(flags)
-
-
-def _interfaces() -> list[Link]:
-    """Network interfaces that are up and have an address.
-
-    A speed that the driver does not state (0) is None.
-    """
-    import psutil
-
-    addresses = psutil.net_if_addrs()
-    links = []
-    for name, state in sorted(psutil.net_if_stats().items()):
-        if state.isup and any(a.family in (socket.AF_INET, socket.AF_INET6) for a in addresses.get(name, ())):
-            loopback = "loopback" in state.flags.split(",")
-            links.append(
-                Link(name=name, kind="loopback" if loopback else "ethernet", bandwidth_gbps=state.speed / 1000 or None)
-            )
-    return links
-
-
-def _core_list(text: str) -> set[int]:
-    """The kernel's form of a set of cores: `0-2,64`."""
-    cores: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        cores |= set(range(int(first), int(last or first) + 1))
-    return cores
 
 
 def _version(package: str) -> str | None:
@@ -186,195 +90,3 @@ def _git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def hosts_of(emulate: Emulate) -> tuple[Host, ...]:
-    """Hosts `host-0` and so on, without GPUs.
-
-    Each has the cores of its quota, or else its share of the machine's, and its share of the memory.
-
-    Raises:
-        ClusterError: a host is to have more cores than this machine.
-    """
-    machine = discover().hosts[0]
-    hosts = []
-    for i, (rate_bps, cores) in enumerate(zip(emulate.rates_bps, emulate.cores, strict=True)):
-        if cores is not None and cores > machine.cores:
-            raise ClusterError(
-                f"cpu: host-{i} is to have {cores:g} cores, but this machine leaves only {machine.cores} to use"
-            )
-        link = Link(name="eth0", kind="ethernet", bandwidth_gbps=None if rate_bps is None else rate_bps / 10**9)
-        changes = {
-            "name": f"host-{i}",
-            "cores": max(1, machine.cores // emulate.hosts) if cores is None else math.ceil(cores),
-            "memory_bytes": max(1, machine.memory_bytes // emulate.hosts),
-            "gpus": (),
-            "links": (link,),
-        }
-        hosts.append(machine.model_copy(update=changes))
-    return tuple(hosts)
-
-
-_DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one: Windows' Linux subsystem
-_PCIE_GBPS_PER_LANE = {1: 2.0, 2: 4.0, 3: 7.877, 4: 15.754, 5: 31.508, 6: 60.5}  # by generation, line code taken off
-# per link, by nvmlNvlinkVersion_t (7: NVLink 5)
-_NVLINK_GBPS = {1: 160.0, 2: 200.0, 3: 200.0, 4: 200.0, 5: 200.0, 6: 200.0, 7: 400.0}
-_BF16_SINCE = (8, 0)  # compute capability
-
-
-class Gpus(NamedTuple):
-    """GPUs found by `find_gpus`; `driver` is None if there is no driver."""
-
-    devices: tuple[Device, ...] = ()
-    links: tuple[Link, ...] = ()
-    driver: str | None = None
-
-
-def find_gpus() -> Gpus:
-    """NVIDIA's in `CUDA_VISIBLE_DEVICES`, in its order, with their links; without any, what else torch knows.
-
-    None where PACELINE_DEVICE is `cpu`. A plugin's come before NVIDIA's, as in torch.
-
-    Raises:
-        ClusterError: there is a driver, but it does not work; a run would otherwise quietly take the cores. Or
-            PACELINE_DEVICE names what is not there.
-    """
-    wanted = os.environ.get(DEVICE_VARIABLE)
-    if wanted == CPU:
-        return Gpus()
-    others = torch_devices()
-    found = Gpus(others) if others and others[0].kind != GPU else _nvidias()
-    found = found if found.devices else Gpus(others)
-    if wanted and (not found.devices or found.devices[0].kind != wanted):
-        there = f"of type {found.devices[0].kind}" if found.devices else "not to be found"
-        raise ClusterError(
-            f"{DEVICE_VARIABLE}={wanted}, but the accelerators here are {there}. Unset it to use what there is, or "
-            f"set {DEVICE_VARIABLE}={CPU}"
-        )
-    return found
-
-
-def _nvidias() -> Gpus:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible == "" or not any(os.path.exists(sign) for sign in _DRIVER_SIGNS):
-        return Gpus()
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        try:
-            return read_gpus(pynvml, visible)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        if error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
-            return Gpus()
-        raise ClusterError(
-            f"the NVIDIA driver does not work: {error}. See whether nvidia-smi runs, or set "
-            f"{DEVICE_VARIABLE}={CPU} to do without GPUs"
-        ) from error
-
-
-def read_gpus(nvml: Any, visible: str | None) -> Gpus:
-    """The GPUs of an initialised NVML (the module `pynvml`).
-
-    `visible` is the text of `CUDA_VISIBLE_DEVICES`, None where it is not set.
-    """
-    handles = _visible(nvml, visible)
-    devices = tuple(_device(nvml, index, handle) for index, handle in enumerate(handles))
-    links = (*_pcie(nvml, handles), *_nvlinks(nvml, handles))
-    return Gpus(devices, links, _ask(nvml, nvml.nvmlSystemGetDriverVersion))
-
-
-def _visible(nvml: Any, visible: str | None) -> list[Any]:
-    """GPU handles in the variable's order, read as CUDA reads it.
-
-    It holds numbers or UUIDs (their beginning is enough), up to the first that names no GPU.
-
-    NVML numbers GPUs by bus, CUDA the fastest first: the same wherever the GPUs of a host are identical.
-    """
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    if visible is None:
-        return handles
-    chosen = []
-    for word in (w.strip() for w in visible.split(",")):
-        if word.isdecimal():
-            found = handles[int(word) : int(word) + 1]
-        elif word.startswith("MIG-"):
-            part = _ask(nvml, nvml.nvmlDeviceGetHandleByUUID, word)
-            found = [part] if part is not None else []
-        else:
-            found = [h for h in handles if word and nvml.nvmlDeviceGetUUID(h).startswith(word)]
-        if len(found) != 1:
-            break
-        chosen += found
-    return chosen
-
-
-def _device(nvml: Any, index: int, handle: Any) -> Device:
-    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = _ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
-    return Device(
-        index=index,
-        name=nvml.nvmlDeviceGetName(handle),
-        # a GPU that shares the host's memory states none
-        memory_bytes=memory.total if memory else _memory_of_the_host(),
-        bf16=tuple(capability) >= _BF16_SINCE if capability else None,
-    )
-
-
-def _pcie(nvml: Any, handles: list[Any]) -> list[Link]:
-    """PCIe links, one per GPU, with the highest rate of the GPU and its slot.
-
-    At rest the current speed is a lower one.
-    """
-    links = []
-    for index, handle in enumerate(handles):
-        lane = _PCIE_GBPS_PER_LANE.get(_ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle))
-        lanes = _ask(nvml, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
-        links.append(
-            Link(name=f"cuda:{index}-host", kind="pcie", bandwidth_gbps=lane * lanes if lane and lanes else None)
-        )
-    return links
-
-
-def _nvlinks(nvml: Any, handles: list[Any]) -> list[Link]:
-    """The active links, those that join the same two ends added up."""
-    places = [_ask(nvml, nvml.nvmlDeviceGetPciInfo, handle) for handle in handles]
-    index_of = {place.busId.lower(): index for index, place in enumerate(places) if place}
-    total_gbps: dict[str, float] = {}
-    for index, handle in enumerate(handles):
-        for number in range(nvml.NVML_NVLINK_MAX_LINKS):
-            if _ask(nvml, nvml.nvmlDeviceGetNvLinkState, handle, number) != nvml.NVML_NVLINK_STATE_ACTIVE:
-                continue
-            name = _ends(nvml, index, handle, number, index_of)
-            if name is not None:
-                gbps = _NVLINK_GBPS.get(_ask(nvml, nvml.nvmlDeviceGetNvLinkVersion, handle, number), 0.0)
-                total_gbps[name] = total_gbps.get(name, 0.0) + gbps
-    return [Link(name=name, kind="nvlink", bandwidth_gbps=gbps or None) for name, gbps in total_gbps.items()]
-
-
-def _ends(nvml: Any, index: int, handle: Any, number: int, index_of: dict[str, int]) -> str | None:
-    """The name of a link, or None if it is not to be listed.
-
-    It is not if it was counted from its other end or leads to a GPU that we may not use.
-    """
-    if _ask(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, number) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-        return f"cuda:{index}-switch"
-    remote = _ask(nvml, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, number)
-    other = index_of.get(remote.busId.lower()) if remote else None
-    return f"cuda:{index}-cuda:{other}" if other is not None and other > index else None
-
-
-def _ask(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """The driver's answer, or None where this GPU has none (no NVLink, say)."""
-    try:
-        return question(*arguments)
-    except nvml.NVMLError:
-        return None
-
-
-def _memory_of_the_host() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().total)

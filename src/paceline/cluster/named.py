@@ -11,13 +11,14 @@ in whatever currency. `oversubscribed 3:1` says that hosts together send three t
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from dataclasses import replace
+from difflib import get_close_matches
 from typing import NamedTuple
 
-from paceline.cluster.catalogue.hardware import Accelerator, accelerator
-from paceline.cluster.cluster import Cluster, Device, Host, Link
-from paceline.cluster.domains import domains
+from paceline.cluster.catalogue import CATALOGUE, Accelerator, at_power, network
+from paceline.cluster.host import Device, Host, Link
 from paceline.errors import ClusterError
+from paceline.extensions import ExtensionPoint
 from paceline.units import size
 
 _SHAPE = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(?![-+.\d]+\s*[x×*])(\S.*)", re.IGNORECASE)
@@ -27,7 +28,6 @@ _OVERSUBSCRIBED = re.compile(r"oversubscribed (\d+(?:\.\d+)?)(?: ?: ?1)?(?: beyo
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _MOST_DEVICES = 10**6
 _MOST_ON_A_HOST = 16
-_FILES = (".yaml", ".yml", ".json")
 _EXAMPLES = "64x8xH100-SXM, 400gbit · 8xA100-SXM-80 · H100-SXM · 4x16xCPU, 10gbit/host"
 
 
@@ -53,30 +53,6 @@ class NamedCluster(NamedTuple):
         hosts = f"{self.hosts}x" if self.hosts > 1 or self.per_host > _MOST_ON_A_HOST else ""
         per_host = f"{self.per_host}x" if hosts or self.per_host > 1 else ""
         return f"{hosts}{per_host}{self.device.name}"
-
-
-def cluster_from(text: str | Path) -> Cluster:
-    """The cluster of a YAML file, or of a name if no such file exists.
-
-    `--cluster` takes either.
-
-    Raises:
-        ClusterError: the file cannot be read, or the name is none.
-    """
-    path = Path(text)
-    if isinstance(text, Path) or path.suffix.lower() in _FILES or path.is_file():
-        return Cluster.load(path)
-    return named_cluster(text)
-
-
-def named_cluster(text: str) -> Cluster:
-    """The cluster of a name such as `64x8xH100-SXM, 400gbit`.
-
-    Raises:
-        ClusterError: the shape is impossible, a device is not in the catalogue (with the nearest names), or a
-            word is neither rate nor price.
-    """
-    return Cluster(catalogue=text)
 
 
 def cluster_names(text: str) -> list[str]:
@@ -248,3 +224,230 @@ def described(named: NamedCluster) -> str:
     if named.price_per_hour is not None:
         parts.append(f"{named.price_per_hour:g} an hour for each")
     return ", ".join(parts)
+
+
+# With the devices of installed packages, which are named exactly.
+HARDWARE = ExtensionPoint("device", "paceline.hardware", Accelerator, CATALOGUE, ClusterError)
+
+# Families by how names spell them; in the order in which they are tried. What follows a number must not be one.
+_FAMILIES = {
+    "GB300": r"gb300",
+    "GB200": r"gb200",
+    "GH200": r"gh200",
+    "B300": r"\bb300",
+    "B200": r"\bb200",
+    "H200": r"\bh200",
+    "H100": r"\bh100",
+    "H800": r"\bh800",
+    "H20": r"\bh20",
+    "A100": r"\ba100",
+    "A800": r"\ba800",
+    "V100": r"\bv100",
+    "P100": r"\bp100",
+    "A10G": r"\ba10g",
+    "A10": r"\ba10",
+    "A40": r"\ba40",
+    "L40S": r"\bl40s",
+    "L40": r"\bl40",
+    "L20": r"\bl20",
+    "L4": r"\bl4",
+    "A6000": r"\ba6000",
+    "RTX-PRO-6000": r"\b(?:rtx ?)?pro 6000",
+    "RTX-5090": r"\b(?:rtx ?)?5090",
+    "RTX-4090": r"\b(?:rtx ?)?4090",
+    "RTX-3090": r"\b(?:rtx ?)?3090",
+    "RTX-2080-Ti": r"\b(?:rtx ?)?2080 ?ti",
+    "TITAN-RTX": r"\b(?:titan rtx|rtx titan)",
+    "T4": r"\bt4",
+    "MI355X": r"\bmi355x",
+    "MI350X": r"\bmi350x",
+    "MI325X": r"\bmi325x",
+    "MI300X": r"\bmi300x",
+    "MI250X": r"\bmi250x",
+    "MI250": r"\bmi250",
+    "MI210": r"\bmi210",
+    "TPU-v7x": r"\bironwood|(?:\b|tpu ?)(?:v7x|tpu7x)",
+    "TPU-v6e": r"\btrillium|(?:\b|tpu)v6e",
+    "TPU-v5p": r"(?:\b|tpu)v5p",
+    "TPU-v5e": r"(?:\b|tpu)v5 ?(?:e|litepod|lite)",
+    "TPU-v4": r"\btpu ?v4|^v4\b",
+    "TPU-v3": r"\btpu ?v3|^v3\b",
+    "Gaudi-3": r"\bgaudi ?3|\bhl ?325",
+    "Gaudi-2": r"\bgaudi ?2|\bhl ?225",
+    "Trainium-2": r"\btrainium ?2|\btrn2u?\b",
+    "Trainium-1": r"\btrainium(?: ?1)?|\btrn1n?\b",
+    "CPU": r"\bcpu",
+}
+_FORMS = {"PCIe": r"\bpcie", "NVL": r"\bnvl\b", "SXM-96": r"\bhbm2e", "SXM": r"\b(?:sxm|dgx|hgx|hbm3)"}
+_SIZE = re.compile(r"\b(\d{2,3}) ?(?:gi?b?)?\b")
+_MEMORY = re.compile(r"\b(\d{2,3}(?:\.\d+)?) ?gi?b?\b(?! ?s\b)")
+_BANDWIDTH = re.compile(r"\b(\d+(?:\.\d+)?) ?([gt])b ?(?:s|ps|p s)\b")
+_POWER = re.compile(r"\b(\d{2,4}) ?w(?:atts?)?\b")
+_MAKERS = re.compile(r"\b(nvidia|amd|instinct|geforce|tesla|quadro|google|cloud|intel|habana|aws|generation)\b ?")
+# of another size or speed than the device that they are named after
+_OTHERS = re.compile(r"\bmig\b|\blaptop\b|\bmax ?q\b|\b(?:[345]090|2080) ?d\b|\b[345]090 ?(?:ti|super)\b")
+# a part of a card or chip: names state the memory of the whole
+_PARTS = ("MI250X", "MI250", "TPU-v3", "Trainium-1", "Trainium-2")
+# names and sheets differ by ECC and by 1000 or 1024: no other memory
+_ALIKE = 0.1
+
+
+def accelerator(name: str) -> Accelerator:
+    """The catalogue's entry for a device, by its name or another spelling.
+
+    If a device has several sizes and none is named, it is the largest.
+
+    Raises:
+        ClusterError: there is none; with the nearest names.
+    """
+    if (found := known(name)) is None:
+        raise ClusterError(
+            f'"{name}" is not in the catalogue of hardware. {nearest_to(name)} '
+            "Or measure instead: leave --cluster out on that machine."
+        )
+    return found
+
+
+def known(name: str) -> Accelerator | None:
+    """Entry that `accelerator` returns; None where there is none.
+
+    Another memory, another bandwidth of it or another power than the entry's, which the name states, take the entry's
+    place: `H100 500W`, `A100-SXM-64GB`; so does the network of a cloud's machine type: `p4d.24xlarge`. Such a device is
+    named after the entry and what differs.
+    """
+    if name in CATALOGUE or name in HARDWARE.installed:
+        return HARDWARE[name]
+    text = _words(name)
+    if (device := of_an_instance(text)) is not None:
+        return device
+    family = (
+        None
+        if _OTHERS.search(text)
+        else next((f for f, spelling in _FAMILIES.items() if re.search(rf"(?:{spelling})(?!\d)", text)), None)
+    )
+    if family is None:
+        return None
+    if family == "CPU":
+        return _by_key(text) or CATALOGUE["CPU"]
+    members = [device for key, device in CATALOGUE.items() if key == family or key.startswith(f"{family}-")]
+    for form in (form for form, spelling in _FORMS.items() if re.search(spelling, text)):
+        if of_form := [device for device in members if f"-{form}" in device.name]:
+            members = of_form
+            break
+    sizes = [int(size) for size in _SIZE.findall(text)]
+    members = [device for device in members if f"-{max(sizes, default=0)}" in device.name] or members
+    return _as_stated(members[0], text)
+
+
+def _as_stated(device: Accelerator, text: str) -> Accelerator:
+    """The device with the memory, its bandwidth and the power that a name states."""
+    different = []
+    gib = max((float(size) for size in _MEMORY.findall(text)), default=0.0)
+    own = device.memory_bytes / 2**30
+    if device.name not in _PARTS and 0.4 * own <= gib <= 2 * own and abs(gib / own - 1) > _ALIKE:
+        device = replace(device, memory_bytes=int(gib * 2**30))
+        different.append(f"{gib:g}GB")
+    if found := _BANDWIDTH.search(text):
+        bandwidth = float(found[1]) * (1e12 if found[2] == "t" else 1e9)
+        if abs(bandwidth / device.memory_bandwidth - 1) > _ALIKE / 2:
+            device = replace(device, memory_bandwidth=bandwidth)
+            different.append(f"{bandwidth / 1e12:g}TB/s")
+    if (found := _POWER.search(text)) and float(found[1]) != device.power_w and float(found[1]) > 0:
+        device = at_power(device, float(found[1]))
+        different.append(f"{float(found[1]):g}W")
+    return replace(device, name=" ".join([device.name, *different])) if different else device
+
+
+def _by_key(text: str) -> Accelerator | None:
+    return next((device for key, device in CATALOGUE.items() if _plain(key) == text.replace(" ", "")), None)
+
+
+def nearest_to(name: str) -> str:
+    """Sentence with the catalogue's names that are nearest to one, or all of them."""
+    by_plain = {_plain(key): key for key in HARDWARE.names}
+    text = _MAKERS.sub("", _words(name)).replace(" ", "")
+    names = [by_plain[plain] for plain in get_close_matches(text, by_plain, n=3, cutoff=0.5)]
+    return f"The nearest there: {', '.join(names)}." if names else f"It has: {', '.join(HARDWARE.names)}."
+
+
+def _words(name: str) -> str:
+    return re.sub(r"[\s_\-/,()]+", " ", name.lower()).strip()
+
+
+def _plain(key: str) -> str:
+    return key.lower().replace("-", "")
+
+
+class Instance(NamedTuple):
+    """Machine type.
+
+    Attributes:
+        device: its entry in the catalogue.
+        network_gbps: Gbit/s of one device to other hosts.
+        source: who prints it, and of which size.
+        spelling: how names spell it.
+    """
+
+    device: str
+    network_gbps: float
+    source: str
+    spelling: str
+
+
+INSTANCES = {
+    "p3dn": Instance("V100-SXM-32", 12.5, "AWS: p3dn.24xlarge, 100 Gbit/s", r"\bp3dn\b"),
+    "p3": Instance("V100-SXM-16", 3.125, "AWS: p3.16xlarge, 25 Gbit/s", r"\bp3(?:\.|$)"),
+    "p4de": Instance("A100-SXM-80", 50, "AWS: p4de.24xlarge, 400 Gbit/s", r"\bp4de\b"),
+    "p4d": Instance("A100-SXM-40", 50, "AWS: p4d.24xlarge, 400 Gbit/s", r"\bp4d\b"),
+    "p5en": Instance("H200", 400, "AWS: p5en.48xlarge, 3200 Gbit/s", r"\bp5en\b"),
+    "p5e": Instance("H200", 400, "AWS: p5e.48xlarge, 3200 Gbit/s", r"\bp5e\b"),
+    "p5": Instance("H100-SXM", 400, "AWS: p5.48xlarge, 3200 Gbit/s", r"\bp5(?:\.|$)"),
+    "p6-b200": Instance("B200", 400, "AWS: p6-b200.48xlarge, 3200 Gbit/s", r"\bp6 b200\b"),
+    "g4dn": Instance("T4", 12.5, "AWS: g4dn.metal, 100 Gbit/s", r"\bg4dn\b"),
+    "g5": Instance("A10G", 12.5, "AWS: g5.48xlarge, 100 Gbit/s", r"\bg5(?:\.|$)"),
+    "g6e": Instance("L40S", 50, "AWS: g6e.48xlarge, 400 Gbit/s", r"\bg6e\b"),
+    "g6": Instance("L4", 12.5, "AWS: g6.48xlarge, 100 Gbit/s", r"\bg6(?:\.|$)"),
+    "trn1n": Instance("Trainium-1", 50, "AWS: trn1n.32xlarge, 1600 Gbit/s", r"\btrn1n\b"),
+    "a2-highgpu": Instance("A100-SXM-40", 12.5, "Google Cloud: a2-highgpu-8g, 100 Gbit/s", r"\ba2 highgpu\b"),
+    "a2-ultragpu": Instance("A100-SXM-80", 12.5, "Google Cloud: a2-ultragpu-8g, 100 Gbit/s", r"\ba2 ultragpu\b"),
+    "a3-highgpu": Instance("H100-SXM", 100, "Google Cloud: a3-highgpu-8g, 4 × 200 Gbit/s", r"\ba3 highgpu\b"),
+    "a3-megagpu": Instance("H100-SXM", 200, "Google Cloud: a3-megagpu-8g, 8 × 200 Gbit/s", r"\ba3 megagpu\b"),
+    "a3-ultragpu": Instance("H200", 400, "Google Cloud: a3-ultragpu-8g, 8 × 400 Gbit/s", r"\ba3 ultragpu\b"),
+    "a4-highgpu": Instance("B200", 400, "Google Cloud: a4-highgpu-8g, 8 × 400 Gbit/s", r"\ba4 highgpu\b"),
+    "ND40rs": Instance("V100-SXM-32", 12.5, "Azure: ND40rs_v2, 100 Gbit/s", r"\bnd40rs\b"),
+    "ND96asr": Instance("A100-SXM-40", 200, "Azure: ND96asr_v4, 8 × 200 Gbit/s", r"\bnd96asr\b"),
+    "ND96amsr": Instance("A100-SXM-80", 200, "Azure: ND96amsr_A100_v4, 8 × 200 Gbit/s", r"\bnd96amsr\b"),
+    "ND96isr-H100": Instance("H100-SXM", 400, "Azure: ND96isr_H100_v5, 8 × 400 Gbit/s", r"\bnd96isr h100\b"),
+    "ND96isr-H200": Instance("H200", 400, "Azure: ND96isr_H200_v5, 8 × 400 Gbit/s", r"\bnd96isr h200\b"),
+    "ND96isr-MI300X": Instance("MI300X", 400, "Azure: ND96isr_MI300X_v5, 8 × 400 Gbit/s", r"\bnd96isr mi300x\b"),
+}
+
+
+def of_an_instance(text: str) -> Accelerator | None:
+    """Device of the machine type that a text names, with its network.
+
+    None if it names none. The text is in lower case, its words divided by blanks.
+    """
+    for name, instance in INSTANCES.items():
+        if re.search(instance.spelling, text):
+            device = CATALOGUE[instance.device]
+            link = network(instance.network_gbps)
+            if link == device.network:
+                return device
+            sources = {**device.sources, "network": instance.source}
+            return replace(device, name=f"{device.name} {name}", network=link, sources=sources)
+    return None
+
+
+def domains(device: Accelerator, hosts: int, each: int) -> tuple[int, int]:
+    """Number of domains of `hosts` hosts of `each` devices, and devices of each domain.
+
+    Domains are as few as the device's allows, and equal. Where none joins hosts, each host is one.
+    """
+    if not device.machine or hosts == 1 or each >= device.per_host:
+        return hosts, each
+    devices = hosts * each
+    count = -(-devices // device.per_host)
+    while devices % count:
+        count += 1
+    return count, devices // count

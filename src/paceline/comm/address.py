@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
-from paceline.cluster.identity import host_identity as host_identity
-from paceline.cluster.identity import interface_of
+from paceline.cluster.machine import host_identity as host_identity
+from paceline.cluster.machine import interface_of
 from paceline.rank_environment import MASTER_ADDR, MASTER_PORT, HostEntry, named_address
 
 

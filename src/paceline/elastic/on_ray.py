@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from paceline.cluster.launch_engines.engine import COORDINATOR, ENGINE, HOST_NUMBER, HOSTS
+from paceline.cluster.launch_engines import COORDINATOR, ENGINE, HOST_NUMBER, HOSTS
 from paceline.elastic.rank import PR_SET_PDEATHSIG
 from paceline.elastic.signals import StopSignals, stopped_before
 from paceline.errors import LaunchError, PacelineError

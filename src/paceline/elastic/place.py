@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.emulate.hosts import EmulatedHost, Emulation, LinkBytes
-from paceline.cluster.emulate.network import inside
-from paceline.cluster.identity import interface_of
+from paceline.cluster.emulate import EmulatedHost, Emulation, LinkBytes
+from paceline.cluster.machine import interface_of
+from paceline.cluster.network import inside
 from paceline.elastic.hosts.emulated import host_processes
 from paceline.elastic.hosts.hosts import Hosts, current_hosts
 from paceline.errors import LaunchError

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.cluster.emulate.hosts import enter_host
+from paceline.cluster.emulate import enter_host
 from paceline.deferred_compiler import defer_compiler
 from paceline.elastic.failure import ErrorRecord, state_of
 from paceline.errors import ClusterError, on_failure

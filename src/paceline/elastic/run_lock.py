@@ -24,7 +24,7 @@ from typing import Self
 
 import msgspec
 
-from paceline.cluster.identity import boot_id
+from paceline.cluster.machine import boot_id
 from paceline.errors import RunError
 from paceline.files import PRIVATE_FILE
 

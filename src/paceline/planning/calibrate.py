@@ -20,7 +20,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from paceline.cluster.cluster import Host
+from paceline.cluster.host import Host
 from paceline.files import cache_folder
 from paceline.job.job import Job
 from paceline.planning import history as cache

@@ -11,9 +11,10 @@ from math import gcd
 from statistics import NormalDist, median
 from typing import TYPE_CHECKING, TypeAlias
 
-from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, LinkSpec, known, nearest_to
-from paceline.cluster.cluster import Cluster, Host
-from paceline.cluster.domains import domains
+from paceline.cluster.catalogue import CATALOGUE, Accelerator, LinkSpec
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
+from paceline.cluster.named import domains, known, nearest_to
 from paceline.errors import ClusterError
 from paceline.planning.cost.layout import Interval, Layout, Machines, Prediction
 from paceline.planning.cost.measured import calibration_of

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, get_args
 
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
 from paceline.errors import PlanError
 from paceline.job.job import Job, Precision
 from paceline.nearest import nearest

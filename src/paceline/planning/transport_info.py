@@ -92,7 +92,7 @@ def problem_with_transport(name: object) -> str | None:
 
 def devices_of_ranks() -> str:
     """Describe the devices that ranks use on this machine, for messages."""
-    from paceline.cluster.discover import find_gpus  # slow, only for a message
+    from paceline.cluster.machine import find_gpus  # slow, only for a message
 
     try:
         found = find_gpus().devices

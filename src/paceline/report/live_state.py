@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.cluster import Host
+from paceline.cluster.host import Host
 from paceline.engine.meter import PARTS
 from paceline.errors import PacelineError
 from paceline.printable import printable

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import to_run_on
-from paceline.cluster.emulate.hosts import LinkBytes
-from paceline.cluster.launch_engines import is_rank
-from paceline.cluster.launch_engines.engine import HOST_DEVICES
+from paceline.cluster.emulate import LinkBytes
+from paceline.cluster.launch_engines import HOST_DEVICES, is_rank
 from paceline.console import Console as SafeConsole
 from paceline.deferred_compiler import defer_compiler
 from paceline.elastic.forkserver import warm_up

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 from msgspec.structs import replace
 
-from paceline.cluster.emulate.cgroup import PREFIX, make_group, place_of_group, remove_group
-from paceline.cluster.emulate.keeper import processes_in as processes_of_hosts
-from paceline.cluster.emulate.network import OTHER_SIDE, Wire, call_libc, move, plug, unplug, wires
+from paceline.cluster.cgroup import PREFIX, make_group, place_of_group, remove_group
+from paceline.cluster.emulate import processes_in as processes_of_hosts
+from paceline.cluster.network import OTHER_SIDE, Wire, call_libc, move, plug, unplug, wires
 from paceline.errors import ClusterError, RunError
 from paceline.files import private_folder
 from paceline.nearest import nearest

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from paceline.cluster.emulate.cgroup import PREFIX
+from paceline.cluster.cgroup import PREFIX
 from paceline.errors import PacelineError
 from paceline.files import private_folder
 from paceline.planning.plan import Plan

@@ -91,7 +91,8 @@ def simulate(
     Raises:
         PacelineError: a name is wrong, the job fits nowhere, or nothing can be written.
     """
-    from paceline.cluster.named import cluster_names, named_cluster
+    from paceline.cluster.cluster import named_cluster
+    from paceline.cluster.named import cluster_names
     from paceline.console import Console
     from paceline.storage.url import is_url
     from paceline_lab.report.simulated_view import write_simulated_page

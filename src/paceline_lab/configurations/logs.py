@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.cluster.catalogue.hardware import known
 from paceline.cluster.cluster import Cluster
+from paceline.cluster.named import known
 from paceline.errors import PlanError
 from paceline.files import read_text
 from paceline.job.known.names import must_find_model

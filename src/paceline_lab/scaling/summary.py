@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from paceline.cluster.cluster import Host
+from paceline.cluster.host import Host
 from paceline.elastic.forkserver import cpu_s
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from paceline.cluster.catalogue.hardware import Accelerator
+from paceline.cluster.catalogue import Accelerator
 from paceline.errors import PlanError
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.model.graph import ModelTrace

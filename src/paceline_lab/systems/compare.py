@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
-from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
+from paceline.cluster.emulate import EmulatedHost, Emulation
 from paceline.elastic.forkserver import ALLOCATOR
 from paceline.elastic.signals import StopSignals
 from paceline.errors import PacelineError, PlanError, RunError

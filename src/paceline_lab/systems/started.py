@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.emulate.hosts import enter_host
+from paceline.cluster.emulate import enter_host
 from paceline.errors import RunError
 from paceline_lab.systems.compared import TakenRun
 from paceline_lab.systems.system import Command, Start, System

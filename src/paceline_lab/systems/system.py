@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.emulate.hosts import EmulatedHost
+from paceline.cluster.emulate import EmulatedHost
 from paceline.errors import RunError
 from paceline.extensions import ExtensionPoint
 from paceline.job.job import Job

@@ -25,7 +25,8 @@ from commands import (
     write_job,
 )
 from hosts import Hosts
-from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Emulate
 from paceline.elastic.hosts.emulated import host_processes
 from paceline.elastic.hosts.hosts import current_hosts
 from paceline.errors import LaunchError

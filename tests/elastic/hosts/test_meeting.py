@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from host_processes import own_address
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
 from paceline.cluster.launch_engines import HostPlace
 from paceline.elastic.hosts import gather, takeover
 from paceline.elastic.hosts import link as pulse

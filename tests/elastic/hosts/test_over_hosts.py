@@ -29,7 +29,7 @@ from commands import (
 )
 from host_processes import host_processes, outcomes, ports_in, run_on
 from hosts import Hosts
-from paceline.cluster.emulate.network import inside
+from paceline.cluster.network import inside
 from paceline.run.record.run import Run
 
 LONG = {"stop": {"steps": 100_000}, "checkpoint": {"every_steps": 20}}

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from host_processes import PORT, own_address
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
 from paceline.cluster.launch_engines import HostPlace
 from paceline.elastic.hosts import gather, returns
 from paceline.elastic.hosts.hosts import Hosts

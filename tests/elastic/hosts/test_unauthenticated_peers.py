@@ -12,7 +12,7 @@ import pytest
 from commands import events, losses, wait_for_step, write_job
 from host_processes import host_processes, outcomes, ports_in
 from hosts import EmulatedHosts, Hosts
-from paceline.cluster.emulate.network import inside
+from paceline.cluster.network import inside
 from unauthenticated import mutated_hello
 
 CONNECTIONS, OPEN_AT_A_TIME = 6000, 500

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import paceline
 import paceline_lab
-from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.job.model import Dimensions, ModelSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.emulate.network import wires
+from paceline.cluster.network import wires
 from paceline_lab.chaos.faults import Links, Scene, inject
 from paceline_lab.chaos.schedule import Fault
 

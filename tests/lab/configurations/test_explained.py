@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import named_cluster
 from paceline_lab.configurations.configuration import REST, Configuration, planned
 from paceline_lab.configurations.systems import ConfiguredPlan, explain_configuration, framework_of, write_configuration
 

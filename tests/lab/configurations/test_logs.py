@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import paceline as command
-from paceline.cluster.cluster import Cluster
-from paceline.cluster.named import cluster_from
+from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.errors import PlanError
 from paceline.planning.tables.layouts import Row
 from paceline.run.tuning.calibrate_on import read_runs

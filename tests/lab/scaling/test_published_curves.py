@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cluster.catalogue.hardware import accelerator
+from paceline.cluster.named import accelerator
 from paceline.job.job import Job
 from paceline.planning.model.build import trace
 from paceline_lab.simulated.published import PublishedCurve, alike, held_against, kind_of, published_curves

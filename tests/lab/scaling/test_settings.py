@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host
 from paceline.errors import PlanError
 from paceline.planning.plan import Plan, on_devices
 from paceline_lab.scaling.settings import DEFAULT_STEPS, settings_for, target_of

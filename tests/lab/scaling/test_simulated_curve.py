@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handmade_search import job
-from paceline.cluster.cluster import Cluster
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import Cluster, named_cluster
 from paceline.errors import PlanError
 from paceline.planning.explain.training_run import straggler_slowdown
 from paceline.planning.explain.what_if import with_devices

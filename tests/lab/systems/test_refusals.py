@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.cluster import Cluster, Device, Emulate, Host
+from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
+from paceline.cluster.host import Device, Emulate, Host
 from paceline.errors import RunError
 from paceline.job.job import Job
 from paceline_lab.systems.compare import Compare

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host
 from paceline.planning.check.check_plan import check_plan, nearest_plan
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.plan import Plan

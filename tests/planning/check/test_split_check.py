@@ -13,7 +13,8 @@ import transformers
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.legal_plans import legal_plans

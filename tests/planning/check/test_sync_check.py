@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan
 from planner_jobs import job_on_digits

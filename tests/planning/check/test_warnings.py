@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.cluster import Cluster, Device, Host
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.host import Device, Host
 from paceline.job.job import Job
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.check.warnings import warnings_about

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator, at_power
+from paceline.cluster.catalogue import CATALOGUE, Accelerator, at_power
 from paceline.job.model import Dimensions
 from paceline.planning.cost import constants
 from paceline.planning.cost.compute import BlockTime, _casts_s, block_config, block_time, gemm_s

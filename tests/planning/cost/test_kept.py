@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.catalogue.hardware import CATALOGUE
+from paceline.cluster.catalogue import CATALOGUE
 from paceline.job.model import Dimensions
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.catalogue.hardware import LinkSpec
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.catalogue import LinkSpec
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
 from paceline.job.job import Job
 from paceline.planning.calibrate import Calibration, CalibrationPoint, Collective, PassTiming
 from paceline.planning.cost.estimate import estimate, inputs_of, step_parts, timeline

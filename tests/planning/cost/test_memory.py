@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paceline.cluster.catalogue.hardware import CATALOGUE
+from paceline.cluster.catalogue import CATALOGUE
 from paceline.job.job import Job
 from paceline.job.model import Dimensions
 from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator
+from paceline.cluster.catalogue import CATALOGUE, Accelerator
 from paceline.job.model import Dimensions
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.frameworks import FRAMEWORKS, Framework

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator
+from paceline.cluster.catalogue import CATALOGUE, Accelerator
 from paceline.planning.cost.compute import LOW, peak_flops, product_s
 
 A100, H100, B200 = (CATALOGUE[name] for name in ("A100-SXM-80", "H100-SXM", "B200"))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.catalogue.hardware import CATALOGUE, LinkSpec
+from paceline.cluster.catalogue import CATALOGUE, LinkSpec
 from paceline.planning.cost.layout import Layout, Machines
 from paceline.planning.cost.traffic import all_reduce_s, all_to_all_s, expert_path, gather_s, link_path, send_s
 from paceline.planning.model.graph import ModelTrace

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handmade_search import RARER, candidate, cluster, found, job
-from paceline.cluster.cluster import Cluster
-from paceline.cluster.named import cluster_from
+from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.errors import PlanError
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.layout import PARTS

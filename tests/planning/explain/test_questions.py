@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from handmade_search import job
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import named_cluster
 from paceline.errors import ClusterError, PlanError
 from paceline.planning.explain.explain import Explanation, explain
 from paceline.planning.explain.questions import Answer, answers, read_question

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.cluster import Cluster, Device, Host, Link
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host, Link
 from paceline.job.job import Job
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.cost.estimate import estimate

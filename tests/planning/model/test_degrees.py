@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import named_cluster
 from paceline.comm import Group
 from paceline.job.job import Job
 from paceline.job.loss_items import call

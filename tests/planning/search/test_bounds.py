@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.cluster.cluster import Cluster, Device, Host, Link
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host, Link
 from paceline.job.job import Job
 from paceline.planning.axes import REMATS
 from paceline.planning.cost.estimate import estimate

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from model_families import LLAMA_70B
-from paceline.cluster.named import named_cluster
+from paceline.cluster.cluster import named_cluster
 from paceline.job.model import Dimensions
 from paceline.planning.cost.layout import Layout
 from paceline.planning.machines import machines

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.cluster.cluster import Cluster, Device, Host, Link
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Host, Link
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.partition import PartitionSpec

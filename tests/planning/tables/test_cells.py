@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.catalogue.hardware import CATALOGUE
+from paceline.cluster.catalogue import CATALOGUE
 from paceline.planning.tables import cells as read
 from paceline.planning.tables.cells import UnusableError, number, whole
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 import paceline.run.record.recorder as record_module
-from paceline.cluster.doctor.probe import Counter, Energy
+from paceline.cluster.probe import Counter, Energy
 from paceline.comm import Group
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import PARTS, Timing

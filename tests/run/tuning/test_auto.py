@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from commands import ended, losses, paceline, started, wait_for, write_job
-from paceline.cluster.cluster import Cluster, Emulate, Host
+from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
+from paceline.cluster.host import Emulate, Host
 from paceline.errors import LaunchError
 from paceline.files import cache_folder
 from paceline.job.job import Job

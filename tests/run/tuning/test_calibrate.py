@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.cluster import Cluster, Device, Host
+from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
+from paceline.cluster.host import Device, Host
 from paceline.errors import ClusterError
 from paceline.job.job import Job
 from paceline.planning.calibrate import CalibrationPoint, Measurements, PassTiming, cache_file

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch.distributed import DistBackendError
 
-from paceline.cluster.emulate.cgroup import cpu_quota
+from paceline.cluster.cgroup import cpu_quota
 from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Driver, Operation, call_all
 from paceline.comm.shm import futex
 from paceline.comm.shm.segment import Handle, Segment, attach, create

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from paceline.cluster.identity import interface_of
+from paceline.cluster.machine import interface_of
 from paceline.elastic.failure import ErrorRecord, oom_kills
 from paceline.elastic.hosts.folder import WANTED, WrittenFiles, place_in
 from paceline.elastic.hosts.link import Meeting, Pulse

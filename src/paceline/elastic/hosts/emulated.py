@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.emulate.hosts import EmulatedHost
-from paceline.cluster.emulate.network import inside
+from paceline.cluster.emulate import EmulatedHost
 from paceline.cluster.launch_engines import HostPlace
+from paceline.cluster.network import inside
 from paceline.elastic.failure import ErrorRecord
 from paceline.elastic.forkserver import warm_up, why_not
 from paceline.elastic.hosts.agent import run_agent

@@ -20,10 +20,10 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 from pydantic import ValidationError
 
-from paceline.cluster.cluster import Host
 from paceline.cluster.discover import discover
-from paceline.cluster.identity import host_identity
+from paceline.cluster.host import Host
 from paceline.cluster.launch_engines import HostPlace
+from paceline.cluster.machine import host_identity
 from paceline.elastic.hosts.agent import Coordinator
 from paceline.elastic.hosts.hosts import WAIT, Hosts, hosts_wait_s
 from paceline.elastic.hosts.link import AbsentLink, Link, Meeting, keep_alive

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.emulate.network import inside
+from paceline.cluster.network import inside
 from paceline.elastic.hosts.link import AbsentLink, Link
 from paceline.elastic.hosts.messages import Dismiss, Look, Past
 from paceline.elastic.hosts.remote import RemoteRanks, RunFolder

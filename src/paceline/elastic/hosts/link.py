@@ -22,7 +22,7 @@ from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
 
 if TYPE_CHECKING:
-    from paceline.cluster.cluster import Host
+    from paceline.cluster.host import Host
 
 
 M = TypeVar("M", bound=Struct)

@@ -10,8 +10,9 @@ from functools import partial
 
 from msgspec import Struct
 
-from paceline.cluster.cluster import Cluster, Host
-from paceline.cluster.cluster import Link as NetworkLink
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
+from paceline.cluster.host import Link as NetworkLink
 from paceline.elastic.hosts.link import Link
 from paceline.elastic.hosts.messages import CHUNK_BYTES, Answering, Echo, Listen, Measure, Measured, Probe, Speed
 from paceline.errors import PacelineError

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from paceline.cluster.cluster import Host
-from paceline.cluster.identity import interface_of
+from paceline.cluster.host import Host
 from paceline.cluster.launch_engines import HostPlace
+from paceline.cluster.machine import interface_of
 from paceline.elastic.hosts.agent import AgentAttempt, Coordinator
 from paceline.elastic.hosts.gather import refuse, take, taken_in, welcomed
 from paceline.elastic.hosts.hosts import Hosts

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.cluster.launch_engines.engine import COORDINATOR, MOST_HOSTS
+from paceline.cluster.launch_engines import COORDINATOR, MOST_HOSTS
 from paceline.errors import LaunchError
 from paceline.files import read_text
 from paceline.rank_environment import KEY_FD, KEY_FILE

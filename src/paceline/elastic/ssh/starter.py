@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.cluster.launch_engines.engine import (
+from paceline.cluster.launch_engines import (
     COORDINATOR,
     ENGINE,
     HOST_DEVICES,

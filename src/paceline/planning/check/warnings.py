@@ -10,8 +10,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from paceline.cluster.cluster import Cluster
-from paceline.cluster.domains import devices_of_a_domain
+from paceline.cluster.cluster import Cluster, devices_of_a_domain
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.planning.check.plan_context import PlanContext

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from paceline.cluster.catalogue.hardware import CATALOGUE, Accelerator
+from paceline.cluster.catalogue import CATALOGUE, Accelerator
 from paceline.planning.cost import constants
 from paceline.planning.cost.constants import SUSTAINED
 from paceline.planning.cost.layout import BYTES, Layout, Precision

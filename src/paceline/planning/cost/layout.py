@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec
+from paceline.cluster.catalogue import Accelerator, LinkSpec
 from paceline.planning.axes import AXES, Remat, Schedule
 from paceline.planning.model.graph import ModelTrace
 

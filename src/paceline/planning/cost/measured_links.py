@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
 
-from paceline.cluster.catalogue.hardware import CATALOGUE, LinkSpec
+from paceline.cluster.catalogue import CATALOGUE, LinkSpec
 from paceline.planning.calibrate import Calibration, CalibrationPoint, interpolated
 from paceline.planning.cost.layout import Layout, Machines
 from paceline.planning.model.graph import ModelTrace

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from paceline.cluster.named import cluster_from
+from paceline.cluster.cluster import cluster_from
 from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Precision
 from paceline.nearest import closest

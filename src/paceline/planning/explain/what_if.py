@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from paceline.cluster.catalogue.accelerator import LinkSpec
-from paceline.cluster.cluster import Cluster, Host
+from paceline.cluster.catalogue import LinkSpec
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
 from paceline.errors import ClusterError, PacelineError
 from paceline.job.job import Job
 from paceline.planning.cost.estimate import estimate

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from paceline.cluster.cluster import Cluster
-from paceline.cluster.named import named_cluster, read_name
+from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.named import read_name
 from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Job
 from paceline.job.spec import Spec

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from paceline.cluster.catalogue.hardware import CATALOGUE
+from paceline.cluster.catalogue import CATALOGUE
 from paceline.errors import PlanError
 from paceline.partition import contiguous
 from paceline.planning.axes import DEGREES

@@ -126,7 +126,7 @@ def _cluster(cluster: Cluster | str | Path | None) -> Cluster:
         from paceline.cluster.discover import discover
 
         return discover()
-    from paceline.cluster.named import cluster_from
+    from paceline.cluster.cluster import cluster_from
 
     return cluster_from(str(cluster))
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from paceline.cluster.catalogue.hardware import Accelerator
+from paceline.cluster.catalogue import Accelerator
 from paceline.errors import JobError
 from paceline.job.model import Dimensions
 from paceline.planning.cost.layout import Precision, Products

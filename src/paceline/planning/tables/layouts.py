@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.cluster.catalogue.hardware import Accelerator, LinkSpec, accelerator
+from paceline.cluster.catalogue import Accelerator, LinkSpec
+from paceline.cluster.named import accelerator
 from paceline.errors import ClusterError
 from paceline.planning.axes import Schedule
 from paceline.planning.cost import frameworks as known

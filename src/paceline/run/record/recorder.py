@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import psutil
 import torch
 
-from paceline.cluster.doctor.probe import Energy, Telemetry, cpu_energy, telemetry_of
+from paceline.cluster.probe import Energy, Telemetry, cpu_energy, telemetry_of
 from paceline.device import is_accelerator
 from paceline.device_info import memory
 from paceline.engine.meter import PARTS, Timing

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.emulate.cgroup import memory_limit_bytes
+from paceline.cluster.cgroup import memory_limit_bytes
 from paceline.comm import Group
 
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.cluster.cluster import Cluster, Emulate, Host
+from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
+from paceline.cluster.host import Emulate, Host
 from paceline.elastic.forkserver import wait_for_imports
 from paceline.elastic.place import places_on
 from paceline.elastic.run_on_ranks import run_on_plan, run_on_ranks

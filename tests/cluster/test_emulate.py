@@ -18,16 +18,16 @@ import psutil
 import pytest
 
 from hosts import namespaces_of
-from paceline.cluster.cluster import Emulate
-from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
-from paceline.cluster.emulate.network import inside
+from paceline.cluster.emulate import EmulatedHost, Emulation
+from paceline.cluster.host import Emulate
+from paceline.cluster.network import inside
 from paceline.errors import ClusterError
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]
 LAUNCHER = """
 import sys
-from paceline.cluster.cluster import Emulate
-from paceline.cluster.emulate.hosts import Emulation
+from paceline.cluster.host import Emulate
+from paceline.cluster.emulate import Emulation
 with Emulation(Emulate(hosts=2, cpu=0.5, delay_ms=1)) as emulation:
     print(emulation.hosts[0].group, flush=True)
     sys.stdin.read()
@@ -57,7 +57,7 @@ def receive(end: socket.socket, size: int) -> bytes:
 
 def run_inside(host: EmulatedHost, code: str) -> str:
     """What a new process prints that enters the host first."""
-    imports = "from paceline.cluster.emulate.hosts import enter_host\nfrom paceline.rank_environment import HostEntry\n"
+    imports = "from paceline.cluster.emulate import enter_host\nfrom paceline.rank_environment import HostEntry\n"
     script = f"{imports}enter_host(HostEntry.from_env())\n{code}"
     environment = os.environ | host.entry.to_env()
     return subprocess.run(
@@ -123,7 +123,7 @@ def test_a_link_that_is_cut_drops_silently_and_connections_go_on_once_it_is_mend
 
 def test_a_cut_is_made_once_its_order_returns_however_late_the_relay_is() -> None:
     with Emulation(Emulate(hosts=2, delay_ms=1)) as emulation:
-        [keeper] = [child for child in psutil.Process().children() if "keeper" in " ".join(child.cmdline())]
+        [keeper] = [child for child in psutil.Process().children() if "paceline.cluster.emulate" in child.cmdline()]
         order = threading.Thread(target=emulation.cut, args=(1,))
         keeper.suspend()
         try:
@@ -138,7 +138,7 @@ def test_a_cut_is_made_once_its_order_returns_however_late_the_relay_is() -> Non
 
 def test_a_relay_that_died_cuts_nothing_and_says_so() -> None:
     with Emulation(Emulate(hosts=2, delay_ms=1)) as emulation:
-        [keeper] = [child for child in psutil.Process().children() if "keeper" in " ".join(child.cmdline())]
+        [keeper] = [child for child in psutil.Process().children() if "paceline.cluster.emulate" in child.cmdline()]
         keeper.kill()
         with pytest.raises(ClusterError, match="link of emulated host 1 cannot be cut: the relay died"):
             emulation.cut(1)
@@ -166,7 +166,7 @@ def test_an_answer_comes_after_twice_the_delay_and_all_of_what_was_sent_arrives_
 
 
 def test_where_packets_cannot_be_delayed_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.cluster.emulate.hosts.build", lambda *_, **__: None)
+    monkeypatch.setattr("paceline.cluster.emulate.build", lambda *_, **__: None)
     with (
         pytest.raises(ClusterError, match=r"cannot be delayed: .*No such device.*Leave `delay_ms` out"),
         Emulation(Emulate(hosts=2, delay_ms=1)),
@@ -266,7 +266,7 @@ def test_a_group_that_the_kernel_does_not_limit_is_not_left(monkeypatch: pytest.
         made.append(folder)
         raise ClusterError(f"cpu {cores:g} is refused")
 
-    monkeypatch.setattr("paceline.cluster.emulate.cgroup.make_group", refused)
+    monkeypatch.setattr("paceline.cluster.cgroup.make_group", refused)
     with pytest.raises(ClusterError, match="cpu 1 is refused"), Emulation(Emulate(hosts=1, cpu=1)):
         pass
     assert len(made) == 1
@@ -366,6 +366,6 @@ def test_where_the_kernel_refuses_its_words_are_told_and_nothing_is_left(
 
 
 def test_a_bad_line_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.cluster.emulate.network.shape", lambda _: "no-such-queue")
+    monkeypatch.setattr("paceline.cluster.network.shape", lambda _: "no-such-queue")
     with pytest.raises(ClusterError, match="at `qdisc add dev host-0 root no-such-queue`"), Emulation(Emulate(hosts=2)):
         pass

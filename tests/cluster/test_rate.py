@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cluster.cluster import bits_per_s
+from paceline.cluster.host import bits_per_s
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
 """A cluster file with `emulate` is a cluster like any other, for plans and runs."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.cluster.cluster import Cluster, Emulate
+from paceline.cluster import machine
+from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
+from paceline.cluster.host import Emulate
 from paceline.errors import ClusterError
 
-DISCOVER = sys.modules["paceline.cluster.discover"]  # the package's own `discover` is the function
 MACHINE = (
     discover().hosts[0].model_copy(update={"cores": 4, "memory_bytes": 8 * 2**30, "affinity": ((0,), (1,), (2,), (3,))})
 )
@@ -17,7 +17,7 @@ MACHINE = (
 
 @pytest.fixture(autouse=True)
 def _machine_of_4_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DISCOVER, "discover", lambda: Cluster(name="this machine", hosts=(MACHINE,)))
+    monkeypatch.setattr(machine, "this_host", lambda: MACHINE)
 
 
 def read(folder: Path, text: str) -> Cluster:
@@ -50,7 +50,7 @@ def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster(emulate=Emulate(hosts=2, rate=("25mbit", "1gbit"), cpu=4))
-    monkeypatch.setattr(DISCOVER, "discover", pytest.fail)
+    monkeypatch.setattr(machine, "this_host", pytest.fail)
     assert read(tmp_path, cluster.to_yaml()) == cluster
 
 

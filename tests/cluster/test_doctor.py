@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.cluster import Device, Host, Link
 from paceline.cluster.discover import discover
-from paceline.cluster.doctor.checks import Finding, check_data_plane, check_machine, check_system, other_load
+from paceline.cluster.doctor import Finding, check_data_plane, check_machine, check_system, other_load
+from paceline.cluster.host import Device, Host, Link
 
 HERE = discover().hosts[0]
 FOUR = Host(name="four", cores=4, memory_bytes=2**34, affinity=((0, 1), (2, 3)))
@@ -136,9 +136,7 @@ def test_other_work_on_the_machine_is_found_by_name_and_own_is_not() -> None:
     with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE, text=True) as own:
         assert own.stdout is not None
         own.stdout.readline()
-        look = (
-            "from paceline.cluster.doctor.checks import check_load, other_load; print(other_load(0.5), check_load(1))"
-        )
+        look = "from paceline.cluster.doctor import check_load, other_load; print(other_load(0.5), check_load(1))"
         seen_by_another = subprocess.run(
             [sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60
         ).stdout

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.catalogue.accelerator import HOP
-from paceline.cluster.catalogue.hardware import CATALOGUE, INSTANCES, Accelerator, accelerator, at_power, known
+from paceline.cluster.catalogue import CATALOGUE, HOP, Accelerator, at_power
+from paceline.cluster.named import INSTANCES, accelerator, known
 from paceline.errors import ClusterError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "hardware.md"
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 HEAD = (

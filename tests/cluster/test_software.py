@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.cluster import Device, Host
-from paceline.cluster.doctor.checks import Finding, check_capabilities, check_software, check_variables
+from paceline.cluster.doctor import Finding, check_capabilities, check_software, check_variables
+from paceline.cluster.host import Device, Host
 from paceline.device_info import Capabilities
 
 CORES = Host(name="host", cores=4, memory_bytes=2**34)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from paceline import device as accelerator
 from paceline import device_info
-from paceline.cluster.cluster import Host
+from paceline.cluster.host import Host
 from paceline.device import nvidia_uuid
 from paceline.errors import ClusterError
 
@@ -72,7 +72,7 @@ class Probe:
         threads = str(self.host.physical_cores)
         self._errors = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "paceline.cluster.doctor.probe"],
+            [sys.executable, "-P", "-m", "paceline.cluster.probe"],
             env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -270,10 +270,6 @@ def _times_s(device: str, call: Callable[[], object], repeats: int, budget_s: fl
     return times_s
 
 
-if __name__ == "__main__":
-    main()
-
-
 _ZONES = "sys/class/powercap"
 
 
@@ -389,3 +385,7 @@ def _packages(zones: Path) -> Iterator[Path]:
                 yield zone
         except OSError:
             continue  # a zone that has just gone, as when a package is taken offline
+
+
+if __name__ == "__main__":
+    main()

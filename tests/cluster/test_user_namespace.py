@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from commands import BIN, losses, paceline, write_job
-from paceline.cluster.emulate import network as user_namespace
-from paceline.cluster.emulate.network import become_root_of_own_namespace
+from paceline.cluster import network as user_namespace
+from paceline.cluster.network import become_root_of_own_namespace
 from paceline.errors import ClusterError
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups"
 
 

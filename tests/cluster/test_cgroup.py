@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.emulate.cgroup import cpu_quota, enter_group, make_group, memory_limit_bytes, place_of_group
+from paceline.cluster.cgroup import cpu_quota, enter_group, make_group, memory_limit_bytes, place_of_group
 from paceline.errors import ClusterError
 
 V2 = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.discover import discover
-from paceline.cluster.doctor.probe import Probe, cache_bytes, copy_bytes
+from paceline.cluster.probe import Probe, cache_bytes, copy_bytes
 from paceline.errors import ClusterError
 
 HOST = discover().hosts[0].model_copy(update={"gpus": ()})

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.cluster.cluster import Host
-from paceline.cluster.doctor.probe import Energy, cache_bytes, cpu_energy, gpu_energy
-from paceline.cluster.emulate.cgroup import cpu_quota
+from paceline.cluster.cgroup import cpu_quota
+from paceline.cluster.host import Host
+from paceline.cluster.probe import Energy, cache_bytes, cpu_energy, gpu_energy
 from paceline.device import CPU, DEVICE_VARIABLE, VISIBLE
 from paceline.files import kernel_text
 from paceline.torch_versions import OLDEST, newer_than_tested, release

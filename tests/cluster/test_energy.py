@@ -13,7 +13,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from paceline.cluster.doctor.probe import Telemetry, cpu_energy, gpu_energy
+from paceline.cluster.probe import Telemetry, cpu_energy, gpu_energy
 
 ZONES = {
     "intel-rapl:0": "package-0",

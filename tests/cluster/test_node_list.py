@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.launch_engines.own import expand
+from paceline.cluster.launch_engines import expand
 from paceline.errors import LaunchError
 
 words = st.text("abz-_.09", min_size=1, max_size=4)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from commands import ended, losses, paceline, started, wait_for, write_job, write_late_job
-from paceline.cluster.launch_engines.engine import default_port
+from paceline.cluster.launch_engines import default_port
 from paceline.wire.key import RunKey, write_key
 
 pytestmark = pytest.mark.needs_mpirun

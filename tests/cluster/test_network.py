@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.cluster import Emulate
-from paceline.cluster.emulate.hosts import EmulatedHost, Emulation
-from paceline.cluster.emulate.network import shape
+from paceline.cluster.emulate import EmulatedHost, Emulation
+from paceline.cluster.host import Emulate
+from paceline.cluster.network import shape
 
 
 def shown(host: EmulatedHost, *command: str) -> Any:

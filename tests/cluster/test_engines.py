@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from paceline.cluster.launch_engines import HostPlace, own
-from paceline.cluster.launch_engines.engine import address_from, default_port
+from paceline.cluster import launch_engines as own
+from paceline.cluster.launch_engines import HostPlace, address_from, default_port
 from paceline.errors import LaunchError
 
 Variables = dict[str, str]

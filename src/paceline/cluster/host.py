@@ -1,0 +1,182 @@
+"""A host, its devices and links; and hosts that this machine emulates."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from paceline.device import CPU, GPU
+
+T = TypeVar("T")
+# torch's type of a device: `cuda` (also AMD's), `xpu`, `mps`, a plugin's own; `cpu` is a core
+Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+Listed = Annotated[tuple[T, ...], Field(strict=False)]  # YAML has only lists
+
+
+class Part(BaseModel):
+    """Strict keys and values (a number in quotes is not a number), frozen once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Device(Part):
+    """A device of one rank: an accelerator, or one core of a host without any."""
+
+    index: int = Field(ge=0)  # as torch numbers it on its host
+    kind: Kind = GPU
+    name: str
+    memory_bytes: int = Field(ge=1)  # a core's is its equal share of the host's
+    bf16: bool | None = None  # arithmetic in hardware; None where unknown
+    graphs: bool | None = None  # torch can replay its kernels as graphs; None where it was not asked
+
+
+class Link(Part):
+    """A link between hosts or between devices.
+
+    Between hosts: `loopback`, or `ethernet` for any other interface; between devices: `nvlink`, `pcie`.
+
+    Named after the interface (`eth0`), the two devices (`cuda:0-cuda:1`), or the device and what it is plugged into
+    (`cuda:0-switch`). `channel:1` is what was measured to host 1, through the channel of the host processes.
+    """
+
+    name: str
+    kind: Literal["loopback", "ethernet", "nvlink", "pcie", "measured"]
+    # Gbit/s each way, as the driver states it; None where it states nothing
+    bandwidth_gbps: float | None = Field(None, gt=0)
+    latency_ms: float | None = Field(None, gt=0)  # one way, where it was measured
+    # how many times the rates of all hosts together are what the switches above them carry; …
+    oversubscription: float = Field(1.0, ge=1, allow_inf_nan=False)
+    oversubscribed_beyond: int = Field(1, ge=1)  # … among more than so many hosts
+
+
+class Host(Part):
+    """One machine, or the part of it that control groups and affinity leave to us."""
+
+    name: str
+    cores: int = Field(ge=1)  # logical, as many as may be busy at once
+    memory_bytes: int = Field(ge=1)
+    cpu: str = "CPU"
+    cpu_bf16: bool | None = None  # arithmetic in hardware; None where unknown
+    cpu_avx512: bool | None = None  # x86's vectors of 512 bits
+    affinity: Listed[Listed[int]] = ()
+    """Ids of the usable logical cores, grouped by physical core; empty where unknown."""
+    gpus: Listed[Device] = ()
+    links: Listed[Link] = ()
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Host:
+        named = sum(map(len, self.affinity))
+        if self.affinity and self.cores > named:
+            raise ValueError(f"host {self.name} has {self.cores} cores, but its affinity names only {named}")
+        if not all(self.affinity):
+            raise ValueError(
+                f"the affinity of host {self.name} has an empty list; each one holds the cores of one physical core"
+            )
+        if any(gpu.kind == CPU for gpu in self.gpus):
+            raise ValueError(
+                f"host {self.name} has a device of kind cpu among its GPUs; its cores are devices by themselves"
+            )
+        if len(kinds := sorted({gpu.kind for gpu in self.gpus})) > 1:
+            raise ValueError(f"host {self.name} has GPUs of several kinds ({', '.join(kinds)}); torch uses one of them")
+        return self
+
+    @property
+    def kind(self) -> Kind:
+        """Torch's type of its devices."""
+        return self.gpus[0].kind if self.gpus else CPU
+
+    @property
+    def has_accelerators(self) -> bool:
+        """True if ranks compute on accelerators here, not on cores."""
+        return bool(self.gpus)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The accelerators; on a host without any, its usable cores, one device each."""
+        share = max(1, self.memory_bytes // self.cores)
+        return self.gpus or tuple(
+            Device(index=i, kind=CPU, name=self.cpu, memory_bytes=share, bf16=self.cpu_bf16) for i in range(self.cores)
+        )
+
+    @property
+    def physical_cores(self) -> int:
+        """Number of usable physical cores; hyper-threads share the arithmetic units of one."""
+        return min(self.cores, len(self.affinity) or self.cores)
+
+
+class Emulate(Part):
+    """Hosts emulated on this machine, without GPUs, to try out a cluster.
+
+    Links have a given rate, hosts a given number of cores.
+
+    `rate` (`100mbit`, each way) and `cpu` (cores that may be busy at once) are one value for all hosts or a list with
+    one for each. `delay_ms` is the one-way delay of a packet from any host to any other. The hosts' network is not
+    connected to any other, so data must be on the machine before.
+    """
+
+    hosts: int = Field(ge=1, le=250)
+    rate: str | Listed[str] | None = None  # None: as fast as the machine
+    cpu: float | Listed[float] | None = None  # None: all of the machine's
+    delay_ms: float | None = Field(None, gt=0, le=10_000, allow_inf_nan=False)
+
+    @field_validator("rate", mode="before")
+    @classmethod
+    def _rates(cls, rate: object) -> object:
+        for one in rate if isinstance(rate, list | tuple) else [] if rate is None else [rate]:
+            bits_per_s(str(one))
+        return rate
+
+    @field_validator("cpu", mode="before")
+    @classmethod
+    def _quotas(cls, cpu: object) -> object:
+        for one in cpu if isinstance(cpu, list | tuple) else [] if cpu is None else [cpu]:
+            if isinstance(one, bool) or not isinstance(one, int | float) or not 0.05 <= one < math.inf:
+                raise ValueError(
+                    f"{one!r} is not a number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least"
+                )
+        return cpu
+
+    @model_validator(mode="after")
+    def _one_for_each_host(self) -> Emulate:
+        for key, value in (("rate", self.rate), ("cpu", self.cpu)):
+            if isinstance(value, tuple) and len(value) != self.hosts:
+                raise ValueError(
+                    f"{key} lists {len(value)} values, but there are {self.hosts} hosts: give one for each, "
+                    "or one for all"
+                )
+        return self
+
+    @property
+    def rates_bps(self) -> tuple[int | None, ...]:
+        """Bits/s of each host's link, each way; None where it is not limited."""
+        rates = self.rate if isinstance(self.rate, tuple) else (self.rate,) * self.hosts
+        return tuple(None if rate is None else bits_per_s(rate) for rate in rates)
+
+    @property
+    def cores(self) -> tuple[float | None, ...]:
+        """Number of cores that each host may keep busy; None means unlimited."""
+        return self.cpu if isinstance(self.cpu, tuple) else (self.cpu,) * self.hosts
+
+
+_RATE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmg])bit(/s)?", re.IGNORECASE)
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+_LEAST, _MOST = 10**4, 4 * 10**11  # what `tc` can shape
+
+
+def bits_per_s(rate: str) -> int:
+    """`100mbit` as 100,000,000. In the words of `tc`: a kbit, mbit or gbit a second is 10³, 10⁶ or 10⁹ bits.
+
+    Raises:
+        ValueError: it is not a rate; with what would be one.
+    """
+    match = _RATE.fullmatch(rate.strip())
+    speed = round(float(match["number"]) * _UNITS[match["unit"].lower()]) if match else 0
+    if not _LEAST <= speed <= _MOST:
+        raise ValueError(
+            f"{rate!r} is not a rate such as 25mbit or 1gbit (kbit, mbit, gbit: 10³, 10⁶, 10⁹ bits a "
+            "second, 10kbit to 400gbit)"
+        )
+    return speed
