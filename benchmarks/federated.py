@@ -40,7 +40,7 @@ from paceline.run.convert import export
 from paceline.run.record.run import Run
 from paceline.stats import median_interval
 from paceline_federated.client import order
-from paceline_federated.simulation.run import Simulation, simulate
+from paceline_federated.simulation import Simulation, simulate
 
 FLOWER = Path(__file__).with_name("federated_flower.py").resolve()
 NAMES = {"w1": "first.weight", "b1": "first.bias", "w2": "second.weight", "b2": "second.bias"}

@@ -61,8 +61,8 @@ def timed(echo: Echo, bytes: int, calls: int) -> list[float]:
 def serve_paceline(settings: Settings) -> Iterator[int]:
     """Over a Unix socket in the folder, or over TLS with the run's key."""
     from paceline.wire.key import read_key
-    from paceline_server.messages import quick
     from paceline_server.service import Service
+    from paceline_server.talk import quick
 
     def echo(_: Any, value: Tensor) -> Tensor:
         return value

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.job.job import Job
-from paceline_federated.rule import Task
+from paceline_federated.rules import Task
 from paceline_federated.server import Cohort
-from paceline_federated.simulation.clients import Kept
-from paceline_federated.simulation.run import Simulation
-from paceline_federated.simulation.trainer import Trainer
+from paceline_federated.simulated_clients import Kept
+from paceline_federated.simulation import Simulation, Trainer
 from small_jobs import FEATURES, small_job
 
 

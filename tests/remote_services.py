@@ -16,8 +16,8 @@ from torch import Tensor
 
 from forked import python
 from paceline.wire.key import RunKey, read_key, write_key
-from paceline_server.messages import LATER, at_once, in_order, quick
 from paceline_server.service import Caller, Service
+from paceline_server.talk import LATER, at_once, in_order, quick
 from paceline_server.values import sendable
 
 DEADLINE_S = 30.0

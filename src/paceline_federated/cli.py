@@ -45,7 +45,7 @@ def simulate(
     from paceline.job.job import Job
     from paceline.printable import printable
     from paceline_federated.record import directory_of
-    from paceline_federated.simulation.run import simulate as simulated
+    from paceline_federated.simulation import simulate as simulated
 
     what = with_clients(Job.load(job), clients)
     path = directory_of(what, run, resume=resume)
@@ -89,7 +89,7 @@ def deploy(
     from paceline.job.job import Job
     from paceline.printable import printable
     from paceline.run.record.run import Run
-    from paceline_federated.flower.deploy import SuperLink, run_app, write_app
+    from paceline_federated.flower.app import SuperLink, run_app, write_app
 
     what = Job.load(job)
     for named in write_app(what, folder, run):

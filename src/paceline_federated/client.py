@@ -23,9 +23,8 @@ from paceline.job.loss_items import call
 from paceline.job.zoo.losses import build_loss
 from paceline.nearest import nearest
 from paceline.run.build import seed_all
-from paceline_federated.rule import FederatedRule, Local, Task, Update
-from paceline_federated.rule_info import FederatedRuleSpec
-from paceline_federated.section import FederateSpec, federate_spec
+from paceline_federated.rules import FederatedRule, Local, Task, Update
+from paceline_federated.section import FederatedRuleSpec, FederateSpec, federate_spec
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _DROPOUT = 1  # beside the order of samples

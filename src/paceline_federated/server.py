@@ -18,7 +18,7 @@ from paceline.job.job import Job
 from paceline.planning.sync_info import CODECS, CompressSpec
 from paceline.sync.compress.alone import MessageCodec
 from paceline_federated.client import Layout, federated, keys, one_key, rule_of, uniform
-from paceline_federated.rule import FederatedRule, Task, Update
+from paceline_federated.rules import FederatedRule, Task, Update
 from paceline_federated.section import FederateSpec, PrivacySpec, trimmed_share
 
 # what random numbers of a seed are for, so that no two uses draw the same

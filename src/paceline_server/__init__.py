@@ -10,10 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline_server.modules.host import connect
-    from paceline_server.modules.module import context, microbatches, module
-    from paceline_server.modules.optimizer import optimizer
-    from paceline_server.modules.reference import attach, call, create, stream
+    from paceline_server.modules.host import attach, call, connect, create, stream
+    from paceline_server.modules.module import context, microbatches, module, optimizer
     from paceline_server.modules.serve import serve
     from paceline_server.values import sendable
 
@@ -32,17 +30,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "attach": "paceline_server.modules.reference",
-    "call": "paceline_server.modules.reference",
+    "attach": "paceline_server.modules.host",
+    "call": "paceline_server.modules.host",
     "connect": "paceline_server.modules.host",
     "context": "paceline_server.modules.module",
-    "create": "paceline_server.modules.reference",
+    "create": "paceline_server.modules.host",
     "microbatches": "paceline_server.modules.module",
     "module": "paceline_server.modules.module",
-    "optimizer": "paceline_server.modules.optimizer",
+    "optimizer": "paceline_server.modules.module",
     "sendable": "paceline_server.values",
     "serve": "paceline_server.modules.serve",
-    "stream": "paceline_server.modules.reference",
+    "stream": "paceline_server.modules.host",
 }
 
 

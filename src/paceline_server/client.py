@@ -23,7 +23,7 @@ from paceline.printable import printable
 from paceline.wire.connection import connect
 from paceline.wire.ends import name_of
 from paceline.wire.key import RunKey
-from paceline_server.messages import (
+from paceline_server.talk import (
     VERSION,
     Answer,
     Call,
@@ -34,9 +34,10 @@ from paceline_server.messages import (
     More,
     Raised,
     Refused,
+    Talk,
     Welcome,
+    frame_limits,
 )
-from paceline_server.talk import Talk, frame_limits
 from paceline_server.values import pack
 
 ANSWER_BYTES = 2**34  # of the tensors in one answer, at most

@@ -25,7 +25,7 @@ from paceline.wire.connection import HANDSHAKE_S, Connection
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener, Where
 from paceline_server.client import STREAM_AHEAD, Pool
-from paceline_server.messages import (
+from paceline_server.talk import (
     LATER,
     VERSION,
     Answer,
@@ -37,9 +37,10 @@ from paceline_server.messages import (
     More,
     Raised,
     Refused,
+    Talk,
     Welcome,
+    frame_limits,
 )
-from paceline_server.talk import Talk, frame_limits
 from paceline_server.values import pack
 
 _MOST_NAME = 200  # characters

@@ -11,7 +11,7 @@ from federated import BATCH, LR, NAMES, job, must_agree, written
 from federated_flower import trained
 from paceline.job.samples import Selection
 from paceline_federated.client import ClientState
-from paceline_federated.simulation.run import Simulation
+from paceline_federated.simulation import Simulation
 
 
 def test_a_client_in_numpy_gets_the_weights_of_ours(tmp_path: Path) -> None:

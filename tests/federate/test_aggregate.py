@@ -13,8 +13,7 @@ from torch import Tensor
 
 from paceline.errors import JobError
 from paceline_federated.client import Layout
-from paceline_federated.rule import FederatedRule, Update
-from paceline_federated.rules import FedBuff
+from paceline_federated.rules import FedBuff, FederatedRule, Update
 from paceline_federated.section import FederateSpec
 from paceline_federated.server import Aggregator, Cohort, UpdateCodec
 

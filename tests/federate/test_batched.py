@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from federated_jobs import federated_job, trainer_of, updates
-from paceline_federated.simulation.run import Simulation, simulate
+from paceline_federated.simulation import Simulation, simulate
 
 DIRICHLET = {"partition": {"kind": "dirichlet", "alpha": 0.5}, "clients": 8}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 
 from paceline.errors import DataError
 from paceline.job.samples import Selection
+from paceline_federated.batched import Timetable, padded
 from paceline_federated.client import Work, keys, one_key, uniform
 from paceline_federated.section import ClientsSpec
-from paceline_federated.simulation.batched import Timetable, padded
-from paceline_federated.simulation.clients import Deal, deal
+from paceline_federated.simulated_clients import Deal, deal
 
 
 class Labelled(Dataset[Any]):

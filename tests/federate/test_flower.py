@@ -21,8 +21,8 @@ from paceline.errors import JobError, RunError
 from paceline.job.job import Job
 from paceline.run.convert import export
 from paceline.run.record.run import Run
-from paceline_federated.flower.deploy import write_app
-from paceline_federated.simulation.run import simulate
+from paceline_federated.flower.app import write_app
+from paceline_federated.simulation import simulate
 
 ROUNDS, CLIENTS = 4, 4
 DEPLOYED_S = 700.0  # each message of a deployment starts a process, which imports torch

@@ -13,10 +13,10 @@ from opacus.accountants import RDPAccountant
 from federated_jobs import federated_job
 from paceline.errors import JobError
 from paceline_federated.client import Layout
-from paceline_federated.rule import FederatedRule
+from paceline_federated.rules import FederatedRule
 from paceline_federated.section import FederateSpec
 from paceline_federated.server import Aggregator, Cohort
-from paceline_federated.simulation.run import simulate
+from paceline_federated.simulation import simulate
 
 PRIVATE: dict[str, Any] = {"clients": 20, "per_round": 10, "privacy": {"clip": 0.5, "noise": 1.0}}
 

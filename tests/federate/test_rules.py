@@ -13,10 +13,9 @@ from federated_jobs import federated_job, trainer_of
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline_federated.client import federated
-from paceline_federated.rule import FederatedRule, Local
-from paceline_federated.rule_info import FEDERATED_RULES, FederatedRuleSpec
-from paceline_federated.rules import CONTROL, FedAdam, FedAvg, FedProx, FedYogi, Scaffold
-from paceline_federated.simulation.run import Simulation
+from paceline_federated.rules import CONTROL, FedAdam, FedAvg, FederatedRule, FedProx, FedYogi, Local, Scaffold
+from paceline_federated.section import FEDERATED_RULES, FederatedRuleSpec
+from paceline_federated.simulation import Simulation
 from small_jobs import small_job
 
 

@@ -16,8 +16,8 @@ from paceline.errors import DataError, JobError, RunError
 from paceline.job.job import Job
 from paceline.run.convert import export
 from paceline.run.record.run import Run
-from paceline_federated.measure import Fairness
-from paceline_federated.simulation.run import Simulation, simulate
+from paceline_federated.record import Fairness
+from paceline_federated.simulation import Simulation, simulate
 from small_jobs import points
 
 HARD = {"clients": 8, "per_round": 4, "partition": {"kind": "dirichlet", "alpha": 0.5}}

@@ -19,7 +19,8 @@ from paceline.wire.connection import Connection, connect
 from paceline.wire.frames import FrameLimits, begin_of
 from paceline.wire.key import RunKey
 from paceline_server.client import Client
-from paceline_server.messages import (
+from paceline_server.service import Limits, Service
+from paceline_server.talk import (
     VERSION,
     Answer,
     Block,
@@ -32,7 +33,6 @@ from paceline_server.messages import (
     SharedMemory,
     Welcome,
 )
-from paceline_server.service import Limits, Service
 from remote_services import DEADLINE_S, ends, service
 
 HELLO = Hello(VERSION, "raw", "0")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.comm.shm.segment import _TOKEN_BYTES
 from paceline.errors import ChannelError
-from paceline_server.shared_memory import _LEAST_BYTES, _MOST_BLOCKS, _SEALS, OwnMemory, PeersMemory
+from paceline_server.talk import _LEAST_BYTES, _MOST_BLOCKS, _SEALS, OwnMemory, PeersMemory
 
 
 def sent(own: OwnMemory, peers: PeersMemory, value: int, nbytes: int) -> torch.Tensor:

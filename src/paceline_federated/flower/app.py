@@ -1,17 +1,30 @@
-"""The two ends of a Flower app. Torch is imported only when a client trains or the server begins."""
+"""A federated job as a Flower app: its two ends, written and run.
+
+Torch is imported only when a client trains or the server begins. Only the two ends need Flower (`flwr`).
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flwr.app import Context, Message
-from flwr.client.mod import secaggplus_mod
-from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
-
+from paceline.errors import JobError, RunError
 from paceline.job.job import Job
 from paceline_federated.section import federate_spec
+
+if TYPE_CHECKING:
+    from flwr.app import Context, Message
+    from flwr.serverapp import Grid
 
 
 def client_app(job: str | Path) -> Any:
@@ -25,6 +38,10 @@ def client_app(job: str | Path) -> Any:
     Args:
         job: file of the job.
     """
+    from flwr.app import Message
+    from flwr.client.mod import secaggplus_mod
+    from flwr.clientapp import ClientApp
+
     secure = federate_spec(Job.load(job)).secure is not None
     app: Any = ClientApp(mods=[secaggplus_mod] if secure else [])
 
@@ -57,6 +74,8 @@ def server_app(job: str | Path) -> Any:
     Args:
         job: file of the job.
     """
+    from flwr.serverapp import ServerApp
+
     app: Any = ServerApp()
 
     def main(grid: Grid, context: Context) -> None:
@@ -66,3 +85,193 @@ def server_app(job: str | Path) -> Any:
 
     app.main()(main)
     return app
+
+
+PACKAGE = "federated_job"
+FEWEST = 3  # clients of a secure sum: of two, each would know the other's update
+_FILES = {
+    "__init__.py": '"""A federated job of paceline as a Flower app."""\n',
+    "client_app.py": '''\
+"""The clients: what they do in a round is in job.yaml."""
+
+from pathlib import Path
+
+from paceline_federated.flower.app import client_app
+
+app = client_app(Path(__file__).with_name("job.yaml"))
+''',
+    "server_app.py": '''\
+"""The server: the job's own rule. Any other strategy of Flower can ask these clients, too."""
+
+from pathlib import Path
+
+from paceline_federated.flower.app import server_app
+
+app = server_app(Path(__file__).with_name("job.yaml"))
+''',
+}
+_PROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "1.0.0"
+description = "A federated job of paceline"
+license = "Apache-2.0"
+dependencies = ["flwr>=1.42"]  # and paceline, installed beside it on every host
+
+[tool.hatch.build.targets.wheel]
+packages = ["{package}"]
+
+[tool.flwr.app]
+publisher = "paceline"
+
+[tool.flwr.app.components]
+serverapp = "{package}.server_app:app"
+clientapp = "{package}.client_app:app"
+
+[tool.flwr.app.config]
+run = {run}  # directory of the record on the SuperLink's host; a new one under runs if empty
+"""
+
+
+def write_app(job: Job, folder: Path, run: Path | None = None) -> list[str]:
+    """Write the app into a new folder.
+
+    Returns files and code that the job names, which every host needs.
+
+    Args:
+        run: directory of the record, on the host of the SuperLink.
+
+    Raises:
+        JobError: the job has something that is not for Flower's messages.
+        RunError: the folder is there already, or cannot be written.
+    """
+    must_fit_flower(job)
+    package = folder / PACKAGE
+    name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-") or "job"
+    try:
+        package.mkdir(parents=True)
+        for file, text in _FILES.items():
+            (package / file).write_text(text)
+        (package / "job.yaml").write_text(job.to_yaml())
+        project = _PROJECT.format(
+            name=f"{name}-federated", package=PACKAGE, run=json.dumps("" if run is None else str(run.absolute()))
+        )
+        (folder / "pyproject.toml").write_text(project)
+    except FileExistsError as error:
+        raise RunError(f"{package} is there already: name another folder") from error
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written: {error}") from error
+    return _named(job)
+
+
+def must_fit_flower(job: Job) -> int:
+    """The number of rounds of a job that a deployment on Flower can make.
+
+    Raises:
+        JobError: it has something that a deployment cannot do. Says what to change.
+    """
+    from paceline_federated.client import federated, rule_of
+    from paceline_federated.rules import FederatedRule
+
+    spec, rule = federated(job), rule_of(job)
+    if spec.compress != "none" or spec.compress_down != "none":
+        raise JobError(
+            "federate.compress and compress_down: Flower's strategies take numbers as they are. Leave them out"
+        )
+    if rule.buffer is not None:
+        raise JobError(f"federate.rule {spec.rule} has no rounds, and Flower's strategies have. Take another rule")
+    if job.stop.steps is None or len(job.stop.model_dump(exclude_defaults=True)) > 1:
+        raise JobError("stop: a Flower app makes a number of rounds and knows no other end: give stop.steps alone")
+    plain_mean = spec.rule == "fedavg" or spec.rule.startswith("fedprox")
+    if spec.privacy is not None and not plain_mean:
+        raise JobError(
+            f"federate.privacy: Flower adds its noise to the new weights, which is the noise of the mean update under "
+            f"fedavg and fedprox alone, and the rule is {spec.rule}. Take fedavg or fedprox without other arguments"
+        )
+    returns = type(rule).finish is not FederatedRule.finish
+    if spec.secure is not None and returns and spec.weigh == "samples":
+        raise JobError(
+            f"federate.secure: SecAgg+ sums all numbers by one weight, and rule {spec.rule} needs an unweighted mean "
+            "as well. Set federate.weigh: equal"
+        )
+    if spec.secure is not None and (spec.per_round or spec.clients) < FEWEST:
+        raise JobError(f"federate.secure: a sum hides single updates from {FEWEST} clients in a round on")
+    return job.stop.steps
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """A connection to a SuperLink.
+
+    Attributes:
+        name: of the connection in Flower's own configuration, or an address and port.
+        root_certificates: file of the authority that signed the certificate at this address.
+        insecure: no TLS at this address.
+    """
+
+    name: str
+    root_certificates: Path | None = None
+    insecure: bool = False
+
+    @contextmanager
+    def connection(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Name of the connection for `flwr`, and the environment in which `flwr` knows it.
+
+        Raises:
+            JobError: TLS is asked for at a named connection, whose terms are in Flower's configuration.
+        """
+        environment = dict(os.environ)
+        if ":" not in self.name:
+            if self.root_certificates is not None or self.insecure:
+                raise JobError(f"{self.name} is a connection of Flower's configuration, which says how it is secured")
+            yield self.name, environment
+            return
+        with tempfile.TemporaryDirectory(prefix="paceline-flower-") as home:
+            lines = ["[superlink.deployment]", f"address = {json.dumps(self.name)}"]
+            if self.insecure:
+                lines.append("insecure = true")
+            if self.root_certificates is not None:
+                lines.append(f"root-certificates = {json.dumps(str(self.root_certificates.absolute()))}")
+            Path(home, "config.toml").write_text("\n".join(lines) + "\n")
+            yield "deployment", environment | {"FLWR_HOME": home}
+
+
+def run_app(folder: Path, superlink: SuperLink) -> None:
+    """Run an app on a SuperLink until it ends; its log goes to the screen.
+
+    Raises:
+        RunError: Flower is not installed, the SuperLink cannot be reached, or the run failed.
+    """
+    flwr = shutil.which("flwr", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if flwr is None:
+        raise RunError("the command flwr is not found: install Flower beside paceline (pip install 'flwr>=1.42')")
+    with superlink.connection() as (name, environment):
+
+        def asked(*words: str) -> dict[str, Any]:
+            done = subprocess.run([flwr, *words, "--format", "json"], env=environment, capture_output=True, text=True)
+            try:
+                answer: dict[str, Any] = json.loads(done.stdout)
+            except ValueError:
+                answer = {"error-message": (done.stderr or done.stdout).strip()}
+            if not answer.get("success"):
+                raise RunError(f"flwr {words[0]} {superlink.name}: {answer.get('error-message', answer)}")
+            return answer
+
+        number = str(asked("run", str(folder), name)["run-id"])
+        subprocess.run([flwr, "log", number, name, "--stream"], env=environment)
+        run = asked("list", name, "--run-id", number)["runs"][0]
+        if run["status"] != "finished:completed":
+            raise RunError(f"run {number} on {superlink.name} ended as {run['status']}: {run['status-details']}")
+
+
+def _named(job: Job) -> list[str]:
+    data = (
+        getattr(job.data, key, None)
+        for key in ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out")
+    )
+    model = (job.model.factory, job.model.hf, job.model.weights)
+    return [str(named) for named in (*data, *model) if named is not None]

@@ -19,10 +19,10 @@ from paceline.job.job import Job
 from paceline.job.samples import Selection
 from paceline.run.build import load_published
 from paceline_federated.client import ClientState, Layout, LocalTraining, federated, first_model
-from paceline_federated.measure import Measure
-from paceline_federated.rule import Task, Update
+from paceline_federated.record import Measure
+from paceline_federated.rules import Task, Update
 from paceline_federated.section import FederateSpec
-from paceline_federated.simulation.clients import deal, kept_apart
+from paceline_federated.simulated_clients import deal, kept_apart
 
 ARRAYS, SENT, RETURNED, CONFIG, METRICS = "arrays", "sent", "returned", "config", "metrics"
 EXAMPLES, LR, ROUND, NUMBER = "num-examples", "lr", "server-round", "number"

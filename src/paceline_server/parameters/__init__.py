@@ -5,10 +5,10 @@ server loses no update).
 """
 
 from paceline_server.parameters.client import Pulled, Pushed, ServerClient
+from paceline_server.parameters.log import OwnViews, StoreViews, View, Views
+from paceline_server.parameters.machine import Ticket
 from paceline_server.parameters.process import ParameterServer
 from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
-from paceline_server.parameters.tickets import Ticket
-from paceline_server.parameters.views import OwnViews, StoreViews, View, Views
 
 __all__ = [
     "GroupSettings",

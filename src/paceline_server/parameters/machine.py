@@ -6,30 +6,20 @@ itself. Each operation is applied once: one that comes again gets the answer of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import heapq
+import math
+from collections import Counter
+from collections.abc import Mapping, Set
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import msgspec
+from torch import Tensor
 
 from paceline.errors import ServerRefused
-from paceline_server.parameters.clients import Clients
-from paceline_server.parameters.operations import (
-    GiveBack,
-    Initialize,
-    Join,
-    Leave,
-    Load,
-    Open,
-    Operation,
-    Push,
-    Reply,
-    Take,
-    nbytes,
-)
 from paceline_server.parameters.parameters import Gradient, Parameters, Rows
 from paceline_server.parameters.settings import ServerSettings, slices_of
 from paceline_server.parameters.sums import Sum, bounded, combined, must_fit, once_each, scaled
-from paceline_server.parameters.tickets import Tickets
 
 
 class Machine:
@@ -276,3 +266,453 @@ def _plain(gradients: Mapping[str, Gradient]) -> dict[str, Any]:
 
 def _gradients(values: Mapping[str, Any]) -> dict[str, Gradient]:
     return {name: Rows(*value) if isinstance(value, list | tuple) else value for name, value in values.items()}
+
+
+SLOWEST_BYTES_PER_S = 10e6  # of a link that is not taken for lost
+
+
+class _Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that a client asks for once."""
+
+
+class Join(_Action, frozen=True, tag="join"):
+    """Become a member under a name; another client that has it is lost."""
+
+
+class Leave(_Action, frozen=True, tag="leave"):
+    """End a membership: one's own, or that of a client that died."""
+
+    client: str | None = None
+
+
+class Initialize(_Action, frozen=True, tag="initialize"):
+    """Give the parameters their first values; the first one counts."""
+
+    tensors: dict[str, Tensor]
+
+
+class Push(_Action, frozen=True, tag="push"):
+    """A gradient, or a change of the parameters.
+
+    Attributes:
+        read: the version that it was computed with.
+        ticket: number and attempt.
+        take: deal the next ticket with the answer, where there is one now.
+        coded: names of dense tensors, and all their numbers in the settings' code; a server decodes them into `dense`.
+        coded_bytes: bytes in which `dense` came; 0: as it is.
+    """
+
+    dense: dict[str, Tensor]
+    rows: dict[str, tuple[Tensor, Tensor]]
+    read: int
+    ticket: tuple[int, int] | None = None
+    delta: bool = False
+    take: bool = False
+    coded: tuple[list[str], Tensor] | None = None
+    coded_bytes: int = 0
+
+    def gradients(self) -> dict[str, Gradient]:
+        """All of it by name."""
+        return {**self.dense, **{name: Rows(*rows) for name, rows in self.rows.items()}}
+
+
+class Take(_Action, frozen=True, tag="take"):
+    """Ask for a ticket."""
+
+
+class GiveBack(_Action, frozen=True, tag="give_back"):
+    """Return a ticket that was not computed."""
+
+    number: int
+    attempt: int
+
+
+class Open(_Action, frozen=True, tag="open"):
+    """Allow tickets of more global batches."""
+
+    until: int
+
+
+class Load(_Action, frozen=True, tag="load"):
+    """Restore the parameters of a checkpoint, after so many global batches."""
+
+    parameters: dict[str, Any]
+    batches: int
+
+
+Action = Join | Leave | Initialize | Push | Take | GiveBack | Open | Load
+
+
+class Operation(NamedTuple):
+    """An action with its client and the number that this client gave it.
+
+    Attributes:
+        name: of the client, as people read it.
+        identity: random, of this one process.
+    """
+
+    name: str
+    identity: str
+    sequence: int
+    action: Action
+
+
+class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Result of an operation.
+
+    Attributes:
+        version: of the parameters, after it.
+        accepted: False: the ticket was dealt to another client meanwhile, and the push was dropped.
+        stepped: the optimizer took a step.
+        staleness: steps since the version that the push was computed with.
+        ticket: number, batch, piece, attempt and needs of the ticket that was dealt.
+    """
+
+    version: int
+    accepted: bool = True
+    stepped: bool = False
+    staleness: int = 0
+    ticket: Ticket | None = None
+
+
+def plain(action: Action) -> dict[str, Any]:
+    """The action as nested plain values and tensors."""
+    return {"type": type(action).__struct_config__.tag, **msgspec.structs.asdict(action)}
+
+
+def read_action(values: Any) -> Action:
+    """The action that `plain` wrote. Raises ServerRefused where it is none."""
+    try:
+        action: Action = msgspec.convert(values, Action)
+        return action
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ServerRefused(f"a client asked for something that is no action of a server: {error}") from None
+
+
+def nbytes(value: Any) -> int:
+    """Memory of all tensors in nested values."""
+    if isinstance(value, dict):
+        return sum(nbytes(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(nbytes(item) for item in value)
+    return int(getattr(value, "nbytes", 0))
+
+
+_MOST_KEPT = 2**14  # records of clients that have left
+
+
+@dataclass
+class Client:
+    """Record of one client.
+
+    Attributes:
+        pushes: that were applied, or are in a sum that will be.
+        late: whose ticket had been dealt to another client.
+        bounded: that were scaled down to the norm bound.
+        read: version that its last push was computed with.
+        staleness: how often a push was so many steps late.
+        clock: pushes, counted from the slowest member's when it joined.
+        replaced: another client has joined under its name.
+    """
+
+    name: str
+    sequence: int = 0
+    reply: Reply | None = None
+    pushes: int = 0
+    late: int = 0
+    bounded: int = 0
+    bytes: int = 0
+    read: int = -1
+    clock: int = 0
+    replaced: bool = False
+    staleness: Counter[int] = field(default_factory=Counter)
+
+    def note_push(self, read: int, behind: int) -> None:
+        """Count a push."""
+        self.pushes += 1
+        self.clock += 1
+        self.read = read
+        self.staleness[behind] += 1
+
+
+class Clients:
+    """All clients by their identity, and the members among them by name."""
+
+    def __init__(self, most_members: int) -> None:
+        self._most = most_members
+        self._all: dict[str, Client] = {}
+        self._members: dict[str, str] = {}
+
+    @property
+    def members(self) -> Set[str]:
+        """Names of the members."""
+        return self._members.keys()
+
+    def identities(self) -> Mapping[str, str]:
+        """The members' identities by name."""
+        return self._members
+
+    def answered(self, identity: str, sequence: int) -> Reply | None:
+        """The answer to an operation that was applied; None if it is new. Raises ServerRefused where it is older."""
+        client = self._all.get(identity)
+        if client is None or sequence > client.sequence:
+            return None
+        if sequence < client.sequence:
+            raise ServerRefused(
+                f"{client.name} repeated operation {sequence} after {client.sequence}: it was applied, or given up"
+            )
+        return client.reply
+
+    def know(self, name: str, identity: str) -> None:
+        """Have a record of a client, member or not."""
+        self._all.setdefault(identity, Client(name))
+
+    def answer(self, identity: str, sequence: int, reply: Reply) -> None:
+        """Keep the answer to a client's last operation, for when it is asked again."""
+        client = self._all[identity]
+        client.sequence, client.reply = sequence, reply
+
+    def must_be_free(self, name: str, identity: str) -> None:
+        """Refuse one more member than allowed, and one whose place another has taken. Raises ServerRefused."""
+        if identity in self._all and self._all[identity].replaced:
+            raise ServerRefused(f"another process has joined as {name} since, and has taken this one's place")
+        if len(self._members) >= self._most and name not in self._members:
+            raise ServerRefused(f"{name} joins as one too many: {self._most:,} members are allowed (most_members)")
+
+    def must_be_member(self, name: str, identity: str) -> None:
+        """Refuse a client that is none. Raises ServerRefused."""
+        if self._members.get(name) != identity:
+            gone = "was lost to the others, or has left" if identity in self._all else "has not joined"
+            raise ServerRefused(f"{name} is no member of this server: it {gone}. Call join first")
+
+    def member(self, name: str) -> Client:
+        """The record of a member."""
+        return self._all[self._members[name]]
+
+    def replace(self, name: str, identity: str) -> bool:
+        """True if another member has the name, and is to leave. None that has had it may come again."""
+        for other, client in self._all.items():
+            client.replaced |= client.name == name and other != identity
+        return self._members.get(name, identity) != identity
+
+    def join(self, name: str, identity: str) -> None:
+        """Add a member, whose clock begins at the slowest one's."""
+        clocks = [self._all[member].clock for member in self._members.values()]
+        client = self._all[identity]
+        client.name, client.clock = name, min(clocks, default=client.clock)
+        self._members[name] = identity
+
+    def leave(self, name: str, identity: str | None) -> bool:
+        """Remove a member, this identity or any; returns whether it was one. Its record stays a while."""
+        if name not in self._members or identity not in (None, self._members[name]):
+            return False
+        left = self._members.pop(name)
+        self._all[left] = self._all.pop(left)  # the newest of those that have left
+        gone = [identity for identity in self._all if identity not in self._members.values()] if self._full() else []
+        for oldest in gone[: len(self._all) - len(self._members) - _MOST_KEPT]:
+            del self._all[oldest]
+        return True
+
+    def ahead(self, name: str) -> tuple[int, str]:
+        """Pushes by which a member is ahead of the slowest, and who that is. (0 for one that is no member.)"""
+        if name not in self._members:
+            return 0, name
+        slowest = min(self._members, key=lambda member: self.member(member).clock)
+        return self.member(name).clock - self.member(slowest).clock, slowest
+
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Counts of each client by name; those of clients of one name are added."""
+        counts: dict[str, dict[str, Any]] = {}
+        for client in self._all.values():
+            of = counts.setdefault(
+                client.name, dict.fromkeys(("pushes", "late", "bounded", "bytes"), 0) | {"staleness": {}}
+            )
+            for key in ("pushes", "late", "bounded", "bytes"):
+                of[key] += getattr(client, key)
+            for behind, count in client.staleness.items():
+                of["staleness"][behind] = of["staleness"].get(behind, 0) + count
+            of["read"], of["member"] = client.read, client.name in self._members
+        return counts
+
+    def state(self) -> dict[str, Any]:
+        """Everything here, as plain values."""
+        return {
+            "all": {
+                identity: {
+                    **asdict(client),
+                    "reply": client.reply and msgspec.to_builtins(client.reply),
+                    "staleness": dict(client.staleness),
+                }
+                for identity, client in self._all.items()
+            },
+            "members": dict(self._members),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self._members = dict(state["members"])
+        self._all = {
+            identity: Client(
+                **{
+                    **values,
+                    "reply": values["reply"] and msgspec.convert(values["reply"], Reply),
+                    "staleness": Counter(values["staleness"]),
+                }
+            )
+            for identity, values in state["all"].items()
+        }
+
+    def _full(self) -> bool:
+        return len(self._all) - len(self._members) > _MOST_KEPT
+
+
+class Ticket(NamedTuple):
+    """A piece of a global batch to be computed by one client.
+
+    Attributes:
+        attempt: 0, and one more for each time that it was dealt again.
+        needs: global batches whose pieces the parameters must hold that it is computed with.
+    """
+
+    number: int
+    batch: int
+    piece: int
+    attempt: int
+    needs: int
+
+
+class Tickets:
+    """State machine that deals tickets.
+
+    Args:
+        pieces: tickets of a global batch.
+        staleness: global batches by which a ticket may run ahead of the last one that is applied whole.
+        at_once: tickets that one client may hold.
+
+    Attributes:
+        until: tickets of batches below it may be dealt.
+    """
+
+    def __init__(self, pieces: int, staleness: float, at_once: int) -> None:
+        self._pieces, self._staleness, self._at_once = pieces, staleness, at_once
+        self.until = 0
+        self._next = 0  # number that was never dealt
+        self._below = 0  # all tickets below it are applied
+        self._applied: set[int] = set()  # the others that are
+        self._again: list[int] = []  # heap of tickets to be dealt again
+        self._attempts: dict[int, int] = {}
+        self._holders: dict[int, str] = {}
+
+    @property
+    def batches(self) -> int:
+        """Global batches that are applied whole, all before them included."""
+        return self._below // self._pieces
+
+    @property
+    def at_boundary(self) -> bool:
+        """True if every ticket that may be dealt is applied."""
+        return self._below >= self.until * self._pieces
+
+    @property
+    def in_flight(self) -> Mapping[int, str]:
+        """Tickets that are dealt and not applied, with their holders."""
+        return self._holders
+
+    def open(self, until: int) -> None:
+        """Allow tickets of batches below `until`; a boundary that is further already stays."""
+        self.until = max(self.until, until)
+
+    def waits(self, client: str) -> str | None:
+        """Reason why a client has to wait for a ticket, or None."""
+        if self.at_boundary:
+            return None
+        if sum(holder == client for holder in self._holders.values()) >= self._at_once:
+            return f"it holds {self._at_once} tickets already: push or give back one"
+        number = self._again[0] if self._again else self._next
+        if number >= self.until * self._pieces:
+            return f"tickets {self._shown()} are not applied yet"
+        if number // self._pieces - self.batches > self._staleness:
+            return f"ticket {number} would run more than {self._staleness:g} global batches ahead of {self._shown()}"
+        return None
+
+    def deal(self, client: str) -> Ticket | None:
+        """The next ticket; None at the boundary. Not where `waits` gives a reason."""
+        if self.at_boundary:
+            return None
+        if self._again:
+            number = heapq.heappop(self._again)
+        else:
+            number, self._next = self._next, self._next + 1
+        self._holders[number] = client
+        batch, piece = divmod(number, self._pieces)
+        needs = 0 if math.isinf(self._staleness) else max(0, batch - int(self._staleness))
+        return Ticket(number, batch, piece, self._attempts.get(number, 0), needs)
+
+    def holds(self, client: str, number: int, attempt: int) -> bool:
+        """True if the ticket is this client's, under this attempt."""
+        return self._holders.get(number) == client and self._attempts.get(number, 0) == attempt
+
+    def apply(self, number: int) -> None:
+        """Note that a ticket in flight was applied."""
+        del self._holders[number]
+        self._attempts.pop(number, None)
+        self._note(number)
+
+    def take_in(self, number: int) -> bool:
+        """Note that a ticket of another server was applied here; False where it was before.
+
+        Whoever brings it first counts: servers that deal none do not know who holds it.
+        """
+        if number < self._below or number in self._applied:
+            return False
+        self._note(number)
+        return True
+
+    def _note(self, number: int) -> None:
+        self._applied.add(number)
+        while self._below in self._applied:
+            self._applied.remove(self._below)
+            self._below += 1
+
+    def give_back(self, number: int) -> None:
+        """Have a ticket in flight dealt again."""
+        del self._holders[number]
+        self._attempts[number] = self._attempts.get(number, 0) + 1
+        heapq.heappush(self._again, number)
+
+    def lose(self, client: str) -> list[int]:
+        """Have all tickets of a client dealt again; returns which."""
+        lost = sorted(number for number, holder in self._holders.items() if holder == client)
+        for number in lost:
+            self.give_back(number)
+        return lost
+
+    def go_on_at(self, batches: int) -> None:
+        """Begin at a global batch, those before it applied; nothing is in flight."""
+        self._below = self._next = batches * self._pieces
+        self.until = max(self.until, batches)
+        self._applied.clear()
+        self._again.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Everything here, as plain values."""
+        return {
+            "until": self.until,
+            "next": self._next,
+            "below": self._below,
+            "applied": sorted(self._applied),
+            "again": sorted(self._again),
+            "attempts": dict(self._attempts),
+            "holders": dict(self._holders),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.until, self._next, self._below = state["until"], state["next"], state["below"]
+        self._applied, self._again = set(state["applied"]), list(state["again"])
+        self._attempts, self._holders = dict(state["attempts"]), dict(state["holders"])
+
+    def _shown(self) -> str:
+        """Tickets that are waited for and who has them, the first few."""
+        waited = [f"{number} ({self._holders[number]})" for number in sorted(self._holders)[:4]]
+        return ", ".join(waited) or f"{self._below}"

@@ -17,15 +17,13 @@ from torch import Tensor
 
 from paceline.errors import ChannelError, DeadlineError, ServerLost, ServerRefused
 from paceline.wire.key import RunKey
-from paceline_server.messages import LATER, at_once, quick
 from paceline_server.parameters.journal import Journal
-from paceline_server.parameters.log import Elsewhere, Log, wait_for
-from paceline_server.parameters.machine import Machine
-from paceline_server.parameters.operations import Action, Leave, Operation, Push, Reply, read_action
+from paceline_server.parameters.log import Address, Elsewhere, Log, OwnViews, Views, as_text, wait_for
+from paceline_server.parameters.machine import Action, Leave, Machine, Operation, Push, Reply, read_action
 from paceline_server.parameters.settings import ServerSettings
 from paceline_server.parameters.sums import Place, Sums, rows_must_be_owned
-from paceline_server.parameters.views import Address, OwnViews, Views, as_text
 from paceline_server.service import Caller, Limits, Service
+from paceline_server.talk import LATER, at_once, quick
 
 GRACE_S = 5.0  # a client without a connection is lost after it
 MOST_WAIT_S = 1.0  # in the server; the client asks again, and so finds out that a server hangs

@@ -1,7 +1,7 @@
 """The sync rule `server`: replicas that push to parameter servers.
 
-`SERVER` describes the rule and does not import torch. Read `server.py` first: servers that sum gradients. `served.py`
-has the workers of servers that own the parameters; their training loop is `paceline_server/training`.
+`SERVER` describes the rule and does not import torch; `server.py` has its forms. The training loop of workers whose
+servers own the parameters is `paceline_server/training`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _variants(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         }
     if arguments["staleness"]:
         found |= {
-            "rule": "paceline_server.sync.served:ServedDeltas" if found else "paceline_server.sync.served:Served",
+            "rule": "paceline_server.sync.server:ServedDeltas" if found else "paceline_server.sync.server:Served",
             "exact": False,
             "every_step": False,
             "served": True,

@@ -1,19 +1,23 @@
-"""Parameter server, synchronous: servers sum what all replicas push, and every replica gets the sum (Li et al., 2014).
+"""The forms of the sync rule `server` (Li et al., 2014).
 
-Bounded staleness and asynchronous updates, for which servers own the parameters, are in `training/served/`.
+Without a staleness, servers sum what all replicas push, and every replica gets the sum: `ServerSums`, and with a period
+`ServerDeltas`. With a staleness (Ho et al., 2013) servers own the parameters and the optimizer, and step on every push:
+`Served` and `ServedDeltas` are a worker's side, and `paceline_server/training` has the workers' loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.comm.address import own_address
 from paceline.comm.allreduce.algorithms import Algorithm
@@ -21,19 +25,20 @@ from paceline.comm.allreduce.flat import FlatAllReduce
 from paceline.comm.comm_thread import CommThread, Task
 from paceline.comm.group import Group, Op
 from paceline.device import is_accelerator
-from paceline.errors import ChannelError, LaunchError, ServerLost, ServerRefused, SyncError
+from paceline.errors import ChannelError, LaunchError, PlanError, ServerLost, ServerRefused, SyncError
 from paceline.files import scratch_folder
 from paceline.generation import GenerationOver, generation_is_over, generations_are_watched
 from paceline.sync.allreduce import AllReduce, BucketStream
 from paceline.sync.compress.alone import Feedback, decoder
 from paceline.sync.diloco import DiLoCo
-from paceline.sync.rule import Reduction
+from paceline.sync.rows import numbers_of
+from paceline.sync.rule import Reduction, Replica, SyncRule
 from paceline.sync.traffic import Traffic
 from paceline.wire.key import RunKey, own_key
 from paceline_server.parameters.client import ServerClient
+from paceline_server.parameters.log import as_address, as_text
 from paceline_server.parameters.process import ParameterServer
 from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
-from paceline_server.parameters.views import as_address, as_text
 
 
 class ServerSums(AllReduce):
@@ -302,3 +307,60 @@ def _key_of(group: Group) -> RunKey | None:
             "paceline train, or hand all of them a file that `paceline key` makes (PACELINE_KEY_FILE)"
         )
     return key
+
+
+class Served(SyncRule):
+    """Hand this worker's gradient to `update` in the place of an optimizer step.
+
+    A worker's ranks are alone in their group: no collective joins them with others.
+
+    Attributes:
+        update: pushes the gradients of the parameters; set by the workers' loop.
+    """
+
+    def __init__(self, **_: object) -> None:
+        self.update: Callable[[], object] = _nobody
+
+    def attach(self, replica: Replica) -> None:
+        if replica.world.is_fake:  # a dry run has no servers
+            self.update = lambda: None
+        elif replica.dp.size > 1:
+            raise PlanError(
+                "under sync=server with a staleness, servers own the parameters and workers take pieces of the batches "
+                "as they can, which only paceline train does: sync=server, whose replicas take every step together"
+            )
+        self.parameters = replica.trainable
+
+    def step_optimizer(self, optimizer: Optimizer) -> None:
+        self.update()
+
+    def after_backward(self, step: int, scalars: Tensor) -> Reduction:
+        return Reduction(numbers_of(self.parameters), scalars)
+
+
+class ServedDeltas(Served):
+    """Train alone for a round of steps; the workers' loop pushes the change.
+
+    `update` is the step of this worker's optimizer; servers take the outer one (DiLoCo: Douillard et al., 2023,
+    arXiv:2311.08105) on each push. Between rounds a worker keeps its optimizer's state.
+
+    Attributes:
+        outer: state of the servers' optimizer at the last boundary, by the parameters' names; on the first worker.
+    """
+
+    def __init__(self, **arguments: object) -> None:
+        super().__init__(**arguments)
+        self.outer: dict[str, dict[str, Tensor]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"{key}/{name}": value for name, state in self.outer.items() for key, value in state.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.outer = {}
+        for full, value in state.items():
+            key, _, name = full.partition("/")
+            self.outer.setdefault(name, {})[key] = value
+
+
+def _nobody() -> None:
+    raise PlanError("sync=server with a staleness trains with servers, which only paceline train starts")

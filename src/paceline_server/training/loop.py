@@ -22,7 +22,7 @@ from paceline.run.record.run import Run
 from paceline.units import count
 from paceline.wire.store import StoreClient
 from paceline_server.training.log import LoggedBatches, LoggedPiece
-from paceline_server.training.rounds import next_boundary
+from paceline_server.training.pieces import next_boundary
 from paceline_server.training.worker import Worker
 
 BEGIN = "served/begin"  # key of the run's store: batches before the first round

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -19,11 +22,13 @@ from paceline.comm.address import own_address
 from paceline.comm.backend import joined
 from paceline.device import use
 from paceline.elastic.membership import announced
+from paceline.engine.calls import sparse_tables
 from paceline.engine.engine import Engine
 from paceline.errors import LaunchError, ServerRefused
 from paceline.generation import Generation, watch_generation
 from paceline.job.job import Job
 from paceline.job.partition import Partition
+from paceline.planning.plan import Plan
 from paceline.planning.sync_info import ServerProcesses, SyncSpec
 from paceline.rank_environment import RankEnvironment
 from paceline.run.build import build_engine, built, check_device, seed_all
@@ -35,13 +40,12 @@ from paceline.wire.key import RunKey, own_key
 from paceline.wire.status import StatusBoard
 from paceline.wire.store import StoreClient
 from paceline_server.parameters.client import ServerClient
+from paceline_server.parameters.log import StoreViews, View, as_address, as_text
 from paceline_server.parameters.process import GRACE_S, ParameterServer
-from paceline_server.parameters.views import StoreViews, View, as_address, as_text
+from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
 from paceline_server.training.log import PieceLog
 from paceline_server.training.loop import BEGIN, FirstWorker
-from paceline_server.training.pieces import Pieces
-from paceline_server.training.rounds import Rounds, next_boundary
-from paceline_server.training.settings import read, settings_of, tensors_of, written
+from paceline_server.training.pieces import Pieces, Rounds, next_boundary
 from paceline_server.training.whole import Whole
 from paceline_server.training.worker import Worker
 
@@ -244,3 +248,87 @@ def _key_and_place(environment: RankEnvironment) -> tuple[RunKey | None, tuple[s
     assert environment.error_file is not None
     # in the launcher's folder, which goes with the attempt
     return None, environment.error_file.with_name(f"server-{os.getpid()}")
+
+
+# of a schedule, in global batches; servers count pushes
+_COUNTED = ("warmup_steps", "decay_steps")
+
+
+def settings_of(job: Job, plan: Plan, tensors: tuple[TensorSpec, ...], total_steps: int | None) -> ServerSettings:
+    """Settings of the servers of a run, which own these tensors.
+
+    A push is the mean gradient of a piece, which counts for its share of the global batch: its learning rate is the
+    job's divided by the pieces. With a period it is a change of the parameters, and the optimizer the outer one.
+    """
+    pieces, spec = plan.dp, SyncSpec.parse(plan.sync)
+    staleness = float(spec.arguments["staleness"])
+    if spec.period > 1:
+        group = GroupSettings(tensors=tensors, optimizer=_outer(pieces, spec.arguments))
+    else:
+        group = _of_gradients(job, pieces, tensors, total_steps)
+    return ServerSettings(
+        groups=(group,),
+        fingerprint=_fingerprint(tensors, group),
+        staleness=staleness,
+        pieces=pieces,
+        compress=plan.compress,
+    )
+
+
+def _outer(pieces: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The outer optimizer, taken on every push instead of once a round.
+
+    Over the pushes of a round the momentum decays as in one outer step, and a steady change moves the parameters as
+    far.
+    """
+    decay = arguments["momentum"] ** (1 / pieces)
+    rate = arguments["lr"] / pieces * (1 - decay) / (1 - arguments["momentum"])
+    return {"name": "sgd", "lr": rate, "momentum": decay, "nesterov": decay > 0}
+
+
+def _of_gradients(job: Job, pieces: int, tensors: tuple[TensorSpec, ...], total_steps: int | None) -> GroupSettings:
+    """The job's optimizer and schedule, for pushes of gradients."""
+    optimizer = job.optimizer.model_dump(exclude_defaults=True) | {"lr": job.optimizer.lr / pieces}
+    schedule = job.schedule.model_dump(exclude_defaults=True)
+    schedule |= {key: schedule[key] * pieces for key in _COUNTED if schedule.get(key)}
+    if "milestones" in schedule:
+        schedule["milestones"] = [milestone * pieces for milestone in schedule["milestones"]]
+    steps = None if total_steps is None else total_steps * pieces
+    return GroupSettings(optimizer=optimizer, schedule=schedule, total_steps=steps, tensors=tensors)
+
+
+def tensors_of(model: nn.Module, whole: Whole, period: int) -> tuple[TensorSpec, ...]:
+    """The tensors that servers own of a worker's model. Where it is divided, or with a period, tables are dense.
+
+    Raises:
+        ServerRefused: a parameter is of a kind that servers do not hold.
+    """
+    sparse = set[str]() if whole.divides or period > 1 else set(sparse_tables(model))
+    return tuple(
+        TensorSpec(name, shape, str(whole.dtypes[name]).removeprefix("torch."), sparse=name in sparse)
+        for name, shape in whole.shapes.items()
+    )
+
+
+def written(settings: ServerSettings) -> bytes:
+    """Settings as JSON."""
+    return json.dumps(asdict(settings)).encode()
+
+
+def read(text: bytes) -> ServerSettings:
+    """Settings that `written` told."""
+    told: dict[str, Any] = json.loads(text)
+    groups = tuple(
+        GroupSettings(**group | {"tensors": tuple(TensorSpec(**_whole(t)) for t in group["tensors"])})
+        for group in told["groups"]
+    )
+    return ServerSettings(**told | {"groups": groups})
+
+
+def _whole(tensor: dict[str, Any]) -> dict[str, Any]:
+    return tensor | {"shape": tuple(tensor["shape"])}
+
+
+def _fingerprint(tensors: tuple[TensorSpec, ...], group: GroupSettings) -> str:
+    told = json.dumps([[asdict(tensor) for tensor in tensors], group.optimizer])
+    return hashlib.sha256(told.encode()).hexdigest()

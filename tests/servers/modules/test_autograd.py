@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from paceline.errors import DeadlineError, PacelineError, RemoteError
 from paceline.job.spec import load_object
 from paceline_server.modules.host import Host, connect
-from paceline_server.modules.module import context, microbatches, module
-from paceline_server.modules.optimizer import optimizer
+from paceline_server.modules.module import context, microbatches, module, optimizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import path_of, serving

@@ -24,8 +24,8 @@ from forked import python
 from paceline.errors import ChannelError, PacelineError, RemoteError
 from paceline.wire.key import RunKey
 from paceline_server.modules import host as hosts
+from paceline_server.modules.held import Lane
 from paceline_server.modules.host import Host
-from paceline_server.modules.lanes import Lane
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import DEADLINE_S, NAMES, path_of, serving

@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paceline.errors import ServerRefused
-from paceline_server.parameters.machine import Machine
-from paceline_server.parameters.operations import (
+from paceline_server.parameters.machine import (
     Action,
     GiveBack,
     Initialize,
     Join,
     Leave,
     Load,
+    Machine,
     Open,
     Operation,
     Push,
     Reply,
     Take,
+    Ticket,
     plain,
     read_action,
 )
 from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec, slices_of
-from paceline_server.parameters.tickets import Ticket
 
 SGD = {"name": "sgd", "lr": 1.0}
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paceline_server.parameters.machine import Machine
-from paceline_server.parameters.operations import Action, Initialize, Join, Operation, Push
+from paceline_server.parameters.machine import Action, Initialize, Join, Machine, Operation, Push
 from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec, slices_of
-from paceline_server.training.state import TrainedState, for_servers, of_servers
+from paceline_server.training.worker import TrainedState, for_servers, of_servers
 
 SETTINGS = ServerSettings(
     (GroupSettings((TensorSpec("w", (6, 2)), TensorSpec("b", ())), {"name": "adam", "lr": 0.1}),), "model", pieces=2

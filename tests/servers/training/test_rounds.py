@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import ended, events, kill_rank, losses, paceline, training, wait_for_events, wait_for_step, write_job
-from paceline_server.training.rounds import Rounds
+from paceline_server.training.pieces import Rounds
 from servers.training.test_run import job_in as small_job_in
 from servers.training.test_run import newest
 from servers.training.test_split import job_in, trained

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from paceline.elastic.run_lock import RunLock
 from paceline.errors import DataError
@@ -19,13 +25,12 @@ from paceline.run.build import load_published
 from paceline.run.record.run import Run
 from paceline.run.stop_signals import stop_signals
 from paceline.units import count
-from paceline_federated.client import LocalTraining, federated, first_model
-from paceline_federated.measure import Fairness, Measure
-from paceline_federated.record import FederatedRecord, Round, ServerCheckpoints, run_at
-from paceline_federated.server import Server, with_samples
-from paceline_federated.simulation.asynchronous import Flights
-from paceline_federated.simulation.clients import Behaviour, Deal, Kept, deal
-from paceline_federated.simulation.trainer import Trainer
+from paceline_federated.batched import Batched, CannotBatch, Samples
+from paceline_federated.client import LocalTraining, federated, first_model, keys
+from paceline_federated.record import Fairness, FederatedRecord, Measure, Round, ServerCheckpoints, run_at
+from paceline_federated.rules import Task
+from paceline_federated.server import Aggregator, Cohort, Server, with_samples
+from paceline_federated.simulated_clients import POISON, Behaviour, Deal, Kept, deal
 
 _MEASURED = 1000  # clients, at most, that are measured on samples of their own
 # multiplications of a step of a round's clients: for fewer, to wake a second thread takes longer than it saves
@@ -289,3 +294,176 @@ class Rounds:
         each = f"{least} to {most} samples" if least < most else count(least, "sample")
         nobody = f"; {count(without, 'client')} without any are never chosen" if without else ""
         simulation.say(f"{count(len(simulation.available), 'client')} with {each} each{nobody}; rule {self.spec.rule}")
+
+
+_NEXT = 41
+_DELTAS = "flights/deltas"
+
+
+@dataclass(order=True)
+class _Flight:
+    """A client under way, with its update once that is computed."""
+
+    arrives: float
+    number: int
+    client: int
+    version: int
+    answers: bool
+    cohort: Cohort | None = None
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Counts of one step of the server.
+
+    Attributes:
+        begun: clients that began since the step before.
+        came, dropped: clients whose update arrived, or never will.
+        staleness: mean staleness of the updates.
+        clock: simulated time, in units of the usual client's work.
+    """
+
+    begun: int
+    came: int
+    dropped: int
+    staleness: float
+    clock: float
+
+
+class Flights:
+    """Clients that train at the same time; when one arrives, or is lost, another begins.
+
+    The number of clients under way is `federate.per_round`.
+    """
+
+    def __init__(self, trainer: Trainer, available: NDArray[np.int64], behaviour: Behaviour, server: Server) -> None:
+        self.trainer, self.available, self.behaviour, self.server = trainer, available, behaviour, server
+        self._heap: list[_Flight] = []
+        self._number, self._clock, self._begun = 0, 0.0, 0
+
+    def fill(self, round: int, aggregator: Aggregator) -> Arrived:
+        """Give the server the next updates that arrive, as many as its rule asks for."""
+        staleness: list[int] = []
+        came = dropped = 0
+        while len(self._heap) < min(self.server.per_round, len(self.available)):
+            self._launch()
+        wanted, most_lost = self.server.rule.buffer or 1, 10 * (self.server.rule.buffer or 1)
+        while aggregator.clients < wanted and dropped + len(aggregator.refused) < most_lost:
+            if self._heap[0].cohort is None and self._heap[0].answers:
+                self._train(round)
+            flight = heapq.heappop(self._heap)
+            self._clock = flight.arrives
+            if flight.cohort is not None:
+                came += 1
+                staleness.append(self.server.version - flight.version)
+                aggregator.add_cohort(flight.cohort, staleness[-1])
+            else:
+                dropped += 1
+            self._launch()
+        self._train(round)  # before the weights change
+        begun, self._begun = self._begun, 0
+        return Arrived(begun, came, dropped, float(np.mean(staleness)) if staleness else 0.0, self._clock)
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Clients under way, for a checkpoint: their updates, and plain values."""
+        flights = sorted(self._heap)
+        held = [flight.cohort for flight in flights if flight.cohort is not None]
+        deltas = torch.cat([cohort.deltas for cohort in held]) if held else torch.zeros(0, self.server.layout.numel)
+        listed = [
+            [f.arrives, f.number, f.client, f.version, f.answers]
+            + ([] if f.cohort is None else [f.cohort.samples[0], f.cohort.steps[0], f.cohort.losses[0]])
+            for f in flights
+        ]
+        return {_DELTAS: deltas}, {"flights": listed, "number": self._number, "clock": self._clock}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Restore the clients under way."""
+        rows, self._heap = iter(tensors[_DELTAS]), []
+        for arrives, number, client, version, answers, *trained in values["flights"]:
+            cohort = None
+            if trained:
+                samples, steps, loss = trained
+                cohort = Cohort([client], next(rows).unsqueeze(0), {}, [samples], [steps], [loss])
+            heapq.heappush(self._heap, _Flight(arrives, number, client, version, answers, cohort))
+        self._number, self._clock = values["number"], values["clock"]
+
+    def _launch(self) -> None:
+        """Have a client begin that is not under way."""
+        busy = [flight.client for flight in self._heap]
+        free = self.available[~np.isin(self.available, busy)]
+        self._number += 1
+        client = int(free[np.argmin(keys(self.behaviour.seed, _NEXT, self._number, free))])
+        arrives = self._clock + float(self.behaviour.times[client])
+        answers = not self.behaviour.drops(self._number, client)
+        heapq.heappush(self._heap, _Flight(arrives, self._number, client, self.server.version, answers))
+        self._begun += 1
+
+    def _train(self, round: int) -> None:
+        """Train clients that have begun and not been trained, with the newest weights."""
+        waiting = {flight.client: flight for flight in self._heap if flight.cohort is None and flight.answers}
+        for cohort in self.trainer.train(self.server.task(round), list(waiting)):
+            for place, client in enumerate(cohort.clients):
+                waiting[client].cohort = cohort.rows([place])
+
+
+class Trainer:
+    """Trains the clients of a task, and gives their updates as the server gets them.
+
+    Attributes:
+        why_in_turn: reason for which clients train one by one; None where they train side by side.
+    """
+
+    def __init__(
+        self,
+        training: LocalTraining,
+        dataset: Dataset[Any],
+        deal: Deal,
+        kept: Kept,
+        server: Server,
+        behaviour: Behaviour,
+        *,
+        batched: bool = True,
+    ) -> None:
+        self.training, self.dataset, self.deal, self.kept = training, dataset, deal, kept
+        self.server, self.behaviour = server, behaviour
+        self.why_in_turn: str | None = None if batched else "that was asked for"
+        self._batched: Batched | None = None
+        if batched:
+            dtype = None if training.layout.dtype is torch.float32 else training.layout.dtype
+            try:
+                samples = Samples(dataset, training.job.seed, dtype)
+                self._batched = Batched(training, samples, deal)
+            except CannotBatch as error:
+                self.why_in_turn = str(error)
+
+    def train(self, task: Task, clients: Sequence[int]) -> Iterator[Cohort]:
+        """Updates of the clients, as they reach the server."""
+        if not clients:
+            return
+        for cohort in self._trained(task, clients):
+            yield self._sent(task, cohort)
+
+    def _trained(self, task: Task, clients: Sequence[int]) -> Iterator[Cohort]:
+        if self._batched is not None:
+            try:
+                yield from self._batched.train(task, clients, self.kept)
+                return
+            except CannotBatch as error:  # at the first step, before anything was kept
+                self.why_in_turn, self._batched = str(error), None
+        for client in clients:
+            state = self.kept.state(client)
+            own = Selection(self.dataset, self.deal[client])
+            update = self.training.train(task, client, own, state)
+            self.kept.put(client, state)
+            yield Cohort.of(update)
+
+    def _sent(self, task: Task, cohort: Cohort) -> Cohort:
+        """A cohort as the server gets it: poisoned, and coded."""
+        poisoners = self.behaviour.poisons[np.asarray(cohort.clients, np.int64)]
+        if poisoners.any():
+            cohort.deltas[torch.from_numpy(poisoners)] *= POISON
+        up = self.server.up
+        if up.exact:
+            return cohort
+        rows = zip(cohort.deltas, cohort.clients, strict=True)
+        return replace(cohort, deltas=torch.stack([up.round_trip(row, task.round, client) for row, client in rows]))
