@@ -15,7 +15,7 @@ from paceline.comm import Group
 from paceline.job.batch import Batch
 from paceline.planning.model.tensor import degrees as unpaired
 from paceline.split.layout import Part, whole_parts
-from paceline.split.tensor.division import TensorReport, shard_tensors
+from paceline.split.tensor_parallel import TensorReport, shard_tensors
 
 Made = tuple[nn.Module, Batch]
 

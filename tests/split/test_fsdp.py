@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from paceline.errors import PlanError
 from paceline.planning.model.forward_pass import find_blocks, submodules
-from paceline.split.deferred_init.initialise import allocate
+from paceline.split.deferred_init import allocate
 from paceline.split.fsdp import FullySharded, shard_fully
 from paceline.split.layout import Parts, local, whole_parts
 from ranks import Backend, Ranks

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.job.batch import Batch
 from paceline.split.layout import whole_parts
-from paceline.split.tensor.division import shard_tensors
+from paceline.split.tensor_parallel import shard_tensors
 from ranks import Ranks
 from tensor_parity import Made, call, gradients_agree, loss_of, output_of, own_group, seeded
 

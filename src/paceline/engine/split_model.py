@@ -24,9 +24,9 @@ from paceline.planning.axes import DATA_AXES
 from paceline.planning.model.recording.model_state import has_max_norm, restored
 from paceline.planning.plan import Plan
 from paceline.split.apply import Split
-from paceline.split.deferred_init.initialise import DeferredModel, deferred_from
+from paceline.split.deferred_init import DeferredModel, deferred_from
 from paceline.split.mesh import Mesh
-from paceline.split.tensor.layers import ParallelLoss, divides_classes
+from paceline.split.tensor_layers import ParallelLoss, divides_classes
 from paceline.sync.batchnorm import is_synchronised
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from paceline.storage.url import is_url
 
 if TYPE_CHECKING:
     from paceline.run.record.run import Run
-    from paceline.split.deferred_init.initialise import DeferredModel
+    from paceline.split.deferred_init import DeferredModel
 
 
 def check_device(run: Run, group: Group) -> None:
@@ -48,7 +48,7 @@ def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
     seed_all(job.seed)
     if not plan.splits:
         return job.model.build()
-    from paceline.split.deferred_init.initialise import record
+    from paceline.split.deferred_init import record
 
     return record(job.model.build)
 

@@ -17,16 +17,24 @@ from paceline.planning.axes import REPLICA
 from paceline.planning.limits import NO_BLOCKS_TO_RECOMPUTE, fitting_microbatches
 from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.planning.plan import Plan
-from paceline.split.context.division import Context, divide_context
-from paceline.split.deferred_init.initialise import DeferredModel, allocate
+from paceline.split.context_parallel import Context, divide_context
+from paceline.split.deferred_init import DeferredModel, allocate
 from paceline.split.expert import divide_experts, refuse_other_readers
 from paceline.split.fsdp import FullySharded, inseparable, refuse_writes, shard_fully, watched
-from paceline.split.layout import Part, Parts, local, tied_names, whole_parts
+from paceline.split.layout import (
+    Part,
+    Parts,
+    hooked_parameters,
+    local,
+    refuse_kept_parameters,
+    refuse_lost_hooks,
+    tied_names,
+    whole_parts,
+)
 from paceline.split.mesh import Mesh
-from paceline.split.parameter_hooks import hooked_parameters, refuse_kept_parameters, refuse_lost_hooks
 from paceline.split.pipeline.pipeline import Pipeline
 from paceline.split.remat import compile_blocks, rematerialise
-from paceline.split.tensor.division import TensorReport, shard_tensors
+from paceline.split.tensor_parallel import TensorReport, shard_tensors
 
 Call = Callable[[nn.Module, Batch], Any]
 

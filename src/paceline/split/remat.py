@@ -21,7 +21,7 @@ from paceline.device import has_graphs
 from paceline.errors import PlanError
 from paceline.files import made_cache_folder, must_not_be_anothers, private_folder
 from paceline.planning.limits import no_graphs
-from paceline.split.context import ring  # noqa: F401, its operator is kept
+from paceline.split import ring  # noqa: F401, its operator is kept
 
 Undo = Callable[[], None]
 Forward = Callable[..., Any]

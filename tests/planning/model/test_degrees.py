@@ -18,7 +18,7 @@ from paceline.planning.model.model_info import without_memory
 from paceline.planning.plan import Plan
 from paceline.planning.predict import layout_of
 from paceline.split.layout import whole_parts
-from paceline.split.tensor.division import shard_tensors
+from paceline.split.tensor_parallel import shard_tensors
 
 TRUNK = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from paceline.planning.model.tensor.degrees import TensorDegrees
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine
 from paceline.run.dry_run.preflight import Preflight
-from paceline.split.context.division import examine
+from paceline.split.context_parallel import examine
 from paceline.split.fsdp import watched
 from paceline.split.pipeline.record_forward import trace_forward
 from small_jobs import small_job

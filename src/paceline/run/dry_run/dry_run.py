@@ -48,7 +48,7 @@ from paceline.planning.plan import Plan
 from paceline.run.build import loader_of
 from paceline.run.dry_run.memory_watch import MemoryWatch
 from paceline.split.apply import Split
-from paceline.split.deferred_init.initialise import DeferredModel, record
+from paceline.split.deferred_init import DeferredModel, record
 from paceline.split.expert import sent_to_experts
 from paceline.split.layout import StateBytes, predicted_bytes
 from paceline.split.mesh import Mesh

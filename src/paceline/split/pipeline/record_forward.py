@@ -21,7 +21,7 @@ from paceline.job.batch import Batch
 from paceline.planning.model.recording.model_state import restored, without_logs
 from paceline.planning.model.recording.record import OperationMode
 from paceline.planning.model.recording.recorder import tensors_in
-from paceline.split.parameter_hooks import KEPT_UP_TO_DATE
+from paceline.split.layout import KEPT_UP_TO_DATE
 from paceline.split.pipeline.forward_trace import (
     Attribute,
     ForwardTrace,

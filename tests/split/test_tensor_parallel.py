@@ -18,7 +18,7 @@ from paceline.job.zoo.models import GPT, mlp
 from paceline.planning.model.tensor import degrees as unpaired
 from paceline.planning.model.tensor.degrees import prove
 from paceline.split.layout import whole_parts
-from paceline.split.tensor.division import shard_tensors
+from paceline.split.tensor_parallel import shard_tensors
 from ranks import Ranks
 from tensor_parity import Made, call, compare_gradients, output_of, own_group, seeded
 

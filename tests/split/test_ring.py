@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.split.context.ring import (
+from paceline.split.ring import (
     attend,
     attend_backward,
     attend_by_matrices,

@@ -23,7 +23,7 @@ from paceline.job.batch import Batch
 from paceline.job.zoo.huggingface import bert
 from paceline.job.zoo.losses import CrossEntropy
 from paceline.job.zoo.models import GPT
-from paceline.split.context.division import divide_context, examine
+from paceline.split.context_parallel import divide_context, examine
 from paceline.split.layout import whole_parts
 from ranks import Backend, Ranks
 

@@ -1,8 +1,8 @@
 """Deferred initialisation: a model built without memory, whose weights are made one at a time.
 
-The construction runs once on shapes while its operations are recorded (`recorder`); every rank then replays the log
-(`operation_log`) and keeps its part of each parameter. All ranks draw all random numbers, so weights are bit-equal to
-those of one process.
+The construction runs once on shapes while its operations are recorded (`construction_log`); every rank then
+replays them and keeps its shard of each parameter. All ranks draw all random numbers, so weights are bit-equal to those
+of one process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import JobError, PlanError
-from paceline.split.deferred_init.operation_log import OperationLog, Take
-from paceline.split.deferred_init.recorder import ConstructionRecorder, NotRecordable
-from paceline.split.parameter_hooks import carry_hooks, refuse_kept_parameters
+from paceline.split.construction_log import ConstructionRecorder, NotRecordable, OperationLog, Take
+from paceline.split.layout import carry_hooks, refuse_kept_parameters
 
 # fraction of the model's bytes brought along by its construction that is worth a note
 _MUCH = 1 / 8

@@ -16,7 +16,7 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.planning.model.tensor.degrees import prove
 from paceline.split.layout import whole_parts
-from paceline.split.tensor.division import shard_tensors
+from paceline.split.tensor_parallel import shard_tensors
 from ranks import Ranks
 from tensor_parity import Made, call, gradients_agree, output_of, own_group, seeded
 

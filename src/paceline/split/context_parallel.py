@@ -23,18 +23,18 @@ from paceline.job.loss_items import IGNORED
 from paceline.planning.limits import NO_ATTENTION, undivided_tokens
 from paceline.planning.model.recording.record import Call, record_graph
 from paceline.planning.model.recording.recorder import Graph
-from paceline.split.context.attention_calls import (
+from paceline.split.context_rows import (
     AttentionCall,
     attends,
     attention_calls,
+    divide_rows,
     other_meetings,
     replace_attention,
     replace_forward,
     shape_of,
 )
-from paceline.split.context.ring import held, join_ring, ring_attention
-from paceline.split.context.rows import divide_rows
 from paceline.split.layout import Parts
+from paceline.split.ring import held, join_ring, ring_attention
 
 
 def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call) -> Context:

@@ -20,9 +20,9 @@ from paceline.job.batch import Batch
 from paceline.planning.model.recording.record import record_graph
 from paceline.planning.plan import Plan
 from paceline.split.apply import Split
-from paceline.split.context.division import divide_context
-from paceline.split.context.rows import tokenwise_modules
-from paceline.split.deferred_init.initialise import DeferredModel, record
+from paceline.split.context_parallel import divide_context
+from paceline.split.context_rows import tokenwise_modules
+from paceline.split.deferred_init import DeferredModel, record
 from paceline.split.layout import whole_parts
 from paceline.split.mesh import Mesh
 from ranks import Ranks

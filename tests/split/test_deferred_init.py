@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job.model import ModelSpec
-from paceline.split.deferred_init.initialise import DeferredModel, deferred_from, record
+from paceline.split.deferred_init import DeferredModel, deferred_from, record
 from ranks import Ranks
 
 HF: dict[str, tuple[str, dict[str, Any]]] = {
