@@ -35,8 +35,7 @@ from measure import environment_line
 from paceline.cluster.discover import environment
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
-from paceline.report.diagnosis.diagnosis import diagnosis_of
-from paceline.report.diagnosis.tried import try_suggestions
+from paceline.report.diagnosis import diagnosis_of, try_suggestions
 from paceline.run.record.run import Run
 from paceline.run.train import train
 from paceline.stats import Interval, median_interval

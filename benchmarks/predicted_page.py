@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.report.charts import GREY, SERIES
-from paceline.report.figure import Axis, Figure, Points
+from paceline.report.charts import GREY, SERIES, Axis, Figure, Points
 from paceline.report.page import Chart, template, write_page
 
 _PAGE = """{% extends "page.html.j2" %}

@@ -35,7 +35,7 @@ _IMPORTS = (
     "paceline.elastic.hosts.emulated",
     "paceline.elastic.hosts.over_hosts",
     "paceline.run.train",
-    "paceline.report.run_view",
+    "paceline.report.run_page",
 )
 # What a command may have otherwise than the template: no import reads it.
 _AFTER_FORK = (

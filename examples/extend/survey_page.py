@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from paceline.report.views import DirectoryPage
+from paceline.report import DirectoryPage
 
 
 def is_survey(folder: Path) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.report import charts
 from paceline.report.page import Chart
-from paceline.report.run_charts import PanelInfo
+from paceline.report.run_page import PanelInfo
 from paceline.report.run_record import RunRecord
 
 PANEL = PanelInfo("paceline_federated.panel:panel")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from commands import paceline, write_job, write_slow_job
-from paceline.report.diagnosis.diagnosis import diagnosis_of
+from paceline.report.diagnosis import diagnosis_of
 from paceline.run.record.run import Run
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from commands import paceline
 from federated_jobs import federated_job
-from paceline.report.run_charts import run_charts
+from paceline.report.run_page import RunView, run_charts
 from paceline.report.run_record import RunRecord
-from paceline.report.run_view import RunView
 from paceline.run.record.run import Run
 
 

@@ -18,8 +18,8 @@ from browser import Browser, tab
 from handmade_reports import alike, around, rank_use, report, setting
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
-from paceline.report.definitions import DEFINITIONS
-from paceline.report.words import on_cores
+from paceline.report.figures import DEFINITIONS
+from paceline.units import on_cores
 from paceline_lab.report.bench_view import write_bench_page
 from paceline_lab.scaling.result import MeasuredSetting, RankUse, Report
 

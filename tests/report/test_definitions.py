@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.engine import meter
-from paceline.report.definitions import DEFINITIONS, PARTS
+from paceline.report.figures import DEFINITIONS, PARTS
 from paceline.report.page import described
 from paceline.run.record import goodput
 

@@ -12,10 +12,8 @@ from handmade_steps import machines, record
 from paceline.errors import RunError
 from paceline.job.job import Job
 from paceline.planning.plan import Plan, spelled_out
-from paceline.report.diagnosis.diagnosis import Diagnosis, diagnosis_of
-from paceline.report.diagnosis.measured import measured
-from paceline.report.diagnosis.predicted import model_of, one_device_plan
-from paceline.report.diagnosis.tried import try_suggestions
+from paceline.report.advice import measured, model_of, one_device_plan
+from paceline.report.diagnosis import Diagnosis, diagnosis_of, try_suggestions
 from paceline.run.record.run import Run
 
 STEPS = 30

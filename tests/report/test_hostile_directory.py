@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError, RunError
+from paceline.report.run_page import write_run_page
 from paceline.report.run_record import RunRecord
-from paceline.report.run_view import write_run_page
 from paceline.run.record.run import Run
 from paceline_lab.report.bench_view import write_bench_page
 from paceline_lab.scaling.result import Report

@@ -14,7 +14,7 @@ from browser import Browser
 from paceline.comm.measure.limit import Limit
 from paceline.comm.measure.links import LeftOut, TransportMeasurement
 from paceline.comm.measure.speed import CollectiveSpeed
-from paceline.report.links_view import write_links_page
+from paceline.report.links_page import write_links_page
 
 pytestmark = pytest.mark.needs_chromium
 SIZES = (2**10, 2**20, 2**24)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from handmade_live import NOW, begun_run
-from paceline.report.live_members import MOST_RANKS, Members
+from paceline.report.live_run import MOST_RANKS, Members
 from paceline.run.record.run import Run
 
 LOST = {"rank": 2, "again": True, "generation": 1}

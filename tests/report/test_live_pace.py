@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from paceline.report.live_pace import SHARE, Pace
+from paceline.report.live_run import SHARE, Pace
 
 
 def test_looks_that_cost_nothing_come_as_often_as_asked() -> None:

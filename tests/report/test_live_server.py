@@ -17,8 +17,7 @@ from commands import DEADLINE_S, ended, paceline
 from handmade_live import begun_run, happens, step, trains
 from live_pages import Served, served
 from paceline.report import live_server
-from paceline.report.live_pace import Pace
-from paceline.report.live_run import LiveRun
+from paceline.report.live_run import LiveRun, Pace
 from paceline.report.live_server import LiveServer
 from paceline.run.record.run import Run
 

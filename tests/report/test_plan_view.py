@@ -21,8 +21,7 @@ from paceline.planning.explain.advice import Advice
 from paceline.planning.explain.batch_advice import BatchAdvice, BatchPoint
 from paceline.planning.explain.explain import Explanation, explain
 from paceline.planning.explain.what_if import ScaledPlan
-from paceline.report.plan_charts import SPAN_COLOURS, TIME_COLOURS, Point, front
-from paceline.report.plan_view import write_plan_page
+from paceline.report.plan_page import SPAN_COLOURS, TIME_COLOURS, Point, front, write_plan_page
 
 STOLEN = "</script><script>window.stolen = 1</script>"
 

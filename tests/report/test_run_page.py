@@ -15,11 +15,10 @@ from browser import Browser
 from paceline import units
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
-from paceline.report.diagnosis.diagnosis import diagnosis_of
-from paceline.report.diagnosis.measured import measured
-from paceline.report.run_charts import shares, staleness
+from paceline.report.advice import measured
+from paceline.report.diagnosis import diagnosis_of
+from paceline.report.run_page import RunView, shares, staleness, write_run_page
 from paceline.report.run_record import RunRecord
-from paceline.report.run_view import RunView, write_run_page
 from paceline.run.record.run import WARM_UP_STEPS, Run, Speed
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank, train_here

@@ -15,10 +15,9 @@ from handmade_steps import MS, NOW, happens, machines, record
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Emulate
 from paceline.errors import RunError
-from paceline.report.timeline.chrome_trace import trace_events, write_trace
-from paceline.report.timeline.critical_path import CriticalPath, critical_path
-from paceline.report.timeline.operations import write_operations
-from paceline.report.timeline.timeline import StepRange, timeline_of
+from paceline.report.critical_path import CriticalPath, critical_path
+from paceline.report.timeline import StepRange, timeline_of
+from paceline.report.traces import trace_events, write_operations, write_trace
 from paceline.run.record.run import Run
 
 # Rank 1 computes 6 ms longer than rank 0, which waits for it.

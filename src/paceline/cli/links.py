@@ -127,7 +127,7 @@ def _report(found: LinkResults, where: Cluster, plot: Path | None, *, as_json: b
     show(found, where, Console(highlight=False))
     about = environment()
     if plot is not None and found.measured:
-        from paceline.report.links_view import write_links_page
+        from paceline.report.links_page import write_links_page
 
         command = shlex.join(["paceline", *sys.argv[1:]])
         typer.echo(f"page  {write_links_page(found.measured, where.describe(), command, about, plot)}")

@@ -259,7 +259,7 @@ def _page(
 ) -> tuple[ScaledPlan, ...]:
     from paceline.console import Console
     from paceline.planning.explain.what_if import scaling
-    from paceline.report.plan_view import write_plan_page
+    from paceline.report.plan_page import write_plan_page
 
     with Console(stderr=True).status("searching the best plan for more and fewer devices"):
         scaled = scaling(explanation.job, explanation.cluster, explanation.found, calibration)

@@ -87,7 +87,7 @@ def choose(
         )
     show_choice(choice, console, cheapest=limits.cheapest, bundled=cluster is None and catalogue in (None, BUNDLED))
     if page is not None:
-        from paceline.report.choice_view import write_choice_page
+        from paceline.report.plan_page import write_choice_page
 
         command = shlex.join(["paceline", *sys.argv[1:]])
         typer.echo(f"page      {write_choice_page(choice, command, page)}")

@@ -13,8 +13,7 @@ from rich.text import Text
 from paceline.planning.cost.layout import PART_NAMES
 from paceline.planning.explain.explain import LEAST
 from paceline.planning.search.result import equals
-from paceline.report.words import on_cores
-from paceline.units import count, digits, large, percent, seconds, size
+from paceline.units import count, digits, large, on_cores, percent, seconds, size
 
 if TYPE_CHECKING:
     from paceline.planning.explain.batch_advice import BatchAdvice

@@ -27,8 +27,8 @@ def command(
 
 def _page(directory: Path) -> Path:
     from paceline.errors import RunError
-    from paceline.report.run_view import write_run_page
-    from paceline.report.views import PAGES
+    from paceline.report import PAGES
+    from paceline.report.run_page import write_run_page
     from paceline.run.record.run import Run
 
     if (directory / "job.yaml").is_file():

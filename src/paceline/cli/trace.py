@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from paceline.report.timeline.timeline import StepRange
+    from paceline.report.timeline import StepRange
 
 _MOST_OPERATIONS = 50  # steps
 EXAMPLE = "paceline trace runs/mine --steps 3"
@@ -39,10 +39,10 @@ def command(
         _operations(run, wanted, out)
         return
     from paceline.printable import printable
+    from paceline.report.critical_path import critical_path
     from paceline.report.page import not_by_paceline
-    from paceline.report.timeline.chrome_trace import write_trace
-    from paceline.report.timeline.critical_path import critical_path
-    from paceline.report.timeline.timeline import timeline_of
+    from paceline.report.timeline import timeline_of
+    from paceline.report.traces import write_trace
     from paceline.run.record.run import Run
 
     read = Run(run)
@@ -59,8 +59,8 @@ def command(
 def _operations(where: str, wanted: StepRange, out: Path | None) -> None:
     from paceline.errors import RunError
     from paceline.printable import printable
-    from paceline.report.diagnosis.measured import measured
-    from paceline.report.timeline.operations import operations_in_words, write_operations
+    from paceline.report.advice import measured
+    from paceline.report.traces import operations_in_words, write_operations
     from paceline.run.record.run import Run
     from paceline.run.tuning.operations import operations_of
 
@@ -79,7 +79,7 @@ def _operations(where: str, wanted: StepRange, out: Path | None) -> None:
 
 
 def _range(text: str) -> StepRange:
-    from paceline.report.timeline.timeline import StepRange
+    from paceline.report.timeline import StepRange
 
     try:
         return StepRange.parse(text)

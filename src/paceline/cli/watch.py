@@ -83,7 +83,7 @@ def _on_a_terminal(watched: list[LiveRun], console: Console, every: float) -> No
     from rich.live import Live
 
     from paceline.cli.watch_screen import screen
-    from paceline.report.live_pace import Pace
+    from paceline.report.live_run import Pace
 
     pace = Pace(every)
     with Live(console=console, auto_refresh=False, screen=False, vertical_overflow="crop") as live:
@@ -97,7 +97,7 @@ def _on_a_terminal(watched: list[LiveRun], console: Console, every: float) -> No
 
 def _in_lines(watched: list[LiveRun], every: float) -> None:
     from paceline.cli.watch_screen import line
-    from paceline.report.live_pace import Pace
+    from paceline.report.live_run import Pace
 
     pace = Pace(every)
     shown: dict[int, tuple[int, bool]] = {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from paceline.report.diagnosis.diagnosis import Diagnosis
+    from paceline.report.diagnosis import Diagnosis
 
 EXAMPLE = "paceline why runs/mine --try 2"
 
@@ -40,7 +40,7 @@ def command(
     if tries and not predict:
         raise typer.BadParameter("it measures what was predicted: leave --no-predict out", param_hint="--try")
     from paceline.printable import printable
-    from paceline.report.diagnosis.diagnosis import diagnosis_of
+    from paceline.report.diagnosis import diagnosis_of
     from paceline.report.page import not_by_paceline
     from paceline.run.record.run import Run
 
@@ -72,7 +72,7 @@ def _suggest(found: Diagnosis) -> None:
 
 def _try(found: Diagnosis, tries: int) -> None:
     from paceline.printable import printable
-    from paceline.report.diagnosis.tried import try_suggestions
+    from paceline.report.diagnosis import try_suggestions
 
     for line in try_suggestions(found, tries, lambda text: typer.echo(printable(text), err=True)).lines:
         typer.echo(printable(line))

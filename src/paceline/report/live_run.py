@@ -6,16 +6,18 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any, Literal
 
 from paceline.engine.meter import PARTS
 from paceline.errors import PacelineError
-from paceline.report.live_lines import NewestSteps
-from paceline.report.live_members import MOST_RANKS, Members
+from paceline.files import opened_to_read
 from paceline.report.run_record import is_event, is_step, ranks_of
 from paceline.run.record.goodput import GoodputSoFar
-from paceline.run.record.progress import TROUBLE, NewLines, RecentSteps, event_sentence
+from paceline.run.record.progress import TROUBLE, NewLines, RecentSteps, event_sentence, parsed
 from paceline.run.record.run import Run
 
 RECENT = 50  # steps of each rank
@@ -340,3 +342,169 @@ def _now(number: int, rank: _Rank, newest: int, skew: float) -> RankNow:
         None if memory is None else int(memory),
         rank.sent,
     )
+
+
+State = Literal["starts", "in", "back", "lost", "out", "left"]
+STATES: dict[State, str] = {
+    "starts": "starts",
+    "in": "takes part",
+    "back": "lost, and started again",
+    "lost": "lost, and waited for",
+    "out": "lost, and left out",
+    "left": "left, as somebody asked",
+}
+MOST_RANKS = 4096  # that are followed
+
+
+@dataclass
+class Member:
+    """A rank: its host, its state since a Unix time, and whether it is slow."""
+
+    host: str
+    state: State = "starts"
+    since: float = 0.0
+    slow: bool = False
+
+
+class Members:
+    """Ranks of a run by number, as its events tell of them.
+
+    Attributes:
+        generation: of the ranks' membership: how often they have met anew.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.generation = 0
+        self.ranks: dict[int, Member] = {}
+        self.planned(run)
+
+    def planned(self, run: Run) -> None:
+        """Have the ranks that the plan names, each on its host."""
+        ranks = min(run.plan.ranks, MOST_RANKS)
+        cluster = run.cluster
+        each = cluster.ranks_per_host(run.plan.ranks) if cluster.devices else []
+        hosts = chain.from_iterable(repeat(host.name, here) for host, here in zip(cluster.hosts, each, strict=False))
+        names = dict(zip(range(ranks), hosts, strict=False))
+        self.ranks = {rank: self.ranks.get(rank) or Member(names.get(rank, "")) for rank in range(ranks)}
+
+    def told(self, event: dict[str, Any]) -> None:
+        """Take in an event."""
+        at = float(event["time"])
+        if event["event"] in ("lost", "host_lost", "joins"):
+            self.generation = min(max(self.generation, int(event.get("generation", 0))), 2**53)
+        match event["event"]:
+            case "launch" | "restart":
+                self.generation = 0
+                self._set([rank for rank, member in self.ranks.items() if member.state != "left"], "starts", at)
+            case "start" | "resume":
+                self._set([rank for rank, member in self.ranks.items() if member.state == "starts"], "in", at)
+            case "lost":
+                self._set([event["rank"]], "back" if event["again"] else "out", at)
+            case "host_lost":
+                self._set(event["ranks"], "lost" if event["again"] else "out", at)
+            case "host_back":
+                self._set(event["ranks"], "back", at)
+            case "healed":
+                self._set([event["rank"]], "in", at)
+            case "scaled":
+                self._set(event["ranks"], "left" if event["by"] < 0 else "back", at)
+            case "slow_rank" | "slow_rank_over" if (member := self.ranks.get(event["rank"])) is not None:
+                member.slow = event["event"] == "slow_rank"
+
+    def take_part(self, rank: int) -> bool:
+        """True of a rank that takes part, or of which nothing is told."""
+        return rank not in self.ranks or self.ranks[rank].state == "in"
+
+    def stepped(self, rank: int, at: float) -> None:
+        """Take in that a rank made a step: it takes part, whatever was told before."""
+        member = self.ranks.get(rank)
+        if member is None:
+            if rank < MOST_RANKS:
+                self.ranks[rank] = Member("", "in", at)
+        elif member.state != "in" and at > member.since:
+            member.state, member.since = "in", at
+
+    def _set(self, ranks: Iterable[int], state: State, at: float) -> None:
+        for rank in ranks:
+            if (member := self.ranks.get(rank)) is not None:
+                member.state, member.since = state, at
+
+
+_MOST_BYTES = 2**16  # read at a look: hundreds of lines
+_READING = b'"use":'  # in the lines with a reading of the machine, one in a second
+_MOST_READINGS = 8
+
+
+class NewestSteps:
+    """Newest lines of a rank's steps.
+
+    A look parses few of those that were added: a run of 64 ranks with steps of 10 ms writes 6,400 lines a second.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._place: int | None = None
+
+    def look(self, most: int) -> tuple[list[dict[str, Any]], bool]:
+        """Newest lines that were added, `most` of them, behind those with readings of the machine.
+
+        The second value is False where something was passed over unread, so that a reading may be missing.
+        """
+        added, unbroken = self._added()
+        until = added.rfind(b"\n") + 1  # what follows is still being written
+        if self._place is not None:
+            self._place += until
+        newest = added[:until].rsplit(b"\n", most + 1)
+        readings = _lines_with(_READING, newest[0]) if len(newest) > most + 1 else []
+        found = []
+        for line in [*readings, *(newest[1:] if len(newest) > most + 1 else newest)]:
+            # what does not parse was cut short, by a crash or where the look begins
+            if line and is_step(step := parsed(line)):
+                found.append(step)
+        return found, unbroken
+
+    def _added(self) -> tuple[bytes, bool]:
+        """Bytes behind the last look's, and whether none of them was left out."""
+        try:
+            size = self.path.stat(follow_symlinks=False).st_size
+            if size == self._place:
+                return b"", True
+            with opened_to_read(self.path) as file:
+                before = self._place or 0
+                self._place = max(before, size - _MOST_BYTES)
+                file.seek(self._place)
+                return file.read(_MOST_BYTES), self._place == before
+        except OSError:  # none yet, or what no run has
+            return b"", True
+
+
+def _lines_with(mark: bytes, text: bytes) -> list[bytes]:
+    """The newest lines that hold `mark`, in order."""
+    found: list[bytes] = []
+    end = len(text)
+    while len(found) < _MOST_READINGS and (at := text.rfind(mark, 0, end)) >= 0:
+        begin = text.rfind(b"\n", 0, at) + 1
+        line_end = text.find(b"\n", at)
+        found.append(text[begin : line_end if line_end >= 0 else None])
+        end = begin
+    return found[::-1]
+
+
+SHARE = 0.004  # of one core: `paceline watch` and the live page together are to take 1 % of a 10 ms step at most
+_LONGEST_S = 5.0
+
+
+class Pace:
+    """Waits between looks: as asked, and longer where looks cost much.
+
+    They cost `SHARE` of a core at most, counted by all CPU time of this process since the wait before. No wait is
+    longer than 5 s.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self.every_s, self._spent_s = every_s, time.process_time()
+
+    def wait_s(self) -> float:
+        """Seconds until the next look."""
+        before, self._spent_s = self._spent_s, time.process_time()
+        return max(self.every_s, min((self._spent_s - before) / SHARE, _LONGEST_S))

@@ -19,12 +19,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from paceline import units
 from paceline.errors import RunError
 from paceline.files import write_whole
-from paceline.report.charts import PART_COLOURS, SERIES, WALL_COLOURS
-from paceline.report.definitions import DEFINITIONS, PARTS, Definition
-from paceline.report.figure import Figure
-from paceline.report.words import on_cores as with_cores
+from paceline.report.charts import PART_COLOURS, SERIES, WALL_COLOURS, Figure
+from paceline.report.figures import DEFINITIONS, PARTS, Definition
 from paceline.units import Shown, size
 
 PAGE = "report.html"
@@ -147,7 +146,7 @@ def write_page(
     fixed = {"define": _UsedDefinitions(), "colours": PART_COLOURS, "policy": policy, "script": place}
     listed = described(facts, environment)
     text = _templates().get_template(look).render(fixed, facts=listed, **values)
-    text = with_cores(text) if on_cores else text
+    text = units.on_cores(text) if on_cores else text
     text = text.replace(place, script)
     try:
         write_whole(file, text)

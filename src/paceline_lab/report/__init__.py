@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.files import read_text
-from paceline.report.views import DirectoryPage
+from paceline.report import DirectoryPage
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -10,11 +10,9 @@ from typing import Any
 from paceline import units
 from paceline.errors import RunError
 from paceline.report import charts
-from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, SERIES, Line, Panel, lines, panelled
-from paceline.report.definitions import PARTS, SYNTHETIC
-from paceline.report.figure import Axis, Figure, Points
+from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, SERIES, Axis, Figure, Line, Panel, Points, lines, panelled
+from paceline.report.figures import PARTS, RANK_FIGURES, SYNTHETIC, RankFigure
 from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
-from paceline.report.rank_figures import RANK_FIGURES, RankFigure
 from paceline.stats import LEAST_REPEATS, Interval
 from paceline.units import Shown, digits
 from paceline_lab.report import template_named

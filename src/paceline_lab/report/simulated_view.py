@@ -15,10 +15,9 @@ from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.planning.cost.layout import PART_NAMES, PARTS
 from paceline.planning.explain.explain import LEAST
-from paceline.report import plan_charts
-from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from paceline.report.figure import Axis, Dash, Figure, Points
+from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, Axis, Dash, Figure, Points
 from paceline.report.page import Card, Cell, Chart, Row, write_page
+from paceline.report.plan_page import TIME_COLOURS, stacked_figure
 from paceline.stats import Interval
 from paceline.units import Shown, digits, percent, seconds, size
 from paceline_lab.report import template_named
@@ -46,7 +45,7 @@ def write_simulated_page(simulations: Sequence[Simulation], command: str, folder
         "seed": str(simulations[0].seed),
         "measured": "nothing on this page, but the curves that are said to be published",
     }
-    colours = {f"part_{part}": colour for part, colour in plan_charts.TIME_COLOURS.items()}
+    colours = {f"part_{part}": colour for part, colour in TIME_COLOURS.items()}
     return write_page(
         folder / PAGE,
         template_named("simulated.html.j2"),
@@ -147,7 +146,7 @@ class CurveView:
         points = self.curve.fitting
         shares = {part: [100 * _shares(point).get(part, 0.0) for point in points] for part in self.parts}
         names = [f"{point.devices:,}: {point.candidate.plan}" for point in points if point.candidate]
-        figure = plan_charts.stacked(names, shares, plan_charts.TIME_COLOURS, PART_NAMES, "% of a step")
+        figure = stacked_figure(names, shares, TIME_COLOURS, PART_NAMES, "% of a step")
         for note, point in zip(figure.notes, points, strict=True):  # devices stand for the rank in a list
             note.text = f"{point.devices:,}  {point.candidate and point.candidate.plan}"
         return Chart(f"parts-{self.key}", figure, "Where a step goes on each number of devices.")

@@ -9,8 +9,7 @@ from typing import Any
 
 from paceline import units
 from paceline.files import read_text
-from paceline.report.charts import BLUE, GREY, SERIES, VERMILLION, Line, lines
-from paceline.report.figure import Axis, Bars, Figure
+from paceline.report.charts import BLUE, GREY, SERIES, VERMILLION, Axis, Bars, Figure, Line, lines
 from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
 from paceline.units import digits
 from paceline_lab.report import template_named

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from paceline.job.job import Job
-from paceline.report.parts import excess_of, where_it_goes
+from paceline.report.run_record import excess_of, where_it_goes
 from paceline.stats import LEAST_REPEATS, Interval, differ, median_interval
 from paceline.units import count, digits, percent
 from paceline_lab.scaling.result import AUTO, MeasuredSetting

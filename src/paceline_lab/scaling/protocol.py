@@ -27,11 +27,10 @@ from paceline.job.job import Job
 from paceline.planning.check.check_plan import auto_plan
 from paceline.planning.check.warnings import warnings_about
 from paceline.planning.plan import Plan, spelled_out
-from paceline.report.words import on_cores
 from paceline.run.record.run import WARM_UP_STEPS, read_lines
 from paceline.run.train import train
 from paceline.run.tuning.auto import choose
-from paceline.units import clock, count
+from paceline.units import clock, count, on_cores
 from paceline_lab.scaling.limits import caveats, limits_of
 from paceline_lab.scaling.result import Report
 from paceline_lab.scaling.settings import ONE, Setting, settings_for, target_of

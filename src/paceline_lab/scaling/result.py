@@ -26,7 +26,7 @@ class RankUse:
 
     Attributes:
         parts_s: seconds of a step by part, the names of `paceline.engine.meter.PARTS`; they sum to the step.
-        figures: values of `paceline.report.rank_figures.RANK_FIGURES` by name, of those that were measured.
+        figures: values of `paceline.report.figures.RANK_FIGURES` by name, of those that were measured.
     """
 
     parts_s: dict[str, float]

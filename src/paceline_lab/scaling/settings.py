@@ -15,7 +15,7 @@ from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan, on_devices, spelled_out
-from paceline.report.words import named
+from paceline.report.advice import named
 from paceline.run.preflight import refuse_what_cannot_divide
 from paceline.units import count
 from paceline_lab.scaling.result import AUTO, Scaling

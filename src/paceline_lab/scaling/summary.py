@@ -24,8 +24,8 @@ from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.planning.plan import Plan
-from paceline.report.parts import typical, typical_parts
-from paceline.report.rank_figures import combined, figures_of, per_step
+from paceline.report.figures import combined, figures_of, per_step
+from paceline.report.run_record import typical, typical_parts
 from paceline.run.record.run import WARM_UP_STEPS, JsonLines, Run, Speed, differences, read_lines
 from paceline.stats import Interval, differ, median_interval
 from paceline.storage.url import is_url

@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.engine.meter import PARTS
-from paceline.report.words import on_cores
 from paceline.run.record.run import WARM_UP_STEPS
 from paceline.stats import LEAST_REPEATS, Interval
-from paceline.units import count, joules, percent, seconds, size
+from paceline.units import count, joules, on_cores, percent, seconds, size
 from paceline_lab.scaling.result import AUTO, MeasuredSetting, Report
 from paceline_lab.scaling.settings import DEFAULT_STEPS
 from paceline_lab.scaling.summary import FINAL_STEPS

@@ -19,9 +19,8 @@ from paceline.planning.explain.explain import costs_of, interval_s
 from paceline.planning.explain.what_if import Case, best_on, with_devices
 from paceline.planning.plan import Plan
 from paceline.planning.search.result import Candidate
-from paceline.report.words import listed
 from paceline.stats import Interval
-from paceline.units import count, digits, percent
+from paceline.units import count, digits, listed, percent
 from paceline_lab.scaling.result import Scaling
 from paceline_lab.simulated.measured_here import HIGH, Floats, Jitter, ScaleError, drawn_goodput, interval_of
 from paceline_lab.simulated.published import held_against

@@ -23,7 +23,7 @@ from commands import (
     wait_for_step,
     write_job,
 )
-from paceline.report.run_view import RunView
+from paceline.report.run_page import RunView
 from paceline.run.record.run import Run
 
 WHAT = Path(__file__).parents[2] / "faults" / "what_goes_wrong.py"

@@ -18,7 +18,7 @@ from commands import (
     wait_for_step,
     write_job,
 )
-from paceline.report.run_view import RunView
+from paceline.report.run_page import RunView
 from paceline.run.record.goodput import goodput
 from paceline.run.record.run import Run
 

@@ -1,4 +1,4 @@
-// Draws a figure of `paceline.report.figure` as SVG. The legend hides traces, the pointer shows hints, a drag zooms along x.
+// Draws a figure of `paceline.report.charts` as SVG. The legend hides traces, the pointer shows hints, a drag zooms along x.
 "use strict";
 const drawChart = (() => {
   const DASHES = { dash: "7 5", dot: "2 4", dashdot: "8 4 2 4" };

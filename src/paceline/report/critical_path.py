@@ -16,9 +16,8 @@ from statistics import fmean
 from paceline.engine.meter import PARTS
 from paceline.planning.axes import AXES
 from paceline.planning.sync_info import sync_info
-from paceline.report.timeline.timeline import RankStep, Timeline
-from paceline.report.words import listed
-from paceline.units import count, percent, seconds
+from paceline.report.timeline import RankStep, Timeline
+from paceline.units import count, listed, percent, seconds
 
 _PHRASES = {
     "data": "waiting for data",

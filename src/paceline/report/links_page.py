@@ -17,8 +17,7 @@ from paceline import units
 from paceline.comm.measure.limit import Limit
 from paceline.comm.measure.links import Curve, TransportMeasurement, caveats, curves, message_size
 from paceline.comm.measure.speed import BUS_FACTORS, CollectiveSpeed
-from paceline.report.charts import GREY, SERIES
-from paceline.report.figure import Axis, Dash, Figure, Points
+from paceline.report.charts import GREY, SERIES, Axis, Dash, Figure, Points
 from paceline.report.page import Card, Cell, Chart, Row, write_page
 
 _TITLES = {

@@ -1,0 +1,463 @@
+"""A run's typical step, predictions held to it, and suggestions of what may help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline import units
+from paceline.engine.meter import PARTS
+from paceline.errors import PacelineError, PlanError, RunError
+from paceline.job.job import Job
+from paceline.planning.axes import DEGREES
+from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.rules import reasons_against
+from paceline.planning.cost.layout import Prediction
+from paceline.planning.explain.advice import INEXACT, WORTH
+from paceline.planning.knobs import knobs
+from paceline.planning.plan import Plan, on_devices, spelled_out
+from paceline.planning.predict import modelled
+from paceline.planning.shortlist import DOUBT, DOUBT_UNCALIBRATED
+from paceline.planning.sync_info import sync_info
+from paceline.report.run_record import RunRecord, typical_parts
+from paceline.run.record.run import WARM_UP_STEPS, Run, Speed, differences, timed, work_of_run
+from paceline.run.tuning.auto import kept_calibration
+
+if TYPE_CHECKING:
+    from paceline.planning.calibrate import Calibration
+
+
+Parts = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Typical step of a run.
+
+    Attributes:
+        ranks: seconds of each part of the median step, by rank.
+        samples: of a step, over all ranks.
+        local_samples: of each rank in a step.
+        speed: speed of the run, as on its other pages.
+    """
+
+    run: Run
+    ranks: Mapping[int, Parts]
+    samples: float
+    local_samples: Mapping[int, float]
+    speed: Speed
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was run."""
+        return self.run.plan
+
+    @cached_property
+    def served(self) -> bool:
+        """True if servers own the parameters: one worker records for all, and no parts."""
+        return sync_info(self.plan.sync).served
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part in the mean over the ranks."""
+        return {part: fmean(parts[part] for parts in self.ranks.values()) for part in PARTS}
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def devices(self) -> int:
+        """Devices that it used: accelerators, or on CPUs the cores of the ranks' threads."""
+        plan, cluster = self.plan, self.run.cluster
+        if cluster.has_accelerators:
+            return plan.ranks
+        host = cluster.hosts_in_use[0]
+        threads = plan.threads_for(host, max(cluster.ranks_per_host(plan.ranks)))
+        return min(plan.ranks * threads, sum(host.cores for host in cluster.hosts_in_use))
+
+    @cached_property
+    def compute_s(self) -> float:
+        """Compute of a typical rank, without what only a slow one takes.
+
+        That of data-parallel ranks is by the pace of the fastest.
+        """
+        if not self._alike:
+            return self.parts["compute"]
+        return self._pace_s * fmean(self.local_samples.values())
+
+    @cached_property
+    def even_parts(self) -> dict[str, float]:
+        """Parts of a rank that is as fast as the fastest.
+
+        All that slower ones take longer is waiting for them.
+        """
+        lag_s = self.parts["compute"] - self.compute_s
+        return self.parts | {"compute": self.compute_s, "imbalance": self.parts["imbalance"] + lag_s}
+
+    @property
+    def one_compute_s(self) -> float:
+        """Compute of a whole step at the pace of these ranks, one after another.
+
+        It is at most that of one device.
+        """
+        each = max(len(self.ranks), 1)
+        if not self._alike:
+            return sum(parts["compute"] for parts in self.ranks.values()) * self.plan.ranks / each
+        return self._pace_s * self.samples
+
+    @property
+    def _alike(self) -> bool:
+        """True if ranks differ in their samples only."""
+        return self.plan.ranks == self.plan.data_ranks and all(self.local_samples.values())
+
+    @property
+    def _pace_s(self) -> float:
+        return min(parts["compute"] / self.local_samples[rank] for rank, parts in self.ranks.items())
+
+
+def measured(run: Run) -> Measured:
+    """Typical step of a run.
+
+    Raises:
+        RunError: the run is federated, or has too few steps.
+    """
+    record = RunRecord.read(run)
+    if record.noun != "step":
+        raise RunError(f"{run.path} is a federated run: its rounds are not steps on devices of one cluster")
+    found = {rank: (lines, typical_parts(lines)) for rank, lines in record.ranks.items()}
+    ranks = {rank: parts for rank, (_, parts) in found.items() if parts is not None}
+    if 0 not in ranks:
+        raise RunError(
+            f"{run.path} has no step with times after the first {WARM_UP_STEPS}, which are warm-up: there is nothing "
+            "to compare yet"
+        )
+    lines = {rank: timed(found[rank][0]) for rank in ranks}
+    local = {rank: median(float(line.get("local_samples", 0)) for line in of) for rank, of in lines.items()}
+    speed = Speed.of(record.ranks[0], run.training_time_s)
+    assert speed is not None, "rank 0 has steps that count"
+    return Measured(run, ranks, speed.samples, local, speed)
+
+
+def same_work(one: Run, many: Run) -> None:
+    """Refuse a run of one device that did other work.
+
+    Raises:
+        RunError: with every key of the job that differs, or since it has several ranks.
+    """
+    if one.plan.ranks > 1:
+        raise RunError(f"{one.path} has plan {one.plan}: name a run of one rank to compare with one device")
+    if differing := list(differences(work_of_run(many), work_of_run(one))):
+        raise RunError(f"{one.path} did other work: {'; '.join(differing)}")
+
+
+# The measured part that each predicted one falls into. The overhead of a step is in all measured parts.
+_MEASURED_AS = {
+    "compute": ("compute", "recompute", "launch", "tp", "cp", "ep", "fsdp"),
+    "bubble": ("bubble", "pp"),
+    "comm": ("dp",),
+    "optimizer": ("optimizer",),
+}
+# A prediction that is further off, either way, is of something else.
+_MOST = 5.0
+_TOP = 8  # plans with different degrees
+_DIVIDES = (*DEGREES, "zero", "offload", "sequence", "schedule", "virtual", "cut", "remat", "microbatches")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The cost model, held to what a run measured.
+
+    Attributes:
+        factors: measured over predicted seconds of the run's plan, by measured part.
+        beside_s: what is added to a part where no factor can be told.
+        calibration: measurements of the machine that it rests on as well; None if there are none.
+        doubt: relative error that a predicted time may have.
+        why_not: reason why nothing is predicted from the run; empty if it is.
+    """
+
+    run: Measured
+    factors: Mapping[str, float]
+    beside_s: Mapping[str, float]
+    calibration: Calibration | None
+    doubt: float
+    why_not: str = ""
+
+    def parts_of(self, plan: Plan, job: Job | None = None) -> dict[str, float]:
+        """Predicted seconds of each measured part under a plan.
+
+        Waiting for data and checkpoints stay those of the run, a slow rank stays slow.
+
+        Raises:
+            PacelineError: it cannot be predicted.
+        """
+        run = self.run
+        job = job or run.run.job
+        prediction = modelled(job, run.run.cluster, plan, self.calibration)
+        if not prediction.fits:
+            raise PlanError(f"plan {plan} needs more memory than there is")
+        return self.held(plan, prediction, job.global_batch / run.run.job.global_batch)
+
+    def held(self, plan: Plan, prediction: Prediction, batches: float = 1.0) -> dict[str, float]:
+        """A prediction's parts as measured ones, corrected by the run.
+
+        Args:
+            batches: how many times the run's global batch it is of.
+        """
+        parts = dict.fromkeys(PARTS, 0.0)
+        for part, seconds in _as_measured(prediction).items():
+            beside = self.beside_s.get(part, 0.0) if plan.ranks > 1 else 0.0
+            parts[part] = max(seconds * self.factors.get(part, 1.0) + beside, 0.0)
+        before = self.run.even_parts
+        parts["data"] = before["data"] * batches * self.run.plan.data_ranks / plan.data_ranks
+        parts["checkpoint"] = before["checkpoint"]
+        if plan.ranks > 1:
+            parts["imbalance"] = before["imbalance"] * batches
+        return parts
+
+    def one_device(self) -> dict[str, float]:
+        """Predicted parts of a step on one device.
+
+        There is no more compute than the ranks of the run did together.
+        """
+        parts = self.parts_of(one_device_plan(self.run))
+        if not self.run.served:
+            parts["compute"] = min(parts["compute"], self.run.one_compute_s)
+        return parts
+
+
+def model_of(run: Measured) -> Model:
+    """The cost model held to a run.
+
+    Raises:
+        PacelineError: the run's own plan cannot be predicted.
+    """
+    calibration = kept_calibration(run.run.job, run.run.cluster)
+    prediction = modelled(run.run.job, run.run.cluster, run.plan, calibration)
+    doubt = max(
+        DOUBT if calibration is not None else DOUBT_UNCALIBRATED,
+        prediction.interval.relative if prediction.interval is not None else 0.0,
+    )
+    if run.served:
+        return Model(run, {}, {}, calibration, doubt)
+    predicted = _as_measured(prediction)
+    factors, beside_s = {}, {}
+    for part, own_s in run.even_parts.items():
+        expected_s = predicted.get(part, 0.0)
+        if expected_s > 0 and 1 / _MOST <= own_s / expected_s <= _MOST:
+            factors[part] = own_s / expected_s
+        elif part == "compute":
+            why_not = (
+                f"the run computes {own_s / max(expected_s, 1e-9):.3g} times as long as the cost model expects; the "
+                "device may not be as in the catalogue, or other programs may have kept it busy. `paceline plan` "
+                "measures this machine, and later predictions rest on that"
+            )
+            return Model(run, {}, {}, calibration, doubt, why_not)
+        elif part in predicted:
+            beside_s[part] = own_s - expected_s
+    return Model(run, factors, beside_s, calibration, doubt)
+
+
+def one_device_plan(run: Measured) -> Plan:
+    """The run's plan without its divisions, on CPUs with one thread."""
+    return on_devices(_plain(undivided(run.plan)), 1, run.run.cluster)
+
+
+def is_one_device(run: Measured) -> bool:
+    """True if the run itself used the plan of one device."""
+    return spelled_out(run.plan, run.run.cluster) == one_device_plan(run)
+
+
+def undivided(plan: Plan) -> Plan:
+    """The plan with the keys that do not divide the work, for one rank."""
+    whole: dict[str, Any] = {field.name: field.default for field in fields(Plan) if field.name in _DIVIDES}
+    return replace(plan, **whole)
+
+
+def other_plans(model: Model) -> list[tuple[Plan, dict[str, float]]]:
+    """The best other plans with their predicted parts, the fastest first.
+
+    Raises:
+        PacelineError: nothing can be searched.
+    """
+    from paceline.planning.search.search import search
+
+    run = model.run.run
+    base = replace(undivided(model.run.plan), threads=0)
+    found = search(run.job, run.cluster, top=_TOP, calibration=model.calibration, base=base)
+    own = spelled_out(model.run.plan, run.cluster)
+    others = [c for c in found.best if spelled_out(c.plan, run.cluster) != own]
+    plans = [(_plain(c.plan), model.held(c.plan, c.prediction)) for c in others]
+    return sorted(plans, key=lambda one: sum(one[1].values()))
+
+
+def _plain(plan: Plan) -> Plan:
+    """The plan without keys of replicas that agree, if it has only one."""
+    usual = Plan()
+    alone = replace(plan, sync=usual.sync, compress=usual.compress, balance=usual.balance)
+    return alone if plan.dp == 1 else plan
+
+
+def predicted_or_why(model: Model, plan: Plan, job: Job | None = None) -> dict[str, float] | str:
+    """Predicted parts of a plan, or the reason why there are none."""
+    run = model.run.run
+    if reasons := check_plan(plan, job or run.job, run.cluster):
+        return reasons[0]
+    try:
+        return model.parts_of(plan, job)
+    except PacelineError as error:
+        return str(error).splitlines()[0]
+
+
+def _as_measured(prediction: Prediction) -> dict[str, float]:
+    breakdown = prediction.breakdown
+    return {part: sum(breakdown.get(name, 0.0) for name in names) for part, names in _MEASURED_AS.items()}
+
+
+_LEAST_SHARE = 0.03  # of a step, for a part to be worth a suggestion
+_MOST_PLANS = 4
+_LEAST_INEXACT = 0.02  # gain that other losses are worth a line for
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change that may help.
+
+    Attributes:
+        what: the change: a plan's text, or words.
+        gain: relative gain of throughput; None if it is not predicted.
+        known: whether the gain is predicted, or the most that there can be, by the run's own parts.
+        plan: the plan with it, where it is one that can be tried.
+        but: its cost, or what it changes.
+    """
+
+    what: str
+    gain: float | None
+    known: Literal["predicted", "at most", "not predicted"]
+    plan: Plan | None = None
+    but: str = ""
+
+    @property
+    def order(self) -> float:
+        """Sort key, larger for what is told first."""
+        return -1.0 if self.gain is None else self.gain
+
+    def is_certain(self, doubt: float) -> bool:
+        """True if the interval of the predicted gain excludes zero.
+
+        Args:
+            doubt: relative error that a predicted time may have.
+        """
+        return self.known == "predicted" and self.gain is not None and self.gain > doubt
+
+    @property
+    def gain_words(self) -> str:
+        """The gain in words."""
+        if self.gain is None:
+            return self.known
+        return f"{'at most ' if self.known == 'at most' else ''}+{units.percent(self.gain)}"
+
+    def line(self) -> str:
+        """The suggestion in one line."""
+        return f"{self.gain_words}: {self.what}" + (f" ({self.but})" if self.but else "")
+
+
+def from_parts(run: Measured) -> list[Suggestion]:
+    """Suggestions whose greatest gain the run's own parts tell."""
+    if run.served:
+        return []
+    job, found = run.run.job, []
+    shares = {part: seconds / run.step_s for part, seconds in run.parts.items()}
+    if shares["data"] >= _LEAST_SHARE:
+        now = run.plan.num_workers or job.data.num_workers
+        plan = replace(run.plan, num_workers=now + 1)
+        found.append(replace(_at_most(f"num_workers={now + 1}", shares["data"]), plan=plan))
+    if shares["checkpoint"] >= _LEAST_SHARE:
+        what = "checkpoints half as often (checkpoint.every_steps or every_seconds of the job)"
+        found.append(_at_most(what, shares["checkpoint"] / 2, "more steps are trained again after a failure"))
+    if shares["imbalance"] >= _LEAST_SHARE and len(run.ranks) > 1:
+        found.append(_balance(run, shares["imbalance"]))
+    return found
+
+
+def _balance(run: Measured, share: float) -> Suggestion:
+    """Less waiting for slow ranks, by shares of the batch or otherwise."""
+    waits = {rank: parts["imbalance"] for rank, parts in run.ranks.items()}
+    slow = min(waits, key=lambda rank: waits[rank])
+    if run.plan.balance == "off" and run.plan.dp > 1:
+        return _at_most("balance=auto", share)
+    what = f"less other load where rank {slow} runs, because the others wait for it most"
+    return _at_most(what, share)
+
+
+def _at_most(what: str, share: float, but: str = "") -> Suggestion:
+    return Suggestion(what, share / (1 - share), "at most", but=but)
+
+
+def from_predictions(model: Model) -> list[Suggestion]:
+    """Other plans, batches and rules with their predicted gain, and settings to measure."""
+    if model.why_not:
+        plans = [replace(one, gain=None, known="not predicted") for one in _plans(model)]
+        return [*plans, *_knobs(model)]
+    return [*_plans(model), *_batch(model), *_inexact(model), *_knobs(model)]
+
+
+def _plans(model: Model) -> list[Suggestion]:
+    """Plans of the same training that are predicted to be faster."""
+    try:
+        others = other_plans(model)
+    except PacelineError:  # nothing else can run: its own plan has been predicted
+        return []
+    found = [Suggestion(named(plan), _gain(model, parts), "predicted", plan) for plan, parts in others]
+    return [one for one in found if (one.gain or 0.0) >= WORTH or model.why_not][:_MOST_PLANS]
+
+
+def _batch(model: Model) -> list[Suggestion]:
+    run = model.run
+    twice = 2 * run.run.job.global_batch
+    parts = predicted_or_why(model, run.plan, run.run.job.model_copy(update={"global_batch": twice}))
+    if isinstance(parts, str):
+        return []
+    gain = 2 * run.step_s / sum(parts.values()) - 1
+    but = "samples a second; another training: `paceline plan --batch-advice` says how far it learns as well"
+    return [Suggestion(f"global_batch: {twice:,}", gain, "predicted", but=but)] if gain >= WORTH else []
+
+
+def _inexact(model: Model) -> list[Suggestion]:
+    """Other rules and codecs, which change the losses."""
+    run, found = model.run, []
+    if run.plan.dp < 2 or run.plan.inexact:
+        return []
+    for values, but in INEXACT:
+        plan = replace(run.plan, **values)
+        if reasons_against(plan, run.run.job, run.run.cluster):
+            continue
+        parts = predicted_or_why(model, plan)
+        if not isinstance(parts, str) and (gain := _gain(model, parts)) >= _LEAST_INEXACT:
+            found.append(Suggestion(str(plan), gain, "predicted", plan, but))
+    return sorted(found, key=lambda one: -one.order)[:2]
+
+
+def _knobs(model: Model) -> list[Suggestion]:
+    """Settings of a plan that compute the same; the cost model does not know them."""
+    run = model.run
+    tried = [knob for knob in knobs(run.run.job, run.run.cluster, run.plan) if not (knob.untried or knob.hint)]
+    # loader processes are suggested where the run waits for data (`from_parts`)
+    told = {*DEGREES, "num_workers"}
+    same = [knob for knob in tried if not knob.cost_s and not knob.whole and not set(knob.changes) & told]
+    plans = {str(knob): knob.on(run.plan) for knob in same}
+    return [Suggestion(what, None, "not predicted", plan) for what, plan in plans.items()]
+
+
+def _gain(model: Model, parts: dict[str, float]) -> float:
+    return model.run.step_s / sum(parts.values()) - 1
+
+
+def named(plan: Plan) -> str:
+    """Format a plan; a plan with one rank begins with `dp=1`."""
+    text = str(plan)
+    return f"dp=1 {text}" if plan.ranks == 1 and text != "dp=1" else text

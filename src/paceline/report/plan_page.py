@@ -1,0 +1,640 @@
+"""The page of `paceline plan`: what was chosen and why, in pictures and tables."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+
+from paceline import units
+from paceline.planning.cost.estimate import timeline
+from paceline.planning.cost.layout import PART_NAMES, PARTS, Span
+from paceline.planning.explain.batch_advice import BatchAdvice
+from paceline.planning.explain.explain import Explanation, shares_of_time
+from paceline.planning.explain.what_if import ScaledPlan
+from paceline.planning.explain.which_cluster import ClusterChoice, Option
+from paceline.planning.machines import factor_of
+from paceline.planning.search.result import Candidate
+from paceline.report.charts import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    Axis,
+    Bars,
+    Figure,
+    Note,
+    Points,
+    Rule,
+)
+from paceline.report.page import Card, Cell, Chart, Row, write_page
+from paceline.units import Shown, digits, percent, seconds, size, span
+
+_BARS = 8  # plans whose step and memory are drawn part by part
+_ROUNDS = 3  # microbatches drawn for each stage of a pipeline
+_LISTED = 10  # plans that stand in the table; the rest can be opened
+_MATTERS = 0.3  # of the memory; where all plans take less, it limits none
+_GIB = 2**30
+
+
+def write_plan_page(
+    explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None, command: str, file: Path
+) -> Path:
+    """Write the page about a plan.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    found, view = explanation.found, PlanView(explanation, scaling, advice)
+    considered = f"{found.considered:,} considered, {found.evaluated:,} predicted"
+    facts = {
+        "cluster": explanation.cluster.describe(),
+        "command": command,
+        "paceline": version("paceline"),
+        "plans": f"{considered}, {found.pruned:,} set aside by a bound",
+        "searched in": str(seconds(found.seconds)),
+        "speeds": "measured on these machines" if explanation.measured else "of the catalogue",
+    }
+    on_cores = view.best.layout.machines.device.is_core
+    return write_page(file, "plan.html.j2", facts=facts, on_cores=on_cores, view=view, colours=view.colours)
+
+
+class PlanView:
+    """An explanation as the template shows it."""
+
+    def __init__(self, explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None) -> None:
+        self.explanation, self.scaled, self.advice = explanation, [p for p in scaling if p.prediction], advice
+        self.not_scaled = [point for point in scaling if point.prediction is None]
+        self.job, self.found, self.best = explanation.job, explanation.found, explanation.winner
+        self.created = time.strftime("%Y-%m-%d %H:%M")
+        self.colours = {f"part_{part}": colour for part, colour in TIME_COLOURS.items()} | self.holders
+        self.gap = percent(self.found.gap)
+
+    # The headline
+
+    @property
+    def verdict(self) -> str:
+        """The plan's speed in one sentence."""
+        device, ranks = self.best.layout.machines.device, self.best.plan.ranks
+        devices = f"{ranks:,} × {device.name}" if ranks > 1 else f"one {device.name}"
+        if device.is_core:
+            devices = f"{ranks:,} cores" if ranks > 1 else "one rank"
+        return (
+            f"{seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted, ± "
+            f"{percent(self.best.interval.relative, 0)} (80 %, by {self.best.interval.rests_on})."
+        )
+
+    @property
+    def badges(self) -> list[str]:
+        """Badges of the job: parameters, tokens, global batch, precision."""
+        tokens = [f"{self.explanation.tokens:,} tokens a sample"] if self.explanation.tokens > 1 else []
+        parameters = f"{units.large(self.best.layout.trace.parameters)} parameters"
+        return [parameters, *tokens, f"global batch {self.job.global_batch:,}", self.best.plan.precision_for(self.job)]
+
+    @property
+    def cards(self) -> list[Card]:
+        """The winner's figures."""
+        prediction, cost = self.best.prediction, self.explanation.cost(self.best)
+        cards = [Card("predicted_step", seconds(prediction.step_time_s), f"{self.best.plan.ranks:,} ranks")]
+        rate = units.rate(prediction.throughput)
+        if self.explanation.tokens > 1:
+            cards.append(
+                Card("predicted_tokens", _thousands(prediction.throughput * self.explanation.tokens), str(rate))
+            )
+        else:
+            cards.append(Card("predicted_throughput", rate))
+        if prediction.mfu is not None:
+            cards.append(Card("mfu", percent(prediction.mfu)))
+        cards.append(
+            Card(
+                "device_memory",
+                size(prediction.memory_bytes),
+                f"of {size(self.explanation.capacity_bytes)} on each device",
+            )
+        )
+        if cost is not None:
+            cards.append(Card("cost", Shown(cost.value, units.digits(cost.value)), cost.of))
+        return cards
+
+    @property
+    def limit(self) -> str:
+        """The parts of the step, as a full sentence."""
+        return self.explanation.limit[0].upper() + self.explanation.limit[1:]
+
+    # The pictures
+
+    @property
+    def memory_chart(self) -> Chart:
+        """Time against memory."""
+        points = [
+            Point(str(i), str(c.plan), c.prediction.memory_bytes / _GIB, c.prediction.step_time_s)
+            for i, c in self._numbered
+        ]
+        figure = pareto_figure(points, "GiB on the fullest device", room=self.room)
+        return Chart(
+            "pareto-memory",
+            figure,
+            f"Step time over memory of {len(points)} plans; the chosen one: {self._said(self.best)}.",
+        )
+
+    @property
+    def cost_chart(self) -> Chart:
+        """Time against cost, for this cluster's plans and for fewer and more devices."""
+        priced = self.explanation.cluster.price_per_hour
+        cost = self.explanation.cost(self.best)
+        of = cost.of if cost else "a step"
+        per_second = cost.value / (self.best.prediction.step_time_s * self.best.plan.ranks) if cost and priced else 1.0
+
+        def at(candidate: Candidate | ScaledPlan) -> float:
+            assert candidate.plan is not None
+            assert candidate.prediction is not None
+            return candidate.prediction.step_time_s * candidate.plan.ranks * per_second
+
+        points = [Point(str(i), str(c.plan), at(c), c.prediction.step_time_s) for i, c in self._numbered]
+        for point in self.scaled:
+            if point.devices != self.best.layout.machines.devices and point.prediction is not None:
+                name = units.count(point.devices, "device")
+                points.append(Point(name, f"{name}: {point.plan}", at(point), point.prediction.step_time_s))
+        figure = pareto_figure(
+            points, f"cost of {of}" if priced else "device-seconds per step", log=len(self.scaled) > 1
+        )
+        return Chart(
+            "pareto-cost",
+            figure,
+            f"Step time over the cost of {of}, for {len(points)} plans, on fewer and more devices as well.",
+        )
+
+    @cached_property
+    def pipeline(self) -> tuple[Candidate, Chart] | None:
+        """The timeline of the best plan that has a pipeline; None where none has."""
+        piped = next((candidate for candidate in self.found.best if candidate.plan.pp > 1), None)
+        if piped is None:
+            return None
+        drawn = min(piped.plan.microbatches, _ROUNDS * piped.plan.pp)
+        note = ""
+        if drawn < piped.plan.microbatches:
+            every = f"{piped.plan.microbatches:,}"
+            note = (
+                f"Drawn with {drawn} microbatches; with all {every} the middle goes on in the same way, and the "
+                "ends weigh less."
+            )
+        label = (
+            f"What each of {piped.plan.pp} stages does in a step of {piped.plan}: forward, backward, waiting. {note}"
+        )
+        factor = factor_of(piped.layout)
+        spans = [
+            replace(span, start_s=factor * span.start_s, end_s=factor * span.end_s)
+            for span in timeline(replace(piped.layout, microbatches=drawn))
+        ]
+        figure = pipeline_figure(spans)
+        return piped, Chart("pipeline", figure, label, note=note)
+
+    @property
+    def spans(self) -> list[tuple[str, str]]:
+        """The activities of pipeline stages as text, with their colours."""
+        named = {"weight": "gradients of weights", "wait": "waiting"}
+        return [(named.get(kind, kind), colour) for kind, colour in SPAN_COLOURS.items()]
+
+    @property
+    def time_chart(self) -> Chart:
+        """The step of the best plans, part by part."""
+        shown = self.found.best[:_BARS]
+        slowest = max(c.prediction.step_time_s for c in shown)
+        factor, unit = (1e3, "ms") if slowest < 1 else (1.0, "s")
+        times = [{part.name: part.value for part in shares_of_time(c)} for c in shown]
+        parts = {part: [of_plan.get(part, 0.0) * factor for of_plan in times] for part in self.parts}
+        figure = stacked_figure([str(c.plan) for c in shown], parts, TIME_COLOURS, PART_NAMES, f"{unit} per step")
+        return Chart("time", figure, " ".join(f"{c.plan}: {seconds(c.prediction.step_time_s)}." for c in shown))
+
+    @property
+    def held_chart(self) -> Chart:
+        """The memory of the best plans, by what holds it."""
+        shown = self.found.best[:_BARS]
+        held = {holder: [c.prediction.memory.get(holder, 0.0) / _GIB for c in shown] for holder in self.holders}
+        figure = stacked_figure([str(c.plan) for c in shown], held, self.holders, {}, "GiB", self.room)
+        return Chart("held", figure, " ".join(f"{c.plan}: {size(c.prediction.memory_bytes)}." for c in shown))
+
+    @property
+    def room(self) -> float | None:
+        """Memory of a device in GiB; None if all plans leave most of it free."""
+        room, most = self.explanation.capacity_bytes, max(c.prediction.memory_bytes for c in self.found.best)
+        return room / _GIB if most > _MATTERS * room else None
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts of a step that any of the shown plans spends time in."""
+        there = {part.name for c in self.found.best[:_BARS] for part in shares_of_time(c)}
+        return [part for part in PARTS if part in there]
+
+    @cached_property
+    def holders(self) -> dict[str, str]:
+        """The users of memory in any of the shown plans, with their colours."""
+        names = dict.fromkeys(
+            name for c in self.found.best[:_BARS] for name, size in c.prediction.memory.items() if size > 0
+        )
+        return holder_colours(list(names))
+
+    @property
+    def scaling_chart(self) -> Chart | None:
+        """Speedup over devices; None where only one number of them can be predicted."""
+        if len(self.scaled) < 2:
+            return None
+        label = " ".join(f"{p.devices:,} devices: {units.digits(p.speedup or 0)} times as fast." for p in self.scaled)
+        return Chart("scaling", scaling_figure(self.scaled, self.best.layout.machines.devices), label)
+
+    @property
+    def batch_chart(self) -> Chart | None:
+        """Throughput over the global batch, where that was asked for."""
+        return Chart("batches", batches_figure(self.advice), " ".join(self.advice.lines)) if self.advice else None
+
+    @property
+    def _numbered(self) -> list[tuple[int, Candidate]]:
+        return list(enumerate(self.found.best, 1))
+
+    def _said(self, candidate: Candidate) -> str:
+        return f"{seconds(candidate.prediction.step_time_s)}, {size(candidate.prediction.memory_bytes)}"
+
+    # The tables
+
+    @property
+    def tables(self) -> list[list[tuple[int, Row]]]:
+        """The best plans, and the others; a number with each."""
+        rows = list(enumerate(self.candidates, 1))
+        return [part for part in (rows[:_LISTED], rows[_LISTED:]) if part]
+
+    @property
+    def candidates(self) -> list[Row]:
+        """All plans that were found, the best first."""
+        rows = []
+        for number, candidate in self._numbered:
+            prediction, cost = candidate.prediction, self.explanation.cost(candidate)
+            slower = prediction.step_time_s / self.best.prediction.step_time_s - 1
+            cells: list[Cell] = [
+                seconds(prediction.step_time_s),
+                f"+{percent(slower)}" if number > 1 else "",
+                size(prediction.memory_bytes),
+                units.rate(prediction.throughput),
+                "" if prediction.mfu is None else percent(prediction.mfu),
+                *([] if cost is None else [Shown(cost.value, units.digits(cost.value))]),
+            ]
+            rows.append(Row(str(candidate.plan), cells, candidate.why, loud=number == 1))
+        return rows
+
+    @property
+    def heads(self) -> list[str]:
+        """Definitions' names for the columns of `candidates`; the second has none."""
+        priced = self.explanation.cost(self.best) is not None
+        return ["predicted_step", "", "device_memory", "predicted_throughput", "mfu", *(["cost"] if priced else [])]
+
+    @property
+    def devices(self) -> list[Row]:
+        """The best plan for each number of devices."""
+        rows = [
+            Row(
+                f"{p.devices:,}",
+                [seconds(p.prediction.step_time_s), units.ratio(p.speedup), percent(p.efficiency)],
+                str(p.plan),
+            )
+            for p in self.scaled
+            if p.prediction is not None and p.speedup is not None and p.efficiency is not None
+        ]
+        return [*(Row(f"{p.devices:,}", ["no plan fits", "", ""], p.why) for p in self.not_scaled), *rows]
+
+    @property
+    def changes(self) -> list[Row]:
+        """Changes that would help, the most effective first."""
+        return [
+            Row(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+"))
+            for row in self.explanation.helps
+        ]
+
+    @property
+    def failures(self) -> list[Row]:
+        """Ways to go on after a failure; none where no rate was given."""
+        outlook = self.explanation.failures
+        return [Row(name, [percent(share, 2)], about) for name, share, about in outlook.rows] if outlook else []
+
+
+def _thousands(tokens_per_s: float) -> Shown:
+    if tokens_per_s < 1e4:
+        return units.rate(tokens_per_s, "tokens/s")
+    return Shown(tokens_per_s, units.digits(tokens_per_s / 1e3), "k tokens/s")
+
+
+TIME_COLOURS = {
+    "compute": BLUE,
+    "recompute": SKY,
+    "launch": "#5C6570",
+    "tp": VERMILLION,
+    "cp": "#8C2D04",
+    "ep": PURPLE,
+    "fsdp": ORANGE,
+    "pp": "#F0E442",
+    "bubble": "#C3C9D1",
+    "dp": "#B35C9E",
+    "optimizer": GREEN,
+    "other": GREY,
+}
+SPAN_COLOURS = {"forward": BLUE, "backward": GREEN, "weight": ORANGE, "wait": "rgba(128,136,148,.22)"}
+_HOLDER_COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, "#F0E442", "#5C6570", "#8C2D04", GREY)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan in a picture of two figures; the larger, the worse for both."""
+
+    name: str
+    about: str
+    x: float
+    y: float
+
+
+def pareto_figure(
+    points: Sequence[Point], x: str, *, room: float | None = None, log: bool = False, hours: bool = False
+) -> Figure:
+    """Step time (or `hours` of training) over something else; joined are those that no other beats in both.
+
+    The first point is the plan that was chosen.
+
+    `room`: the most that there is of x. Named in the picture are the chosen point, and those whose names are words.
+    """
+    factor, unit = (1.0, "h") if hours else (1e3, "ms") if max(p.y for p in points) < 1 else (1.0, "s")
+    points = [replace(p, y=p.y * factor) for p in points]
+    figure = Figure(Axis(x, grid=False), Axis("hours" if hours else f"{unit} per step"), height=360, legend=False)
+    chosen, edge = points[0], front(points)
+    if len(edge) > 1:
+        at = [p.x for p in edge], [p.y for p in edge]
+        figure.traces.append(Points("front", *at, GREEN, dash="dot", steps=True, hints=()))
+    for name, shown, width, colour in (
+        ("others", [p for p in points[1:] if p not in edge], 7, GREY),
+        ("best", [p for p in edge if p is not chosen], 10, GREEN),
+        ("chosen", [chosen], 17, VERMILLION),
+    ):
+        if shown:
+            figure.traces.append(
+                Points(
+                    name,
+                    [p.x for p in shown],
+                    [p.y for p in shown],
+                    colour,
+                    width=0,
+                    marks=width,
+                    symbol="star" if name == "chosen" else "circle",
+                    words=[p.name if p in edge or not p.name.isdecimal() else "" for p in shown],
+                    side="right" if log else "left",
+                    hints=[f"{_wrapped(p.about)}\n{digits(p.y)} {unit}, {digits(p.x)} {x}" for p in shown],
+                )
+            )
+    if room is not None:
+        figure.rules.append(Rule(room, f"{digits(room)} GiB each", PURPLE))
+    xs, ys = [p.x for p in points] + ([room] if room else []), [p.y for p in points]
+    if log:
+        marks = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
+        figure.y.log, figure.y.span = True, (min(ys) / 1.32, max(ys) * 1.32)
+        figure.y.ticks = [(mark, f"{mark:g}") for mark in marks]
+        figure.x.span = _padded(xs, 0.1, 0.3)
+    else:
+        figure.y.span, figure.x.span = _padded(ys, 0.12, 0.08), _padded(xs, 0.1, 0.08)
+    return figure
+
+
+def _padded(values: Sequence[float], before: float, after: float) -> tuple[float, float]:
+    """A range with a margin at both ends, in parts of its width.
+
+    Positions count in such a picture, so it need not begin at 0.
+    """
+    low, high = min(values), max(values)
+    width = (high - low) or 0.2 * high or 1.0
+    return max(0.0, low - before * width), high + after * width
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats in x and y, by x."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.x, p.y)):
+        if not kept or point.y < kept[-1].y:
+            kept.append(point)
+    return kept
+
+
+def stacked_figure(
+    plans: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    colours: Mapping[str, str],
+    names: Mapping[str, str],
+    what: str,
+    room: float | None = None,
+) -> Figure:
+    """A bar of parts for each plan, from the top, under its text.
+
+    `room`: a line at the upper limit.
+    """
+    rows = list(range(len(plans)))
+    figure = Figure(
+        Axis(what, from_zero=True),
+        Axis(span=(len(plans) - 0.65, -0.7), ticks=(), grid=False),
+        height=64 + 44 * len(plans),
+        legend=False,
+        stacked=True,
+    )
+    for part, values in parts.items():
+        name = names.get(part, part)
+        hints = [f"{name} {digits(value)} {what}" for value in values]
+        figure.traces.append(Bars(name, list(values), rows, colours[part], thick=0.46, hints=hints))
+    figure.notes = [Note(f"{row + 1}  {plan}", row - 0.42, inside=True) for row, plan in enumerate(plans)]
+    if room is not None:
+        figure.rules.append(Rule(room, "", PURPLE))
+    return figure
+
+
+def holder_colours(holders: Sequence[str]) -> dict[str, str]:
+    """One colour for each holder of memory."""
+    return {holder: _HOLDER_COLOURS[i % len(_HOLDER_COLOURS)] for i, holder in enumerate(holders)}
+
+
+def pipeline_figure(spans: Sequence[Span]) -> Figure:
+    """A row for each pipeline stage, from the top, with its work over time."""
+    end = max(span.end_s for span in spans)
+    factor, unit = (1e3, "ms") if end < 1 else (1.0, "s")
+    stages = sorted({span.stage for span in spans})
+    ticks = stages if len(stages) <= 16 else stages[:: math.ceil(len(stages) / 16)]
+    figure = Figure(
+        Axis(f"{unit} since the step began", span=(0, end * factor)),
+        Axis(span=(len(stages) - 0.5, -0.5), ticks=[(stage, f"stage {stage + 1}") for stage in ticks], grid=False),
+        height=70 + max(22, min(34, 420 // len(stages))) * len(stages),
+        legend=False,
+    )
+    for kind, colour in SPAN_COLOURS.items():
+        own = [span for span in spans if span.what == kind]
+        lengths, starts = [(s.end_s - s.start_s) * factor for s in own], [s.start_s * factor for s in own]
+        hints = [
+            f"{_span_words(span)}\nfrom {digits(start)} {unit}, for {digits(length)} {unit}"
+            for span, start, length in zip(own, starts, lengths, strict=True)
+        ]
+        if own:
+            edge = 0 if len(spans) > 800 else 0.6
+            y = [span.stage for span in own]
+            figure.traces.append(Bars(kind, lengths, y, colour, starts=starts, thick=0.82, edge=edge, hints=hints))
+    return figure
+
+
+def scaling_figure(points: Sequence[ScaledPlan], chosen: int) -> Figure:
+    """Speedup over devices on axes that double, against the ideal."""
+    known = [p for p in points if p.speedup is not None and p.prediction is not None]
+    ideal = [p.devices / known[0].devices for p in known]
+    at = [p.devices for p in known]
+    top = max(*ideal, *(p.speedup for p in known if p.speedup is not None))
+    marks = [2**n for n in range(math.ceil(math.log2(top)) + 1)]
+    speed = f"times the speed of {known[0].devices:,}"
+    figure = Figure(
+        Axis("devices", log=True, ticks=[(n, f"{n:,}") for n in at], span=(at[0] / 1.15, at[-1] * 1.9)),
+        Axis(speed, log=True, ticks=[(n, f"{n} ×") for n in marks], span=(0.76, top * 1.2)),
+        height=360,
+        legend=False,
+    )
+    hints = [
+        f"{p.devices:,} devices\n{_wrapped(str(p.plan))}\n{seconds(p.prediction.step_time_s)} a step"
+        for p in known
+        if p.prediction
+    ]
+    figure.traces = [
+        Points("ideal", at, ideal, GREY, dash="dash", hints=()),
+        Points(
+            "predicted",
+            at,
+            [p.speedup for p in known],
+            BLUE,
+            width=2.5,
+            marks=[15 if n == chosen else 9 for n in at],
+            mark_colours=[VERMILLION if n == chosen else BLUE for n in at],
+            words=[str(percent(p.efficiency or 0.0)) for p in known],
+            side="below",
+            hints=hints,
+        ),
+    ]
+    return figure
+
+
+def batches_figure(advice: BatchAdvice) -> Figure:
+    """Throughput over the global batch, with the job's own and the useful one."""
+    at = [point.global_batch for point in advice.points]
+    special = {advice.now.global_batch: "now", advice.useful.global_batch: "useful"}
+    if advice.keeps:
+        special = {advice.now.global_batch: "now, and useful"}
+    throughput = Points(
+        "throughput",
+        at,
+        [point.throughput for point in advice.points],
+        BLUE,
+        width=2.5,
+        marks=[13 if n in special else 8 for n in at],
+        mark_colours=[VERMILLION if "useful" in special.get(n, "") else BLUE for n in at],
+        words=[special.get(n, "") for n in at],
+        side="below",
+        hints=[
+            f"{n:,} samples: {digits(p.throughput)} samples/s\n{_wrapped(str(p.plan))}"
+            for n, p in zip(at, advice.points, strict=True)
+        ],
+    )
+    return Figure(
+        Axis("global batch, samples", log=True, ticks=[(n, f"{n:,}") for n in at]),
+        Axis("samples per second", from_zero=True),
+        traces=[throughput],
+        legend=False,
+    )
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 60))
+
+
+def _span_words(span: Span) -> str:
+    if span.what == "wait":
+        return f"stage {span.stage + 1} waits"
+    return f"stage {span.stage + 1}: {span.what} of microbatch {span.microbatch + 1}"
+
+
+_HOUR_S = 3600.0
+
+
+def write_choice_page(choice: ClusterChoice, command: str, file: Path) -> Path:
+    """Write the page about a choice of machines.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    facts = {
+        "command": command,
+        "paceline": version("paceline"),
+        "prices": ", ".join(filter(None, (choice.offers.currency, choice.offers.as_of))) or "as listed",
+    }
+    return write_page(file, "choice.html.j2", facts=facts, on_cores=False, view=ChoiceView(choice), colours={})
+
+
+class ChoiceView:
+    """A choice of machines as the template shows it."""
+
+    def __init__(self, choice: ClusterChoice) -> None:
+        self.choice = choice
+        self.created = time.strftime("%Y-%m-%d %H:%M")
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one sentence."""
+        fastest, cheapest = self.choice.fastest, self.choice.cheapest
+        if fastest is None or cheapest is None:
+            return f"{self.choice.nothing[0].upper()}{self.choice.nothing[1:]}."
+        if fastest == cheapest:
+            return f"The fastest and the cheapest: {_said(fastest)}."
+        return f"The fastest: {_said(fastest)}. The cheapest: {_said(cheapest)}."
+
+    @property
+    def limits(self) -> list[str]:
+        """Badges of the amount of training, the budget and the deadline."""
+        choice = self.choice
+        budget = [f"within {units.money(choice.budget)}"] if choice.budget is not None else []
+        deadline = [f"in {span(choice.deadline_s)}"] if choice.deadline_s is not None else []
+        return [choice.amount.words, *budget, *deadline, f"± {percent(choice.error, 0)}"]
+
+    @property
+    def chart(self) -> Chart:
+        """Time against cost of all options."""
+        points = [
+            Point(str(i), f"{one.words}: {one.candidate.plan}", one.cost, one.bought.wall_s / _HOUR_S)
+            for i, one in enumerate(self._options, 1)
+        ]
+        figure = pareto_figure(points, "cost of the whole training", log=True, hours=True)
+        return Chart("choice", figure, f"Time over cost of {units.count(len(points), 'choice')} of machines.")
+
+    @property
+    def rows(self) -> list[tuple[int, Row]]:
+        """Options that no other beats in both, with their numbers in the chart."""
+        return [(self._options.index(one) + 1, self._row(one)) for one in self.choice.front]
+
+    @cached_property
+    def _options(self) -> list[Option]:
+        """All options, the one that the picture stars first."""
+        first = self.choice.fastest or self.choice.front[0]
+        return [first, *(one for one in self.choice.options if one is not first)]
+
+    def _row(self, option: Option) -> Row:
+        mfu = option.candidate.prediction.mfu
+        cells: list[Cell] = [
+            span(option.bought.wall_s),
+            units.money(option.cost),
+            "" if mfu is None else percent(mfu),
+            percent(option.bought.goodput, 1),
+        ]
+        return Row(option.words, cells, str(option.candidate.plan), loud=option in self.choice.within)
+
+
+def _said(option: Option) -> str:
+    return f"{option.words}, {span(option.bought.wall_s)} for {units.money(option.cost)}"
