@@ -13,7 +13,7 @@ turns:
 - `flat_link_bytes`, `hierarchical_link_bytes`: bytes that crossed each host's link each way, headers included / 2 (h -
   1) / h x 16 MiB.
 - `median_error_of_formulas`: over all algorithms and 2 to 8 ranks, the median of measured / predicted time or its
-  inverse, whichever is larger; predictions are those of `comm/link_speed.py`, from latencies and bandwidths
+  inverse, whichever is larger; predictions are those of `comm/links.py`, from latencies and bandwidths
   that ranks measured when they met.
 
 A block's time is that of its slowest rank. Before any time is taken, every result is held to the exact one, and all

@@ -84,14 +84,14 @@ _WAITS = (
     ),
     Mistake(
         "the stream beside the computation is not waited for",
-        "comm/comm_thread.py",
+        "comm/bucket.py",
         "        current_stream(self.done.device).wait_event(self.done)",
         "        pass",
         (_OVERLAP,),
     ),
     Mistake(
         "the stream beside the computation sends what is not computed",
-        "comm/comm_thread.py",
+        "comm/bucket.py",
         "        self._stream.wait_stream(current_stream(self._stream.device))\n",
         "",
         (_OVERLAP,),
@@ -280,7 +280,7 @@ _DEVICES = (
     ),
     Mistake(
         "coded gradients are in the host's memory",
-        "sync/compress/chunked.py",
+        "sync/compress/compressor.py",
         "dtype=torch.uint8, device=group.device)",
         "dtype=torch.uint8)",
         ("gpt dp=2 compress=int8",),

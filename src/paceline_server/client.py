@@ -21,8 +21,7 @@ from typing import Any
 from paceline.errors import ChannelError, DeadlineError, RemoteError
 from paceline.printable import printable
 from paceline.wire.connection import connect
-from paceline.wire.ends import name_of
-from paceline.wire.key import RunKey
+from paceline.wire.key import RunKey, name_of
 from paceline_server.talk import (
     VERSION,
     Answer,

@@ -24,8 +24,7 @@ import torch
 
 from paceline.comm.shm.segment import _TOKEN_BYTES, Segment
 from paceline.errors import ChannelError, DeadlineError
-from paceline.wire.connection import Connection
-from paceline.wire.frames import LIMIT_BYTES, FrameLimits
+from paceline.wire.connection import LIMIT_BYTES, Connection, FrameLimits
 from paceline_server.values import Packed, unpack
 
 SILENT_S = 20  # of a host that was cut off, until its connections are lost

@@ -16,7 +16,7 @@ from commands import BIN, ended, in_a_process, started
 from paceline.cli.doctor import _show_collectives, _show_local
 from paceline.cluster.discover import discover
 from paceline.cluster.probe import ProbedSpeed
-from paceline.comm.measure.speed import CollectiveSpeed
+from paceline.comm.measure.calls import CollectiveSpeed
 from paceline.console import Console
 
 

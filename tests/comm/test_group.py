@@ -18,8 +18,8 @@ import torch
 
 import paceline.elastic.local
 from paceline.comm import Group
+from paceline.comm.agree import CheckedGroup
 from paceline.comm.backend import joined
-from paceline.comm.checked import CheckedGroup
 from paceline.errors import SyncError
 from ranks import Backend, Ranks
 
@@ -100,7 +100,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.comm.checked import CheckedGroup
+from paceline.comm.agree import CheckedGroup
 from paceline.comm.backend import joined
 from paceline.errors import SyncError
 
@@ -347,7 +347,7 @@ def beside_the_main_thread() -> tuple[list[float], list[float]]:
 
     The copy's on a worker thread, the group's on the main one.
     """
-    from paceline.comm.comm_thread import CommThread
+    from paceline.comm.bucket import CommThread
 
     with joined(deadline_s=30) as group:
         copy, worker, theirs, ours = group.copy(), CommThread(), torch.ones(50, 1000), torch.ones(50, 1000)

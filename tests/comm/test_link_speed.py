@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm.link_speed import GroupLinks, LinkSpeed
+from paceline.comm.links import GroupLinks, LinkSpeed
 
 MS, MB = 1e-3, 1e6
 BETWEEN, INSIDE, MEMORY = LinkSpeed(1 * MS, 100 * MB), LinkSpeed(0.1 * MS, 1000 * MB), LinkSpeed(0.02 * MS, 10_000 * MB)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from paceline.comm import tcp, transport  # noqa: F401 - registers the backends
-from paceline.comm.store import ChannelStore
+from paceline.comm.rendezvous import ChannelStore
 from paceline.wire.key import RunKey
 from paceline.wire.store import StoreClient, StoreServer
 from ranks import Ranks

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from browser import Browser
+from paceline.comm.measure.calls import CollectiveSpeed
 from paceline.comm.measure.limit import Limit
 from paceline.comm.measure.links import LeftOut, TransportMeasurement
-from paceline.comm.measure.speed import CollectiveSpeed
 from paceline.report.links_page import write_links_page
 
 pytestmark = pytest.mark.needs_chromium

@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ChannelError
-from paceline.wire.connection import Connection, connect
-from paceline.wire.frames import FrameLimits, begin_of
+from paceline.wire.connection import Connection, FrameLimits, begin_of, connect
 from paceline.wire.key import RunKey
 from paceline_server.client import Client
 from paceline_server.service import Limits, Service

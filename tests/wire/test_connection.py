@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from channel_ends import DEADLINE_S, Blob, Messages, Note, pair
 from paceline.errors import ChannelError, DeadlineError
-from paceline.wire.connection import Connection, connect
-from paceline.wire.frames import LIMIT_BYTES
+from paceline.wire.connection import LIMIT_BYTES, Connection, connect
 from paceline.wire.key import RunKey
 
 LOOPBACK = ("127.0.0.1", 0)

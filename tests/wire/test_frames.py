@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from channel_ends import DEADLINE_S, Messages, Note
 from paceline.errors import ChannelError
-from paceline.wire.connection import Connection
-from paceline.wire.frames import FrameLimits, Incoming, begin_of
+from paceline.wire.connection import Connection, FrameLimits, Incoming, begin_of
 
 LIMITS = FrameLimits(attached_bytes=2**24, message_bytes=2**10, descriptors=2)
 

@@ -16,11 +16,10 @@ import pytest
 
 from channel_ends import DEADLINE_S, Blob, Messages, Note, listening, reached
 from paceline.errors import ChannelError
-from paceline.wire import admission as admission_module
-from paceline.wire.admission import MOST_UNPROVEN
+from paceline.wire import listener as admission_module
 from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
-from paceline.wire.listener import Listener
+from paceline.wire.listener import MOST_UNPROVEN, Listener
 
 LOOPBACK = ("127.0.0.1", 0)
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from channel_ends import DEADLINE_S, reached
 from paceline.errors import ChannelError, DeadlineError
 from paceline.wire import store as store_module
-from paceline.wire.admission import MOST_UNPROVEN
 from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
+from paceline.wire.listener import MOST_UNPROVEN
 from paceline.wire.store import KEY_LIMIT, VALUE_LIMIT, Answer, Set, StoreClient, StoreServer
 from unauthenticated import mutated_hello
 

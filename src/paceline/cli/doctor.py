@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.cluster.doctor import Finding
     from paceline.cluster.host import Host
     from paceline.cluster.probe import Probe, ProbedSpeed
-    from paceline.comm.measure import calls, speed
+    from paceline.comm.measure import calls
 
 EXAMPLE = "paceline doctor --json"
 _WIDTH = 100
@@ -71,7 +71,7 @@ class ProbeResults:
     """Results of the probe, and reasons for what could not be measured."""
 
     local: list[ProbedSpeed] = field(default_factory=list)
-    collectives: list[list[speed.CollectiveSpeed]] = field(default_factory=list)  # of each launch
+    collectives: list[list[calls.CollectiveSpeed]] = field(default_factory=list)  # of each launch
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -261,7 +261,7 @@ def _show_local(console: Console, host: Host, speeds: list[ProbedSpeed]) -> None
     )
 
 
-def _show_collectives(console: Console, speeds: list[speed.CollectiveSpeed]) -> None:
+def _show_collectives(console: Console, speeds: list[calls.CollectiveSpeed]) -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -299,5 +299,5 @@ def _rate(s: ProbedSpeed) -> str:
     return str(flops(s.value))
 
 
-def _bandwidths(s: speed.CollectiveSpeed) -> tuple[str, str, str]:
+def _bandwidths(s: calls.CollectiveSpeed) -> tuple[str, str, str]:
     return f"{s.time_s * 1e6:,.0f} µs", f"{s.algorithm_bandwidth / 1e9:.3g}", f"{s.bus_bandwidth / 1e9:.3g}"

@@ -19,8 +19,8 @@ from paceline.units import bandwidth, digits, percent, seconds
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
+    from paceline.comm.measure.calls import CollectiveSpeed
     from paceline.comm.measure.links import Curve, TransportMeasurement
-    from paceline.comm.measure.speed import CollectiveSpeed
     from paceline.run.links import LinkResults
 
 _WIDTH = 116

@@ -1,15 +1,17 @@
-"""Agreement of all ranks: the same things held, equal machines, or the largest value."""
+"""Checks over all ranks: equal holdings, equal machines, equal calls (`CheckedGroup`), the largest value."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from paceline.comm.group import Group
+from paceline.comm.group import Group, Messages, Op, Pending
 from paceline.device import is_accelerator, widest_float
 from paceline.device_info import name as device_name
 from paceline.errors import SyncError
@@ -63,3 +65,70 @@ def _processor() -> str:
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     wanted = ("vendor_id", "cpu family", "model\t", "model name", "CPU implementer", "CPU part")
     return "; ".join(line for line in lines if line.startswith(wanted))
+
+
+_TEXT_BYTES, _DIGEST_BYTES = 240, 16  # of a call: enough for a person, and exact
+
+
+@dataclass
+class CheckedGroup(Group):
+    """A view of a group that compares every call over the ranks before it starts.
+
+    A call that differs (another collective, dtype or shape) raises SyncError on all ranks and names two of them; of
+    messages, on both ranks of a pair.
+
+    Args:
+        plain: the group itself.
+    """
+
+    plain: Group = field(default_factory=Group)
+
+    @classmethod
+    def of(cls, group: Group) -> CheckedGroup:
+        """The view of a group. They count together."""
+        return cls(**{each.name: getattr(group, each.name) for each in fields(group)}, plain=group)
+
+    def start_exchange(self, send: Messages, receive: Messages) -> Pending:
+        own = [(rank, _tensor(self, _line(_described(tensor)))) for rank, tensor in (*send, *receive)]
+        theirs = [(rank, torch.empty_like(line)) for rank, line in own]
+        # What is sent to a rank is held against what it receives, so the answers to this rank's sends come in the order
+        # of its receives there.
+        self.plain.exchange(own[: len(send)], theirs[len(send) :])
+        self.plain.exchange(own[len(send) :], theirs[: len(send)])
+        for (rank, line), (_, other) in zip(own, theirs, strict=True):
+            if not torch.equal(line, other):
+                raise _differ(self.rank, bytes(line.tolist()), rank, bytes(other.tolist()))
+        return super().start_exchange(send, receive)
+
+    def _same(self, what: str, tensor: Tensor, op: Op | None = None) -> None:
+        own = _tensor(self, _line(f"{what}{f' ({op})' if op else ''} of {_described(tensor)}"))
+        gathered = own.new_empty(self.size * len(own))
+        self.plain.all_gather(gathered, own)
+        calls = [bytes(part.tolist()) for part in gathered.cpu().split(len(own))]
+        other = next((r for r, theirs in enumerate(calls) if theirs != calls[0]), None)
+        if other is not None:
+            raise _differ(0, calls[0], other, calls[other])
+
+
+def _differ(rank: int, call: bytes, other: int, its: bytes) -> SyncError:
+    return SyncError(
+        f"the ranks made different calls: rank {rank} {_text(call)}, rank {other} {_text(its)}. Every rank of a group "
+        "must make the same calls in the same order, with tensors of the same shape and dtype."
+    )
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _tensor(group: Group, line: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(line), dtype=torch.uint8).to(group.device)
+
+
+def _line(call: str) -> bytes:
+    data = call.encode()
+    return data[:_TEXT_BYTES].ljust(_TEXT_BYTES) + hashlib.sha256(data).digest()[:_DIGEST_BYTES]
+
+
+def _text(line: bytes) -> str:
+    return line[:_TEXT_BYTES].decode(errors="replace").rstrip()

@@ -22,11 +22,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 # Imported before ranks are forked from a seed, which then have it; `register_transport` would import it in each.
 import paceline.comm.tcp  # noqa: F401
 from paceline.cluster.launch_engines import is_rank
-from paceline.comm.address import host_identity, own_interface
-from paceline.comm.c10d.process_group import LAST_WORD_S, abort_all
-from paceline.comm.c10d.transport import register as register_transport
-from paceline.comm.deadline import register
-from paceline.comm.group import Group
+from paceline.cluster.machine import host_identity, own_interface
+from paceline.comm.group import Group, register
+from paceline.comm.process_group import LAST_WORD_S, abort_all
+from paceline.comm.process_group import register as register_transport
 from paceline.comm.rendezvous import close_stores, drop_torchs_port, rendezvous_store, torchs_store
 from paceline.comm.transport import SEVERAL_HOSTS, choose, tell_all
 from paceline.device import default_backend, is_accelerator, use

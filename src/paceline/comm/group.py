@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.comm.allreduce.point_to_point import Messages, start_messages
-from paceline.comm.c10d.transport import Transport, transport_of
-from paceline.comm.deadline import failed_wait, missing_ranks, register
-from paceline.comm.link_speed import GroupLinks
-from paceline.comm.subgroup import make_process_group
+from paceline.cluster.machine import host_identity
+from paceline.comm.process_group import Transport, transport_of
+from paceline.comm.transport import make_process_group
+from paceline.device import on_accelerator
 from paceline.errors import LoaderProcessError, SyncError, lost_a_peer
 from paceline.generation import GenerationOver, ends_generation
+
+if TYPE_CHECKING:
+    from paceline.comm.links import GroupLinks
 
 Op = Literal["sum", "mean", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -398,3 +403,114 @@ class Pending:
         with self.group._named(self.what):
             for work in self.works:
                 work.wait()
+
+
+Messages = Sequence[tuple[int, Tensor]]  # (rank of the group, tensor)
+
+
+def start_messages(backend: dist.ProcessGroup, send: Messages, receive: Messages) -> list[dist.Work]:
+    """Begin to send and receive; those between two ranks are matched in their order.
+
+    Raises:
+        SyncError: a tensor has gaps, so that its bytes are not a message.
+    """
+    works = []
+    # On accelerators one launch for all, else two ranks that both send first wait forever
+    if any(on_accelerator(tensor) for _, tensor in (*send, *receive)):
+        return dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, group=backend, group_peer=to) for to, tensor in send]
+            + [dist.P2POp(dist.irecv, tensor, group=backend, group_peer=source) for source, tensor in receive]
+        )
+    for source, tensor in receive:  # first, so that what comes has its place
+        works.append(backend.recv([_message(tensor, "receive from", source)], source, 0))
+    for to, tensor in send:
+        works.append(backend.send([_message(tensor, "send to", to)], to, 0))
+    return works
+
+
+def _message(tensor: Tensor, what: str, rank: int) -> Tensor:
+    """The bytes of a tensor, in place: not every transport knows every dtype."""
+    if not tensor.is_contiguous():
+        raise SyncError(
+            f"cannot {what} rank {rank} a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: its "
+            "bytes do not lie in one piece. Make a copy with .contiguous(), and copy what is received back."
+        )
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def failed_wait(
+    what: str, rank: int, waited_s: float, deadline_s: float, missing: list[int] | None, error: RuntimeError
+) -> SyncError:
+    """The error of rank `rank`, whose wait in `what` ended with torch's `error`.
+
+    `missing` is from `missing_ranks`.
+    """
+    if missing is None:
+        who = "some rank did not come, or a connection failed"
+    else:
+        who = f"ranks {missing} did not come" if missing else "every rank came, but a connection failed"
+    first_line = str(error).splitlines()[0].partition(". This is typically")[0] if str(error) else type(error).__name__
+    return SyncError(
+        f"rank {rank} waited {waited_s:.1f} s in {what} and {who} (deadline {deadline_s:g} s). Look for the first "
+        f"error of those ranks; if they are only slow, raise deadline_s. Transport: {first_line}"
+    )
+
+
+def register(store: Store | None, rank: int) -> None:
+    """Publish this rank's process id, so that others can see later whether it has died."""
+    if store is not None:
+        store.set(f"process/{rank}", f"{_processes()} {os.getpid()}")
+
+
+def _processes() -> str:
+    """An identity that is equal for processes that see each other's process ids.
+
+    Containers of a host may each count their own.
+    """
+    return f"{host_identity()}@{os.readlink('/proc/self/ns/pid') if os.path.exists('/proc/self/ns/pid') else ''}"
+
+
+def missing_ranks(store: Store | None, rank: int, size: int, failure: int, patience_s: float = 2.0) -> list[int] | None:
+    """The ranks that do not report their failure number `failure`.
+
+    None if there is no store to ask, or it does not answer. Ranks of this host that have ended are not waited for, the
+    others for `patience_s`.
+    """
+    if store is None:
+        return None
+    found: list[list[int]] = []
+    # In a thread: where the link to the store's host is what failed, its calls last as long as the deadline that has
+    # just passed.
+    asking = threading.Thread(target=lambda: found.append(_ask(store, rank, size, failure, patience_s)), daemon=True)
+    asking.start()
+    asking.join(patience_s + 1.0)
+    return found[0] if found else None
+
+
+def _ask(store: Store, rank: int, size: int, failure: int, patience_s: float) -> list[int]:
+    key = f"waiting/{failure}/"
+    missing = [r for r in range(size) if r != rank]
+    try:
+        store.set(f"{key}{rank}", "here")
+        until = time.monotonic() + patience_s
+        while True:
+            missing = [r for r in missing if not store.check([f"{key}{r}"])]
+            if all(_has_ended(store, r) for r in missing) or time.monotonic() > until:
+                return missing
+            time.sleep(0.02)
+    except RuntimeError:  # the store went down with the rank that served it
+        return [0] if rank else []
+
+
+def _has_ended(store: Store, rank: int) -> bool:
+    """True if a rank is known as a process of this host that has ended."""
+    if not store.check([f"process/{rank}"]):
+        return False
+    host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")
+    if host != _processes():
+        return False
+    try:
+        # dead, and its parent has not looked yet
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

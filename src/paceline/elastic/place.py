@@ -20,8 +20,7 @@ from paceline.errors import LaunchError
 from paceline.planning.plan import Plan, cores_of
 from paceline.planning.sync_info import ServerProcesses
 from paceline.rank_environment import RankEnvironment
-from paceline.wire.ends import name_of
-from paceline.wire.key import RunKey, key_descriptor, own_key
+from paceline.wire.key import RunKey, key_descriptor, name_of, own_key
 from paceline.wire.store import StoreServer
 
 ADDRESS = "127.0.0.1"

@@ -24,7 +24,7 @@ from paceline.planning.model.recording.model_state import has_max_norm
 from paceline.planning.sync_info import sync_info
 from paceline.split.layout import local
 from paceline.sync.batchnorm import is_synchronised
-from paceline.sync.start import broadcast_tensors
+from paceline.sync.rule import broadcast_tensors
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

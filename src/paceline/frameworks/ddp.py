@@ -21,7 +21,7 @@ from paceline.comm.group import Group
 from paceline.errors import PlanError
 from paceline.planning.sync_info import CODECS, CompressSpec
 from paceline.sync.compress import Compressor
-from paceline.sync.traffic import Traffic
+from paceline.sync.rule import Traffic
 
 
 class CodecState:

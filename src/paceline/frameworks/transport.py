@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.c10d.transport import register
+from paceline.comm.process_group import register
 from paceline.device import accelerator_type, default_backend, use
 from paceline.errors import LaunchError
 from paceline.planning.transport_info import BETWEEN_HOSTS, WITHIN_HOST

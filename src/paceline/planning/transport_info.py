@@ -23,7 +23,7 @@ class TransportInfo:
         one_host: True if all ranks must be on one host.
         within_hosts: False if its groups on one host are another transport's under its name.
         shares_memory: True if tensors of a group lie in memory that its ranks share, as
-            `paceline.comm.c10d.transport.Transport` says; sums then cost in a step what they cost alone.
+            `paceline.comm.process_group.Transport` says; sums then cost in a step what they cost alone.
         obstacle: import path of a function of (store, rank, size, timeout_s), called by all ranks together before they
             have a group, that returns why they cannot use it, or None.
     """

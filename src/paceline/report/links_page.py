@@ -14,9 +14,9 @@ from typing import Any
 from markupsafe import Markup
 
 from paceline import units
+from paceline.comm.measure.calls import BUS_FACTORS, CollectiveSpeed
 from paceline.comm.measure.limit import Limit
 from paceline.comm.measure.links import Curve, TransportMeasurement, caveats, curves, message_size
-from paceline.comm.measure.speed import BUS_FACTORS, CollectiveSpeed
 from paceline.report.charts import GREY, SERIES, Axis, Dash, Figure, Points
 from paceline.report.page import Card, Cell, Chart, Row, write_page
 

@@ -4,8 +4,7 @@ All have the methods of `SyncRule`.
 """
 
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.rule import Reduction, Replica, SyncRule, acts_after_step
-from paceline.sync.start import attach, broadcast_state, build_rule
+from paceline.sync.rule import Reduction, Replica, SyncRule, acts_after_step, attach, broadcast_state, build_rule
 
 __all__ = [
     "AllReduce",

@@ -16,16 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
-from paceline.comm.bucket import Bucket, Memory
-from paceline.comm.comm_thread import CommThread
+from paceline.comm.bucket import Bucket, CommThread, Memory
 from paceline.comm.group import Group
 from paceline.device import is_accelerator
 from paceline.errors import SyncError
 from paceline.planning.transport_info import bucket_bytes_between_hosts
 from paceline.sync.rows import numbers_of, sum_rows
-from paceline.sync.rule import Reduction, Replica, SyncRule, not_by_the_engine
-from paceline.sync.start import broadcast_state
-from paceline.sync.traffic import Traffic, ring_bytes
+from paceline.sync.rule import Reduction, Replica, SyncRule, Traffic, broadcast_state, not_by_the_engine, ring_bytes
 
 if TYPE_CHECKING:
     from paceline.sync.compress import CodecChooser, SumCoder

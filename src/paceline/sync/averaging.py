@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.sync.rule import Reduction, Replica, SyncRule
-from paceline.sync.start import broadcast_state
+from paceline.sync.rule import Reduction, Replica, SyncRule, broadcast_state
 
 
 class Averaging(SyncRule):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.allreduce.algorithms import Algorithm
-from paceline.comm.comm_thread import CommStream, CommThread, StreamTask, Task
+from paceline.comm.bucket import CommStream, CommThread, StreamTask, Task
 from paceline.comm.group import Group
 from paceline.device import has_streams
 from paceline.sync.local import FlatParameters, LocalRule, by_dtype, cut

@@ -15,9 +15,7 @@ from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
 from paceline.comm.bucket import Memory
 from paceline.comm.group import Group
 from paceline.partition import contiguous
-from paceline.sync.rule import Reduction, Replica, SyncRule
-from paceline.sync.start import broadcast_state
-from paceline.sync.traffic import ring_bytes
+from paceline.sync.rule import Reduction, Replica, SyncRule, broadcast_state, ring_bytes
 
 
 class LocalRule(SyncRule):

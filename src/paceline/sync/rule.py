@@ -1,18 +1,25 @@
-"""The protocol of a synchronisation rule, and its view of a replica."""
+"""The protocol of a synchronisation rule, its view of a replica, and its start.
+
+All replicas begin with the first one's values for the same parameters; names, shapes and dtypes are compared first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm import Group
-from paceline.errors import SyncError
-from paceline.sync.traffic import Traffic
+from paceline.comm.agree import CheckedGroup, agree_on
+from paceline.comm.group import Group
+from paceline.errors import JobError, PlanError, SyncError
+from paceline.job.spec import load_object
+from paceline.planning.plan import Plan
+from paceline.planning.sync_info import RULES, SyncSpec
 
 
 class Reduction(NamedTuple):
@@ -28,6 +35,56 @@ class Reduction(NamedTuple):
     gradients: list[Tensor]
     scalars: Tensor
     everywhere: bool = True
+
+
+@dataclass
+class Traffic:
+    """Sums since the start of the run, of one rank.
+
+    Attributes:
+        sent_bytes: put on the wire by the rule.
+        plain_bytes: what the same exchange would have sent as it is, by an all-reduce in the tensors' own dtype.
+        error_square: squared L2 norm of what compression left out of the tensors handed to it (before error feedback
+            makes up for it).
+        signal_square: squared L2 norm of the tensors handed to it.
+    """
+
+    sent_bytes: int = 0
+    plain_bytes: int = 0
+    error_square: float = 0.0
+    signal_square: float = 0.0
+
+    @contextmanager
+    def counting(self, group: Group, plain_bytes: int | None = None) -> Iterator[None]:
+        """Add what this rank sends over a group within the context; the group counts it.
+
+        Args:
+            plain_bytes: see the class; by default as much as is sent, as by an exact sum.
+        """
+        before = group.sent_bytes
+        yield
+        sent = group.sent_bytes - before
+        self.sent_bytes += sent
+        self.plain_bytes += sent if plain_bytes is None else plain_bytes
+
+    def become(self, parts: Iterable[Traffic]) -> None:
+        """Take over the sums of several parts."""
+        parts = list(parts)
+        for each in fields(self):
+            setattr(self, each.name, sum(getattr(part, each.name) for part in parts))
+
+    @property
+    def relative_error(self) -> float:
+        """L2 norm of the error relative to the data's; 0 if nothing was compressed."""
+        return (self.error_square / self.signal_square) ** 0.5 if self.signal_square > 0 else 0.0
+
+
+def ring_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that each rank of a ring all-reduce of `nbytes` sends: 2 (n - 1) / n of them."""
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+_TOGETHER_BYTES = 25 * 2**20
 
 
 @dataclass
@@ -171,3 +228,90 @@ class SyncRule(Protocol):
     def detach(self) -> None:
         """Release the model: remove hooks and views, end threads."""
         return
+
+
+def broadcast_state(replica: Replica) -> None:
+    """Give every replica the weights and buffers of the first; every rule's `attach` begins so.
+
+    Raises:
+        SyncError: the replicas hold different parameters; names the first that differs, with both ranks' shape and
+            dtype.
+    """
+    if replica.dp.size == 1 or replica.identical:
+        return
+    if not replica.dp.is_fake:
+        agree_on(replica.dp, _descriptions(replica))
+    broadcast_tensors(replica.dp, [tensor.detach() for tensor in replica.tensors()], root=0)
+
+
+def broadcast_tensors(group: Group, tensors: Iterable[Tensor], root: int) -> None:
+    """Replace tensors on every rank by those of rank `root`. Many small ones go in one collective.
+
+    They may lie on other devices than the group's.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        for together in _in_parts(alike):
+            flat = torch.cat([t.reshape(-1).to(group.device) for t in together])
+            group.broadcast(flat, root)
+            for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _descriptions(replica: Replica) -> list[str]:
+    """A line per parameter and buffer, in order."""
+    names = {id(t): name for name, t in (*replica.model.named_parameters(), *replica.model.named_buffers())}
+    return [
+        f"{names.get(id(tensor), f'tensor {i}')} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        + ("" if tensor.requires_grad else " without gradient")
+        for i, tensor in enumerate(replica.tensors())
+    ]
+
+
+def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups of neighbouring tensors of some megabytes, which avoids a second copy of the model."""
+    part: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        part.append(tensor)
+        size += tensor.nbytes
+        if size >= _TOGETHER_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def build_rule(plan: Plan) -> SyncRule:
+    """The rule that a plan names, not yet attached to a replica.
+
+    Raises:
+        PlanError: another package's rule cannot be imported, or does not take its arguments.
+    """
+    spec = SyncSpec.parse(plan.sync)
+    info, arguments = spec.info, dict(spec.arguments)
+    first = [arguments.pop("")] if "" in arguments else []
+    if info.compresses:
+        arguments["compress"] = plan.compress
+    try:
+        rule: SyncRule = load_object(info.rule)(*first, **arguments)
+    except (JobError, TypeError, ValueError) as error:
+        raise PlanError(f"sync={spec.name}: the rule {info.rule} cannot be made: {error}") from error
+    return rule
+
+
+def attach(rule: SyncRule, replica: Replica, plan: Plan) -> None:
+    """Hand a replica to the rule of its plan.
+
+    Every call of another package's rule is compared over the ranks before it starts.
+
+    Raises:
+        SyncError: the replicas hold different parameters.
+    """
+    # in a dry run no rank answers, so there is nothing to compare
+    if SyncSpec.parse(plan.sync).name not in RULES.built_in and not replica.world.is_fake:
+        dp, inner, world = (CheckedGroup.of(group) for group in (replica.dp, replica.inner, replica.world))
+        replica = replace(replica, dp=dp, inner=inner, world=world)
+    rule.attach(replica)

@@ -1,5 +1,5 @@
 """Typed messages between a run's processes, which unauthenticated peers cannot read, send or delay.
 
-Read `key` (which processes belong to the run) and `admission` (which connections are accepted), then `connection` and
-`listener`; `store` is the rendezvous on top.
+Read `key` (which processes belong to the run) and `listener` (which connections are accepted), then `connection`;
+`store` is the rendezvous on top.
 """

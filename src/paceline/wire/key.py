@@ -1,4 +1,4 @@
-"""Key of a run, which both ends of a connection must hold.
+"""Key of a run, which both ends of a connection must hold, and who is at the other end.
 
 It is a private key and the certificate that goes with it. There is no authority and no host name: a peer belongs to the
 run if it proves this very certificate in a TLS 1.3 handshake. Whoever starts the run makes the key, and hands it over
@@ -10,8 +10,12 @@ from __future__ import annotations
 import datetime
 import fcntl
 import os
+import socket
 import ssl
 import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -225,3 +229,32 @@ _MAKE = "`paceline key` makes one, for every host a copy."
 
 def _no_key() -> LaunchError:
     return LaunchError(f"this is no key of a run of paceline's. {_MAKE}")
+
+
+_PEER = struct.Struct("3i")  # process, user and group, of SO_PEERCRED
+
+
+def has_key(link: socket.socket, key: RunKey) -> bool:
+    """True if the other end has proved, by TLS, that it holds this key."""
+    return isinstance(link, ssl.SSLSocket) and link.getpeercert(binary_form=True) == key.certificate_der
+
+
+def user_of_peer(link: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel tells it."""
+    _, user, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return int(user)
+
+
+@contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """A path of a Unix socket in any folder; the kernel takes 107 bytes."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def name_of(where: tuple[str, int] | Path) -> str:
+    """A place as messages name it."""
+    return str(where) if isinstance(where, Path) else f"{where[0]}:{where[1]}"

@@ -1,6 +1,6 @@
 """Rendezvous store: keys and values that only processes of the run read and write.
 
-The calls are those of torch's `TCPStore`; `paceline.comm.store` makes it one of torch's. The server waits for nobody:
+The calls are those of torch's `TCPStore`, which `paceline.comm.rendezvous` makes of it. The server waits for nobody:
 a wait is a request whose answer comes later, and ends on the client's clock.
 """
 
@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from paceline.errors import ChannelError, DeadlineError
-from paceline.wire.connection import Connection, connect
-from paceline.wire.frames import LIMIT_BYTES
+from paceline.wire.connection import LIMIT_BYTES, Connection, connect
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener, Where
 

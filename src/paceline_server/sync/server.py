@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.comm.address import own_address
+from paceline.cluster.machine import own_address
 from paceline.comm.allreduce.algorithms import Algorithm
 from paceline.comm.allreduce.flat import FlatAllReduce
-from paceline.comm.comm_thread import CommThread, Task
+from paceline.comm.bucket import CommThread, Task
 from paceline.comm.group import Group, Op
 from paceline.device import is_accelerator
 from paceline.errors import ChannelError, LaunchError, PlanError, ServerLost, ServerRefused, SyncError
@@ -32,8 +32,7 @@ from paceline.sync.allreduce import AllReduce, BucketStream
 from paceline.sync.compress.alone import Feedback, decoder
 from paceline.sync.diloco import DiLoCo
 from paceline.sync.rows import numbers_of
-from paceline.sync.rule import Reduction, Replica, SyncRule
-from paceline.sync.traffic import Traffic
+from paceline.sync.rule import Reduction, Replica, SyncRule, Traffic
 from paceline.wire.key import RunKey, own_key
 from paceline_server.parameters.client import ServerClient
 from paceline_server.parameters.log import as_address, as_text

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from paceline.cluster.machine import own_address
 from paceline.comm import Group
-from paceline.comm.address import own_address
 from paceline.comm.backend import joined
 from paceline.device import use
 from paceline.elastic.membership import announced

@@ -10,8 +10,7 @@ import torch
 from paceline.comm.allreduce.algorithms import algorithm_for
 from paceline.comm.backend import joined
 from paceline.comm.group import Group
-from paceline.comm.measure.calls import measure_call, pair
-from paceline.comm.measure.speed import BUS_FACTORS
+from paceline.comm.measure.calls import BUS_FACTORS, measure_call, pair
 from ranks import Backend, Ranks
 
 

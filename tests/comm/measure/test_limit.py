@@ -8,8 +8,8 @@ import pytest
 
 from hosts import Hosts
 from paceline.comm.backend import joined
+from paceline.comm.measure.calls import BUS_FACTORS, CollectiveSpeed
 from paceline.comm.measure.limit import Limit, measure_limit
-from paceline.comm.measure.speed import BUS_FACTORS, CollectiveSpeed
 from ranks import Ranks
 
 TWO_BY_TWO = Limit((0, 0, 1, 1), stream=1e6, latency_s=1e-3)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm.measure.calls import SIZES, measure_all_reduces
-from paceline.comm.measure.speed import CollectiveSpeed
+from paceline.comm.measure.calls import SIZES, CollectiveSpeed, measure_all_reduces
 from paceline.elastic.place import on_this_machine
 from paceline.elastic.run_on_ranks import run_on_ranks
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm.shm import ShmProcessGroup
-from paceline.comm.shm.collectives import _CACHED_BYTES, _SMALL_BYTES
-from paceline.comm.shm.rounds import CHUNK_BYTES
+from paceline.comm.shm.collectives import _CACHED_BYTES, _SMALL_BYTES, CHUNK_BYTES
 from ranks import Ranks
 
 Expected = list[Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from paceline.comm.shm import futex
+from paceline.comm.shm.progress import fence, futex_wait, futex_wake
 from paceline.comm.shm.segment import create
 
 
@@ -13,7 +13,7 @@ def test_a_word_that_has_changed_already_is_not_waited_for() -> None:
     own = create(64, "test")
     try:
         own.segment.words()[0] = 7
-        futex.wait(own.segment.address, 6, timeout_s=60)  # else pytest's own deadline ends it
+        futex_wait(own.segment.address, 6, timeout_s=60)  # else pytest's own deadline ends it
     finally:
         own.close_descriptor()
 
@@ -21,7 +21,7 @@ def test_a_word_that_has_changed_already_is_not_waited_for() -> None:
 def test_a_sleep_ends_with_its_time() -> None:
     own = create(64, "test")
     try:
-        futex.wait(own.segment.address, 0, timeout_s=0.01)
+        futex_wait(own.segment.address, 0, timeout_s=0.01)
     finally:
         own.close_descriptor()
 
@@ -35,10 +35,10 @@ def test_another_process_wakes_a_sleeper() -> None:
             while words[1] == 0:
                 os.sched_yield()
             words[0] = 1
-            futex.fence()
-            futex.wake(own.segment.address)
+            fence()
+            futex_wake(own.segment.address)
             os._exit(0)
-        sleeper = threading.Thread(target=futex.wait, args=(own.segment.address, 0, 60.0))
+        sleeper = threading.Thread(target=futex_wait, args=(own.segment.address, 0, 60.0))
         sleeper.start()
         words[1] = 1
         sleeper.join(30)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.comm.shm.rounds import MAIL_BYTES
+from paceline.comm.shm.collectives import MAIL_BYTES
 from ranks import RankError, Ranks
 
 _HEADER_BYTES = 16

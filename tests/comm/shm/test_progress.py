@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import Group
-from paceline.comm.c10d.operation import Operation, Steps
-from paceline.comm.shm.rounds import MAIL_BYTES
+from paceline.comm.operation import Operation, Steps
+from paceline.comm.shm.collectives import MAIL_BYTES
 from paceline.errors import SyncError
 from ranks import RankError, Ranks
 

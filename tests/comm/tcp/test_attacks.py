@@ -21,8 +21,8 @@ from between import HANDSHAKE_BYTES, Change, group_through
 from paceline.comm.tcp import TcpProcessGroup
 from paceline.comm.tcp.link import GREETING_BYTES, Greeting
 from paceline.errors import SyncError
-from paceline.wire.admission import TlsHandshake
 from paceline.wire.key import RunKey
+from paceline.wire.listener import TlsHandshake
 from ranks import RankError, Ranks
 from unauthenticated import mutated_hello
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.tcp import TcpProcessGroup
-from paceline.comm.tcp.collectives import _SMALL_BYTES
+from paceline.comm.tcp.process_group import _SMALL_BYTES
 from paceline.errors import SyncError
 from ranks import Ranks
 

@@ -15,15 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from paceline.comm.c10d.operation import Operation, OperationQueue, Steps
+from paceline.comm.operation import Operation, OperationQueue, Steps
 from paceline.comm.tcp.link import PeerLink
-from paceline.comm.tcp.mesh import LinkMesh
-from paceline.comm.tcp.messages import TcpInbox
+from paceline.comm.tcp.mesh import LinkMesh, TcpInbox
 from paceline.comm.tcp.process_group import TcpProcessGroup
 from paceline.comm.tcp.progress import TcpProgress
 from paceline.comm.tcp.stream import ByteStream
 from paceline.errors import SyncError
-from paceline.wire.admission import TlsHandshake
+from paceline.wire.listener import TlsHandshake
 
 DEADLINE_S = 20.0
 _names = itertools.count()

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline.comm.tcp.stream as stream_module
-from paceline.comm.tcp.stream import FRAME_BYTES, WINDOW_BYTES, ByteStream
-from paceline.comm.tcp.wire import PlainWire, SealedWire
+from paceline.comm.tcp.stream import FRAME_BYTES, WINDOW_BYTES, ByteStream, PlainWire, SealedWire
 from paceline.errors import SyncError
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm.tcp import wire as wire_module
-from paceline.comm.tcp.wire import RECORD_BYTES, AlteredError, SealedWire
+from paceline.comm.tcp import stream as wire_module
+from paceline.comm.tcp.stream import RECORD_BYTES, AlteredError, SealedWire
 
 KEYS = bytes(16), bytes(range(16))
 

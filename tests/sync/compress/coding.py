@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.sync.compress.codec import ALIGNMENT, Codec
+from paceline.sync.compress.codecs import ALIGNMENT, Codec
 
 
 def coded_and_back(codec: Codec, rows: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def test_gradients_that_no_codec_takes_are_left_as_they_are(ranks: Ranks, monkey
     )
 
 
-NOT_EVERYWHERE = CodecInfo("paceline.sync.compress.half:bf16", lambda _: 2.0, tried_by_auto="extra", order=3)
+NOT_EVERYWHERE = CodecInfo("paceline.sync.compress.codecs:bf16", lambda _: 2.0, tried_by_auto="extra", order=3)
 
 
 def choices_beside_broken_packages() -> list[str]:

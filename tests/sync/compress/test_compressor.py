@@ -17,7 +17,7 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.errors import PlanError
 from paceline.sync.compress import Compressor
-from paceline.sync.traffic import Traffic
+from paceline.sync.rule import Traffic
 from ranks import RankError, Ranks
 
 CODECS = ("fp16", "bf16", "int8", "int4", "1bit", "topk:0.05", "topk:0.05+bf16", "powersgd:2", "powersgd:2+int8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.sync.compress.half import Cast
+from paceline.sync.compress.codecs import Cast
 from sync.compress.coding import coded_and_back
 
 

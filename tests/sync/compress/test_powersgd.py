@@ -11,7 +11,7 @@ import paceline.sync.compress.compressor as compressor_module
 from paceline.comm.backend import joined
 from paceline.sync.compress import Compressor
 from paceline.sync.compress.powersgd import factors
-from paceline.sync.traffic import Traffic
+from paceline.sync.rule import Traffic
 from ranks import Ranks
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.sync.compress.quantise import Quantise
+from paceline.sync.compress.codecs import Quantise
 from sync.compress.coding import coded_and_back
 
 LEVEL = {8: 1.01 / 127, 4: 1.01 / 7}  # of the largest number in a block, with the rounding of its scale

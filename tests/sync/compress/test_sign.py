@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.sync.compress.sign import Sign
+from paceline.sync.compress.codecs import Sign
 from sync.compress.coding import coded_and_back
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.sync.compress.codec import Codec
-from paceline.sync.compress.half import Cast
-from paceline.sync.compress.quantise import Quantise
-from paceline.sync.compress.topk import TopK
+from paceline.sync.compress.codecs import Cast, Codec, Quantise, TopK
 from sync.compress.coding import coded_and_back
 
 FP32 = Cast(torch.float32)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from paceline.comm.allreduce.flat import FlatAllReduce
 from paceline.comm.group import Group, Op
-from paceline.comm.link_speed import GroupLinks
-from paceline.comm.measure.transports import measure_links
+from paceline.comm.links import GroupLinks, measure_links
 from paceline.errors import PlanError
 from paceline.planning.sync_info import ALGORITHMS
 from paceline.units import size

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group, Op
-from paceline.comm.link_speed import GroupLinks
+from paceline.comm.links import GroupLinks
 
 
 class FlatAllReduce:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from paceline.comm.allreduce.flat import PointToPointAllReduce
 from paceline.comm.allreduce.ring import OnPiece, ring_all_reduce
-from paceline.comm.c10d.collectives import Reduction
-from paceline.comm.c10d.transport import Transport
 from paceline.comm.group import Group, Op
-from paceline.comm.link_speed import GroupLinks
+from paceline.comm.links import GroupLinks
+from paceline.comm.process_group import Reduction, Transport
 from paceline.errors import SyncError
 
 _BLOCK_BYTES = 2**26  # at a time: so much shared memory is kept, once a tensor came that does not lie in any

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.allreduce.flat import PointToPointAllReduce
-from paceline.comm.allreduce.point_to_point import Messages
-from paceline.comm.c10d.collectives import Reduction
-from paceline.comm.group import Op
-from paceline.comm.measure.transports import ranks_by_host
+from paceline.comm.group import Messages, Op
+from paceline.comm.links import ranks_by_host
+from paceline.comm.process_group import Reduction
 
 PIECE_BYTES = 2**18  # long against the cost of starting a message, short against what a rank has to send
 IN_FLIGHT = 4  # pieces: one arrives, one is added, and the others wait in the buffers of the connection

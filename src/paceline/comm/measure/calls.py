@@ -1,4 +1,7 @@
-"""Collectives as calls on buffers with known exact results, to be timed and checked."""
+"""Collectives as calls on buffers with known exact results, timed and checked.
+
+Bandwidths are those of nccl-tests (github.com/NVIDIA/nccl-tests).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from torch import Tensor
 
 from paceline.comm.allreduce.algorithms import Algorithm
 from paceline.comm.backend import joined
-from paceline.comm.c10d.transport import register
 from paceline.comm.group import Group
-from paceline.comm.measure.speed import CollectiveSpeed, repeats_within, timed
+from paceline.comm.links import timed, timed_with_cpu
+from paceline.comm.process_group import register
 from paceline.device import is_accelerator
+from paceline.planning.calibrate import Collective
 
 _PERIOD = 251  # of the numbers in a buffer: a prime, so that a block that lands in the wrong place does not look right
 _BUDGET_S, _CALLS = 0.25, (5, 200)  # of each measurement
@@ -207,3 +211,111 @@ def _there_and_back(group: Group, tensor: Tensor, pattern: Tensor) -> TimedColle
 def _sum(pattern: Tensor, ranks: int) -> Tensor:
     """Sum over the ranks of `pattern` + rank."""
     return pattern * ranks + ranks * (ranks - 1) / 2
+
+
+# Bus bandwidth / algorithm bandwidth over n ranks, by collective:
+# the share of the size that has to pass each rank's link, each way.
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,  # of n parts, n - 1 have to come in to be added up, and as many sums again
+    "all_gather": lambda n: (n - 1) / n,  # size: that of the whole; all parts but the own one come in
+    "reduce_scatter": lambda n: (n - 1) / n,  # size: that of the whole; a rank's part of it comes in from all others
+    "all_to_all": lambda n: (n - 1) / n,  # size: what each rank hands out; all but its own part leaves
+    "broadcast": lambda n: 1.0,  # all of it comes in
+    "send_receive": lambda n: 1.0,  # size: that of the message
+}
+
+
+@dataclass(frozen=True)
+class CollectiveSpeed:
+    """Time of a collective on fp32 numbers over `ranks` ranks.
+
+    `time_s` is the slowest rank's median over `calls` calls, after a warm-up.
+
+    Attributes:
+        size_bytes: size of the larger one of a rank's two buffers, as NVIDIA's tests count it.
+        time_s: for `send_receive`, half of the round-trip time.
+        algorithm: algorithm of an all-reduce (`flat` is the transport's own).
+        wrong: numbers with a wrong value, over all ranks; None if not checked.
+    """
+
+    transport: str
+    ranks: int
+    size_bytes: int
+    time_s: float
+    collective: str = "all_reduce"
+    algorithm: str = "flat"
+    calls: int = 1
+    wrong: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The call as text: `gloo, all-reduce by ring`."""
+        return f"{self.transport}, {self.collective.replace('_', '-')}" + (
+            f" by {self.algorithm}" if self.algorithm != "flat" else ""
+        )
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes per second: size / time."""
+        return self.size_bytes / self.time_s
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bus bandwidth in bytes per second and direction: size / time × the collective's factor.
+
+        Each rank's link carries at least that, so it can be compared with the hardware's rate, whatever the number of
+        ranks.
+        """
+        return self.algorithm_bandwidth * BUS_FACTORS[self.collective](self.ranks)
+
+
+def repeats_within(one_s: float, budget_s: float, limits: tuple[int, int]) -> int:
+    """Number of timed repetitions that a budget allows, within limits.
+
+    Args:
+        one_s: seconds of one call.
+    """
+    return min(max(limits[0], int(budget_s / max(one_s, 1e-9))), limits[1])
+
+
+CALIBRATION_SIZES = (2**10, 2**16, 2**20, 2**22)
+_CALIBRATION_S, _CALIBRATION_CALLS = 0.05, (4, 60)
+
+
+def measure_on_rank(transport: str) -> list[Collective]:
+    """Join the other ranks of the launch over a transport, and measure. Every rank gets the same times."""
+    with joined(deadline_s=60, transport=transport) as group:
+        found = measure_collectives(group, [group.transport.name])
+        group.barrier()
+        return found
+
+
+def measure_collectives(group: Group, transports: Sequence[str]) -> list[Collective]:
+    """The all-reduce, all-gather, reduce-scatter and message over each transport.
+
+    Every rank calls this, and gets the same.
+    """
+    found = []
+    for transport in transports:
+        with over(group, transport) as ranks:
+            found += [
+                _measured(ranks, transport, name)
+                for name in ("all_reduce", "all_gather", "reduce_scatter", "send_receive")
+            ]
+    return found
+
+
+def _measured(group: Group, transport: str, name: str) -> Collective:
+    times = [_one(group, name, size) for size in CALIBRATION_SIZES]
+    return Collective(
+        transport, name, group.size, CALIBRATION_SIZES, tuple(t for t, _ in times), tuple(c for _, c in times)
+    )
+
+
+def _one(group: Group, name: str, size_bytes: int) -> tuple[float, float]:
+    """Wall-clock seconds of a call on the slowest rank, and mean CPU seconds."""
+    call, messages = prepared(group, name, shared_evenly(group, size_bytes)), MESSAGES.get(name, 1)
+    for _ in range(2):
+        one_s = timed(group, call.run)
+    time_s, cpu_s = timed_with_cpu(group, call.run, repeats_within(one_s, _CALIBRATION_S, _CALIBRATION_CALLS))
+    return time_s / messages, cpu_s / messages

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
-from paceline.comm.address import own_address
+from paceline.cluster.machine import own_address
 from paceline.comm.group import Group
-from paceline.comm.measure.speed import CollectiveSpeed, timed
+from paceline.comm.links import timed
+from paceline.comm.measure.calls import CollectiveSpeed
 from paceline.comm.shm.segment import Handle, OwnedSegment, attach, create
 from paceline.errors import ClusterError, SyncError
 

@@ -10,9 +10,8 @@ from paceline import units
 from paceline.comm.allreduce.algorithms import algorithm_for
 from paceline.comm.backend import joined
 from paceline.comm.group import Group
-from paceline.comm.measure.calls import measure_call
+from paceline.comm.measure.calls import CollectiveSpeed, measure_call
 from paceline.comm.measure.limit import Limit, measure_limit
-from paceline.comm.measure.speed import CollectiveSpeed
 from paceline.units import Shown
 
 _LONGEST_S = 1.5  # of a call; sizes that would take longer are left out

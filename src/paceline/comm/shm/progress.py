@@ -8,7 +8,10 @@ peer has died.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import platform
 import select
 import threading
 import time
@@ -18,8 +21,7 @@ from dataclasses import dataclass
 from torch.distributed import DistBackendError
 
 from paceline.cluster.cgroup import cpu_quota
-from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Driver, Operation, call_all
-from paceline.comm.shm import futex
+from paceline.comm.operation import GRACE_S, WATCH_S, Driver, Operation, call_all
 from paceline.comm.shm.segment import Handle, Segment, attach, create
 from paceline.generation import generation_is_over
 from paceline.rank_environment import RankEnvironment, is_our_rank
@@ -52,7 +54,7 @@ class Peer:
         """Wake it if it sleeps. A fence must lie between the store that it waits for and this look."""
         if self.doorbell[_SLEEPERS]:
             self.doorbell[_RUNG] = (self.doorbell[_RUNG] + 1) & 0xFFFFFFFF
-            futex.wake(self.bell_address)
+            futex_wake(self.bell_address)
 
 
 class ShmProgress(Driver):
@@ -117,7 +119,7 @@ class ShmProgress(Driver):
         self._wanted.set()
         self._urgent.set()
         self._doorbell[_RUNG] = (self._doorbell[_RUNG] + 1) & 0xFFFFFFFF
-        futex.wake(self._doorbell_address)
+        futex_wake(self._doorbell_address)
 
     def drive(self, is_over: Callable[[], bool]) -> None:
         """Drive everything until `is_over`: look, then yield the core, then sleep."""
@@ -142,14 +144,14 @@ class ShmProgress(Driver):
         """
         with self.lock:
             self._doorbell[_SLEEPERS] += 1
-            futex.fence()
+            fence()
             rung = self._doorbell[_RUNG]
         try:
             with self.lock:
                 calls = self._advance()  # what came before the doorbell could be rung
             call_all(calls)
             if not is_over():
-                futex.wait(self._doorbell_address, rung, _NAP_S)
+                futex_wait(self._doorbell_address, rung, _NAP_S)
         finally:
             with self.lock:
                 self._doorbell[_SLEEPERS] -= 1
@@ -202,3 +204,56 @@ class ShmProgress(Driver):
                 f"{operation.what}: timeout after {waited_s:.1f} s" + (f"; {late} did not come" if late else "")
             )
         return None
+
+
+_SYS_FUTEX = 202  # x86-64
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 2**31 - 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+_one_lock = threading.Lock()
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def why_no_shared_memory() -> str | None:
+    """The reason why this machine cannot use shared memory, or None.
+
+    Flags and data are plain stores, which other cores must see in their order. x86-64 promises that; other processors
+    would need barriers that Python cannot give.
+    """
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create (Linux 3.17 has)"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"it needs the memory order of x86-64, and this is {platform.machine()}"
+    return None
+
+
+def futex_wait(address: int, expected: int, timeout_s: float) -> None:
+    """Sleep until woken at `address`, or until the time is over.
+
+    Returns at once if the word is not `expected`.
+    """
+    seconds = int(timeout_s)
+    timespec = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
+    # ctypes gives up the GIL around the call.
+    result = _syscall(
+        _SYS_FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(expected), ctypes.byref(timespec), None, 0
+    )
+    if result < 0 and (error := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+        raise OSError(error, f"futex wait: {os.strerror(error)}")
+
+
+def futex_wake(address: int) -> None:
+    """Wake all who wait at `address`, in whatever process."""
+    _syscall(_SYS_FUTEX, ctypes.c_void_p(address), _WAKE, ctypes.c_uint32(_EVERYBODY), None, None, 0)
+
+
+def fence() -> None:
+    """Order earlier stores before later loads, which x86-64 does only at a locked instruction."""
+    with _one_lock:
+        return

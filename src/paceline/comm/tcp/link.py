@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from paceline.comm.tcp.progress import TcpProgress
-from paceline.comm.tcp.stream import ByteStream, Sink
-from paceline.comm.tcp.wire import KEY_BYTES, AlteredError, PlainWire, SealedWire, Wire
+from paceline.comm.tcp.stream import KEY_BYTES, AlteredError, ByteStream, PlainWire, SealedWire, Sink, Wire
 from paceline.errors import SyncError
-from paceline.wire.admission import TlsHandshake, released
 from paceline.wire.key import RunKey
+from paceline.wire.listener import TlsHandshake, released
 from paceline.wire.silence import is_unacknowledged
 
 _FIRST_REQUEST_S = 1.0  # for the other rank to connect by itself at first

@@ -1,21 +1,25 @@
-"""The process group `tcp`: c10d's collectives and messages between ranks on several hosts."""
+"""The process group `tcp`: c10d's collectives and messages between ranks on several hosts.
+
+Small tensors go from every rank to every other, for a single wait. Large ones go round a ring, cut into pieces so that
+one is added while the next is on its way. Every element is added up along one chain of ranks, or by all ranks in the
+same order: the result has the same bits everywhere.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.comm.c10d.operation import Steps
-from paceline.comm.c10d.process_group import DrivenProcessGroup, flattened, put_back
-from paceline.comm.c10d.transport import Transport
-from paceline.comm.tcp.collectives import TcpCollectives
+from paceline.comm.operation import Steps
+from paceline.comm.process_group import DrivenProcessGroup, Reduction, Transport, flattened, put_back
 from paceline.comm.tcp.link import PeerLink
-from paceline.comm.tcp.mesh import LinkMesh, MeshQueue, TcpSend
-from paceline.comm.tcp.messages import MESSAGE, CurrentCall, TcpReceive
+from paceline.comm.tcp.mesh import COLLECTIVE, MESSAGE, CurrentCall, LinkMesh, MeshQueue, TcpReceive, TcpSend
 from paceline.comm.tcp.progress import TcpProgress
 
 
@@ -123,3 +127,228 @@ class TcpProcessGroup(DrivenProcessGroup):
 
 def _message(flat: Tensor, tag: int) -> CurrentCall:
     return CurrentCall.of("message", flat.dtype, flat.numel())._replace(tag=tag)
+
+
+_SMALL_BYTES = 2**16  # what a rank may send to all others together rather than have it go round
+_PIECE_BYTES = (2**17, 2**20)  # at least, at most
+_PIECES = 8  # of a rank's share, at least, unless they became too small
+_AHEAD_BYTES = 2**22  # sent round the ring before as much has come: what a link of 1 Gbit/s carries in 30 ms
+
+
+class TcpCollectives:
+    """The collectives of one group.
+
+    Every tensor is flat and contiguous; those that are not, the process group copies.
+    """
+
+    def __init__(self, mesh: LinkMesh) -> None:
+        self._mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
+        self._others = [r for r in range(self.size) if r != self.rank]
+        self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        self._number = 0
+        self._under_way: Sequence[TcpSend | TcpReceive] = ()
+
+    def waits_for(self) -> list[PeerLink]:
+        """The links that the collective under way waits for."""
+        return self._mesh.links_of(self._under_way)
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
+        """Replace `tensor` by the combination of all ranks'."""
+        call = self._call("all_reduce", tensor, how=reduction.name)
+        if self._is_small(tensor.nbytes):
+            parts = yield from self._all_of(call, tensor)
+            _combine(reduction, tensor, parts)
+        else:
+            yield from self._ring(call, tensor.tensor_split(self.size), range(2 * (self.size - 1)), reduction)
+
+    def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> Steps:
+        """Replace `tensor` on rank `root` by the combination of all ranks'."""
+        call = self._call("reduce", tensor, how=reduction.name, root=root)
+        if self._is_small(tensor.nbytes):
+            parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == root else []
+            yield from self._to_root(call, parts, tensor, root)
+            if self.rank == root:
+                _combine(reduction, tensor, [tensor if rank == root else part for rank, part in enumerate(parts)])
+            return
+        whole = tensor if self.rank == root else tensor.clone()
+        shares = whole.tensor_split(self.size)
+        yield from self._ring(call, shares, range(self.size - 1), reduction)
+        yield from self._to_root(call, shares if self.rank == root else [], shares[self.rank], root)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+        """Replace `tensor` by rank `root`'s: sent to all, or in pieces from rank to rank."""
+        call = self._call("broadcast", tensor, root=root)
+        if self._is_small(tensor.nbytes):
+            if self.rank == root:
+                yield from self._done([self._send(to, call, tensor) for to in self._others])
+            else:
+                yield from self._done([self._receive(root, call, tensor)])
+            return
+        pieces, last = tensor.split(self._piece(tensor)), self._right == root
+        receives = [] if self.rank == root else [self._receive(self._left, call, piece) for piece in pieces]
+        sends: list[TcpSend] = []
+        for i, piece in enumerate(pieces):
+            if receives:
+                yield from self._wait([receives[i]])
+            if not last:
+                sends.append(self._send(self._right, call, piece))
+        yield from self._done(sends)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
+        """Give every rank the tensors of all."""
+        call = self._call("all_gather", tensor)
+        outputs[self.rank].copy_(tensor)
+        if self._is_small(tensor.nbytes):
+            receives = [self._receive(r, call, outputs[r]) for r in self._others]
+            yield from self._done([*receives, *(self._send(r, call, tensor) for r in self._others)])
+        else:
+            yield from self._ring(call, outputs, range(self.size - 1, 2 * (self.size - 1)))
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
+        """Give rank `root` the tensors of all; the others have no outputs."""
+        call = self._call("gather", tensor, root=root)
+        if self.rank == root:
+            outputs[root].copy_(tensor)
+        yield from self._to_root(call, outputs, tensor, root)
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
+        """Send `tensors[r]` of rank `root` to each rank r; other ranks have no tensors."""
+        call = self._call("scatter", output, root=root)
+        if self.rank == root:
+            yield from self._done([self._send(r, call, tensors[r]) for r in self._others])
+            output.copy_(tensors[root])
+        else:
+            yield from self._done([self._receive(root, call, output)])
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
+        """Give rank r the reduction of all ranks' `inputs[r]`, each of `output`'s size."""
+        call = self._call("reduce_scatter", output, how=reduction.name)
+        if self._is_small(output.nbytes):
+            parts = [inputs[r] if r == self.rank else torch.empty_like(output) for r in range(self.size)]
+            receives = [self._receive(r, call, parts[r]) for r in self._others]
+            yield from self._done([*receives, *(self._send(r, call, inputs[r]) for r in self._others)])
+            _combine(reduction, output, parts)
+        else:
+            shares = torch.cat(list(inputs)).chunk(self.size)
+            yield from self._ring(call, shares, range(self.size - 1), reduction)
+            output.copy_(shares[self.rank])
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
+        """Give rank r this rank's `inputs[r]`, and get `outputs[r]` from it. Sizes may differ from pair to pair."""
+        call = self._call("all_to_all", inputs[self.rank][:0])
+        receives = [self._receive(r, call, outputs[r]) for r in self._others]
+        yield from self._done([*receives, *(self._send(r, call, inputs[r]) for r in self._others)])
+        if outputs[self.rank].numel() != inputs[self.rank].numel():
+            raise ValueError(
+                f"all_to_all: rank {self.rank} sends {len(inputs[self.rank])} to itself and expects "
+                f"{len(outputs[self.rank])}"
+            )
+        outputs[self.rank].copy_(inputs[self.rank])
+
+    def barrier(self) -> Steps:
+        """Wait until all ranks are here."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        yield from self._all_of(self._call("barrier", nothing), nothing)
+
+    # Parts of them
+
+    def _ring(
+        self, call: CurrentCall, shares: Sequence[Tensor], steps: range, reduction: Reduction | None = None
+    ) -> Steps:
+        """Some of the 2 (n - 1) steps of a ring all-reduce.
+
+        After the first half rank r has the sum of all ranks' share r, after the second the sums of all shares. In step
+        t a rank receives share r - t - 2 from its left; what it received, it passes on.
+        """
+        n, last_sum = self.size, self.size - 2
+        piece = self._piece(max(shares, key=len))
+        ahead = max(1, _AHEAD_BYTES // (piece * shares[0].element_size()))
+        coming = [(step, part) for step in steps for part in _cut(shares[(self.rank - step - 2) % n], piece)]
+        memory = [shares[0].new_empty(piece) for _ in range(ahead if steps.start <= last_sum else 0)]
+        going, sends = deque(_cut(shares[(self.rank - steps.start - 1) % n], piece)), list[TcpSend]()
+        posted: deque[tuple[Tensor, TcpReceive]] = deque()
+
+        def go_on(received: int) -> None:
+            for at in range(received + len(posted), min(received + ahead, len(coming))):
+                step, part = coming[at]
+                place = memory[at % ahead][: len(part)] if step <= last_sum else part
+                posted.append((place, self._receive(self._left, call, place)))
+            while going and len(sends) < received + ahead:  # not more: the right has a place for so much
+                sends.append(self._send(self._right, call, going.popleft()))
+
+        go_on(0)
+        for at, (step, part) in enumerate(coming):
+            place, receive = posted.popleft()
+            yield from self._wait([receive])
+            if step <= last_sum:
+                assert reduction is not None
+                reduction.add(part, [part, place])
+                if step == last_sum:
+                    reduction.scale(part)
+            if step < steps.stop - 1:
+                going.append(part)
+            go_on(at + 1)
+        while going:
+            sends.append(self._send(self._right, call, going.popleft()))
+        yield from self._done(sends)
+
+    def _all_of(self, call: CurrentCall, tensor: Tensor) -> Steps:
+        """The tensors of all ranks, in rank order; this rank's is `tensor` itself."""
+        parts = [tensor if r == self.rank else torch.empty_like(tensor) for r in range(self.size)]
+        receives = [self._receive(r, call, parts[r]) for r in self._others]
+        yield from self._done([*receives, *(self._send(r, call, tensor) for r in self._others)])
+        return parts
+
+    def _to_root(self, call: CurrentCall, parts: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
+        if self.rank == root:
+            yield from self._done([self._receive(r, call, parts[r]) for r in self._others])
+        else:
+            yield from self._done([self._send(root, call, tensor)])
+
+    def _done(self, messages: Sequence[TcpSend | TcpReceive]) -> Steps:
+        """Wait until they all are; then what was sent may change.
+
+        What goes round a ring is lent to its stream until the ring is done: where it is written to before, that is
+        because the sum that it went into came back, and so the next rank has it.
+        """
+        yield from self._wait(messages)
+        for message in messages:
+            if isinstance(message, TcpSend):
+                message.end_loan()
+
+    def _wait(self, messages: Sequence[TcpSend | TcpReceive]) -> Steps:
+        if not all(message.done for message in messages):
+            self._under_way = messages
+            yield
+            while not all(message.done for message in messages):
+                yield
+            self._under_way = ()
+
+    def _send(self, to: int, call: CurrentCall, tensor: Tensor) -> TcpSend:
+        return self._mesh.send(to, COLLECTIVE, call, tensor)
+
+    def _receive(self, source: int, call: CurrentCall, tensor: Tensor) -> TcpReceive:
+        return self._mesh.receive(source, COLLECTIVE, call, tensor)
+
+    def _call(self, what: str, tensor: Tensor, *, how: str = "", root: int = -1) -> CurrentCall:
+        self._number += 1
+        return CurrentCall.of(what, tensor.dtype, tensor.numel(), how=how, root=root, number=self._number)
+
+    def _is_small(self, nbytes: int) -> bool:
+        return nbytes * (self.size - 1) <= _SMALL_BYTES
+
+    def _piece(self, share: Tensor) -> int:
+        """Elements of a piece, the same on all ranks."""
+        least, most = _PIECE_BYTES
+        return max(1, min(most, max(least, share.nbytes // _PIECES)) // share.element_size())
+
+
+def _combine(reduction: Reduction, out: Tensor, parts: Sequence[Tensor]) -> None:
+    """In rank order, also where `out` is one of the parts."""
+    total = torch.empty_like(out)
+    reduction.into(total, parts)
+    out.copy_(total)
+
+
+def _cut(share: Tensor, piece: int) -> Sequence[Tensor]:
+    return share.split(piece) if share.numel() else ()

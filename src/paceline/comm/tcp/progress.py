@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeAlias, TypeVar
 
-from paceline.comm.c10d.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, call_all
+from paceline.comm.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, call_all
 from paceline.errors import SyncError
 from paceline.generation import generation_is_over
 

@@ -23,7 +23,7 @@ from paceline.run.record.callback import Callback, StepInfo
 from paceline.run.record.run import JsonLines
 from paceline.run.tensorboard import TensorBoard
 from paceline.split.layout import held_bytes
-from paceline.sync.traffic import Traffic
+from paceline.sync.rule import Traffic
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine, StepResult

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.comm import Group
-from paceline.comm.link_speed import GroupLinks
+from paceline.comm.links import GroupLinks
 from paceline.elastic.membership import Start, StepBoundary, newest_of
 from paceline.run.build import seed_all
 from paceline.state.rank_state import RankState
-from paceline.sync.start import broadcast_tensors
+from paceline.sync.rule import broadcast_tensors
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

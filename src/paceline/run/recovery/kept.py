@@ -20,7 +20,7 @@ from paceline.run.recovery.handover import draw_anew, hand_over
 from paceline.run.recovery.undo import StepUndo
 from paceline.state.rank_state import RankState
 from paceline.sync.local import LocalRule
-from paceline.sync.start import broadcast_tensors
+from paceline.sync.rule import broadcast_tensors
 
 
 class Kept(ABC):

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.comm.c10d.process_group import abort_all
-from paceline.comm.link_speed import GroupLinks
+from paceline.comm.links import GroupLinks
+from paceline.comm.process_group import abort_all
 from paceline.elastic.membership import Member, Start, StepBoundary
 from paceline.elastic.possible import is_mirrored
 from paceline.engine.engine import Engine

@@ -107,7 +107,7 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
 
 def _between_hosts() -> list[Collective]:
     """Collectives over our own TCP, between two emulated hosts. Their link is as fast as the machine."""
-    from paceline.comm.measure.collectives import measure_on_rank
+    from paceline.comm.measure.calls import measure_on_rank
 
     with places_on(Cluster(name="two hosts", emulate=Emulate(hosts=2)), 2) as places:
         return run_on_ranks(measure_on_rank, BETWEEN_HOSTS, places=places)[0]

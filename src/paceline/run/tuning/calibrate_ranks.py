@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
 from paceline.comm.agree import greatest
-from paceline.comm.measure.collectives import measure_collectives
-from paceline.comm.measure.speed import repeats_within
+from paceline.comm.measure.calls import measure_collectives, repeats_within
 from paceline.device import is_accelerator
 from paceline.engine.calls import prepared, sparse_tables
 from paceline.engine.engine import Engine

@@ -12,10 +12,9 @@ from paceline.comm import Group
 from paceline.errors import CheckpointError, PlanError, ServerRefused
 from paceline.job.spec import load_object
 from paceline.planning.sync_info import CODECS, CompressSpec
-from paceline.sync.compress.chunked import square
-from paceline.sync.compress.codec import Codec, CodedSum, Coding, Scratch
-from paceline.sync.compress.half import Cast
-from paceline.sync.traffic import Traffic
+from paceline.sync.compress.codecs import Cast, Codec, CodedSum, Coding, Scratch
+from paceline.sync.compress.compressor import square
+from paceline.sync.rule import Traffic
 
 _RANDOM = "random"
 

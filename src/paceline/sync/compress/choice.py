@@ -26,7 +26,7 @@ from paceline.errors import JobError, PlanError
 from paceline.job.spec import load_object
 from paceline.planning.sync_info import CODECS, CompressSpec, auto_candidates
 from paceline.sync.compress.compressor import Compressor
-from paceline.sync.traffic import Traffic
+from paceline.sync.rule import Traffic
 from paceline.units import percent, seconds
 
 Buckets = Sequence[tuple[Tensor, Sequence[Tensor]]]

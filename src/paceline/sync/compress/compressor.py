@@ -1,7 +1,11 @@
-"""Sums over ranks that send fewer bytes, by the codec that a plan names."""
+"""Sums over ranks that send fewer bytes, by the codec that a plan names, with error feedback.
+
+What the codes lost is added to the next tensor of the same name.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,10 +16,8 @@ from paceline.comm import Group
 from paceline.errors import CheckpointError, JobError, PlanError, SyncError
 from paceline.job.spec import load_object
 from paceline.planning.sync_info import CODECS, CompressSpec
-from paceline.sync.compress.chunked import Chunked, chunk_size
-from paceline.sync.compress.codec import Codec, CodedSum, Coding, Scratch
-from paceline.sync.compress.half import Cast
-from paceline.sync.traffic import Traffic, ring_bytes
+from paceline.sync.compress.codecs import ALIGNMENT, Cast, Codec, CodedSum, Coding, Scratch, aligned, section
+from paceline.sync.rule import Traffic, ring_bytes
 
 _RANDOM = "random"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -192,3 +194,161 @@ class _Plain:
 
 def _sizes(tensors: dict[str, Tensor]) -> str:
     return ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in sorted(tensors.items())) or "nothing"
+
+
+class Chunked:
+    """Sums the first `numel` numbers of a flat tensor in coded form, the others exactly.
+
+    The `exact` others follow them.
+
+    Between steps it holds one fp32 number per coded one (what this rank's codes lost) and one n-th of that (what those
+    of the sum lost).
+    """
+
+    def __init__(self, group: Group, codec: Codec, numel: int, exact: int, traffic: Traffic, scratch: Scratch) -> None:
+        self.phases = TwoPhase(group, codec, numel, exact)
+        self.numel, self.traffic, self.scratch = numel, traffic, scratch
+        self.error = torch.zeros(group.size, self.phases.chunk, device=group.device)
+        self.sum_error = torch.zeros(self.phases.chunk, device=group.device)
+
+    def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
+        """Replace `flat` by its sum over the ranks; see `Compressor.sum`."""
+        coded, tail = self.scratch.get("coded", self.phases.numel), flat[self.numel :]
+        torch.add(flat[: self.numel], self.error.view(-1)[: self.numel], out=coded[: self.numel])
+        coded[self.numel :].zero_()
+        exact = self.scratch.filled("exact", self.phases.share * len(self.error), tail)
+        signal = square(coded)
+        finite = math.isfinite(signal)
+        rows = coded.view_as(self.error)
+        done = self.phases.sum(
+            rows, exact.view(len(rows), -1), finite=finite, error=self.error, sum_error=self.sum_error
+        )
+        tail.copy_(exact[: len(tail)])
+        if not done:
+            flat[: self.numel] = math.nan
+            return
+        self.phases.read(flat[: self.numel])
+        self.traffic.signal_square += signal
+        self.traffic.error_square += square(self.error.view(-1))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Error feedback of this rank, without the tensor's name; see `Compressor.state_dict`."""
+        return {"error": self.error, "sum_error": self.sum_error}
+
+
+def square(numbers: Tensor) -> float:
+    """Squared L2 norm of a flat fp32 tensor; not finite if any element is not."""
+    total = float(torch.dot(numbers, numbers))
+    if math.isfinite(total) or not bool(torch.isfinite(numbers).all()):
+        return total
+    return float(numbers.cpu().double().square().sum())  # the numbers are only large
+
+
+class TwoPhase:
+    """Sums a coded and an exact part over a group's ranks, in the same messages.
+
+    First every rank sends every other the chunk that this one sums, then the sum of its own chunk: 2 (n - 1) / n of the
+    coded size in all, in two round trips. All ranks decode the same bytes, so the result has the same bits everywhere;
+    chunks are added in fp32, in the order of the ranks.
+
+    Args:
+        coded, exact: number of coded and of exact numbers.
+
+    Attributes:
+        chunk: coded numbers that one rank sums; the coded part is handed over as (size, chunk), padded with zeros.
+        share: exact numbers that one rank sums.
+        numel: coded numbers in all, with the padding.
+    """
+
+    def __init__(self, group: Group, codec: Codec, coded: int, exact: int) -> None:
+        self.group, self.codec = group, codec
+        self.chunk = chunk_size(codec, coded, group.size)
+        self.share = -(-exact // group.size)
+        self.numel = group.size * self.chunk
+        self._exact_at = codec.nbytes(self.chunk)
+        self._flag_at = self._exact_at + aligned(self.share * 4)
+        messages = torch.zeros(2, group.size, self._flag_at + ALIGNMENT, dtype=torch.uint8, device=group.device)
+        self._own, self._theirs = messages
+        self._piece = torch.empty(self.chunk, device=group.device)
+
+    def sum(
+        self,
+        coded: Tensor,
+        exact: Tensor,
+        *,
+        finite: bool = True,
+        error: Tensor | None = None,
+        sum_error: Tensor | None = None,
+    ) -> bool:
+        """Sum `coded`, fp32 (size, chunk), which `read` gives, and `exact`, fp32 (size, share), in its place.
+
+        Args:
+            finite: whether all of this rank's coded numbers are.
+            error: as `coded`; becomes what this rank's codes left out of it.
+            sum_error: (chunk,); is added to this rank's sum, and becomes what the code of that left out.
+
+        Returns:
+            Whether the coded numbers and their sums were finite on all ranks. If not, `exact` is right all the same,
+            but there is nothing to read, and the errors are as before.
+        """
+        me = self.group.rank
+        for part in (slice(0, me), slice(me + 1, None)):  # its own chunk stays here, and exact
+            if self.chunk and len(coded[part]):
+                self.codec.encode(coded[part], self._own[part, : self._exact_at])
+        self._exact(self._own).copy_(exact)
+        self._own[:, self._flag_at] = not finite
+        others = [r for r in range(self.group.size) if r != me]
+        self.group.exchange([(r, self._own[r]) for r in others], [(r, self._theirs[r]) for r in others])
+        self._theirs[me] = self._own[me]
+        finite = not bool(self._theirs[:, self._flag_at].any())
+
+        total = self._add_up(coded[me], sum_error)
+        finite = finite and bool(torch.isfinite(total.sum()))
+        self._own[me, self._flag_at] = not finite
+        if self.chunk:
+            self.codec.encode(total.view(1, -1), self._own[me : me + 1, : self._exact_at])
+        self.group.exchange([(r, self._own[me]) for r in others], [(r, self._theirs[r]) for r in others])
+        self._theirs[me] = self._own[me]
+        exact.copy_(self._exact(self._theirs))
+        if bool(self._theirs[:, self._flag_at].any()):
+            return False
+        if error is not None:
+            for r in others:
+                torch.sub(coded[r], self._decoded(self._own[r]), out=error[r])
+            error[me].zero_()
+        if sum_error is not None:
+            torch.sub(total, self._decoded(self._own[me]), out=sum_error)
+        return True
+
+    def read(self, sums: Tensor) -> None:
+        """Overwrite `sums` by the sums of the coded numbers, the same bits on every rank.
+
+        `sums` is 1-D of any floating dtype.
+        """
+        for r, part in enumerate(sums.split(self.chunk)):
+            if part.dtype is torch.float32 and len(part) == self.chunk:
+                self.codec.decode(self._theirs[r : r + 1, : self._exact_at], part.view(1, -1))
+            else:
+                part.copy_(self._decoded(self._theirs[r])[: len(part)])
+
+    def _add_up(self, own: Tensor, sum_error: Tensor | None) -> Tensor:
+        """Sum of this rank's chunk; that of its exact share goes straight into the message."""
+        total = own.clone() if sum_error is None else own + sum_error
+        for r in range(self.group.size):
+            if r != self.group.rank and self.chunk:
+                total.add_(self._decoded(self._theirs[r]))
+        self._exact(self._own)[self.group.rank] = self._exact(self._theirs).sum(dim=0)
+        return total
+
+    def _decoded(self, message: Tensor) -> Tensor:
+        """The coded numbers of one message, until the next call."""
+        self.codec.decode(message[: self._exact_at].view(1, -1), self._piece.view(1, -1))
+        return self._piece
+
+    def _exact(self, messages: Tensor) -> Tensor:
+        return section(messages, self._exact_at, self.share, torch.float32)
+
+
+def chunk_size(codec: Codec, numel: int, ranks: int) -> int:
+    """Number of coded numbers that one rank sums, in whole blocks of the codec."""
+    return -(-numel // (ranks * codec.block)) * codec.block

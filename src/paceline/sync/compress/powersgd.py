@@ -18,9 +18,9 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.comm.agree import same_machines
-from paceline.sync.compress.chunked import TwoPhase, square
-from paceline.sync.compress.codec import Codec, Coding, Scratch
-from paceline.sync.traffic import Traffic
+from paceline.sync.compress.codecs import Codec, Coding, Scratch
+from paceline.sync.compress.compressor import TwoPhase, square
+from paceline.sync.rule import Traffic
 
 # a matrix is factored where that at least halves its numbers, as in PyTorch's own PowerSGD; less is not worth the error
 _GAIN = 2

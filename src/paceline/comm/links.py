@@ -1,0 +1,196 @@
+"""Links between a group's ranks: measured in under a second, and times of all-reduces predicted from them.
+
+The prediction is the alpha-beta model, with formulas after Thakur, Rabenseifner & Gropp, 2005, "Optimization of
+Collective Communication Operations in MPICH". A message of m bytes over an idle link takes latency + m / bandwidth; a
+link between hosts carries each direction by itself; the arithmetic is not counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+
+import torch
+
+from paceline.comm.group import Group
+from paceline.device import synchronize
+
+# bytes; 256 KiB take 84 ms at 25 Mbit/s, and more is sent only to fast hosts
+_SMALL, _WARM, _LARGE, _LARGER = 2**10, 2**16, 2**18, 2**21
+_FAST_S = 0.03  # a large message that takes less is repeated with a larger one
+_BUDGET_S, _MOST = 0.04, 20  # for the repetitions of a small call
+_MEMORY_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """Speed of a link between two processes: latency in seconds, bandwidth in bytes per second."""
+
+    latency_s: float
+    bandwidth: float
+
+    def message_s(self, nbytes: float) -> float:
+        """Seconds until a message of `nbytes` has arrived."""
+        return self.latency_s + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class GroupLinks:
+    """The ways between the ranks of a group.
+
+    Attributes:
+        hosts: the host of each rank.
+        between: messages from host to host.
+        inside: messages between processes of one host.
+        memory: meetings of all ranks of a host: `latency_s` for one, and the bytes of a sum in the host's memory per
+            second.
+        step_s: latency of messages that all ranks send around a ring at once, which ranks that share cores do more
+            slowly than two alone.
+        flat_step_s: latency of one of the 2 (n - 1) steps of the transport's own all-reduce.
+    """
+
+    hosts: tuple[int, ...]
+    between: LinkSpeed
+    inside: LinkSpeed
+    memory: LinkSpeed
+    step_s: float
+    flat_step_s: float
+
+    def flat_s(self, nbytes: int) -> float:
+        """Seconds of the transport's own all-reduce: a ring in the order of the ranks.
+
+        Several of its messages may cross the same link at once.
+        """
+        n = len(self.hosts)
+        part, crossing = nbytes / n, _most_crossings(self.hosts)
+        slowest = max(crossing * part / self.between.bandwidth, part / self._inside.bandwidth)
+        return 2 * (n - 1) * (self.flat_step_s + slowest)
+
+    def ring_s(self, nbytes: int) -> float:
+        """Seconds of a ring that crosses each link once.
+
+        It takes 2 (n - 1) steps of one n-th of the tensor, as slow as the slowest link.
+        """
+        n = len(self.hosts)
+        return 2 * (n - 1) * (self.step_s + nbytes / n / min(self.between.bandwidth, self._inside.bandwidth))
+
+    def hierarchical_s(self, nbytes: int) -> float:
+        """Seconds of the hierarchical all-reduce over h hosts.
+
+        It has two meetings in each host, and a ring over the hosts that hides the sums in memory unless these are
+        slower.
+        """
+        h = len(set(self.hosts))
+        travel = 2 * (h - 1) * nbytes / h / self.between.bandwidth
+        return 2 * self.memory.latency_s + 2 * (h - 1) * self.step_s + max(travel, nbytes / self.memory.bandwidth)
+
+    @property
+    def _inside(self) -> LinkSpeed:
+        """The link inside a host; infinitely fast if no two ranks share one."""
+        return self.inside if len(set(self.hosts)) < len(self.hosts) else LinkSpeed(0.0, inf)
+
+
+def _most_crossings(hosts: Sequence[int]) -> int:
+    """Messages that leave one host in a ring in rank order, at most."""
+    leaving = [a for a, b in pairwise((*hosts, hosts[0])) if a != b]
+    return max((leaving.count(host) for host in set(leaving)), default=0)
+
+
+def ranks_by_host(group: Group) -> list[int]:
+    """The ranks ordered so that those of a host are neighbours."""
+    return sorted(range(group.size), key=lambda r: group.hosts[r]) if group.spans_hosts else list(range(group.size))
+
+
+def measure_links(group: Group) -> GroupLinks:
+    """Measure the links of a group that spans hosts. Every rank calls this and gets the same."""
+    firsts = [group.hosts.index(host) for host in dict.fromkeys(group.hosts)]
+    on_hosts = [[r for r, h in enumerate(group.hosts) if h == group.hosts[first]] for first in firsts]
+    fullest = max(on_hosts, key=len)
+    together = next(ranks for ranks in on_hosts if group.rank in ranks)
+    small = torch.zeros(_SMALL // 4, device=group.device)
+    flat_s = _small_s(group, lambda: group.all_reduce(small))
+    return GroupLinks(
+        hosts=group.hosts,
+        between=_speed(group, firsts[:2], firsts),
+        inside=_speed(group, fullest[:2], together),
+        memory=_memory(group),
+        step_s=_latency_s(group, ranks_by_host(group)),
+        flat_step_s=flat_s / (2 * (group.size - 1)),
+    )
+
+
+def _latency_s(group: Group, ranks: Sequence[int]) -> float:
+    return _small_s(group, _messages(group, ranks, _SMALL))
+
+
+def _speed(group: Group, pair: Sequence[int], ranks: Sequence[int]) -> LinkSpeed:
+    """Latency between two ranks, and bandwidth with `ranks` all sending to the next at once."""
+    latency_s = _latency_s(group, pair)
+    timed(group, _messages(group, ranks, _WARM))  # what a shaped link lets through at once does not tell its rate
+    nbytes, time_s = _LARGE, _quickest_s(group, _messages(group, ranks, _LARGE))
+    if time_s < _FAST_S:
+        nbytes, time_s = _LARGER, _quickest_s(group, _messages(group, ranks, _LARGER))
+    return LinkSpeed(latency_s, nbytes / max(time_s, 1e-9))
+
+
+def _quickest_s(group: Group, call: Callable[[], None]) -> float:
+    """The shorter of two times, as other work on the hosts only slows a message."""
+    return min(timed(group, call) for _ in range(2))
+
+
+def _messages(group: Group, ranks: Sequence[int], nbytes: int) -> Callable[[], None]:
+    """Messages to the next and from the one before of some ranks. The others only wait for what these measured."""
+    if group.rank not in ranks or len(ranks) == 1:
+        return lambda: None
+    place = ranks.index(group.rank)
+    following, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+    sent, received = (torch.zeros(nbytes, dtype=torch.uint8, device=group.device) for _ in range(2))
+    return lambda: group.exchange([(following, sent)], [(before, received)])
+
+
+def _memory(group: Group) -> LinkSpeed:
+    """Sums over the ranks of a host."""
+    host = group.host
+    small, large = torch.zeros(_SMALL // 4, device=group.device), host.empty(_MEMORY_BYTES // 4, torch.float32)
+    meeting_s = _small_s(group, lambda: host.all_reduce(small))
+    timed(group, lambda: host.all_reduce(large))  # untouched memory
+    large_s = timed(group, lambda: host.all_reduce(large))
+    host.release(large)
+    return LinkSpeed(meeting_s, _MEMORY_BYTES / max(large_s, 1e-9))
+
+
+def _small_s(group: Group, call: Callable[[], None]) -> float:
+    """The median time of a call that takes little, after one that makes connections."""
+    timed(group, call)
+    once_s = timed(group, call)
+    repeats = min(int(_BUDGET_S / max(once_s, 1e-9)), _MOST)
+    return timed(group, call, repeats) if repeats > 1 else once_s
+
+
+def timed(group: Group, call: Callable[[], object], repeats: int = 1) -> float:
+    """The slowest rank's median seconds of `repeats` calls, the same on every rank.
+
+    All ranks begin at the same time.
+    """
+    return timed_with_cpu(group, call, repeats)[0]
+
+
+def timed_with_cpu(group: Group, call: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Seconds of calls, as `timed`, and the mean CPU seconds of a call."""
+    times_s = []
+    group.barrier()
+    cpu_s = time.process_time()
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        synchronize(group.device)
+        times_s.append(time.perf_counter() - started)
+    cpu_s = (time.process_time() - cpu_s) / repeats
+    own = torch.zeros((2, group.size), dtype=torch.float64, device=group.device)
+    own[:, group.rank] = torch.tensor([statistics.median(times_s), cpu_s], dtype=torch.float64)
+    group.all_reduce(own)
+    return float(own[0].max()), float(own[1].mean())

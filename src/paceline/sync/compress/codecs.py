@@ -1,0 +1,390 @@
+"""The protocol of a codec, numbers to bytes in a length that their count determines, and the built-in codecs.
+
+To add one, write a class like `Cast` and describe it in a `paceline.planning.sync_info.CodecInfo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from paceline.comm import Group
+from paceline.sync.rule import Traffic
+
+# numbers: what a codec needs beside them stays in a processor's cache, which makes coding several times faster
+_IN_CACHE = 2**18
+ALIGNMENT = 8  # every section of a message starts at a multiple of it, so that it can be viewed as any dtype
+
+
+class Codec(Protocol):
+    """Codes rows of numbers.
+
+    Every rank knows the length of a message in advance, and all decode the same bytes to the same bits.
+
+    Attributes:
+        block: numbers that are coded together; a row holds a multiple of it.
+    """
+
+    block: int
+
+    def nbytes(self, numel: int) -> int:
+        """The coded size of a row of `numel` numbers, a multiple of 8."""
+        ...
+
+    def encode(self, rows: Tensor, coded: Tensor) -> None:
+        """Code each row of `rows` into the row of `coded`.
+
+        `rows` is fp32 of shape (k, numel), `coded` uint8 of shape (k, nbytes(numel)).
+        """
+        ...
+
+    def decode(self, coded: Tensor, rows: Tensor) -> None:
+        """Overwrite `rows` by what `encode` kept of them. Shapes as there."""
+        ...
+
+
+@runtime_checkable
+class CodedSum(Protocol):
+    """Sum of one tensor, for codecs that are more than numbers to bytes.
+
+    PowerSGD is one.
+
+    Attributes:
+        numel: numbers that are coded.
+    """
+
+    numel: int
+
+    def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
+        """Replace `flat` by its sum over the ranks; see `Compressor.sum`."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """State of this rank, without the tensor's name; see `Compressor.state_dict`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Tensor that a codec is made for, which a rule sums in every step.
+
+    A codec's factory takes it and returns a `Codec`, a `CodedSum`, or None where nothing of the tensor gains.
+
+    Attributes:
+        value: after the colon in the plan, converted as the description says; None where the codec takes none.
+        numbers: codec of the numbers that this one keeps, for a codec that keeps some.
+        generator: random numbers of this rank, on the tensors' device.
+        group: the ranks that sum.
+        flat, views: the tensor and its coded parts, as for `Compressor.sum`.
+        traffic, scratch: counts of bytes, and memory for work in progress.
+    """
+
+    value: Any
+    numbers: Codec | None
+    generator: torch.Generator
+    group: Group
+    flat: Tensor
+    views: Sequence[Tensor]
+    traffic: Traffic
+    scratch: Scratch
+
+
+def section(coded: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """A view of `count` numbers per row of `coded`, from byte `start` on.
+
+    `coded` is uint8 (k, bytes); the view has the shape (k, count).
+    """
+    return coded[:, start : start + count * dtype.itemsize].view(dtype)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of 8."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def slabs(rows: Tensor, block: int) -> Iterator[slice]:
+    """Column ranges of `rows` (k, numel), in whole blocks, as large as is fast on the device."""
+    k, numel = rows.shape
+    width = max(1, _IN_CACHE // (k * block)) * block if rows.device.type == "cpu" else max(numel, 1)
+    for start in range(0, numel, width):
+        yield slice(start, min(start + width, numel))
+
+
+def per_block(rows: Tensor, block: int) -> Tensor:
+    """(k, numel) as (k, blocks, block)."""
+    blocks: Tensor = rows.unflatten(1, (-1, block))
+    return blocks
+
+
+class Scratch:
+    """Flat fp32 tensors by purpose, each as large as the largest that was asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.held: dict[str, Tensor] = {}
+
+    def get(self, purpose: str, numel: int) -> Tensor:
+        """`numel` numbers of any value, until the same purpose is asked for again."""
+        if purpose not in self.held or self.held[purpose].numel() < numel:
+            self.held[purpose] = torch.empty(numel, device=self.device)
+        return self.held[purpose][:numel]
+
+    def filled(self, purpose: str, numel: int, numbers: Tensor) -> Tensor:
+        """Memory for a purpose, with `numbers` (any dtype) at the beginning and zeros after them."""
+        memory = self.get(purpose, numel)
+        memory[: len(numbers)].copy_(numbers)
+        memory[len(numbers) :].zero_()
+        return memory
+
+
+_FP16_MOST = torch.finfo(torch.float16).max
+
+
+class Cast:
+    """Codes numbers as another floating dtype, rounded to nearest.
+
+    What fp16 cannot hold becomes its largest number, not infinity.
+    """
+
+    block = 1
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def nbytes(self, numel: int) -> int:
+        return aligned(numel * self.dtype.itemsize)
+
+    def encode(self, rows: Tensor, coded: Tensor) -> None:
+        if self.dtype is torch.float16:
+            rows = rows.clamp(-_FP16_MOST, _FP16_MOST)
+        section(coded, 0, rows.shape[1], self.dtype).copy_(rows)
+
+    def decode(self, coded: Tensor, rows: Tensor) -> None:
+        rows.copy_(section(coded, 0, rows.shape[1], self.dtype))
+
+
+def fp16(coding: Coding) -> Cast:
+    """`compress=fp16`."""
+    return Cast(torch.float16)
+
+
+def bf16(coding: Coding) -> Cast:
+    """`compress=bf16`."""
+    return Cast(torch.bfloat16)
+
+
+_LEAST = 2.0**-100  # numbers of blocks that are all smaller count as 0: the inverse of their scale would overflow
+# the scale is rounded to bf16, by at most 2**-8: never so far that the largest number does not fit
+_ABOVE = 1 + 2.0**-7
+
+
+class Quantise:
+    """Codec of 8 or 4 bits per number, with a bf16 scale per 128 numbers: 8.125 or 4.125 bits per number.
+
+    Stochastic rounding keeps the expectation exact: Alistarh et al., 2017, "QSGD" (arXiv:1610.02132). A scale per
+    block: Dettmers, 2016 (arXiv:1511.04561).
+
+    Args:
+        bits: 8 or 4.
+        generator: generator of the random numbers that decide how to round, on the tensors' device.
+    """
+
+    block = 128
+
+    def __init__(self, bits: int, generator: torch.Generator) -> None:
+        self.bits = bits
+        self.most = 2 ** (bits - 1) - 1
+        self.generator = generator
+
+    def nbytes(self, numel: int) -> int:
+        return self._scales_at(numel) + aligned(numel // self.block * 2)
+
+    def encode(self, rows: Tensor, coded: Tensor) -> None:
+        scales, numbers = self._sections(rows.shape[1], coded)
+        for part in slabs(rows, self.block):
+            blocks = per_block(rows[:, part], self.block)
+            scale = scales[:, part.start // self.block : part.stop // self.block]
+            levels = torch.abs(blocks)
+            scale.copy_(levels.amax(dim=2).clamp_(min=_LEAST).mul_(_ABOVE / self.most))
+            torch.mul(blocks, scale.float().reciprocal_().unsqueeze(2), out=levels)
+            levels.add_(self._below_half(levels)).round_()
+            if self.bits == 8:
+                numbers[:, part].copy_(levels.flatten(1))
+            else:
+                low, high = levels.add_(8).to(torch.uint8).unflatten(2, (2, -1)).unbind(2)
+                numbers[:, part.start // 2 : part.stop // 2].copy_(
+                    high.bitwise_left_shift_(4).bitwise_or_(low).flatten(1)
+                )
+
+    def decode(self, coded: Tensor, rows: Tensor) -> None:
+        scales, numbers = self._sections(rows.shape[1], coded)
+        for part in slabs(rows, self.block):
+            if self.bits == 8:
+                rows[:, part].copy_(numbers[:, part])
+            else:
+                pairs = numbers[:, part.start // 2 : part.stop // 2].unflatten(1, (-1, self.block // 2))
+                halves = per_block(rows[:, part], self.block).unflatten(2, (2, -1))
+                halves[:, :, 0].copy_(pairs & 15)
+                halves[:, :, 1].copy_(pairs >> 4)
+                rows[:, part].sub_(8)
+            scale = scales[:, part.start // self.block : part.stop // self.block]
+            per_block(rows[:, part], self.block).mul_(scale.float().unsqueeze(2))
+
+    def _sections(self, numel: int, coded: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales and the numbers.
+
+        Numbers are int8, or two in a byte, the second half of a block above the first.
+        """
+        scales = section(coded, self._scales_at(numel), numel // self.block, torch.bfloat16)
+        return scales, section(coded, 0, numel, torch.int8) if self.bits == 8 else coded[:, : numel // 2]
+
+    def _scales_at(self, numel: int) -> int:
+        return aligned(numel * self.bits // 8)
+
+    def _below_half(self, like: Tensor) -> Tensor:
+        """Random numbers in (-1/2, 1/2), shaped `like`.
+
+        They have 8 bits each and are drawn 8 at a time, which is good enough and much faster.
+        """
+        words = torch.empty(like.numel() // 8, dtype=torch.int64, device=like.device)
+        words.random_(-(2**63), None, generator=self.generator)
+        return words.view(torch.int8).view(like.shape).float().add_(0.5).mul_(2.0**-8)
+
+
+def int8(coding: Coding) -> Quantise:
+    """`compress=int8`."""
+    return Quantise(8, coding.generator)
+
+
+def int4(coding: Coding) -> Quantise:
+    """`compress=int4`."""
+    return Quantise(4, coding.generator)
+
+
+class Sign:
+    """One-bit codec: the sign of each number, times its block's mean absolute value.
+
+    The scale of a block of 256 is bf16, which makes 1.0625 bits per number. Seide et al., 2014, "1-Bit Stochastic
+    Gradient Descent" (Interspeech). With error feedback it converges (Karimireddy et al., 2019, arXiv:1901.09847) if
+    the steps are small: what a code leaves out, which is much here, comes some steps late. A learning rate at the edge
+    of what exact training bears diverges, above all with momentum.
+    """
+
+    block = 256
+
+    def nbytes(self, numel: int) -> int:
+        return self._scales_at(numel) + aligned(numel // self.block * 2)
+
+    def encode(self, rows: Tensor, coded: Tensor) -> None:
+        k, numel = rows.shape
+        packed, scales = self._sections(numel, coded)
+        for part in slabs(rows, self.block):
+            scales[:, part.start // self.block : part.stop // self.block].copy_(
+                per_block(rows[:, part].abs(), self.block).mean(dim=2)
+            )
+        eighths = torch.signbit(rows).view(torch.uint8).view(k, 8, -1)
+        packed.copy_(eighths[:, 0])
+        for i in range(1, 8):
+            packed.bitwise_or_(eighths[:, i] << i)
+
+    def decode(self, coded: Tensor, rows: Tensor) -> None:
+        packed, scales = self._sections(rows.shape[1], coded)
+        eighths = rows.view(len(rows), 8, -1)
+        for i in range(8):
+            eighths[:, i].copy_((packed >> i) & 1)
+        for part in slabs(rows, self.block):
+            scale = scales[:, part.start // self.block : part.stop // self.block].float().unsqueeze(2)
+            per_block(rows[:, part], self.block).mul_(-2 * scale).add_(scale)
+
+    def _sections(self, numel: int, coded: Tensor) -> tuple[Tensor, Tensor]:
+        """The signs and the scales. Bit i of byte j is the sign of number i * numel / 8 + j."""
+        return coded[:, : numel // 8], section(coded, self._scales_at(numel), numel // self.block, torch.bfloat16)
+
+    def _scales_at(self, numel: int) -> int:
+        return aligned(numel // 8)
+
+
+def one_bit(coding: Coding) -> Sign:
+    """`compress=1bit`."""
+    return Sign()
+
+
+_LANES = 256  # a block is looked through in 256 lanes of 16 numbers first
+
+
+class TopK:
+    """Codec that keeps a share of each block of 4096: the numbers furthest from 0.
+
+    At least one is kept; the others are decoded as 0. Aji & Heafield, 2017, "Sparse Communication for Distributed
+    Gradient Descent" (arXiv:1704.05021). They are chosen in each block and not in the whole tensor, as in Chen et al.,
+    2020, "ScaleCom" (arXiv:2104.11125), so that a place takes 2 bytes and all messages are equally long.
+
+    Args:
+        share: above 0, at most 1.
+        numbers: codec of what is kept.
+    """
+
+    block = 4096
+
+    def __init__(self, share: float, numbers: Codec) -> None:
+        self.kept = max(1, round(share * self.block))
+        self.numbers = numbers
+
+    def nbytes(self, numel: int) -> int:
+        return self._places_at(numel) + aligned(numel // self.block * self.kept * 2)
+
+    def encode(self, rows: Tensor, coded: Tensor) -> None:
+        k, numel = rows.shape
+        kept, places_at = rows.new_zeros(k, self._padded(numel)), self._places_at(numel)
+        places = section(coded, places_at, numel // self.block * self.kept, torch.int16)
+        for part in slabs(rows, self.block):
+            blocks = per_block(rows[:, part], self.block)
+            largest = self._largest(blocks)
+            where = slice(part.start // self.block * self.kept, part.stop // self.block * self.kept)
+            kept[:, where] = blocks.gather(2, largest).flatten(1)
+            places[:, where] = largest.flatten(1)
+        self.numbers.encode(kept, coded[:, :places_at])
+
+    def decode(self, coded: Tensor, rows: Tensor) -> None:
+        k, numel = rows.shape
+        count, places_at = numel // self.block * self.kept, self._places_at(numel)
+        kept = rows.new_empty(k, self._padded(numel))
+        self.numbers.decode(coded[:, :places_at], kept)
+        places = section(coded, places_at, count, torch.int16).long()
+        rows.zero_()
+        per_block(rows, self.block).scatter_(
+            2, places.view(k, -1, self.kept), kept[:, :count].reshape(k, -1, self.kept)
+        )
+
+    def _largest(self, blocks: Tensor) -> Tensor:
+        """The places in its block of the largest numbers, shape (k, blocks, kept).
+
+        They lie in the `kept` lanes with the largest maxima, so the slow search needs to see no other. On a GPU it is
+        not slow.
+        """
+        sizes = blocks.abs()
+        if self.kept * 4 > _LANES or blocks.device.type != "cpu":
+            return sizes.topk(self.kept, dim=2, sorted=False).indices
+        lanes = sizes.unflatten(2, (-1, _LANES))
+        candidates = lanes.amax(dim=2).topk(self.kept, dim=2, sorted=False).indices
+        depth = lanes.shape[2]
+        chosen = lanes.gather(3, candidates.unsqueeze(2).expand(-1, -1, depth, -1)).flatten(2)
+        best = chosen.topk(self.kept, dim=2, sorted=False).indices
+        lane: Tensor = candidates.gather(2, best % self.kept)
+        return lane.add_(best.div_(self.kept, rounding_mode="floor"), alpha=_LANES)
+
+    def _padded(self, numel: int) -> int:
+        count = numel // self.block * self.kept
+        return -(-count // self.numbers.block) * self.numbers.block
+
+    def _places_at(self, numel: int) -> int:
+        return self.numbers.nbytes(self._padded(numel))
+
+
+def topk(coding: Coding) -> TopK:
+    """`compress=topk:SHARE`."""
+    assert coding.numbers is not None
+    return TopK(coding.value, coding.numbers)
