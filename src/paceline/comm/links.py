@@ -1,4 +1,4 @@
-"""Links between a group's ranks: measured in under a second, and times of all-reduces predicted from them.
+"""Links between a group's ranks, measured, and times of all-reduces predicted from them.
 
 The prediction is the alpha-beta model, with formulas after Thakur, Rabenseifner & Gropp, 2005, "Optimization of
 Collective Communication Operations in MPICH". A message of m bytes over an idle link takes latency + m / bandwidth; a

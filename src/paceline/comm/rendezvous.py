@@ -1,4 +1,7 @@
-"""Stores in which ranks meet: paceline's, or torch's own for runs without a launcher of ours and without a key."""
+"""Stores in which ranks meet: paceline's, or torch's own.
+
+That of torch is for runs without a launcher of ours and without a key.
+"""
 
 from __future__ import annotations
 

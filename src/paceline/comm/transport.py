@@ -1,4 +1,4 @@
-"""Choice of a transport by all ranks together, and process groups of some ranks of another one."""
+"""Choice of a transport by all ranks together, and groups of some ranks."""
 
 from __future__ import annotations
 

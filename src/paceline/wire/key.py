@@ -1,4 +1,4 @@
-"""Key of a run, which both ends of a connection must hold, and who is at the other end.
+"""Key of a run, which both ends of a connection must hold.
 
 It is a private key and the certificate that goes with it. There is no authority and no host name: a peer belongs to the
 run if it proves this very certificate in a TLS 1.3 handshake. Whoever starts the run makes the key, and hands it over

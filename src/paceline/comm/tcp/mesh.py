@@ -1,4 +1,4 @@
-"""A rank's links to all others of a group: messages, their matching with receives, and failure notices.
+"""A rank's links to all others of a group, with messages and failure notices.
 
 Two channels share a stream. On that of collectives the next message is for whoever has asked first; on that of c10d's
 messages, for whoever has asked first for its tag. One that nobody has asked for yet is kept, so that it does not block

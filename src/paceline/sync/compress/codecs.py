@@ -1,4 +1,6 @@
-"""The protocol of a codec, numbers to bytes in a length that their count determines, and the built-in codecs.
+"""The protocol of a codec (numbers to bytes) and the built-in codecs.
+
+The count of the numbers determines the length of the bytes.
 
 To add one, write a class like `Cast` and describe it in a `paceline.planning.sync_info.CodecInfo`.
 """
@@ -182,9 +184,9 @@ _ABOVE = 1 + 2.0**-7
 
 
 class Quantise:
-    """Codec of 8 or 4 bits per number, with a bf16 scale per 128 numbers: 8.125 or 4.125 bits per number.
+    """Codec of 8 or 4 bits per number, with a bf16 scale per 128 numbers.
 
-    Stochastic rounding keeps the expectation exact: Alistarh et al., 2017, "QSGD" (arXiv:1610.02132). A scale per
+    That makes 8.125 or 4.125 bits per number. Stochastic rounding keeps the expectation exact: Alistarh et al., 2017, "QSGD" (arXiv:1610.02132). A scale per
     block: Dettmers, 2016 (arXiv:1511.04561).
 
     Args:

@@ -1,4 +1,4 @@
-"""Sums over ranks that send fewer bytes, by the codec that a plan names, with error feedback.
+"""Sums over ranks that send fewer bytes, by the codec that a plan names.
 
 What the codes lost is added to the next tensor of the same name.
 """
