@@ -186,8 +186,8 @@ _ABOVE = 1 + 2.0**-7
 class Quantise:
     """Codec of 8 or 4 bits per number, with a bf16 scale per 128 numbers.
 
-    That makes 8.125 or 4.125 bits per number. Stochastic rounding keeps the expectation exact: Alistarh et al., 2017, "QSGD" (arXiv:1610.02132). A scale per
-    block: Dettmers, 2016 (arXiv:1511.04561).
+    That makes 8.125 or 4.125 bits per number. Stochastic rounding keeps the expectation exact: Alistarh et al., 2017,
+    "QSGD" (arXiv:1610.02132). A scale per block: Dettmers, 2016 (arXiv:1511.04561).
 
     Args:
         bits: 8 or 4.
