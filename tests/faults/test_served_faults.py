@@ -176,7 +176,7 @@ def test_a_worker_of_two_ranks_of_which_one_is_stopped_is_replaced(rank: int, jo
 @pytest.mark.slow
 def test_rounds_that_take_longer_than_the_deadline_are_waited_for(job: Path, tmp_path: Path) -> None:
     (tmp_path / "slow-0").touch()
-    with served(job, tmp_path, "dp=2 sync=server:staleness=0,period=12") as (process, run):
+    with served(job, tmp_path, "dp=2 sync=server:staleness=1,period=12") as (process, run):
         outcome = ended(process)
     must_be_whole(outcome, run)
     assert not events(run, "lost")
@@ -198,10 +198,14 @@ def test_a_run_whose_launcher_is_killed_before_it_has_saved_begins_anew(job: Pat
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_worker_whose_code_calls_exit_is_named_and_ends_the_run(rank: int, job: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "plan"), [(0, PLAN), pytest.param(1, PLAN, marks=pytest.mark.slow), (0, "dp=2 sync=server")]
+)
+def test_a_worker_whose_code_calls_exit_is_named_and_ends_the_run(
+    rank: int, plan: str, job: Path, tmp_path: Path
+) -> None:
     (tmp_path / f"exits-{rank}").touch()
-    with served(job, tmp_path) as (process, run):
+    with served(job, tmp_path, plan) as (process, run):
         outcome = ended(process)
     assert outcome.code == 1
     assert f"rank {rank} " in outcome.error.splitlines()[0]

@@ -7,6 +7,7 @@ Without a staleness, servers sum what all replicas push, and every replica gets 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from paceline.device import is_accelerator
 from paceline.errors import ChannelError, LaunchError, PlanError, ServerLost, ServerRefused, SyncError
 from paceline.files import scratch_folder
 from paceline.generation import GenerationOver, generation_is_over, generations_are_watched
+from paceline.rank_environment import RankEnvironment, is_our_rank
 from paceline.sync.allreduce import AllReduce, BucketStream
 from paceline.sync.compress.alone import Feedback, decoder
 from paceline.sync.diloco import DiLoCo
@@ -145,6 +147,7 @@ _LEAVE_S = 5.0
 _LOOK_S = 0.05  # between two looks at whether the generation is over
 _SUMS_OF_A_RANK = 2  # under way at once, at most
 _Part = tuple[Tensor, Tensor | None]  # a tensor to be summed in place, and what is sent instead
+_sockets = count()  # numbers of those of this process
 _SPACE = 0, "sums"  # of the numbers of sums; a server sums for one group only
 
 
@@ -257,7 +260,7 @@ class ServerSum(FlatAllReduce):
         if group.spans_hosts:
             where = own_address(), 0
         else:
-            where = self._held.enter_context(scratch_folder()) / "server"
+            where = self._socket()
         threads = 2 * _SUMS_OF_A_RANK * group.size + 8
         decode = None if self.compress == "none" else decoder(self.compress)
         server = self._held.enter_context(
@@ -267,6 +270,13 @@ class ServerSum(FlatAllReduce):
         )
         self._held.callback(_await_leave, server)
         return as_text(server.address)
+
+    def _socket(self) -> Path:
+        """Place of a Unix socket: in the launcher's folder, which outlives a killed rank no longer than its attempt."""
+        error_file = RankEnvironment.from_env().error_file if is_our_rank() else None
+        if error_file is None:
+            return self._held.enter_context(scratch_folder()) / "server"
+        return error_file.with_name(f"sums-{os.getpid()}-{next(_sockets)}")
 
 
 def _await_leave(server: ParameterServer) -> None:
