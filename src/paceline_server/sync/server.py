@@ -272,7 +272,7 @@ class ServerSum(FlatAllReduce):
         return as_text(server.address)
 
     def _socket(self) -> Path:
-        """Place a Unix socket in the launcher's folder, which is removed even if this rank is killed."""
+        """Choose a socket in the launcher's folder, which outlives a killed rank."""
         error_file = RankEnvironment.from_env().error_file if is_our_rank() else None
         if error_file is None:
             return self._held.enter_context(scratch_folder()) / "server"
