@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.command import Command
-from paceline.cli.where import EXIT_CODES, JobFile
+from paceline.cli.command import EXIT_CODES, Command, JobFile
 
 if TYPE_CHECKING:
     from paceline.job.job import Job

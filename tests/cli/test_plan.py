@@ -21,8 +21,8 @@ from commands import in_a_process, paceline
 from handmade_search import RARER, cluster, found, job
 from paceline.cli import commands
 from paceline.cli import plan as command
+from paceline.cli.command import to_run_on
 from paceline.cli.plan_screen import fitted, show
-from paceline.cli.where import to_run_on
 from paceline.errors import ClusterError, LaunchError
 from paceline.job.job import Job
 from paceline.planning.explain.advice import Advice

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from commands import paceline
-from paceline.cli.plan_offers import with_bundled
+from paceline.cli.plan import with_bundled
 
 JOB = {
     "name": "gpt",

@@ -1,4 +1,4 @@
-"""The command `paceline`: one file per command. Heavy modules are imported inside the functions."""
+"""The command `paceline`. Heavy modules are imported inside the functions."""
 
 from __future__ import annotations
 
@@ -9,49 +9,50 @@ from typing import Annotated, Any
 import typer
 
 import paceline
-from paceline.cli import (
-    cancel,
-    check,
-    dashboard,
-    doctor,
-    export,
-    key,
-    links,
-    plan,
-    report,
-    runs,
-    scale,
-    submit,
-    trace,
-    train,
-    watch,
-    why,
-)
+from paceline.cli import check, doctor, export, links, operate, plan, report, trace, train, watch, why
 from paceline.cli.command import Command, Commands, commands_of
-from paceline.cli.plan_offers import PlanCommand
+from paceline.cli.plan import PlanCommand
 from paceline.elastic.failure import show, show_traceback
 from paceline.errors import PacelineError
 from paceline.torch_versions import untested
 
 Commands.known = commands_of(
     {
-        "train": Command(train.command, "Train", train.EXAMPLE, starts_ranks=True),
-        "check": Command(check.command, "Train", check.EXAMPLE, starts_ranks=True),
-        "export": Command(export.command, "Train", export.EXAMPLE),
-        "watch": Command(watch.command, "Measure", watch.EXAMPLE),
-        "dashboard": Command(dashboard.command, "Measure", dashboard.EXAMPLE),
-        "report": Command(report.command, "Measure", report.EXAMPLE),
-        "why": Command(why.command, "Measure", why.EXAMPLE),
-        "trace": Command(trace.command, "Measure", trace.EXAMPLE),
-        "links": Command(links.command, "Measure", links.EXAMPLE, starts_ranks=True),
-        "plan": Command(plan.command, "Plan", plan.EXAMPLE, kind=PlanCommand),
-        "submit": Command(submit.command, "Operate", submit.EXAMPLE),
-        "runs": Command(runs.command, "Operate", runs.EXAMPLE),
-        "cancel": Command(cancel.command, "Operate", cancel.EXAMPLE),
+        "train": Command(
+            train.command, "Train", 'paceline train examples/digits.yaml --plan "dp=2"', starts_ranks=True
+        ),
+        "check": Command(
+            check.command, "Train", 'paceline check examples/gpt_text.yaml --plan "fsdp=2 tp=2"', starts_ranks=True
+        ),
+        "export": Command(export.command, "Train", "paceline export runs/mine model.safetensors"),
+        "watch": Command(watch.watch, "Measure", "paceline watch runs/mine runs/other"),
+        "dashboard": Command(watch.dashboard, "Measure", "paceline dashboard runs/mine runs/other"),
+        "report": Command(report.command, "Measure", "paceline report runs/mine"),
+        "why": Command(why.command, "Measure", "paceline why runs/mine --try 2"),
+        "trace": Command(trace.command, "Measure", "paceline trace runs/mine --steps 3"),
+        "links": Command(
+            links.command, "Measure", "paceline links --transports shm,tcp --sizes 1KiB,1MiB", starts_ranks=True
+        ),
+        "plan": Command(
+            plan.command,
+            "Plan",
+            'paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"',
+            kind=PlanCommand,
+        ),
+        "submit": Command(
+            operate.submit, "Operate", 'paceline submit examples/digits.yaml --on slurm --hosts 4 --plan "dp=4" --dry'
+        ),
+        "runs": Command(operate.runs, "Operate", "paceline runs"),
+        "cancel": Command(operate.cancel, "Operate", "paceline cancel digits-20261123-101500"),
         # -1 is no option
-        "scale": Command(scale.command, "Operate", scale.EXAMPLE, settings={"ignore_unknown_options": True}),
-        "key": Command(key.command, "Operate", key.EXAMPLE),
-        "doctor": Command(doctor.command, "Operate", doctor.EXAMPLE),
+        "scale": Command(
+            operate.scale,
+            "Operate",
+            "paceline scale runs/digits-20261123-101500 -1",
+            settings={"ignore_unknown_options": True},
+        ),
+        "key": Command(operate.key, "Operate", "paceline key"),
+        "doctor": Command(doctor.command, "Operate", "paceline doctor --json"),
     }
 )
 app = typer.Typer(name="paceline", cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.cli.where import over_hosts
 from paceline.errors import PacelineError
 from paceline.extensions import ExtensionPoint
+
+if TYPE_CHECKING:
+    from paceline.cluster.cluster import Cluster
+
 
 PANELS = ("Train", "Measure", "Plan", "Operate", "Federate")
 
@@ -80,3 +89,135 @@ class Commands(TyperGroup):
 def commands_of(built_in: dict[str, Command]) -> ExtensionPoint[Command]:
     """Return the commands of the core and of installed packages (entry point `paceline.commands`)."""
     return ExtensionPoint("command", "paceline.commands", Command, built_in, PacelineError)
+
+
+P = ParamSpec("P")
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+_URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path has no two slashes in a row
+JobFile = Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")]
+ClusterFile = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
+    ),
+]
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        metavar="LIST",
+        help="Hosts to start this command on by ssh, e.g. a,b:2 (2 devices of b), or a file; 2..8: from 2 on.",
+        show_default="this machine",
+    ),
+]
+
+
+def not_at_a_url(file: Path) -> Path:
+    """Refuse a URL where only a file is read."""
+    if _URL_AS_PATH.match(str(file)):
+        raise typer.BadParameter("a job at a URL is read by train, check and bench alone; fetch it first")
+    return file
+
+
+def job_file(named: str) -> str:
+    """The job file as named, or that of a run taken over."""
+    from paceline.elastic.hosts.hosts import current_hosts
+
+    hosts = current_hosts()
+    file = hosts.takeover.job_file if hosts and hosts.takeover else None
+    return named if file is None else str(file)
+
+
+def start_on(hosts: str | None, cluster: str | None = None) -> None:
+    """End this command with its result on these hosts, if any are named.
+
+    Else, where a user who is not root names a cluster that is emulated, have this process be allowed to do that.
+
+    Raises:
+        LaunchError: a host cannot be reached, or this process is a host's or a rank already.
+        ClusterError: the cluster's file is wrong, or the kernel does not allow it.
+    """
+    from paceline.cluster.launch_engines import is_rank, own_engine
+    from paceline.errors import LaunchError
+
+    if hosts is None:
+        if is_rank():
+            return
+        if cluster is not None and os.geteuid():
+            _be_allowed_to_emulate(cluster)
+        if note := own_engine().note():
+            print(f"paceline: note: {note}", file=sys.stderr, flush=True)
+        return
+    place = own_engine().hosts()
+    if is_rank() or place:
+        engine = place.engine if place else "torchrun"
+        raise LaunchError(f"{engine} has started this command on every host already: leave out --hosts.")
+    from paceline.elastic.ssh.starter import run_on_hosts
+
+    raise typer.Exit(run_on_hosts(hosts, ["-m", "paceline", *_without_hosts(sys.argv[1:])]))
+
+
+def _be_allowed_to_emulate(cluster: str) -> None:
+    from paceline.cluster.cluster import cluster_from
+    from paceline.cluster.network import become_root_of_own_namespace
+
+    if cluster_from(cluster).emulate is not None:
+        become_root_of_own_namespace()
+
+
+def _without_hosts(arguments: list[str]) -> list[str]:
+    """The command line without its option --hosts."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        if word == "--hosts":
+            next(words, None)
+        elif not word.startswith("--hosts="):
+            kept.append(word)
+    return kept
+
+
+def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
+    """Command that is started once per host, and runs on host 0."""
+
+    @wraps(command)
+    def started(*args: P.args, **kwargs: P.kwargs) -> None:
+        from paceline.cluster.launch_engines import is_rank, own_engine
+        from paceline.elastic.signals import sigterm_as_exit
+
+        if re.fullmatch(r"\d+\.\.\d+", str(kwargs.get("hosts"))):  # started on each by something else
+            os.environ["PACELINE_HOSTS"] = str(kwargs["hosts"])
+            kwargs["hosts"] = None
+        with nullcontext() if is_rank() else sigterm_as_exit():
+            # Most often there is one host, and then nothing more is imported; --hosts is refused by the command.
+            if own_engine().hosts() is None or kwargs.get("hosts") is not None:
+                command(*args, **kwargs)
+                return
+            from paceline.elastic.hosts.over_hosts import over_hosts
+
+            with over_hosts():
+                command(*args, **kwargs)
+
+    return started
+
+
+def to_run_on(text: str | None) -> Cluster | None:
+    """The cluster of a file, else this run's hosts; None is this machine.
+
+    Raises:
+        ClusterError: the file cannot be read, or what is named is from the catalogue of hardware, where nothing can
+            run; or there are several hosts already.
+    """
+    from paceline.cluster.cluster import cluster_from
+    from paceline.cluster.discover import to_run_on as checked
+    from paceline.elastic.hosts.hosts import current_hosts
+    from paceline.errors import ClusterError
+
+    hosts = current_hosts()
+    if text is None:
+        return hosts.cluster if hosts else None
+    if hosts:
+        raise ClusterError(
+            f"--cluster {text}: the command was started on {len(hosts.cluster.hosts)} hosts, which are the cluster. "
+            "Leave the option out, or start the command once."
+        )
+    return checked(cluster_from(text))

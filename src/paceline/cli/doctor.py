@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from paceline.cluster.probe import Probe, ProbedSpeed
     from paceline.comm.measure import calls
 
-EXAMPLE = "paceline doctor --json"
 _WIDTH = 100
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _RANKS = (2, 8)  # on cores: at least, at most

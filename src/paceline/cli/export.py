@@ -11,8 +11,6 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "paceline export runs/mine model.safetensors"
-
 
 class ExportLayout(StrEnum):
     """Layouts that `paceline export` can write."""

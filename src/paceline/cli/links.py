@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.where import Hosts, start_on
+from paceline.cli.command import Hosts, start_on
 from paceline.cluster.launch_engines import is_rank
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
     from paceline.run.links import LinkResults, Wanted
 
-EXAMPLE = "paceline links --transports shm,tcp --sizes 1KiB,1MiB"
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -68,7 +67,7 @@ def command(
     Between real hosts: torchrun … --no-python paceline links --transports gloo, on every host.
     """
     start_on(hosts, cluster)
-    from paceline.cli.where import to_run_on
+    from paceline.cli.command import to_run_on
     from paceline.cluster.discover import discover
     from paceline.console import Console
     from paceline.planning.sync_info import ALGORITHMS

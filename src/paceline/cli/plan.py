@@ -9,12 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperCommand
 
-from paceline.cli import plan_options as options
-from paceline.cli.plan_offers import Limits, choose, wanted
+from paceline.cli.command import not_at_a_url
+from paceline.errors import ClusterError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,37 +27,38 @@ if TYPE_CHECKING:
     from paceline.planning.explain.explain import Explanation
     from paceline.planning.explain.training_run import Conditions, Goal
     from paceline.planning.explain.what_if import ScaledPlan
+    from paceline.planning.explain.which_cluster import ClusterChoice, Offers, Option
     from paceline.planning.machines import Adjustment, Basis
 
-EXAMPLE = 'paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"'
+
 _ON_PAGE = 30  # plans in the pictures of a page
 
 
 def command(
-    job: options.JobPath,
-    cluster: options.ClusterName = None,
-    top: options.Top = 10,
-    price: options.Price = None,
-    failures: options.Failures = None,
-    tokens: options.Tokens = None,
-    samples: options.Samples = None,
-    loss: options.LossToReach = None,
-    spot_price: options.SpotPrice = None,
-    preemptions: options.Preemptions = None,
-    straggler_sigma: options.StragglerSigma = None,
-    pue: options.Pue = None,
-    carbon: options.Carbon = None,
-    catalogue: options.CatalogueFile = None,
-    budget: options.Budget = None,
-    deadline: options.Deadline = None,
-    cheapest: options.Cheapest = False,
-    what_if: options.WhatIf = None,
-    measure: options.MeasureFirst = True,
-    calibrate_on: options.CalibrateOn = None,
-    batch_advice: options.BatchAdvice = False,
-    accept_batch: options.AcceptBatch = None,
-    page: options.PageFile = None,
-    as_json: options.AsJson = False,
+    job: JobPath,
+    cluster: ClusterName = None,
+    top: Top = 10,
+    price: Price = None,
+    failures: Failures = None,
+    tokens: Tokens = None,
+    samples: Samples = None,
+    loss: LossToReach = None,
+    spot_price: SpotPrice = None,
+    preemptions: Preemptions = None,
+    straggler_sigma: StragglerSigma = None,
+    pue: Pue = None,
+    carbon: Carbon = None,
+    catalogue: CatalogueFile = None,
+    budget: Budget = None,
+    deadline: Deadline = None,
+    cheapest: Cheapest = False,
+    what_if: WhatIf = None,
+    measure: MeasureFirst = True,
+    calibrate_on: CalibrateOn = None,
+    batch_advice: AdviseBatch = False,
+    accept_batch: AcceptBatch = None,
+    page: PageFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan for a job on a cluster by prediction, and explain it.
 
@@ -278,3 +280,304 @@ def _everything(
     if scaling:
         values["scaling"] = [point.to_json() for point in scaling]
     return values
+
+
+_RUN, _WHICH, _OTHERS = "The whole training", "Which cluster", "Other systems"
+
+JobPath = Annotated[
+    Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|NAME",
+        help='Cluster file, or a name such as "64x8xH100-SXM, 400gbit".',
+        show_default="this machine",
+    ),
+]
+Top = Annotated[int, typer.Option(min=1, help="How many of the best plans to show.")]
+Price = Annotated[float | None, typer.Option(min=0, help="Price of a device for an hour, in any currency.")]
+Failures = Annotated[
+    float | None,
+    typer.Option(
+        "--failures-per-host-day",
+        min=0,
+        metavar="X",
+        help="Failures of a host in a day, e.g. 0.004: say what they cost, and how often to save.",
+    ),
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Tokens to train on, e.g. 15T: say time, cost, energy.", rich_help_panel=_RUN),
+]
+Samples = Annotated[str | None, typer.Option(metavar="N", help="Samples to train on, e.g. 300M.", rich_help_panel=_RUN)]
+LossToReach = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Loss to reach, in nats per token, by scaling laws.", rich_help_panel=_RUN),
+]
+SpotPrice = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="X", help="Price of a device for an hour as a spot machine.", rich_help_panel=_RUN),
+]
+Preemptions = Annotated[
+    float | None,
+    typer.Option(
+        "--preemptions-per-host-day",
+        min=0,
+        metavar="X",
+        help="How often a spot machine is taken away in a day.",
+        rich_help_panel=_RUN,
+    ),
+]
+StragglerSigma = Annotated[
+    str | None,
+    typer.Option(
+        metavar="X|RUN",
+        help="Standard deviation of a rank's step time, relative to it; or a run that has it.",
+        rich_help_panel=_RUN,
+    ),
+]
+Pue = Annotated[
+    float | None,
+    typer.Option(min=1, metavar="X", help="Power of the data centre over its machines'.", rich_help_panel=_RUN),
+]
+Carbon = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="G/KWH", help="Grams of CO₂ for a kWh of electricity.", rich_help_panel=_RUN),
+]
+CatalogueFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[FILE]",
+        help="Which of these offers (YAML or CSV) to take; without a file, of a list of examples.",
+        rich_help_panel=_WHICH,
+    ),
+]
+Budget = Annotated[
+    float | None, typer.Option(min=0, metavar="X", help="The most that it may cost.", rich_help_panel=_WHICH)
+]
+Deadline = Annotated[
+    str | None, typer.Option(metavar="TIME", help="The longest that it may take, e.g. 30d.", rich_help_panel=_WHICH)
+]
+Cheapest = Annotated[
+    bool, typer.Option("--cheapest", help="Name the cheapest first, not the fastest.", rich_help_panel=_WHICH)
+]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--what-if",
+        metavar="TEXT",
+        help='Also with this changed: "one more host", "twice the memory", bf16, remat=none, …; may be repeated.',
+    ),
+]
+MeasureFirst = Annotated[
+    bool,
+    typer.Option(
+        "--measure/--no-measure",
+        help="Measure this machine first, in seconds, once; or take the catalogue's figures.",
+    ),
+]
+CalibrateOn = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--calibrate-on",
+        metavar="PATH",
+        help="Measured runs that correct the prediction: a table (CSV), a run directory, a log of Megatron-LM or "
+        "torchtitan; may be repeated.",
+    ),
+]
+AdviseBatch = Annotated[
+    bool, typer.Option("--batch-advice", help="Say how large a global batch is useful, and its learning rate.")
+]
+AcceptBatch = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="OUT.yaml", help="Write a job with the useful batch and its learning rate; JOB stays as it is."
+    ),
+]
+PageFile = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with pictures.")]
+AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON that has everything.")]
+
+
+# what `--catalogue` stands for without a file
+BUNDLED = "examples"
+_REFUSED = 8  # lines
+
+
+class PlanCommand(TyperCommand):
+    """The command `paceline plan`, whose `--catalogue` may stand without a file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Arguments with the bundled list where `--catalogue` has no value."""
+        return super().parse_args(ctx, with_bundled(args))
+
+
+def with_bundled(args: Sequence[str]) -> list[str]:
+    """Arguments in which `--catalogue` always has a value."""
+    whole: list[str] = []
+    for argument, after in zip(args, [*args[1:], "--"], strict=True):
+        whole.append(argument)
+        if argument == "--catalogue" and after.startswith("-"):
+            whole.append(BUNDLED)
+    return whole
+
+
+class Limits(NamedTuple):
+    """Limits of the choice, and which of its ends is named first."""
+
+    budget: float | None
+    deadline: str | None
+    cheapest: bool
+    failures: float | None
+
+
+def choose(
+    job: Job,
+    catalogue: str | None,
+    cluster: Cluster | None,
+    goal: Goal,
+    conditions: Conditions,
+    limits: Limits,
+    console: Console,
+    *,
+    as_json: bool,
+    page: Path | None,
+    factors: Adjustment | None = None,
+) -> None:
+    """Search the best plan on every offer, and show which to take."""
+    from paceline.console import Console
+    from paceline.planning.explain.training_run import read_duration
+    from paceline.planning.explain.which_cluster import which_cluster
+
+    offers = offers_of(catalogue, cluster)
+    with Console(stderr=True).status("searching the best plan on every offer"):
+        choice = which_cluster(
+            job,
+            offers,
+            goal,
+            conditions,
+            failures_per_host_day=limits.failures,
+            budget=limits.budget,
+            deadline_s=None if limits.deadline is None else read_duration(limits.deadline),
+            calibration=factors,
+        )
+    show_choice(choice, console, cheapest=limits.cheapest, bundled=cluster is None and catalogue in (None, BUNDLED))
+    if page is not None:
+        from paceline.report.plan_page import write_choice_page
+
+        command = shlex.join(["paceline", *sys.argv[1:]])
+        typer.echo(f"page      {write_choice_page(choice, command, page)}")
+    if as_json:
+        typer.echo(json.dumps(choice.to_json()))
+
+
+def offers_of(catalogue: str | None, cluster: Cluster | None) -> Offers:
+    """Offers of a file, the bundled ones, or the hosts of a named cluster."""
+    from paceline.planning.explain.which_cluster import EXAMPLES, Offer, Offers, read_offers
+
+    if catalogue is not None and catalogue != BUNDLED:
+        return read_offers(Path(catalogue))
+    if cluster is None:
+        return read_offers(EXAMPLES)
+    if cluster.catalogue is None or cluster.price_per_hour is None:
+        raise ClusterError(
+            f"{cluster.name} has no price, or is not from the catalogue of hardware: name it as in "
+            '--cluster "16x8xH100-SXM, 2.5/h", or list offers with --catalogue FILE'
+        )
+    from paceline.cluster.named import read_name
+
+    named = read_name(cluster.catalogue)
+    host = f"{named.per_host}x{named.device.name}, {named.rate_gbps:g}gbit/host"
+    offer = Offer(cluster=host, price=cluster.price_per_hour, hosts=named.hosts, name=named.device.name)
+    return Offers(offers=(offer,))
+
+
+def show_choice(choice: ClusterChoice, console: Console, *, cheapest: bool, bundled: bool) -> None:
+    """The fastest and the cheapest machines, those that nothing beats, and what cannot run it."""
+    from rich.text import Text
+
+    from paceline.cli.plan_screen import QUIET, print_inset, table_of, titled
+    from paceline.units import money, percent, span
+
+    limits = [f"within {money(choice.budget)}"] if choice.budget is not None else []
+    limits += [f"in {span(choice.deadline_s)}"] if choice.deadline_s is not None else []
+    about = f"{choice.amount.words} {' and '.join(limits)}".strip()
+    console.print(Text.assemble(("paceline plan", "bold"), f"  which cluster for {choice.job.name}: {about}"))
+    console.print(Text(_prices(choice.offers, bundled=bundled), style=QUIET))
+    console.print()
+    for what, option in _named(choice, cheapest=cheapest):
+        print_inset(console, Text.assemble((f"{what}: ", QUIET), (_sentence(option), "bold cyan")))
+        print_inset(console, Text(f"  {option.candidate.plan}"))
+    if not choice.within:
+        print_inset(console, Text(choice.nothing, style="bold yellow"))
+    error = percent(choice.error, 0)
+    titled(console, "time against cost", f"machines that no others beat in both; predicted, ± {error} (80 %)")
+    table = table_of("", "time", "cost", "MFU", "goodput", "machines, and the best plan on them")
+    inside = choice.within
+    for option in choice.front:
+        mfu = option.candidate.prediction.mfu
+        machines = Text(option.words)
+        machines.append(f"\n{option.candidate.plan}", style=QUIET)
+        table.add_row(
+            "" if option in inside else "beyond",
+            str(span(option.bought.wall_s)),
+            money(option.cost),
+            "" if mfu is None else str(percent(mfu)),
+            str(percent(option.bought.goodput, 1)),
+            machines,
+            style="" if option in inside else QUIET,
+        )
+    print_inset(console, table)
+    _show_refused(choice, console)
+    titled(console, "what it rests on")
+    for note in choice.notes:
+        print_inset(console, Text(note, style=QUIET))
+
+
+def _show_refused(choice: ClusterChoice, console: Console) -> None:
+    from rich.text import Text
+
+    from paceline.cli.plan_screen import QUIET, print_inset, table_of, titled
+
+    if not choice.refused:
+        return
+    titled(console, "where nothing runs")
+    table = table_of("machines", "reason", heads=False)
+    table.columns[0].justify = "left"
+    for machines, reason in choice.refused[:_REFUSED]:
+        table.add_row(machines, Text(reason, style=QUIET))
+    print_inset(console, table)
+    if (more := len(choice.refused) - _REFUSED) > 0:
+        print_inset(console, Text(f"and {more} more", style=QUIET))
+
+
+def _named(choice: ClusterChoice, *, cheapest: bool) -> list[tuple[str, Option]]:
+    """Options that are told first, with what each is."""
+    fastest, least, alike = choice.fastest, choice.cheapest, choice.as_cheap
+    if fastest is None or least is None:
+        return []
+    if fastest == least:
+        return [("the fastest and the cheapest", fastest)]
+    named = [("the cheapest", least), *([("about as cheap, and faster", alike)] if alike else [])]
+    return [*named, ("the fastest", fastest)] if cheapest else [("the fastest", fastest), *named]
+
+
+def _sentence(option: Option) -> str:
+    from paceline.units import money, span
+
+    return f"{option.words}: {span(option.bought.wall_s)}, {money(option.cost)}"
+
+
+def _prices(offers: Offers, *, bundled: bool) -> str:
+    about = ", ".join(filter(None, (offers.currency, f"of {offers.as_of}" if offers.as_of else "")))
+    prices = f"prices in {about}" if about else "prices as listed"
+    if not bundled:
+        return prices
+    from paceline.planning.explain.which_cluster import EXAMPLES
+
+    return f"{prices}: examples, not offers to you; copy {EXAMPLES} and put in your own, then --catalogue FILE"
+
+
+def wanted(catalogue: str | None, budget: float | None, deadline: str | None, *, cheapest: bool) -> bool:
+    """True if the question is which cluster to take."""
+    return catalogue is not None or budget is not None or deadline is not None or cheapest

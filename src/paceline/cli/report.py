@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-EXAMPLE = "paceline report runs/mine"
-
 
 def command(
     directory: Annotated[

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from paceline.report.timeline import StepRange
 
 _MOST_OPERATIONS = 50  # steps
-EXAMPLE = "paceline trace runs/mine --steps 3"
 
 
 def command(

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.where import EXIT_CODES, ClusterFile, Hosts, JobFile, job_file, start_on
+from paceline.cli.command import EXIT_CODES, ClusterFile, Hosts, JobFile, job_file, start_on
 
 if TYPE_CHECKING:
     from paceline.run.record.run import Run
-
-EXAMPLE = 'paceline train examples/digits.yaml --plan "dp=2"'
 
 
 def command(
@@ -55,7 +53,7 @@ def command(
     try:
         # A mistake in the file is told before all else is imported.
         what = Job.load(job if own_engine().hosts() is None else job_file(job))
-        from paceline.cli.where import to_run_on
+        from paceline.cli.command import to_run_on
         from paceline.run.train import train
 
         record = train(what, to_run_on(cluster), plan, run=run, resume=resume, restarts=restarts, port=port)

@@ -9,8 +9,6 @@ import typer
 if TYPE_CHECKING:
     from paceline.report.diagnosis import Diagnosis
 
-EXAMPLE = "paceline why runs/mine --try 2"
-
 
 def command(
     run: Annotated[

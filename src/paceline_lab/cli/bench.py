@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.command import Command
-from paceline.cli.where import EXIT_CODES, ClusterFile, Hosts, JobFile, start_on
+from paceline.cli.command import EXIT_CODES, ClusterFile, Command, Hosts, JobFile, start_on
 from paceline_lab.cli import bench_simulated as of_simulated
 from paceline_lab.cli.bench_systems import refuse_what_has_no_effect
 
@@ -103,7 +102,7 @@ def command(
             as_json=as_json,
         )
         return
-    from paceline.cli.where import to_run_on
+    from paceline.cli.command import to_run_on
 
     line = shlex.join(["paceline", *sys.argv[1:]])
     where = to_run_on(cluster)

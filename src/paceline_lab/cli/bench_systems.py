@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.where import EXIT_CODES
+from paceline.cli.command import EXIT_CODES
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.command import Command
-from paceline.cli.where import not_at_a_url
+from paceline.cli.command import Command, not_at_a_url
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commands import in_a_process
-from paceline.cli.where import _without_hosts
+from paceline.cli.command import _without_hosts
 
 
 @pytest.mark.parametrize("option", [["--hosts", "a,b"], ["--hosts=a,b"]])

@@ -1,0 +1,290 @@
+"""Commands that operate runs: `submit`, `runs`, `cancel`, `scale`, and `key`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.command import not_at_a_url
+
+if TYPE_CHECKING:
+    from paceline.elastic.submit.scheduler import Request, Scheduler, Submission
+
+
+def submit(
+    job: Annotated[
+        Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
+    ],
+    on: Annotated[str, typer.Option("--on", metavar="SCHEDULER", help="slurm, ray, kubernetes or sky.")],
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 1,
+    plan: Annotated[str, typer.Option(help="How to train, as `paceline train` takes it.")] = "auto",
+    run: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|URL", help="Directory of the run, as the hosts see it.", show_default="runs/NAME"),
+    ] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="As `paceline train` takes it.")] = 0,
+    limit: Annotated[
+        str | None,
+        typer.Option("--time", metavar="TIME", help="Time limit, e.g. 1h30m: it saves, queues again and goes on."),
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="An option of the scheduler's own; docs/submit.md has all."),
+    ] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="Show what would be submitted, and stop.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not follow the log.")] = False,
+) -> None:
+    """Submit a job to a cluster's scheduler, and follow it to its end.
+
+    Ctrl-C stops following; the run goes on. The exit code is that of the run.
+    """
+    from paceline.elastic.submit.scheduler import Submission, save
+    from paceline.elastic.submit.table import scheduler
+
+    where = scheduler(on)
+    request = request_from(where, job, hosts, plan, run, restarts, limit, options or [])
+    if dry:
+        typer.echo(where.text(request), nl=False)
+        return
+    submission = Submission(
+        name=request.name,
+        engine=where.name,
+        id=where.submit(request),
+        hosts=hosts,
+        job=str(request.job),
+        run=request.run,
+        since=time.time(),
+        options=dict(request.options),
+    )
+    save(submission)
+    print(f"submitted {request.name}: {where.name} {submission.id}, run {request.run}", flush=True)
+    if not detach:
+        follow(where, submission)
+
+
+def request_from(
+    where: Scheduler,
+    job: Path,
+    hosts: int,
+    plan: str,
+    run: str | None,
+    restarts: int,
+    limit: str | None,
+    options: list[str],
+) -> Request:
+    """The request, with everything checked that can be told before a scheduler is asked."""
+    from paceline.elastic.submit import scheduler as requests
+    from paceline.errors import LaunchError
+    from paceline.job.job import Job
+    from paceline.planning.plan import Plan
+
+    requests.must_be_hosts(hosts)
+    if limit is not None and not where.limits_time:
+        raise LaunchError(f"--time {limit}: {where.name} has no time limit; leave it out")
+    time_s = requests.time_from(limit) if limit is not None else None
+    chosen = requests.options_from(options, where.options, where.name)
+    what = Job.load(job)
+    if plan != "auto":
+        Plan.parse(plan)
+    name = requests.name_for(what.name)
+    if run is None:
+        run = f"/runs/{name}" if "claim" in chosen else str(Path("runs", name).absolute())
+    elif "://" not in run:
+        run = str(Path(run).absolute())
+    return requests.Request(job.absolute(), hosts, name, run, plan, restarts, time_s, chosen)
+
+
+def follow(where: Scheduler, submission: Submission) -> None:
+    """Show the log of a run to its end, and leave with its exit code."""
+    from paceline.elastic.submit.scheduler import ended
+
+    try:
+        state = where.follow(submission)
+    except KeyboardInterrupt:
+        print(
+            f"\nno longer followed; the run goes on\nfollow again  paceline runs {submission.name}\n"
+            f"end it        paceline cancel {submission.name}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(130) from None
+    if state.ended:
+        ended(submission, state.phase, state.exit_code)
+    note = f" ({state.note})" if state.note else ""
+    print(f"{submission.name} is {state.phase}{note}, exit code {state.exit_code}, run {submission.run}")
+    if state.exit_code:
+        raise typer.Exit(state.exit_code)
+
+
+_MOST = 30
+_MOST_BYTES = 2**26  # of a run's steps that are read for its goodput
+
+
+def runs(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Follow the log of this run.")] = None,
+) -> None:
+    """List the runs that were submitted from here, the newest first: what runs where."""
+    from rich.table import Table
+
+    from paceline.console import Console
+    from paceline.elastic.submit.scheduler import find, submissions
+    from paceline.elastic.submit.table import scheduler
+
+    if name is not None:
+        submission = find(name)
+        where = scheduler(submission.engine)
+        where.state(submission)  # one that cannot be asked at all is told at once
+        follow(where, submission)
+        return
+    found = submissions()
+    if not found:
+        typer.echo("nothing was submitted from here; `paceline submit --help` says how")
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("name", "on", "id", "state", "hosts", "since", "goodput", "run"):
+        table.add_column(title, no_wrap=title != "state", overflow="fold")
+    for submission in found[:_MOST]:
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(submission.since))
+        words = (submission.name, submission.engine, submission.id, _state_of(submission), str(submission.hosts))
+        table.add_row(*words, since, _goodput_of(submission), submission.run)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 400  # a line for each run, also in a pipe
+    console.print(table)
+
+
+def _state_of(submission: Submission) -> str:
+    """State of a run in words; that of one which has ended is remembered."""
+    from paceline.elastic.submit.scheduler import ended
+    from paceline.elastic.submit.table import scheduler
+    from paceline.errors import LaunchError
+
+    if submission.phase:
+        return submission.phase + (f", exit code {submission.code}" if submission.code else "")
+    try:
+        state = scheduler(submission.engine).state(submission)
+    except LaunchError as error:
+        return f"unknown: {str(error).splitlines()[0]}"
+    if state.ended:
+        return _state_of(ended(submission, state.phase, state.exit_code))
+    return state.phase + (f" ({state.note})" if state.note else "")
+
+
+def _goodput_of(submission: Submission) -> str:
+    """Goodput of a run so far; empty where its directory cannot be read from here."""
+    from paceline.errors import PacelineError
+
+    try:
+        # also of a URL, which is no path: nothing is fetched for a list
+        if (Path(submission.run) / "steps" / "rank-0.jsonl").stat().st_size > _MOST_BYTES:
+            return ""
+        from paceline.run.record.goodput import goodput
+        from paceline.run.record.run import Run
+        from paceline.units import percent
+
+        share = goodput(Run(Path(submission.run))).share
+    except (OSError, PacelineError, LookupError, TypeError, ValueError):  # it is gone, or no record of ours
+        return ""
+    return str(percent(share)) if share else ""
+
+
+def cancel(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, as `paceline runs` lists it.")],
+) -> None:
+    """End a run that was submitted.
+
+    It saves a checkpoint as far as its scheduler gives it time.
+    """
+    from paceline.elastic.submit.scheduler import find
+    from paceline.elastic.submit.table import scheduler
+
+    submission = find(name)
+    if submission.phase:
+        typer.echo(f"{submission.name} has ended already: {submission.phase}")
+        return
+    scheduler(submission.engine).cancel(submission)
+    typer.echo(
+        f"{submission.name} was told to end; to go on from its checkpoint, submit it with --run {submission.run}"
+    )
+
+
+_WAIT_S = 15.0  # for the launcher to answer
+
+
+def scale(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run that trains.")],
+    by: Annotated[str, typer.Argument(metavar="+1|-1", help="One replica more or fewer; over hosts, one host.")],
+) -> None:
+    """Grow or shrink a run while it trains, after a step. The global batch stays.
+
+    It gets back what has left it, up to the plan's replicas.
+    """
+    from paceline.elastic.scaling import ask
+    from paceline.errors import RunError
+    from paceline.printable import printable
+    from paceline.storage.url import is_url
+
+    if by not in ("+1", "-1"):
+        raise typer.BadParameter(f"{by} is neither +1 nor -1: a run grows or shrinks by one at a time")
+    if is_url(run):
+        raise RunError(f"{run}: name the working directory of the run, which its first lines on screen tell.")
+    holder = _holder(Path(run))
+    answer = ask(Path(run), int(by), _WAIT_S)
+    if answer is None:
+        raise RunError(f"{run} is being trained by {holder}, which has not answered within {_WAIT_S:g} s")
+    if answer.refused:
+        raise RunError(answer.text)
+    typer.echo(printable(answer.text))
+
+
+def _holder(run: Path) -> str:
+    """Process that trains a run of this user, in words.
+
+    Raises:
+        RunError: nobody does, it is another user's, or it is no run.
+    """
+    from paceline.elastic.run_lock import LOCK, Holder
+    from paceline.errors import RunError
+    from paceline.files import user_name
+
+    try:
+        owner = run.stat().st_uid
+        content = (run / LOCK).read_bytes()[:4096] if (run / "job.yaml").is_file() else None
+    except FileNotFoundError:
+        content, owner = None, os.geteuid()
+    except PermissionError:
+        raise RunError(f"{run} belongs to another user, who alone may scale it") from None
+    if owner != os.geteuid():
+        raise RunError(f"{run} belongs to {user_name(owner)}, who alone may scale it")
+    if content is None:
+        raise RunError(f"{run} is not the directory of a run. `paceline scale` takes the one that `train` names first.")
+    holder = Holder.parse(content)
+    if holder is None or holder.is_gone:
+        raise RunError(f"{run} is not being trained. Go on with it by --resume, and any --plan.")
+    return str(holder)
+
+
+def key(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="New file, which only you can read.", show_default="~/.paceline/key"),
+    ] = None,
+) -> None:
+    """Make the key of runs on several hosts.
+
+    Every host needs a copy: at ~/.paceline/key it is found, elsewhere name it in PACELINE_KEY_FILE. Who has it belongs
+    to the run.
+    """
+    from paceline.files import private_folder
+    from paceline.wire.key import RunKey, default_key_file, write_key
+
+    key = RunKey.make()
+    if file is None:
+        file = default_key_file()
+        private_folder(file.parent)
+    write_key(key, file)
+    typer.echo(f"{file}: key {key.fingerprint}")
