@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from handmade_search import TRACE, candidate, cluster, job
-from paceline.errors import PlanError
+from paceline.cluster.cluster import named_cluster
+from paceline.errors import ClusterError, PlanError
+from paceline.planning.explain.explain import Explanation, explain
+from paceline.planning.explain.questions import Answer, answers, read_question
 from paceline.planning.explain.training_run import (
     BESIROGLU,
     HOFFMANN,
@@ -22,8 +27,19 @@ from paceline.planning.explain.training_run import (
     straggler_slowdown,
     training_run,
 )
+from paceline.planning.explain.what_if import Case
+from paceline.planning.explain.which_cluster import (
+    EXAMPLES,
+    ClusterChoice,
+    Offer,
+    Offers,
+    host_counts,
+    read_offers,
+    which_cluster,
+)
 from paceline.planning.search.result import Candidate
-from paceline.units import kilograms, kilowatt_hours, span
+from paceline.planning.search.search import search
+from paceline.units import kilograms, kilowatt_hours, money, span
 
 STEPS = Amount(1000, "the job's 1,000 steps")
 
@@ -161,3 +177,179 @@ def test_days_megawatt_hours_and_tonnes_are_shown_in_their_own_units() -> None:
     assert str(span(86_400)) == "24.0 h"
     assert str(kilowatt_hours(3450)) == "3.45 MWh"
     assert str(kilograms(12)) == "12.0 kg"
+
+
+H100 = Offer(cluster="8xH100-SXM, 400gbit", price=3.0, spot=1.0, hosts=4, name="Hopper")
+A100 = Offer(cluster="8xA100-SXM-80", price=1.5, hosts=2)
+
+
+def choice(*offers: Offer, **limits: Any) -> ClusterChoice:
+    conditions = Conditions(preemptions_per_host_day=1.0)
+    return which_cluster(job(), Offers(offers=offers), Goal(tokens=1e9), conditions, **limits)
+
+
+def test_host_counts_double_and_end_with_the_largest() -> None:
+    assert host_counts(1) == [1]
+    assert host_counts(6) == [1, 2, 4, 6]
+    assert host_counts(8) == [1, 2, 4, 8]
+
+
+def test_every_number_of_hosts_and_every_way_to_pay_is_an_option() -> None:
+    found = choice(H100, A100)
+    assert {(one.offer.title, one.hosts, one.bought.what) for one in found.options} == {
+        *(("Hopper", hosts, what) for hosts in (1, 2, 4) for what in ("on demand", "spot")),
+        *(("8xA100-SXM-80", hosts, "on demand") for hosts in (1, 2)),
+    }
+
+
+def test_no_option_beats_one_of_the_front_in_both_time_and_cost() -> None:
+    found = choice(H100, A100)
+    for one in found.front:
+        assert not any(other.cost < one.cost and other.bought.wall_s < one.bought.wall_s for other in found.options)
+    assert [one.cost for one in found.front] == sorted(one.cost for one in found.front)
+    assert found.fastest == found.front[-1]
+    assert found.cheapest == found.front[0]
+
+
+def test_budget_and_deadline_bind_and_what_is_missing_is_said() -> None:
+    every = choice(H100, A100)
+    assert every.fastest is not None
+    assert every.cheapest is not None
+    tight = choice(H100, A100, budget=(every.fastest.cost + every.cheapest.cost) / 2)
+    assert tight.fastest is not None
+    assert tight.fastest.cost <= (tight.budget or 0)
+    late = choice(H100, A100, deadline_s=every.fastest.bought.wall_s * 1.01)
+    assert late.cheapest is not None
+    assert late.cheapest.bought.wall_s <= (late.deadline_s or 0)
+    none = choice(H100, A100, budget=every.cheapest.cost / 2)
+    assert none.fastest is None
+    assert money(every.cheapest.cost) in none.nothing
+
+
+def test_spot_prices_without_a_rate_of_preemptions_are_no_option() -> None:
+    found = which_cluster(job(), Offers(offers=(H100,)), Goal(tokens=1e9))
+    assert {one.bought.what for one in found.options} == {"on demand"}
+
+
+def test_an_offer_on_which_nothing_fits_is_named_with_its_reason_and_others_go_on() -> None:
+    large = job(model={"transformer": {"layers": 32, "hidden": 8192, "heads": 64, "seq": 1024, "vocab": 32000}})
+    small = Offer(cluster="V100-SXM-16", price=0.1)
+    found = which_cluster(large, Offers(offers=(small, H100)), Goal(tokens=1e9))
+    assert {one.offer.title for one in found.options} == {"Hopper"}
+    assert any(machines == "1 host of V100-SXM-16" and "GiB" in reason for machines, reason in found.refused)
+    with pytest.raises(PlanError, match="V100"):
+        which_cluster(large, Offers(offers=(small,)), Goal(tokens=1e9))
+
+
+def test_the_bundled_offers_can_be_planned_for_and_are_dated() -> None:
+    offers = read_offers(EXAMPLES)
+    assert offers.as_of
+    for offer in offers.offers:
+        assert offer.of_hosts(offer.hosts).price_per_hour == offer.price
+
+
+def test_offers_are_read_from_csv_too(tmp_path: Path) -> None:
+    file = tmp_path / "prices.csv"
+    file.write_text('cluster,price,hosts,spot\n"8xH100-SXM, 400gbit",2.5,16,\n8xA100-SXM-80,1.2,4,0.6\n')
+    first, second = read_offers(file).offers
+    assert (first.price, first.hosts, first.spot) == (2.5, 16, None)
+    assert second.spot == 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "offers: [{cluster: 8xH100-SXM, prise: 2}]", 'Did you mean "price"'),
+        ("a.yaml", "offers: [{cluster: 8xH1000, price: 2}]", "catalogue"),
+        ("a.yaml", "offers: [{cluster: 2x8xH100-SXM, price: 2}]", "name one"),
+        ("a.yaml", "offers: []", "offers"),
+        ("a.csv", "cluster,price\n8xH100-SXM,dear\n", "line 2"),
+        ("a.csv", "cluster,price\n8xH100-SXM, 400gbit,2\n", "quote"),
+        ("a.csv", "cluster,price\n", "no offer"),
+    ],
+)
+def test_a_wrong_offer_is_an_error_that_says_where_and_what(tmp_path: Path, name: str, text: str, said: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ClusterError, match=said):
+        read_offers(file)
+
+
+CLUSTER = named_cluster("2x4xA100-SXM-80, 200gbit, 2/h")
+
+
+@pytest.fixture(scope="module")
+def explanation() -> Explanation:
+    return explain(job(), CLUSTER, search(job(), CLUSTER), what_would_help=False)
+
+
+def ask(explanation: Explanation, question: str) -> Answer:
+    return answers(explanation, Case(job(), CLUSTER), [question])[0]
+
+
+@pytest.mark.parametrize(
+    ("question", "ranks"),
+    [("one more host", 12), ("1 host fewer", 4), ("twice the hosts", 16), ("half the devices", 4)],
+)
+def test_other_numbers_of_hosts_are_searched_anew(explanation: Explanation, question: str, ranks: int) -> None:
+    found = ask(explanation, question).candidate
+    assert found is not None
+    assert found.layout.machines.devices == ranks
+
+
+def test_the_same_amount_of_training_is_priced_whatever_the_batch_is(explanation: Explanation) -> None:
+    doubled = ask(explanation, "twice the batch")
+    assert doubled.cost is not None
+    assert doubled.now_cost is not None
+    assert doubled.cost == pytest.approx(doubled.now_cost, rel=0.3)  # not twice as much
+    assert doubled.cost_of == "as many samples"
+
+
+def test_keys_change_the_known_plans_and_degrees_name_a_whole_one(explanation: Explanation) -> None:
+    recomputed = ask(explanation, "remat=block").candidate
+    assert recomputed is not None
+    assert recomputed.plan.remat == "block"
+    whole = ask(explanation, "dp=2 tp=4 sequence=on microbatches=2").candidate
+    assert whole is not None
+    assert str(whole.plan) == "dp=2 tp=4 sequence=on microbatches=2"
+
+
+def test_a_plan_that_cannot_run_is_said_with_the_reason(explanation: Explanation) -> None:
+    assert "tp=3" in ask(explanation, "tp=3").why
+    assert ask(explanation, "tp=3").gain is None
+
+
+def test_another_cluster_and_another_precision_can_be_asked_for(explanation: Explanation) -> None:
+    faster, slower = ask(explanation, "8xH100-SXM, 3/h"), ask(explanation, "fp32")
+    assert faster.gain is not None
+    assert slower.gain is not None
+    assert faster.gain > 0 > slower.gain
+    assert "fp8" in ask(explanation, "fp8").why  # an A100 has none
+
+
+def test_fp8_makes_products_faster_where_the_device_has_it() -> None:
+    on = named_cluster("8xH100-SXM")
+    found = explain(job(), on, search(job(), on), what_would_help=False)
+    answer = answers(found, Case(job(), on), ["fp8"])[0]
+    assert answer.gain is not None
+    assert answer.gain > 0
+
+
+def test_less_memory_costs_throughput_and_more_links_do_not(explanation: Explanation) -> None:
+    assert (ask(explanation, "0.25 times the memory").gain or 0) <= 0
+    assert (ask(explanation, "twice the links").gain or 0) >= 0
+
+
+def test_a_question_that_nobody_understands_names_the_nearest_one() -> None:
+    with pytest.raises(PlanError, match='Did you mean "twice the memory"'):
+        read_question("twise the memory")
+    with pytest.raises(PlanError, match="remat"):
+        read_question("rematt=none")
+    with pytest.raises(ClusterError, match="catalogue"):
+        read_question("8xH1000")
+
+
+def test_answers_are_told_in_json_with_their_plans(explanation: Explanation) -> None:
+    values = ask(explanation, "one more host").to_json()
+    assert values["plan"]
+    assert values["question"] == "one more host"

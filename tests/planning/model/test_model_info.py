@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
+import paceline
+from paceline.cluster.discover import discover
+from paceline.comm import Group
+from paceline.engine.model_loss import random_module
 from paceline.errors import JobError
+from paceline.job.job import Job
 from paceline.job.model import ModelSpec
+from paceline.job.zoo.models import GPT, cifar_cnn
+from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.planning.model.model_info import ModelInfo, Sizes, model_info, model_info_of
+from paceline.planning.model.recording.model_state import restored
+from paceline.planning.model.recording.record import record_graph
+from paceline.planning.model.tensor.degrees import TensorDegrees
+from paceline.planning.plan import Plan
+from paceline.run.build import build_engine
+from paceline.run.dry_run.preflight import Preflight
+from paceline.split.context_parallel import examine
+from paceline.split.fsdp import watched
+from paceline.split.pipeline.record_forward import trace_forward
+from small_jobs import small_job
 
 BODY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 TEXT = BODY | {"vocab_size": 120}
@@ -153,3 +174,280 @@ class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         raise KeyError("no such width")
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+IMAGES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def names(prefix: str, n: int) -> list[str]:
+    return [f"{prefix}.{i}" for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "blocks"),
+    [
+        ("LlamaForCausalLM", {**SMALL, "num_key_value_heads": 2}, names("model.layers", 3)),
+        ("MixtralForCausalLM", {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4}, names("model.layers", 3)),
+        ("BertForMaskedLM", SMALL, names("bert.encoder.layer", 3)),
+        ("ViTForImageClassification", IMAGES, names("vit.layers", 3)),
+        (
+            "GPT2LMHeadModel",
+            {
+                "n_embd": 32,
+                "n_layer": 3,
+                "n_head": 4,
+                "vocab_size": 64,
+                "n_positions": 16,
+                "bos_token_id": 1,
+                "eos_token_id": 1,
+            },
+            names("transformer.h", 3),
+        ),
+        (
+            "T5ForConditionalGeneration",
+            {
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 64,
+                "num_layers": 2,
+                "num_decoder_layers": 1,
+                "num_heads": 4,
+                "vocab_size": 64,
+            },
+            [*names("encoder.block", 2), "decoder.block.0"],
+        ),
+        (
+            "ResNetForImageClassification",
+            {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 1], "layer_type": "basic"},
+            [*names("resnet.encoder.stages.0.layers", 2), "resnet.encoder.stages.1.layers.0"],
+        ),
+        (
+            "ResNetForImageClassification",
+            {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "bottleneck"},
+            ["resnet.encoder.stages.0.layers.0", "resnet.encoder.stages.1.layers.0"],
+        ),
+    ],
+)
+def test_the_layers_of_hugging_face_s_models_are_found_and_nothing_inside_them(
+    family: str, config: dict[str, Any], blocks: list[str]
+) -> None:
+    import transformers
+
+    model_class = getattr(transformers, family)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**config))
+
+    assert find_blocks(model) == blocks
+
+
+def test_the_zoo_s_transformer_is_found_and_with_one_layer_there_is_nothing_that_repeats() -> None:
+    assert find_blocks(GPT(layers=3, hidden=16)) == names("blocks", 3)
+    assert find_blocks(GPT(layers=1, hidden=16)) == []
+    assert find_blocks(nn.Linear(4, 4)) == []
+
+
+def test_a_plain_sequence_of_layers_can_be_cut_at_the_layers_that_hold_weights() -> None:
+    mlp = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+    assert find_blocks(mlp) == ["0", "2", "5"]
+    assert find_blocks(cifar_cnn()) == ["0", "3", "7", "9"]
+
+
+class Expert(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+class Mixture(nn.Module):
+    """A block without norms, whose experts are most of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Expert()
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+
+def test_experts_are_part_of_their_block() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(Mixture() for _ in range(2)), "head": nn.Linear(4, 4)})
+
+    assert find_blocks(model) == names("layers", 2)
+    assert find_blocks(Mixture()) == []
+
+
+def test_lists_that_cannot_run_are_no_blocks_but_what_they_hold_is() -> None:
+    levels = nn.ModuleList(nn.ModuleList([Expert(), Expert(), nn.Linear(4, 4)]) for _ in range(2))
+
+    assert find_blocks(nn.ModuleDict({"down": levels})) == ["down.0.0", "down.0.1", "down.1.0", "down.1.1"]
+
+
+def test_children_with_numbers_in_their_names_are_a_list_and_a_shared_block_is_one_block() -> None:
+    model = nn.Module()
+    model.layer1, model.layer2, model.layer3 = Expert(), Expert(), Expert()
+    model.layer4 = model.layer1
+
+    assert find_blocks(model) == ["layer1", "layer2", "layer3"]
+    assert submodules(model, ["layer3", "layer1"]) == [model.layer3, model.layer1]
+
+
+CPU = torch.device("cpu")
+CODE = '''
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Counting(nn.Module):
+    """A model that draws random numbers, and counts its calls in buffers, in a tensor and in attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 3)])
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("changed", torch.zeros(()))
+        self.register_buffer("past_autograd", torch.zeros(()))
+        self.tensor, self.number, self.numbers = torch.zeros(()), 0, []
+
+    def forward(self, x):
+        self.replaced = self.replaced + 1
+        self.changed += 1
+        self.past_autograd.data += 1
+        self.tensor += 1
+        self.number += 1
+        self.numbers.append(self.number)
+        for layer in self.layers:
+            x = torch.relu(layer(x + 0 * torch.rand(()) + 0 * (random.random() + np.random.rand())))
+        return x
+
+
+class Averaging(nn.Module):
+    """A model with a running average of its activations' range in a buffer, as in quantization-aware training."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 24), nn.Linear(24, 6)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        h = torch.relu(self.up(x))
+        self.largest = 0.9 * self.largest + 0.1 * h.data.max()
+        return x + self.down(h)
+
+
+def averaging():
+    return nn.Sequential(Averaging(), Averaging(), nn.Linear(6, 3))
+
+
+class WithLoss(Counting):
+    """A model that computes its own loss."""
+
+    def forward(self, x):
+        return {"loss": super().forward(x).square().mean()}
+'''
+
+
+def counting(kind: str = "Counting") -> nn.Module:
+    names: dict[str, Any] = {}
+    exec(CODE, names)
+    model: nn.Module = names[kind]()
+    return model
+
+
+def call(model: nn.Module, batch: Any) -> Tensor:
+    output: Tensor = model(batch[0])
+    return output
+
+
+def run(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
+    with restored(model):
+        call(model, batch)
+
+
+def random_states() -> list[object]:
+    state = np.random.get_state(legacy=False)
+    return [torch.get_rng_state().tolist(), random.getstate(), str(state)]
+
+
+LOOKS: dict[str, Callable[[nn.Module, tuple[Tensor, ...]], object]] = {
+    "a forward pass": run,
+    "the trace of fsdp and pp": lambda model, batch: trace_forward(model, batch, call, CPU, whole={""}),
+    "the trace of tp and the planner": lambda model, batch: record_graph(model, batch, call),
+    "the degrees of tp": lambda model, batch: TensorDegrees(model, batch, call),
+    "the choice of fsdp's units": lambda model, batch: watched(model, batch, call, CPU),
+    "the examination for cp": lambda model, batch: examine(model, 2, batch, call),
+}
+
+
+def marks(model: Any) -> list[object]:
+    names = ("replaced", "changed", "past_autograd", "tensor", "number")
+    return [*(float(getattr(model, name)) for name in names), list(model.numbers), set(vars(model))]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_look_at_a_model_leaves_no_mark_on_it(look: str) -> None:
+    model, batch = counting(), (torch.ones(4, 6), torch.zeros(4))
+    before, states = marks(model), random_states()
+    LOOKS[look](model, batch)
+    assert marks(model) == before
+    assert random_states() == states
+
+
+def job(folder: Path, kind: str = "Counting", **changes: Any) -> Job:
+    (folder / "counting.py").write_text(CODE)
+    data = {"kind": "synthetic", "samples": 64, "shape": [6], "classes": 3, "held_out": 0}
+    return small_job(model={"factory": f"{folder}/counting.py:{kind}"}, data=data, **changes)
+
+
+def test_looks_of_an_engine_leave_no_mark(tmp_path: Path) -> None:
+    for kind, loss in (("Counting", "cross_entropy"), ("WithLoss", "model")):
+        own, model = job(tmp_path, kind, loss=loss), counting(kind)
+        engine = build_engine(own, Plan(), model, own.data.build(input_shape=None, seed=0), Group())
+        before, states = marks(model), random_states()
+        random_module(engine.compute, engine.loader.example(4))
+        engine.compute.normalization.prepare()
+        assert marks(model) == before
+        assert model.training
+        assert random_states() == states
+        engine.close()
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "model"])
+def test_a_plan_is_checked_without_drawing_from_the_random_states(tmp_path: Path, loss: str) -> None:
+    own = job(tmp_path, "WithLoss" if loss == "model" else "Counting", loss=loss)
+    states = random_states()
+    for plan in ("tp=2", "pp=2 microbatches=2", "dp=2"):
+        Preflight(own).refusal(Plan.parse(plan), discover())
+    assert random_states() == states
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("Counting", "tp=2"),
+        pytest.param("Counting", "fsdp=2", marks=pytest.mark.slow),
+        pytest.param("averaging", "tp=2", marks=pytest.mark.slow),
+        ("averaging", "pp=2 microbatches=2"),
+    ],
+)
+def test_buffers_that_forward_replaces_are_those_of_one_process(tmp_path: Path, kind: str, plan: str) -> None:
+    found = paceline.check(job(tmp_path, kind), f"{plan} precision=fp64", steps=2)
+    assert found.holds
+    assert found.largest.buffer < 1e-9

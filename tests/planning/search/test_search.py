@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,21 +17,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.cluster.cluster import Cluster
+from handmade_search import candidate, cluster, job
+from model_families import LLAMA_70B
+from paceline.cluster.cluster import Cluster, named_cluster
 from paceline.cluster.host import Device, Host, Link
-from paceline.errors import PlanError
+from paceline.errors import ClusterError, PlanError
 from paceline.job.job import Job
+from paceline.job.model import Dimensions
 from paceline.job.partition import PartitionSpec
 from paceline.planning.axes import REMATS, SCHEDULES
+from paceline.planning.check.check_plan import check_plan
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.estimate import estimate
-from paceline.planning.cost.memory import usable_bytes
+from paceline.planning.cost.layout import Layout
+from paceline.planning.cost.memory import memory, usable_bytes
 from paceline.planning.machines import machines
+from paceline.planning.model.graph import ModelTrace
+from paceline.planning.model.transformer import transformer
 from paceline.planning.plan import Plan
 from paceline.planning.predict import Layouts, predict
-from paceline.planning.search.result import SearchResult, preferred
-from paceline.planning.search.search import BranchAndBound, search
-from paceline.planning.search.space import Space
+from paceline.planning.search.result import SearchResult, equals, least, moving_parts, preferred, smallest_that_works
+from paceline.planning.search.search import BranchAndBound, Choice, plan, search
+from paceline.planning.search.space import PIPELINES, Space, divisors
 
 ROOT = Path(__file__).parents[3]
 SCHEDULE_OR_NONE = {True: SCHEDULES, False: ("1f1b",)}
@@ -137,13 +147,11 @@ def test_every_plan_that_is_proposed_may_run_and_fits(job: Job, cluster: Cluster
     times = [candidate.prediction.step_time_s for candidate in found.best]
     assert times[1:] == sorted(times[1:])
     assert found.best[0] == preferred(found.best), "the recommended plan comes first"
-    assert len({degrees(candidate.plan) for candidate in found.best}) == len(found.best)
-    for candidate in found.best:
-        assert reasons_against(candidate.plan, job, cluster) == []
-        assert candidate.prediction.fits
-        assert predict(job, cluster, candidate.plan).step_time_s == pytest.approx(
-            candidate.prediction.step_time_s, rel=1e-9
-        )
+    assert len({degrees(one.plan) for one in found.best}) == len(found.best)
+    for one in found.best:
+        assert reasons_against(one.plan, job, cluster) == []
+        assert one.prediction.fits
+        assert predict(job, cluster, one.plan).step_time_s == pytest.approx(one.prediction.step_time_s, rel=1e-9)
 
 
 def degrees(plan: Plan) -> tuple[int, ...]:
@@ -274,3 +282,223 @@ def test_a_model_without_blocks_is_searched_without_pipelines_and_predicted_with
     assert all(candidate.plan.pp == 1 for candidate in found.best)
     with pytest.raises(PlanError, match="no more than 1 block of the model can be predicted apart"):
         predict(job, gpus(1, 4), "pp=2 microbatches=2")
+
+
+def test_plans_within_the_error_of_predictions_are_equal() -> None:
+    fastest, near, far = (
+        candidate("dp=8", compute=1.0),
+        candidate("fsdp=8", compute=1.045),
+        candidate("tp=8", compute=1.07),
+    )
+    assert equals([fastest, near, far]) == [fastest, near]
+
+
+def test_of_equal_plans_the_one_with_the_fewest_ranks_is_preferred_to_one_with_more_free_memory() -> None:
+    alone, four = candidate("dp=1", memory=2e9, compute=1.0), candidate("dp=4", memory=1e9, compute=0.99)
+    assert preferred([four, alone]) is alone
+
+
+def test_of_equal_plans_the_one_with_the_fewest_moving_parts_then_the_most_free_memory_is_preferred() -> None:
+    many = candidate("dp=2 tp=2 pp=2 microbatches=2 remat=block", memory=10e9, compute=1.0)
+    full, free = candidate("fsdp=8", memory=70e9, compute=1.01), candidate("dp=4 fsdp=2", memory=30e9, compute=1.02)
+    slow = candidate("dp=8", memory=1e9, compute=1.5)
+    assert preferred([many, full, free, slow]) is free
+    assert [
+        moving_parts(Plan.parse(text)) for text in ("dp=8", "fsdp=8", "dp=2 tp=2 pp=2 microbatches=2 remat=block")
+    ] == [0, 1, 3]
+
+
+LARGE = transformer(LLAMA_70B)
+SMALL = transformer(Dimensions(layers=4, hidden=256, heads=4, seq=128, vocab=1024))
+
+
+_GIB = {"MiB": 2**-10, "GiB": 1.0, "TiB": 2.0**10}
+
+
+def on(cluster: str, trace: object = LARGE) -> Layout:
+    return Layout(trace, machines(named_cluster(cluster)), precision="bf16")  # type: ignore[arg-type]
+
+
+def test_what_fits_needs_no_words() -> None:
+    assert smallest_that_works(on("64x8xH100-SXM"), 1024) == ""
+    assert smallest_that_works(on("CPU", SMALL), 8) == ""
+
+
+@pytest.mark.parametrize("cluster", ["8xH100-SXM", "2x8xA100-SXM-40", "RTX-4090", "4xGB200"])
+def test_the_smallest_cluster_named_is_enough_and_one_host_less_is_not(cluster: str) -> None:
+    text = smallest_that_works(on(cluster), 1024)
+    needed, has, missing = (
+        float(size.replace(",", "")) * _GIB[unit] for size, unit in re.findall(r"([\d.,]+) ([MGT]iB)", text)[:3]
+    )
+    assert missing == pytest.approx(needed - has, rel=0.02, abs=0.1)
+    hosts, rest = re.findall(r"It fits on (\d+)x(\S+)", text)[0]
+    assert least(on(f"{hosts}x{rest}"), 1024).fits
+    assert not least(on(f"{int(hosts) - 1}x{rest}"), 1024).fits
+
+
+def test_devices_with_more_memory_are_named_where_they_are_enough() -> None:
+    text = smallest_that_works(on("2x8xA100-SXM-80"), 1024)
+    [other] = re.findall(r"or on (\S+) with", text)
+    assert least(on(other), 1024).fits
+
+
+def test_a_sample_that_is_too_large_for_any_number_of_hosts_is_said_to_be() -> None:
+    endless = transformer(Dimensions(layers=4, hidden=8192, heads=64, seq=3**14, vocab=128256))
+    assert "More such hosts do not help" in smallest_that_works(on("8xH100-SXM", endless), 8)
+
+
+def test_readers_are_no_more_than_samples() -> None:
+    assert least(on("64x8xH100-SXM"), 2).layout.data_ranks <= 2
+
+
+def test_a_rank_alone_on_a_host_has_all_of_its_memory() -> None:
+    """4 cores with 4 GiB each: four ranks would not fit, one does."""
+    found = least(on("4xCPU", transformer(Dimensions(layers=8, hidden=2048, heads=16, seq=512, vocab=32000))), 1)
+    assert found.layout.ranks == 1
+    assert found.fits
+    assert found.room == 16 * 2**30
+
+
+_TRIED = 40
+
+
+def by_dimensions(batch: int, **sizes: Any) -> Job:
+    """A job of a by_dimensions by its dimensions."""
+    return Job(
+        model={"transformer": sizes},
+        data="synthetic",
+        loss="cross_entropy",
+        optimizer="adamw",
+        global_batch=batch,
+        precision="bf16",
+        stop={"steps": 1},
+    )
+
+
+def hosts(count: int, each: int, name: str, gbps: float, memory_gib: float) -> Cluster:
+    """Hosts with equal devices."""
+    devices = tuple(Device(index=i, name=name, memory_bytes=int(memory_gib * 2**30)) for i in range(each))
+    link = Link(name="eth0", kind="ethernet", bandwidth_gbps=gbps)
+    return Cluster(
+        hosts=tuple(Host(name=f"h{i}", cores=8, memory_bytes=2**40, gpus=devices, links=(link,)) for i in range(count))
+    )
+
+
+JOBS = st.builds(
+    by_dimensions,
+    batch=st.sampled_from([4, 12, 30, 64]),
+    layers=st.sampled_from([1, 3, 6, 10, 12]),
+    hidden=st.sampled_from([256, 1536, 4096]),
+    heads=st.just(8),
+    seq=st.sampled_from([96, 512, 4096]),
+    vocab=st.sampled_from([512, 50000]),
+    experts=st.sampled_from([0, 0, 4]),
+    gated=st.booleans(),
+    tied=st.booleans(),
+)
+CLUSTERS = st.builds(
+    hosts,
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 4]),
+    st.sampled_from(["H100-SXM", "A100-SXM-80", "V100-SXM-32", "MI250X"]),
+    st.sampled_from([1.0, 25.0, 400.0]),
+    st.sampled_from([3.0, 8.0, 30.0, 80.0]),
+)
+
+
+class Mixed(Layouts):
+    """Layouts of a model whose first layers are small, as the dense ones of some mixtures are."""
+
+    def __init__(self, job: Job, cluster: Cluster, small: int) -> None:
+        self.small = small
+        super().__init__(job, machines(cluster))
+
+    def trace_at(self, precision: str, tp: int = 1) -> ModelTrace:
+        """The trace with smaller layers, one object for each degree."""
+        if (precision, tp) not in self._traces:
+            first, layer, *others = super().trace_at(precision, tp).blocks
+            names = ("matrices", "vectors", "experts", "kept_inside", "kept_outside", "inside", "outside")
+            less = replace(layer, name="small", gemms=layer.gemms[:4], **{n: getattr(layer, n) // 4 for n in names})
+            layers = [less if i < self.small else block for i, block in enumerate([layer, *others])]
+            self._traces[precision, tp] = ModelTrace((first, *layers), tokens=96)
+        return self._traces[precision, tp]
+
+
+def solver_of(job: Job, cluster: Cluster, small: int = 0) -> tuple[BranchAndBound, Layouts]:
+    layouts = Layouts(job, machines(cluster))
+    if small and len(layouts.trace.blocks) > small + 3:
+        layouts = Mixed(job, cluster, small)
+    return BranchAndBound(Space(job, cluster, Plan(), layouts.trace), layouts, top=10), layouts
+
+
+@settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
+@given(JOBS, CLUSTERS, st.integers(0, 2**32), st.sampled_from([0, 0, 3]))
+def test_no_bound_of_time_is_above_the_prediction(job: Job, cluster: Cluster, seed: int, small: int) -> None:
+    solver, layouts = solver_of(job, cluster, small)
+    rows = np.arange(len(solver.space.rows["tp"]))
+    plans = solver._with_dp_fsdp(solver._variants(rows))
+    for i in Random(seed).sample(range(len(plans)), min(_TRIED, len(plans))):
+        choice = plans.choice(i)
+        plan = Plan(**solver._values(choice))
+        predicted = estimate(layouts.of(plan)).step_time_s
+        assert plans.bound_s[i] <= predicted * (1 + 1e-9), str(plan)
+        assert solver._least_s[choice.row] <= predicted * (1 + 1e-9), str(plan)
+
+
+@settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
+@given(JOBS, CLUSTERS, st.integers(0, 2**32), st.sampled_from([0, 0, 3]))
+def test_no_plan_that_fits_is_taken_for_too_large(job: Job, cluster: Cluster, seed: int, small: int) -> None:
+    solver, _ = solver_of(job, cluster, small)
+    random, space, count = Random(seed), solver.space, len(solver.space.rows["tp"])
+    for _ in range(_TRIED if count else 0):
+        row = random.randrange(count)
+        here = {name: column[row : row + 1] for name, column in space.rows.items()}
+        sequence, remat = random.random() < 0.5, random.choice(REMATS)
+        runs = [n for n, pipeline in enumerate(PIPELINES) if space.runs(np.array([row]), pipeline)[0]]
+        if not runs or not space.allows(np.array([row]), sequence, remat)[0]:
+            continue
+        pipeline = random.choice(runs)
+        fsdp = random.choice(divisors(int(here["shared"][0])))
+        zero = random.choice((1, 2, 3)) if fsdp > 1 and here["pp"][0] == 1 else 3
+        choice = Choice(row, pipeline, REMATS.index(remat), int(sequence), fsdp, zero)
+        layout = solver._layout(choice)
+        needed = sum(memory(layout).values())
+        if needed <= usable_bytes(layout):
+            assert solver._fit(np.array([row]), pipeline, int(sequence), REMATS.index(remat))[0], str(layout)
+            assert solver._fit(np.array([row]), 0, int(sequence), REMATS.index(remat))[0], "1f1b needs the least"
+            assert solver.bounds.fits(layout), str(layout)
+
+
+@pytest.mark.parametrize("virtual", [3, 4, 6])
+def test_stages_that_get_as_many_layers_each_are_searched(virtual: int) -> None:
+    """12 layers on 2 ranks: 2, 3 and 6 stages each; with embedding and head 14, which 2 ranks cannot have 4 of."""
+    job, cluster = by_dimensions(8, layers=12, hidden=256, heads=8, seq=96, vocab=512), hosts(1, 2, "H100-SXM", 25, 80)
+    solver, _ = solver_of(job, cluster)
+    pipeline = next(one for one in PIPELINES if one == ("interleaved", virtual))
+    rows = np.flatnonzero(solver.space.rows["pp"] == 2)
+    assert bool(solver.space.runs(rows, pipeline).any()) == (virtual != 4)
+
+
+def test_the_plan_is_the_best_that_the_search_finds_and_can_run() -> None:
+    chosen = plan(job(), cluster())
+    assert chosen == search(job(), cluster(), top=1).best[0].plan
+    assert check_plan(chosen, job(), cluster()) == []
+
+
+def test_files_and_names_stand_for_jobs_and_clusters(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(job().to_yaml())
+    (tmp_path / "cluster.yaml").write_text(cluster().to_yaml())
+    assert plan(tmp_path / "job.yaml", tmp_path / "cluster.yaml") == plan(job(), cluster())
+    assert plan(job(), "2x8xH100-SXM, 400gbit").ranks <= 16
+
+
+def test_unknown_hardware_is_an_error_with_the_nearest_names() -> None:
+    with pytest.raises(ClusterError, match="H100"):
+        plan(job(), "2x8xH1000-SXM")
+
+
+def test_a_model_that_fits_nowhere_is_an_error_that_says_what_is_missing() -> None:
+    large = job(model={"transformer": {"layers": 80, "hidden": 16384, "heads": 128, "seq": 1024, "vocab": 32000}})
+    small = Cluster.model_validate({"catalogue": "V100-SXM-16"})
+    with pytest.raises(PlanError, match="GiB"):
+        plan(large, small)

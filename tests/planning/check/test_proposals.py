@@ -1,8 +1,10 @@
-"""The plan that an error proposes has to work, and to be near to what was asked; else the message costs another try."""
+"""Plans that are proposed, chosen or enumerated all work; else a message costs another try."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,9 +14,12 @@ from hypothesis import strategies as st
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Device, Host
-from paceline.planning.check.check_plan import check_plan, nearest_plan
+from paceline.errors import PlanError
+from paceline.planning.check.check_plan import auto_plan, check_plan, nearest_plan
 from paceline.planning.check.rules import reasons_against
+from paceline.planning.legal_plans import legal_plans
 from paceline.planning.plan import Plan
+from planner_jobs import job_on_digits
 from planner_jobs import job_on_tokens as job
 
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(4))
@@ -144,3 +149,131 @@ def test_what_is_proposed_for_any_plan_passes_every_check(
     assert (near == plan) == (not reasons_against(plan, work, cluster))
     assert near.ranks <= max(plan.ranks, cluster.devices)
     assert replace(near, **{field.name: getattr(plan, field.name) for field in fields(Plan)}) == plan
+
+
+CPUS = Cluster(name="this machine", hosts=(Host(name="a", cores=8, memory_bytes=2**34),))
+
+
+def texts(plans: list[Plan]) -> list[str]:
+    return [str(plan) for plan in plans]
+
+
+def test_every_division_into_two_is_there_with_its_variants_and_no_other() -> None:
+    assert texts(legal_plans(job(), CPUS, range(1, 3))) == [
+        "dp=1",
+        "dp=2",
+        "fsdp=2",
+        "fsdp=2 zero=2",
+        "fsdp=2 zero=1",
+        "tp=2",
+        "tp=2 sequence=on",
+        "pp=2 microbatches=2",
+        "pp=2 schedule=gpipe microbatches=2",
+        "pp=2 schedule=interleaved microbatches=2",
+        "pp=2 schedule=zero-bubble microbatches=2",
+        "pp=2 schedule=dualpipe microbatches=4",
+        "cp=2",
+    ]
+
+
+def test_plans_pass_every_check_once_each_and_small_ones_come_first() -> None:
+    found = legal_plans(job(model="moe"), CPUS, range(1, 9))
+    assert not any(reasons_against(plan, job(model="moe"), CPUS) for plan in found)
+    assert max(Counter(found).values()) == 1
+    assert [plan.ranks for plan in found] == sorted(plan.ranks for plan in found)
+    assert {"dp=2 tp=2 pp=2 microbatches=2", "ep=8", "fsdp=2 cp=2 ep=2", "tp=4 pp=2 sequence=on microbatches=2"} <= set(
+        texts(found)
+    )
+    assert found == legal_plans(job(model="moe"), CPUS, range(1, 9))
+
+
+def test_what_no_degree_gives_a_meaning_does_not_vary() -> None:
+    for plan in legal_plans(job(), CPUS, range(1, 9)):
+        assert plan.zero == 3 or (plan.fsdp > 1 and plan.pp == 1)
+        assert plan.tp > 1 or not plan.sequence
+        assert plan.schedule == "1f1b" or plan.pp > 1
+
+
+def test_the_model_and_the_job_say_what_is_there() -> None:
+    assert texts(legal_plans(job(model="cifar_cnn", data="digits"), CPUS, 2, keys=("dp", "cp", "ep"))) == ["dp=2"]
+    assert texts(legal_plans(job(optimizer="lamb"), CPUS, 2)) == [
+        "dp=2",
+        "pp=2 microbatches=2",
+        "pp=2 schedule=gpipe microbatches=2",
+        "pp=2 schedule=interleaved microbatches=2",
+        "pp=2 schedule=zero-bubble microbatches=2",
+        "pp=2 schedule=dualpipe microbatches=4",
+        "cp=2",
+    ]
+    assert legal_plans(job(global_batch=1), CPUS, 3, keys=("dp", "fsdp")) == []
+
+
+def test_a_short_share_still_fills_the_schedules_that_run_it() -> None:
+    few = job(global_batch=1)
+    assert texts(legal_plans(few, CPUS, 2, keys=("pp", "schedule"))) == [
+        "pp=2 schedule=gpipe",
+        "pp=2 schedule=zero-bubble",
+    ]
+
+
+def test_only_the_named_keys_vary_and_the_others_are_as_asked() -> None:
+    base = Plan(tp=2, precision="fp64", microbatches=4, zero=2)
+    assert texts(legal_plans(job(), CPUS, 4, keys=("dp", "pp", "remat"), base=base)) == [
+        "dp=2 tp=2 microbatches=4 precision=fp64",
+        "dp=2 tp=2 remat=selective microbatches=4 precision=fp64",
+        "dp=2 tp=2 remat=block microbatches=4 precision=fp64",
+        "tp=2 pp=2 microbatches=4 precision=fp64",
+        "tp=2 pp=2 remat=selective microbatches=4 precision=fp64",
+        "tp=2 pp=2 remat=block microbatches=4 precision=fp64",
+    ]
+    with pytest.raises(ValueError, match="keys: precision do not vary"):
+        legal_plans(job(), CPUS, 2, keys=("dp", "precision"))
+
+
+digits_job = partial(job_on_digits, model="mlp", global_batch=64)
+
+
+def cores(number: int) -> Cluster:
+    return Cluster(hosts=(Host(name="a", cores=number, memory_bytes=2**30),))
+
+
+def gpus(number: int) -> Cluster:
+    devices = tuple(Device(index=i, name="T4", memory_bytes=2**34) for i in range(number))
+    return Cluster(hosts=(Host(name="a", cores=32, memory_bytes=2**30, gpus=devices),))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "global_batch", "dp"),
+    [
+        (cores(1), 64, 1),
+        (cores(2), 64, 2),
+        (cores(32), 64, 8),
+        (cores(4), 3, 3),
+        (gpus(1), 64, 1),
+        (gpus(16), 64, 16),
+        (gpus(16), 1, 1),
+    ],
+)
+def test_every_device_is_used_as_far_as_the_batch_goes(cluster: Cluster, global_batch: int, dp: int) -> None:
+    assert auto_plan(digits_job(global_batch=global_batch), cluster) == Plan(dp=dp)
+
+
+def test_cores_beyond_the_ranks_become_threads() -> None:
+    assert auto_plan(digits_job(), cores(32)).threads_for(cores(32).hosts[0], 8) == 4
+
+
+def test_weights_say_how_many_replicas_there_are() -> None:
+    assert auto_plan(digits_job(partition={"weights": [2, 1, 1]}), cores(8)) == Plan(dp=3)
+
+
+def test_weights_that_no_device_is_left_for_are_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"3 weights, one for each rank, and this cluster has 2 devices. Ask for --plan \"dp=3\""
+    ):
+        auto_plan(digits_job(partition={"weights": [2, 1, 1]}), cores(2))
+
+
+@given(st.integers(1, 64), st.integers(1, 32), st.booleans())
+def test_the_plan_always_runs(number: int, global_batch: int, with_gpus: bool) -> None:
+    cluster, work = gpus(number) if with_gpus else cores(number), digits_job(global_batch=global_batch)
+    assert check_plan(auto_plan(work, cluster), work, cluster) == []
