@@ -43,9 +43,9 @@ from paceline_server.parameters import (
     ParameterServer,
     ServerClient,
     ServerSettings,
-    StoreViews,
     TensorSpec,
     View,
+    Views,
 )
 
 SIZE, PIECES, AHEAD = 4093, 8, 200
@@ -88,7 +88,7 @@ class Arena:
         """Kill so often, let the workers finish, and count."""
         with_store = StoreServer(None, self.folder / "store")
         asks = StoreClient(self.folder / "store", None, DEADLINE_S)
-        self.views = StoreViews(asks, "faults")
+        self.views = Views(asks, "faults")
         try:
             for _ in range(2):
                 self.start_server()
@@ -201,7 +201,7 @@ def settings() -> ServerSettings:
     return ServerSettings((group,), "faults", pieces=PIECES, staleness_aware=False)
 
 
-def client_of(folder: Path, views: StoreViews, name: str) -> ServerClient:
+def client_of(folder: Path, views: Views, name: str) -> ServerClient:
     """A client of the server, wherever it is."""
     until = time.monotonic() + DEADLINE_S
     while (view := views.read()) is None:
@@ -215,14 +215,14 @@ def serve(folder: Path, address: Path) -> None:
     """Be a process of the server."""
     lose_connections_on_signal()
     store = StoreClient(folder / "store", None, DEADLINE_S)
-    ParameterServer(address, None, settings(), views=StoreViews(store, "faults"), grace_s=1.0).ended.wait()
+    ParameterServer(address, None, settings(), views=Views(store, "faults"), grace_s=1.0).ended.wait()
 
 
 def work(folder: Path, name: str) -> None:
     """Be a worker: take tickets, push, and note when each push was answered."""
     lose_connections_on_signal()
     answered = (folder / f"answered {name}").open("a", buffering=1)
-    views = StoreViews(StoreClient(folder / "store", None, DEADLINE_S), "faults")
+    views = Views(StoreClient(folder / "store", None, DEADLINE_S), "faults")
     into = {"w": torch.zeros(SIZE, dtype=torch.float64)}
     with client_of(folder, views, name) as client:
         client.join()
@@ -234,7 +234,7 @@ def work(folder: Path, name: str) -> None:
                     continue
                 gradient = torch.zeros(SIZE, dtype=torch.float64)
                 gradient[ticket.number % SIZE] = -1.0
-                client.push_and_pull({"w": gradient}, into, ticket=ticket)
+                client.push({"w": gradient}, into, ticket=ticket)
             except PacelineError as error:
                 if "no member" not in str(error):
                     raise

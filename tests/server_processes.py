@@ -18,9 +18,9 @@ from paceline_server.parameters import (
     ParameterServer,
     ServerClient,
     ServerSettings,
-    StoreViews,
     TensorSpec,
     View,
+    Views,
 )
 
 DEADLINE_S = 30.0
@@ -41,7 +41,7 @@ def push_all(client: ServerClient, after_each: Callable[[int], object] = lambda 
     while (ticket := client.take()) is not None:
         gradient = torch.zeros(spec.shape, dtype=torch.float64)
         gradient[ticket.number] = -1.0
-        if client.push_and_pull({"w": gradient}, into, ticket=ticket).accepted:
+        if client.push({"w": gradient}, into, ticket=ticket).accepted:
             assert into["w"][ticket.number] == 1
             count += 1
         after_each(count)
@@ -59,15 +59,11 @@ def started(client: ServerClient) -> ServerClient:
 
 
 class Servers:
-    """Processes of one server within this host; the view is in a store of this process.
+    """Processes of one server within this host; the view is in a store of this process."""
 
-    Args:
-        journal: each process keeps one in its folder.
-    """
-
-    def __init__(self, folder: Path, settings: ServerSettings, *, journal: bool = False, grace_s: float = 5.0) -> None:
+    def __init__(self, folder: Path, settings: ServerSettings) -> None:
         folder.chmod(0o700)
-        self.folder, self.settings, self._journal, self._grace_s = folder, settings, journal, grace_s
+        self.folder, self.settings = folder, settings
         self.processes: dict[int, subprocess.Popen[str]] = {}
         self._store = StoreServer(None, folder / "store")
         self._asks = StoreClient(folder / "store", None, DEADLINE_S)
@@ -78,8 +74,7 @@ class Servers:
         where.unlink(missing_ok=True)
         self.processes[number] = python(
             f"{before}\nfrom server_processes import serve\nfrom paceline_server.parameters import *\n"
-            f"serve({str(self.folder)!r}, {number}, {self.settings!r}, "
-            f"{self._journal}, {self._grace_s})".replace("=inf", "=float('inf')")
+            f"serve({str(self.folder)!r}, {number}, {self.settings!r})".replace("=inf", "=float('inf')")
         )
         return where
 
@@ -90,12 +85,13 @@ class Servers:
     def client(self, name: str, *numbers: int, deadline_s: float = DEADLINE_S) -> ServerClient:
         """A client that knows the addresses of these processes; of all that were started without."""
         addresses = [self.address(number) for number in numbers or self.processes]
-        views = [] if self._journal else [StoreViews(self._asks, "w")]
-        return ServerClient([addresses], None, name=name, settings=self.settings, deadline_s=deadline_s, views=views)
+        return ServerClient(
+            [addresses], None, name=name, settings=self.settings, deadline_s=deadline_s, views=[Views(self._asks, "w")]
+        )
 
     def view(self, condition: Callable[[View], bool] = lambda _: True) -> View:
         """The view, once it is as asked for."""
-        views, until = StoreViews(self._asks, "w"), time.monotonic() + DEADLINE_S
+        views, until = Views(self._asks, "w"), time.monotonic() + DEADLINE_S
         while (view := views.read()) is None or not condition(view):
             assert time.monotonic() < until, view
             time.sleep(0.005)
@@ -121,16 +117,8 @@ class Servers:
         self._store.close()
 
 
-def serve(folder: str, number: int, settings: ServerSettings, journal: bool, grace_s: float) -> None:
+def serve(folder: str, number: int, settings: ServerSettings) -> None:
     """Be a process of the server, to the end of this process."""
     torch.set_num_threads(1)
     store = StoreClient(Path(folder, "store"), None, DEADLINE_S)
-    server = ParameterServer(
-        Path(folder, f"server-{number}"),
-        None,
-        settings,
-        views=StoreViews(store, f"w{number}" if journal else "w"),
-        journal=Path(folder, f"journal of {number}") if journal else None,
-        grace_s=grace_s,
-    )
-    server.ended.wait()
+    ParameterServer(Path(folder, f"server-{number}"), None, settings, views=Views(store, "w")).ended.wait()

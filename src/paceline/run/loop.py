@@ -80,6 +80,8 @@ def _loop(run: Run, plan: Plan, data: DataSets, group: Group, unwritten: Unwritt
 class Loop:
     """One rank's training of one run, from its newest checkpoint to the stop rule.
 
+    A loop of another kind replaces `begin`, `steps` and `ending`, and uses the other public methods in them.
+
     Attributes:
         callbacks: the run's callbacks, in the order of their calls.
         another_is_wanted: whether the ranks are to meet again in another generation of the run, with more of them.
@@ -138,7 +140,7 @@ class Loop:
         try:
             with stop_signals(self._note_signal):
                 reason = (
-                    self._begin() if boundary is None else self._go_on(boundary, recut=recut, has_position=has_position)
+                    self.begin() if boundary is None else self._go_on(boundary, recut=recut, has_position=has_position)
                 )
                 while reason is None and not self.leaving:
                     reason = self._epoch()
@@ -164,9 +166,8 @@ class Loop:
             callback.close()
 
     def _epoch(self) -> str | None:
-        """Train to the end of the epoch, a reason to stop, or a rewind."""
         try:
-            return self._steps()
+            return self.steps()
         except (NonFiniteError, SyncError):
             raise
         except Exception as error:
@@ -181,12 +182,13 @@ class Loop:
                 raise error from None
             raise
 
-    def _steps(self) -> str | None:
+    def steps(self) -> str | None:
+        """Train to the end of the epoch, or until the ranks leave; returns a reason to stop."""
         self.at_boundary()
         for batch in self.engine.loader:
             reason = None
             for info in self.advance(batch):
-                if info.result.problem is not None and self._rewound(info.result):
+                if info.result.problem is not None and self.rewound(info.result):
                     return None
                 reason = self.after_step(info) or reason
             if self.engine.step_count in self.checkpoints.rejected:
@@ -218,7 +220,7 @@ class Loop:
             engine.step_count = step
             return
         lr = self._set_learning_rate(step - 1)
-        self._ask()
+        self.vote()
         before, self._begun = self._begun, _Begun(engine.begin(batch), engine.loader.position, lr)
         votes: dict[str, int] = {}
         acts = not engine.runs_ahead or self._acts_after(step)
@@ -245,10 +247,14 @@ class Loop:
         else:
             self._before.clear()
         self._last = info
-        for on_step in self._on_step:
-            on_step(info)
+        self.tell_step(info)
         self.engine.on_phase("data", self.engine.step_count + 1)
         return info
+
+    def tell_step(self, info: StepInfo) -> None:
+        """Tell the callbacks of a step whose numbers are known."""
+        for on_step in self._on_step:
+            on_step(info)
 
     def _acts_after(self, step: int) -> bool:
         """True if something acts on the model after this step, or waits in the next."""
@@ -266,7 +272,7 @@ class Loop:
         """Run the callbacks' evaluations and checkpoints; returns the reason if the run ends."""
         self.checkpoints.saving.poll()
         self.events.missing(self.recorder.lines)
-        info.ending = self._ending(info.result)
+        info.ending = self.ending(info.result)
         self.leaving = self.leaving or "generation" in info.result.votes
         return self._act(info)
 
@@ -277,7 +283,7 @@ class Loop:
         self.leaving = self.leaving or bool(self.recutting.cut)
         return info.ending
 
-    def _ending(self, result: StepResult) -> str | None:
+    def ending(self, result: StepResult) -> str | None:
         """Reason why the run ends after this step: a signal, stop rule or clock."""
         if "interrupted" in result.votes:
             return self.signal or "interrupted"
@@ -323,7 +329,7 @@ class Loop:
         engine = self.engine
         engine.step_count, self._acted = boundary.step, boundary.acted
         if not (recut or has_position):
-            engine.loader.load_state_dict(self._position(boundary.step))
+            engine.loader.load_state_dict(self.position_after(boundary.step))
         engine.compute.normalization.items_per_sample = boundary.items_per_sample
         engine.compute.normalization.prepare()
         # alike on all ranks, which were broken off in different places
@@ -358,12 +364,12 @@ class Loop:
         for callback in self.callbacks:
             callback.on_start(step)
 
-    def _position(self, step: int) -> dict[str, Any]:
+    def position_after(self, step: int) -> dict[str, Any]:
         """The loader's state before the batch that follows `step`."""
         epoch, within = divmod(step, self.epoch_steps)
         return self.engine.loader.state_dict() | {"epoch": epoch, "step": within, "reader": None}
 
-    def _begin(self) -> str | None:
+    def begin(self) -> str | None:
         """Resume from the newest checkpoint, if any, and record the start event.
 
         Returns the reason if the run has ended before.
@@ -421,7 +427,7 @@ class Loop:
         )
         self.engine.on_phase("done", self.engine.step_count)
 
-    def _rewound(self, result: StepResult) -> bool:
+    def rewound(self, result: StepResult) -> bool:
         """Apply the job's policy to an update that was left out; True after a rewind."""
         event, policy = ("spike", self.job.spike.policy) if result.is_spike else ("nonfinite", self.job.nonfinite)
         self.events(event, {"step": result.step, "problem": result.problem, "policy": policy})
@@ -439,7 +445,7 @@ class Loop:
             group["lr"] = lr
         return lr
 
-    def _ask(self) -> None:
+    def vote(self) -> None:
         """Vote, with the next step's gradients, for this rank's clock or signal."""
         if self.signal is not None:
             self.engine.signals.vote("interrupted")

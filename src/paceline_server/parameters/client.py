@@ -26,7 +26,6 @@ from paceline_server.parameters.log import Address, Views, as_address, as_text
 from paceline_server.parameters.machine import (
     SLOWEST_BYTES_PER_S,
     Action,
-    GiveBack,
     Initialize,
     Join,
     Leave,
@@ -52,14 +51,12 @@ class Pushed(NamedTuple):
         version: of the first server's parameters, after it.
         staleness: steps since the version that the push was computed with.
         accepted: False: the ticket was dealt to another client meanwhile, and nothing was applied.
-        stepped: the optimizer took a step.
         next: a ticket that was dealt with the answer, where one was asked for and there was one.
     """
 
     version: int
     staleness: int
     accepted: bool
-    stepped: bool
     next: Ticket | None = None
 
 
@@ -93,7 +90,6 @@ class ServerClient:
         *,
         name: str,
         settings: ServerSettings,
-        identity: str | None = None,
         deadline_s: float = 60.0,
         patience_s: float | None = None,
         views: Sequence[Views] = (),
@@ -101,7 +97,7 @@ class ServerClient:
     ) -> None:
         self._encode = encode
         self.settings, self.name, self.deadline_s = settings, name, deadline_s
-        identity = identity or secrets.token_hex(16)
+        identity = secrets.token_hex(16)
         self._owned = slices_of(settings, len(servers))
         self._specs = {spec.name: spec for spec in settings.tensors()}
         self.lines = [
@@ -122,10 +118,6 @@ class ServerClient:
     def leave(self) -> None:
         """End the membership. Tickets that are held are dealt again."""
         self._act_everywhere(Leave())
-
-    def expel(self, name: str) -> None:
-        """End the membership of a client that died."""
-        self._act_everywhere(Leave(name))
 
     def initialize(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the parameters their first values; where another client has, nothing changes."""
@@ -184,47 +176,63 @@ class ServerClient:
         self._tables[name] = _place(into)
         return count
 
-    def push(self, gradients: Mapping[str, Tensor], *, ticket: Ticket | None = None, delta: bool = False) -> Pushed:
-        """Push gradients, dense or sparse (COO), or with `delta` changes of the parameters.
-
-        Raises:
-            ServerRefused: NaN, wrong shapes or names, too old a version. Nothing was applied.
-        """
-        return self._pushed(gradients, None, ticket, delta)
-
-    def push_and_pull(
+    def push(
         self,
         gradients: Mapping[str, Tensor],
-        into: Mapping[str, Tensor],
+        into: Mapping[str, Tensor] | None = None,
         *,
         ticket: Ticket | None = None,
         delta: bool = False,
         take: bool = False,
+        record: list[Any] | None = None,
     ) -> Pushed:
-        """Push, and pull what has changed, in one round trip. Raises as `push`.
+        """Push gradients, dense or sparse (COO), or with `delta` changes of the parameters.
 
-        With `take` the next ticket comes with it, where there is one now.
+        Args:
+            into: tensors into which what has changed is pulled, in the same round trip.
+            take: have the next ticket with the answer, where there is one now.
+            record: plain values about the ticket's piece, kept with it for `records`.
+
+        Raises:
+            ServerRefused: NaN, wrong shapes or names. Nothing was applied.
         """
-        return self._pushed(gradients, into, ticket, delta, take)
+        if into is not None:
+            self._note(into)
+        pushes = [self._push_for(part, gradients, ticket, delta) for part in range(len(self.lines))]
+        actions: list[Action] = [msgspec.structs.replace(pushes[0], take=take, record=record), *pushes[1:]]
+        try:
+            replies = self._act(actions, pull=into is not None, first_last=ticket is not None)
+        except NoMember:
+            self.join()
+            if ticket is None:
+                raise
+            # which of the servers have it already is not known: those take it no second time
+            replies = self._act(actions, pull=into is not None, first_last=True)
+        if into is not None:
+            if all(len(reply) > 4 for reply in replies):
+                self._received([reply[4:] for reply in replies], into)
+            else:  # others have not pushed yet
+                self.pull(into)
+        version, accepted, staleness, dealt = replies[0][:4]
+        return Pushed(version, staleness, accepted, None if dealt is None else Ticket(*dealt))
 
     def take(self) -> Ticket | None:
         """Take a ticket, waited for; None: all tickets up to the boundary are applied."""
         (reply,) = self._act([Take()])
-        return None if reply[4] is None else Ticket(*reply[4])
+        return None if reply[3] is None else Ticket(*reply[3])
 
-    def give_back(self, ticket: Ticket) -> None:
-        """Return a ticket that was not computed."""
-        self._act([GiveBack(ticket.number, ticket.attempt)])
+    def open(self, until_batch: int, recorded: int = 0) -> None:
+        """Allow tickets of global batches below `until_batch`; the largest of all calls counts.
 
-    def open(self, until_batch: int) -> None:
-        """Allow tickets of global batches below `until_batch`; the largest of all calls counts."""
-        self._act([Open(until_batch)])
+        Args:
+            recorded: global batches whose records are needed no more.
+        """
+        self._act([Open(until_batch, recorded)])
 
-    def sum(
-        self, space: tuple[int, str], number: int, tensor: Tensor, *, index: int, members: int, bucket: int = 0
-    ) -> Tensor:
-        """The sum over the members' tensors, in place; see `begin_sum`."""
-        return self.begin_sum(space, number, tensor, index=index, members=members, bucket=bucket)()
+    def records(self, number: int) -> tuple[int, list[tuple[int, list[Any]]]]:
+        """Records of applied pieces from a number on: the number behind the newest, and each with its ticket."""
+        behind, found = self.lines[0].ask("records", number).result()
+        return behind, [(ticket, record) for ticket, record in found]
 
     def begin_sum(
         self,
@@ -286,34 +294,6 @@ class ServerClient:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def _pushed(
-        self,
-        gradients: Mapping[str, Tensor],
-        into: Mapping[str, Tensor] | None,
-        ticket: Ticket | None,
-        delta: bool,
-        take: bool = False,
-    ) -> Pushed:
-        if into is not None:
-            self._note(into)
-        pushes = [self._push_for(part, gradients, ticket, delta) for part in range(len(self.lines))]
-        actions: list[Action] = [msgspec.structs.replace(pushes[0], take=take), *pushes[1:]]
-        try:
-            replies = self._act(actions, pull=into is not None, first_last=ticket is not None)
-        except NoMember:
-            self.join()
-            if ticket is None:
-                raise
-            # which of the servers have it already is not known: those take it no second time
-            replies = self._act(actions, pull=into is not None, first_last=True)
-        if into is not None:
-            if all(len(reply) > 5 for reply in replies):
-                self._received([reply[5:] for reply in replies], into)
-            else:  # others have not pushed yet
-                self.pull(into)
-        version, accepted, stepped, staleness, dealt = replies[0][:5]
-        return Pushed(version, staleness, accepted, stepped, None if dealt is None else Ticket(*dealt))
 
     def _push_for(self, part: int, gradients: Mapping[str, Tensor], ticket: Ticket | None, delta: bool) -> Push:
         dense, rows = {}, {}
@@ -580,9 +560,9 @@ class Asked:
                 case "waits":
                     self._until = time.monotonic() + self.line.deadline_s  # the server has answered
                     time.sleep(_PAUSE_S)
-                case "elsewhere" | "lost":
+                case "elsewhere":
                     assert self._client is not None
-                    self.line.moved(self._client, value if status == "elsewhere" else [])
+                    self.line.moved(self._client, value)
             self._begin()
 
     def _begin(self) -> None:

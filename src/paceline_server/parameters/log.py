@@ -1,6 +1,20 @@
-"""Log of a server: the order of its operations, and their copies elsewhere.
+"""The log of a server: its operations in one order, at the primary and at its backup.
 
-What a client is told has happened is in the backup, or on the disk. A read shows nothing that is not.
+The log is the one way in which anything is remembered. A gradient, its ticket, the record of its piece and the answer
+to its client are one operation; the machine's state (`machine.py`) is the result of all operations so far.
+
+Invariants:
+
+- *Order.* Only the primary takes operations, one at a time, and numbers them; the backup applies the same operations
+  under the same numbers, and refuses any other.
+- *Exactly once.* A client repeats an operation under its number until a primary answers; the machine applies it once.
+- *Nothing told is lost.* The primary answers an operation, and shows its effect to readers, when the backup has it. So
+  a standby that takes over knows every operation that anybody has been told of.
+- *One primary.* The view names primary and backup, and only the next generation ever replaces it, by compare-and-set.
+  A backup that cannot reach its primary, and a primary that cannot reach its backup, both ask for the next generation,
+  and one of them gets it. The other one is deposed: it answers nobody, and the backup refuses its operations.
+- *Resumption.* A new backup gets the state at one place in the order and then every operation behind it, and counts
+  from when it has all of them. A checkpoint has the parameters at a boundary, where no operation is under way.
 """
 
 from __future__ import annotations
@@ -11,14 +25,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
-from paceline.errors import ChannelError, DeadlineError, PacelineError, RemoteError, ServerLost, ServerRefused
+from paceline.errors import ChannelError, DeadlineError, RemoteError, ServerRefused
 from paceline.wire.key import RunKey
+from paceline.wire.store import StoreClient
 from paceline_server.client import Client, Pending
-from paceline_server.parameters.journal import Journal
 from paceline_server.parameters.machine import (
     SLOWEST_BYTES_PER_S,
     Machine,
@@ -33,6 +47,9 @@ from paceline_server.service import Caller
 _BEAT_S, _BEAT_DEADLINE_S = 0.25, 0.7  # how long the primary holds a beat, and how long the backup waits for it
 _LOOK_S = 0.5  # between looks of a primary at its view and its backup
 _PAUSE_S = 0.05  # between attempts to become somebody's backup
+_ANSWER_S = 0.8  # for an operation to be applied in the backup, before it counts as lost
+_STATE_S = 600.0  # for the whole state
+Address = tuple[str, int] | Path
 
 
 class Elsewhere(Exception):
@@ -42,7 +59,6 @@ class Elsewhere(Exception):
 class Mark(NamedTuple):
     """Position in the log, which must be confirmed before a read is told."""
 
-    position: int
     applied: int
     backup: Backup | None
 
@@ -60,7 +76,6 @@ class Log:
         index: operations that were applied.
         view: the newest that this process knows.
         primary: this process serves clients.
-        problem: why it serves nobody any more.
     """
 
     def __init__(
@@ -68,7 +83,6 @@ class Log:
         new_machine: Callable[[], Machine],
         views: Views,
         key: RunKey | None,
-        journal: Journal | None,
         name: str,
         on_lead: Callable[[], object],
     ) -> None:
@@ -77,8 +91,7 @@ class Log:
         self.index = 0
         self.view: View | None = None
         self.primary = False
-        self.problem: str | None = None
-        self._new_machine, self._views, self._key, self._journal = new_machine, views, key, journal
+        self._new_machine, self._views, self._key = new_machine, views, key
         self._name, self._on_lead = name, on_lead
         self._own = ""  # address
         self._closing = False
@@ -86,9 +99,7 @@ class Log:
         self._deposed.set()
         self._installed: int | None = None  # generation in which this process is the backup
         self._backup: Backup | None = None
-        self._thread: threading.Thread | None = None
-        if journal:
-            journal.replay(self._load, self._apply)
+        self._thread = threading.Thread(target=self._follow_views, name=f"{name}: views", daemon=True)
 
     @property
     def generation(self) -> int:
@@ -103,13 +114,12 @@ class Log:
 
     @property
     def is_copied(self) -> bool:
-        """True if answers wait for the disk or a backup."""
-        return self._journal is not None or self._backup is not None
+        """True if answers wait for a backup."""
+        return self._backup is not None
 
     def start(self, address: str) -> None:
         """Take a role, primary or backup, and keep to the views until `close`."""
         self._own = address
-        self._thread = threading.Thread(target=self._follow_views, name=f"{self._name}: views", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -117,18 +127,12 @@ class Log:
         with self.turn:
             self._closing = True
             self._step_down()
-            self.turn.notify_all()
         if self._backup:
             self._backup.close()
-        if self._thread:
-            self._thread.join()
-        if self._journal:
-            self._journal.close()
+        self._thread.join()
 
     def must_be_primary(self) -> None:
-        """Raise where clients are not served here: Elsewhere, or ServerLost."""
-        if self.problem:
-            raise ServerLost(self.problem)
+        """Raise Elsewhere where clients are not served here."""
         if not self.primary:
             raise Elsewhere
 
@@ -139,47 +143,28 @@ class Log:
             if self.primary and view is not None and view.generation > self.generation:
                 self._backup, self._installed = None, None
                 self._step_down()
-                self.turn.notify_all()
             self.must_be_primary()
 
     def commit(self, operation: Operation) -> Reply:
-        """Put an operation into the log, and apply it; `turn` is held. Raises ServerRefused on a full disk."""
-        if self._journal:
-            self._journal.add(_entry(operation))  # first: where it fails, nothing has happened
+        """Put an operation into the log, and apply it; `turn` is held."""
         self.index += 1
         if self._backup:
             self._backup.post(self.index, operation)
         reply = self.machine.apply(operation)
-        if self._journal and self._journal.due:
-            self._journal.write_state(self.machine.state())
         self.turn.notify_all()
         return reply
 
     def mark(self) -> Mark:
         """Position in the log now; `turn` is held."""
-        backup = self._backup if self._backup and self._backup.counts else None
-        return Mark(self._journal.length if self._journal else 0, self.index, backup)
+        return Mark(self.index, self._backup if self._backup and self._backup.counts else None)
 
     def confirm(self, mark: Mark) -> None:
-        """Wait until everything up to a mark is on the disk and in the backup.
-
-        A backup that fails is one no more.
-        """
-        if self._journal:
-            self._journal.sync(mark.position)
-        if mark.backup is None:
-            return
-        try:
-            mark.backup.wait(mark.applied)
-        except (ChannelError, RemoteError):
-            self._go_on_without(mark.backup)
-
-    def fail(self, problem: str) -> None:
-        """Serve nobody any more, and say why."""
-        with self.turn:
-            self.problem = problem
-            self._step_down()
-            self.turn.notify_all()
+        """Wait until everything up to a mark is in the backup. A backup that fails is one no more."""
+        if mark.backup is not None:
+            try:
+                mark.backup.wait(mark.applied)
+            except (ChannelError, RemoteError):
+                self._go_on_without(mark.backup)
 
     # What the other process of this server calls
 
@@ -234,34 +219,24 @@ class Log:
         with self.turn:
             if self.primary or generation != self._installed or index != self.index + 1:
                 raise ServerRefused(f"{caller.name} sent operation {index} of generation {generation}: it is deposed")
-            self._apply(entry)
+            name, identity, sequence, values = entry
+            self.machine.apply(Operation(name, identity, sequence, read_action(values)))
+            self.index += 1
 
     def alive(self, caller: Caller, generation: int) -> bool:
         """True if this process is the backup in a generation."""
         return self._installed == generation and not self.primary
 
-    def _apply(self, entry: Any) -> None:
-        name, identity, sequence, values = entry
-        self.machine.apply(Operation(name, identity, sequence, read_action(values)))
-        self.index += 1
-
-    def _load(self, state: Any) -> None:
-        self.machine.load(state)
-
     # Roles
 
     def _follow_views(self) -> None:
         while not self._closing:
-            try:
+            # where it fails, the primary or the store is on its way
+            with suppress(ChannelError, RemoteError, ServerRefused, Elsewhere):
                 if self.primary:
                     self._look_around()
                 else:
                     self._take_a_role()
-            except (ChannelError, RemoteError, ServerRefused, Elsewhere):
-                pass  # the primary, or the store, is on its way
-            except PacelineError as error:
-                self.fail(str(error))
-                return
             with self.turn:
                 self.turn.wait_for(lambda: self._closing, _LOOK_S if self.primary else _PAUSE_S)
 
@@ -274,7 +249,7 @@ class Log:
 
     def _take_a_role(self) -> None:
         view = self._views.read()
-        if view is None or not view.primary or (view.primary == self._own and self._journal):
+        if view is None or not view.primary:
             with self.turn:
                 self._lead(view, View(1 if view is None else view.generation + 1, self._own))
         else:
@@ -291,6 +266,7 @@ class Log:
     def _step_down(self) -> None:
         self.primary = False
         self._deposed.set()
+        self.turn.notify_all()
 
     def _be_backup(self, view: View) -> None:
         """Be the backup until one of both is lost; then lead in its place."""
@@ -310,7 +286,7 @@ class Log:
     def _attend(self, address: Address) -> None:
         """Be the backup of a primary until one of both is lost. Raises where it takes none, or is lost."""
         with Client(address, self._key, name=self._name, deadline_s=_BEAT_DEADLINE_S, reconnect=False) as primary:
-            status, generation = primary.call("attend", self._own, deadline_s=2 * STATE_S)[:2]
+            status, generation = primary.call("attend", self._own, deadline_s=2 * _STATE_S)[:2]
             if status != "ok":
                 raise ServerRefused(str(generation))
             while not self._closing and primary.call("beat", generation)[:2] == ["ok", True]:
@@ -333,31 +309,8 @@ class Log:
             if not ours:
                 self._installed = None
                 self._step_down()
-                self.turn.notify_all()
                 raise Elsewhere
             self.view = alone
-
-
-def wait_for(turn: threading.Condition, attempt: Callable[[], Any], until: float) -> Any:
-    """Result of an attempt, repeated on each change while that is a reason to wait.
-
-    Raises:
-        DeadlineError: there still is a reason when the time is over.
-    """
-    while isinstance(result := attempt(), str):
-        if (left_s := until - time.monotonic()) <= 0:
-            raise DeadlineError(result)
-        turn.wait(left_s)
-    return result
-
-
-def _entry(operation: Operation) -> list[Any]:
-    name, identity, sequence, action = operation
-    return [name, identity, sequence, plain(action)]
-
-
-ANSWER_S = 0.8  # for an operation to be applied in the backup, before it counts as lost
-STATE_S = 600.0  # for the whole state
 
 
 class Backup:
@@ -373,20 +326,19 @@ class Backup:
     def __init__(self, address: str, key: RunKey | None, generation: int, name: str) -> None:
         self.address, self.generation = address, generation
         self.counts = self.lost = False
-        self._client = Client(as_address(address), key, name=name, deadline_s=ANSWER_S, reconnect=False)
+        self._client = Client(as_address(address), key, name=name, deadline_s=_ANSWER_S, reconnect=False)
         self._sent: deque[tuple[int, Pending]] = deque()
         self._confirmed = -1
         self._collecting = threading.Lock()  # one thread takes the answers of all, in order
 
     def install(self, index: int, state: dict[str, Any]) -> None:
         """Send the whole state, after so many operations. Raises ChannelError."""
-        self._sent.append((index, self._client.begin("install", self.generation, index, state, deadline_s=STATE_S)))
+        self._sent.append((index, self._client.begin("install", self.generation, index, state, deadline_s=_STATE_S)))
 
     def post(self, index: int, operation: Operation) -> None:
         """Send an operation. A failure is told by `wait`."""
-        name, identity, sequence, action = operation
-        entry = [name, identity, sequence, plain(action)]
-        deadline_s = (ANSWER_S if self.counts else STATE_S) + nbytes(entry) / SLOWEST_BYTES_PER_S
+        entry = [*operation[:3], plain(operation.action)]
+        deadline_s = (_ANSWER_S if self.counts else _STATE_S) + nbytes(entry) / SLOWEST_BYTES_PER_S
         try:
             pending = self._client.begin("repeat", self.generation, index, entry, deadline_s=deadline_s)
         except (ChannelError, RemoteError):
@@ -419,9 +371,6 @@ class Backup:
         self._client.close()
 
 
-Address = tuple[str, int] | Path
-
-
 class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A generation of a server. Addresses as text: `host:port`, or the path of a socket."""
 
@@ -434,60 +383,37 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [address for address in (self.primary, self.backup) if address]
 
 
-class Views(Protocol):
-    """Keeper of the view."""
+class Views:
+    """The view of one server, under a key of the run's store; without a store, in this process."""
 
-    def read(self) -> View | None:
-        """The newest view; None before the first."""
-
-    def replace(self, old: View | None, new: View) -> bool:
-        """Replace the view, if it still is `old`; returns whether it was."""
-
-
-class Store(Protocol):
-    """The calls that `StoreViews` needs of a `StoreClient`."""
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes, deadline_s: float | None = None) -> bytes:
-        """Set a value where it is the expected one; returns the value that is there."""
-
-
-class StoreViews:
-    """The view of one server under a key of the run's store."""
-
-    def __init__(self, store: Store, name: str, deadline_s: float = 5.0) -> None:
+    def __init__(self, store: StoreClient | None = None, name: str = "", deadline_s: float = 5.0) -> None:
         self._store, self._key, self._deadline_s = store, f"parameter server/{name}", deadline_s
+        self._own: View | None = None
 
     def read(self) -> View | None:
         """The newest view; None before the first. Raises ChannelError."""
+        if self._store is None:
+            return self._own
         # A value that nobody sets: with it as the expected one, nothing changes and the present one is returned.
         present = self._store.compare_set(self._key, _NOBODYS, _NOBODYS, self._deadline_s)
-        return None if present in (b"", _NOBODYS) else _read(present)
+        if present in (b"", _NOBODYS):
+            return None
+        try:
+            return msgspec.json.decode(present, type=View)
+        except msgspec.MsgspecError as error:
+            raise ChannelError(f"the store holds no view of a parameter server: {error}") from None
 
     def replace(self, old: View | None, new: View) -> bool:
-        """Replace the view, if it still is `old`. Raises ChannelError."""
+        """Replace the view, if it still is `old`; returns whether it was. Raises ChannelError."""
+        if self._store is None:
+            still_is = self._own == old
+            self._own = new if still_is else self._own
+            return still_is
         before, after = (b"" if view is None else msgspec.json.encode(view) for view in (old, new))
         return self._store.compare_set(self._key, before, after, self._deadline_s) == after
 
 
-class OwnViews:
-    """View of a server that is kept in one process, without a store."""
-
-    def __init__(self) -> None:
-        self._lock, self._view = threading.Lock(), None
-
-    _view: View | None
-
-    def read(self) -> View | None:
-        """The view."""
-        return self._view
-
-    def replace(self, old: View | None, new: View) -> bool:
-        """Replace the view, if it still is `old`."""
-        with self._lock:
-            if self._view != old:
-                return False
-            self._view = new
-            return True
+_NOBODYS = b"-"
 
 
 def as_text(address: Address) -> str:
@@ -501,11 +427,14 @@ def as_address(text: str) -> Address:
     return (host, int(port)) if colon and not text.startswith("/") else Path(text)
 
 
-_NOBODYS = b"-"
+def wait_for(turn: threading.Condition, attempt: Callable[[], Any], until: float) -> Any:
+    """Result of an attempt, repeated on each change while that is a reason to wait.
 
-
-def _read(value: bytes) -> View:
-    try:
-        return msgspec.json.decode(value, type=View)
-    except msgspec.MsgspecError as error:
-        raise ChannelError(f"the store holds no view of a parameter server: {error}") from None
+    Raises:
+        DeadlineError: there still is a reason when the time is over.
+    """
+    while isinstance(result := attempt(), str):
+        if (left_s := until - time.monotonic()) <= 0:
+            raise DeadlineError(result)
+        turn.wait(left_s)
+    return result

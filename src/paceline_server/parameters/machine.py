@@ -1,7 +1,17 @@
 """State machine of one parameter server, apart from sockets, threads and clocks.
 
-The same operations in the same order make the same state, so a replica, or a journal played again, is the server
-itself. Each operation is applied once: one that comes again gets the answer of the first time.
+The state is the one memory of what was applied: parameters and optimizers, members, tickets, each client's last answer,
+and the records of applied pieces. It changes by operations alone, so the same operations in the same order make the
+same state: that is what the log (`log.py`) sends to the backup.
+
+Invariants, whatever is repeated, reordered or lost, and whoever dies:
+
+- An operation is applied once. A client numbers its operations, one at a time; the number of the last one comes again
+  with the same answer, and a smaller one is refused.
+- A ticket counts once, whoever computes it. It belongs to its holder under one attempt; when the holder is lost it is
+  dealt again under the next attempt, and a push for an earlier one is dropped.
+- A piece's record is kept by the operation that applies its gradient, so there is one for each ticket that counts.
+- A refused operation changes nothing.
 """
 
 from __future__ import annotations
@@ -17,31 +27,34 @@ import msgspec
 from torch import Tensor
 
 from paceline.errors import ServerRefused
-from paceline_server.parameters.parameters import Gradient, Parameters, Rows
+from paceline_server.parameters.parameters import Gradient, Parameters, Rows, must_fit, negated, once_each
 from paceline_server.parameters.settings import ServerSettings, slices_of
-from paceline_server.parameters.sums import Sum, bounded, combined, must_fit, once_each, scaled
+
+_TICKETS_AT_ONCE = 4  # that one client may hold
+_MOST_KEPT = 2**14  # records of clients that have left
+SLOWEST_BYTES_PER_S = 10e6  # of a link that is not taken for lost
 
 
 class Machine:
-    """Parameters, members, rounds and tickets of one server.
+    """Parameters, members and tickets of one server.
 
     Ask in this order: `must_fit` (are its tensors right), `known` (it came before), `check` (may it come at all),
     `waits` (may it come now), `apply`. Only `must_fit` reads nothing that changes, so other threads may call it.
 
     Args:
-        part: which of the servers it is.
+        part: which of the servers it is. The first deals the tickets, and keeps the records.
+
+    Attributes:
+        records: of applied pieces: number in the order of their application, ticket, and what its client noted.
     """
 
     def __init__(self, settings: ServerSettings, servers: int = 1, part: int = 0) -> None:
         self.settings = settings
         self.parameters = Parameters(settings, slices_of(settings, servers)[part])
         self.clients = Clients(settings.most_members)
-        self.tickets = (
-            Tickets(settings.pieces, settings.staleness, settings.tickets_at_once) if settings.pieces else None
-        )
-        self._deals = part == 0
-        self._round: dict[str, dict[str, Gradient]] = {}  # pushes of the round under way, by member
-        self._sum, self._factors = Sum(), 0.0
+        self.tickets = Tickets(settings.pieces, settings.staleness) if settings.pieces else None
+        self.records: list[tuple[int, int, list[Any]]] = []
+        self._deals, self._recorded = part == 0, 0
 
     def must_fit(self, operation: Operation) -> None:
         """Refuse tensors of wrong names, shapes, dtypes or values. Raises ServerRefused, saying what to do."""
@@ -56,10 +69,6 @@ class Machine:
                 must_fit(push.gradients(), self.parameters.specs, operation.name)
                 if push.dense.keys() & push.rows.keys():
                     raise ServerRefused(f"{operation.name} pushed a tensor whole and by rows: push it once")
-                if self.settings.combine in ("median", "trimmed_mean") and push.rows:
-                    raise ServerRefused(
-                        f"{operation.name} pushed rows, and combine={self.settings.combine} is of whole tensors"
-                    )
 
     def known(self, operation: Operation) -> Reply | None:
         """The answer of an operation that was applied already.
@@ -71,27 +80,31 @@ class Machine:
 
     def check(self, operation: Operation) -> None:
         """Refuse what is wrong. Nothing changes. Raises ServerRefused, saying what to do."""
-        match operation.action:
+        name, identity, _, action = operation
+        match action:
             case Join():
-                self.clients.must_be_free(operation.name, operation.identity)
+                self.clients.must_be_free(name, identity)
+                return
             case Leave() | Initialize():
-                pass
+                return
             case Open() if self.tickets is not None:
-                pass  # who keeps the boundaries need not be a member
-            case _:
-                self.clients.must_be_member(operation.name, operation.identity)
-                self._check_of_member(operation)
+                return  # who keeps the boundaries need not be a member
+        self.clients.must_be_member(name, identity)
+        match action:
+            case Push():
+                self._check_push(name, action)
+            case Take() | Open() if self.tickets is None:
+                raise ServerRefused(f"{name} asked for tickets, and this server deals none: set pieces in its settings")
+            case Load() if self.tickets and self.tickets.in_flight:
+                raise ServerRefused(f"{name} loads a checkpoint while pushes are under way: do it at a boundary")
 
     def waits(self, operation: Operation) -> str | None:
         """Reason why an operation must wait for others; None where it can be applied."""
-        match operation.action:
-            case Push() if operation.name in self._round:
-                return self._round_waits()
-            case Take() if self.tickets is not None:
-                return self.tickets.waits(operation.name)
+        if isinstance(operation.action, Take) and self.tickets is not None:
+            return self.tickets.waits(operation.name)
         return None
 
-    def read_waits(self, name: str, batches: int = 0) -> str | None:
+    def read_waits(self, batches: int = 0) -> str | None:
         """Reason why a client may not read the parameters yet; None where it may.
 
         Args:
@@ -99,12 +112,9 @@ class Machine:
         """
         if not self.parameters.ready:
             return "the parameters have no first values: one client calls initialize"
-        if name in self._round:
-            return self._round_waits()
-        if self.tickets is not None:
-            return f"{self.tickets.batches} global batches are applied" if self.tickets.batches < batches else None
-        ahead, slowest = self.clients.ahead(name)
-        return f"it is {ahead} pushes ahead of {slowest}" if ahead > self.settings.staleness else None
+        if self.tickets is not None and self.tickets.batches < batches:
+            return f"{self.tickets.batches} global batches are applied"
+        return None
 
     def apply(self, operation: Operation) -> Reply:
         """Apply an operation that passed `check` and does not wait."""
@@ -128,16 +138,22 @@ class Machine:
             case Take():
                 ticket = self.tickets.deal(name) if self.tickets else None
                 reply = Reply(self.parameters.version, ticket=ticket)
-            case GiveBack(number):
-                assert self.tickets is not None
-                self.tickets.give_back(number)
-            case Open(until):
+            case Open(until, recorded):
                 assert self.tickets is not None
                 self.tickets.open(until)
+                first = recorded * self.tickets.pieces
+                self.records = [record for record in self.records if record[1] >= first]
             case Load(parameters, batches):
-                self._load(parameters, batches)
+                self.parameters.load(parameters)
+                self.records = []
+                if self.tickets is not None:
+                    self.tickets.go_on_at(batches)
         self.clients.answer(identity, sequence, reply)
         return reply
+
+    def records_since(self, number: int) -> list[Any]:
+        """The number behind the newest record, and tickets and notes from `number` on."""
+        return [self._recorded, [[ticket, note] for at, ticket, note in self.records if at >= number]]
 
     def state(self) -> dict[str, Any]:
         """Everything here, as plain values and copied tensors."""
@@ -145,8 +161,7 @@ class Machine:
             "parameters": self.parameters.state(),
             "clients": self.clients.state(),
             "tickets": self.tickets and self.tickets.state(),
-            "round": {name: _plain(push) for name, push in self._round.items()},
-            "sum": [_plain(self._sum.gradients), self._sum.count, self._factors],
+            "records": [self._recorded, list(self.records)],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -155,39 +170,17 @@ class Machine:
         self.clients.load(state["clients"])
         if self.tickets:
             self.tickets.load(state["tickets"])
-        self._round = {name: _gradients(push) for name, push in state["round"].items()}
-        gradients, count, self._factors = state["sum"]
-        self._sum = Sum()
-        self._sum.gradients, self._sum.count = _gradients(gradients), count
-
-    def _check_of_member(self, operation: Operation) -> None:
-        name, action = operation.name, operation.action
-        match action:
-            case Push():
-                self._check_push(name, action)
-            case Take() | Open() | GiveBack() if self.tickets is None:
-                raise ServerRefused(f"{name} asked for tickets, and this server deals none: set pieces in its settings")
-            case GiveBack(number, attempt):
-                assert self.tickets is not None
-                if not self.tickets.holds(name, number, attempt):
-                    raise ServerRefused(f"{name} gave back ticket {number}, which it does not hold")
-            case Load() if self._round or self._sum.count or (self.tickets and self.tickets.in_flight):
-                raise ServerRefused(f"{name} loads a checkpoint while pushes are under way: do it at a boundary")
+        self._recorded, records = state["records"]
+        self.records = [tuple(record) for record in records]
 
     def _check_push(self, name: str, push: Push) -> None:
+        version = self.parameters.version
         if not self.parameters.ready:
             raise ServerRefused(f"{name} pushed before the parameters had values: one client calls initialize first")
-        behind, oldest = self.parameters.version - push.read, self.settings.oldest_version
         if push.read < 0:
             raise ServerRefused(f"{name} pushed for version {push.read}, so it never pulled: pull first")
-        if behind < 0:
-            raise ServerRefused(
-                f"{name} pushed for version {push.read}, and this server is at {self.parameters.version}"
-            )
-        if oldest is not None and behind > oldest:
-            raise ServerRefused(
-                f"{name} pushed for version {push.read}, {behind} steps ago: at most {oldest}. Pull, and compute anew"
-            )
+        if push.read > version:
+            raise ServerRefused(f"{name} pushed for version {push.read}, and this server is at {version}")
         if (push.ticket is None) != (self.tickets is None):
             told = "with a ticket, and this server deals none" if push.ticket else "without a ticket of this server"
             raise ServerRefused(f"{name} pushed {told}")
@@ -197,22 +190,17 @@ class Machine:
         if push.ticket is not None and not self._in_time(name, *push.ticket):
             client.late += 1
             return Reply(self.parameters.version, accepted=False)
+        if push.record is not None and push.ticket is not None and self._deals:
+            self.records.append((self._recorded, push.ticket[0], push.record))
+            self._recorded += 1
         gradients = once_each(push.gradients())
         client.bytes += push.coded_bytes + nbytes(push.rows) if push.coded_bytes else nbytes(gradients)
-        if push.delta:
-            gradients = scaled(gradients, -1.0)
-        if (bound := self.settings.norm_bound) is not None and (within := bounded(gradients, bound)):
-            gradients, client.bounded = within, client.bounded + 1
         behind = self.parameters.version - push.read
         client.note_push(push.read, behind)
-        before = self.parameters.version
-        if self.settings.rounds:
-            self._round[name] = gradients
-            self._end_round()
-        else:
-            self._accumulate(gradients, behind)
-        stepped = self.parameters.version > before
-        return Reply(self.parameters.version, stepped=stepped, staleness=behind)
+        # with tickets, as many pushes as a global batch has pieces are what is usual
+        late = max(1, behind / (self.settings.pieces or 1)) if self.settings.staleness_aware else 1
+        self.parameters.step(negated(gradients) if push.delta else gradients, 1 / late)
+        return Reply(self.parameters.version, staleness=behind)
 
     def _in_time(self, name: str, number: int, attempt: int) -> bool:
         """Note that a ticket is applied; False where it comes too late."""
@@ -224,51 +212,10 @@ class Machine:
         self.tickets.apply(number)
         return True
 
-    def _accumulate(self, gradients: dict[str, Gradient], behind: int) -> None:
-        self._sum.add(gradients)
-        # with tickets, as many pushes as a global batch has pieces are what is usual
-        usual = self.settings.pieces or 1
-        self._factors += 1 / max(1, behind / usual) if self.settings.staleness_aware else 1.0
-        count = self._sum.count
-        if count == self.settings.pushes_per_step:
-            total = self._sum.gradients
-            if self.settings.combine == "mean" and count > 1:
-                total = scaled(total, 1 / count)
-            self.parameters.step(total, self._factors / count)
-            self._sum, self._factors = Sum(), 0.0
-
-    def _end_round(self) -> None:
-        """Step if every member has pushed."""
-        if self._round and self.clients.members <= self._round.keys():
-            pushes = [self._round[name] for name in sorted(self._round)]
-            self.parameters.step(combined(pushes, self.settings.combine, self.settings.trim))
-            self._round.clear()
-
     def _lose(self, name: str, identity: str | None = None) -> None:
         """End a membership; what its client has pushed stays."""
-        if self.clients.leave(name, identity):
-            if self.tickets is not None:
-                self.tickets.lose(name)
-            self._end_round()
-
-    def _round_waits(self) -> str:
-        return f"the round waits for {', '.join(sorted(self.clients.members - self._round.keys())[:8])}"
-
-    def _load(self, parameters: Mapping[str, Any], batches: int) -> None:
-        self.parameters.load(parameters)
-        if self.tickets is not None:
-            self.tickets.go_on_at(batches)
-
-
-def _plain(gradients: Mapping[str, Gradient]) -> dict[str, Any]:
-    return {name: list(g) if isinstance(g, Rows) else g for name, g in gradients.items()}
-
-
-def _gradients(values: Mapping[str, Any]) -> dict[str, Gradient]:
-    return {name: Rows(*value) if isinstance(value, list | tuple) else value for name, value in values.items()}
-
-
-SLOWEST_BYTES_PER_S = 10e6  # of a link that is not taken for lost
+        if self.clients.leave(name, identity) and self.tickets is not None:
+            self.tickets.lose(name)
 
 
 class _Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -300,6 +247,7 @@ class Push(_Action, frozen=True, tag="push"):
         take: deal the next ticket with the answer, where there is one now.
         coded: names of dense tensors, and all their numbers in the settings' code; a server decodes them into `dense`.
         coded_bytes: bytes in which `dense` came; 0: as it is.
+        record: plain values about the ticket's piece, for who reads `records_since`.
     """
 
     dense: dict[str, Tensor]
@@ -310,6 +258,7 @@ class Push(_Action, frozen=True, tag="push"):
     take: bool = False
     coded: tuple[list[str], Tensor] | None = None
     coded_bytes: int = 0
+    record: list[Any] | None = None
 
     def gradients(self) -> dict[str, Gradient]:
         """All of it by name."""
@@ -320,17 +269,15 @@ class Take(_Action, frozen=True, tag="take"):
     """Ask for a ticket."""
 
 
-class GiveBack(_Action, frozen=True, tag="give_back"):
-    """Return a ticket that was not computed."""
-
-    number: int
-    attempt: int
-
-
 class Open(_Action, frozen=True, tag="open"):
-    """Allow tickets of more global batches."""
+    """Allow tickets of more global batches.
+
+    Attributes:
+        recorded: global batches whose records are needed no more.
+    """
 
     until: int
+    recorded: int = 0
 
 
 class Load(_Action, frozen=True, tag="load"):
@@ -340,7 +287,7 @@ class Load(_Action, frozen=True, tag="load"):
     batches: int
 
 
-Action = Join | Leave | Initialize | Push | Take | GiveBack | Open | Load
+Action = Join | Leave | Initialize | Push | Take | Open | Load
 
 
 class Operation(NamedTuple):
@@ -357,20 +304,33 @@ class Operation(NamedTuple):
     action: Action
 
 
+class Ticket(NamedTuple):
+    """A piece of a global batch to be computed by one client.
+
+    Attributes:
+        attempt: 0, and one more for each time that it was dealt again.
+        needs: global batches whose pieces the parameters must hold that it is computed with.
+    """
+
+    number: int
+    batch: int
+    piece: int
+    attempt: int
+    needs: int
+
+
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of an operation.
 
     Attributes:
         version: of the parameters, after it.
         accepted: False: the ticket was dealt to another client meanwhile, and the push was dropped.
-        stepped: the optimizer took a step.
         staleness: steps since the version that the push was computed with.
-        ticket: number, batch, piece, attempt and needs of the ticket that was dealt.
+        ticket: that was dealt.
     """
 
     version: int
     accepted: bool = True
-    stepped: bool = False
     staleness: int = 0
     ticket: Ticket | None = None
 
@@ -398,20 +358,15 @@ def nbytes(value: Any) -> int:
     return int(getattr(value, "nbytes", 0))
 
 
-_MOST_KEPT = 2**14  # records of clients that have left
-
-
 @dataclass
 class Client:
     """Record of one client.
 
     Attributes:
-        pushes: that were applied, or are in a sum that will be.
+        pushes: that were applied.
         late: whose ticket had been dealt to another client.
-        bounded: that were scaled down to the norm bound.
         read: version that its last push was computed with.
         staleness: how often a push was so many steps late.
-        clock: pushes, counted from the slowest member's when it joined.
         replaced: another client has joined under its name.
     """
 
@@ -420,37 +375,29 @@ class Client:
     reply: Reply | None = None
     pushes: int = 0
     late: int = 0
-    bounded: int = 0
     bytes: int = 0
     read: int = -1
-    clock: int = 0
     replaced: bool = False
     staleness: Counter[int] = field(default_factory=Counter)
 
     def note_push(self, read: int, behind: int) -> None:
         """Count a push."""
         self.pushes += 1
-        self.clock += 1
         self.read = read
         self.staleness[behind] += 1
 
 
 class Clients:
-    """All clients by their identity, and the members among them by name."""
+    """All clients by their identity, with the answer to each one's last operation.
+
+    Attributes:
+        members: identities by name.
+    """
 
     def __init__(self, most_members: int) -> None:
         self._most = most_members
         self._all: dict[str, Client] = {}
-        self._members: dict[str, str] = {}
-
-    @property
-    def members(self) -> Set[str]:
-        """Names of the members."""
-        return self._members.keys()
-
-    def identities(self) -> Mapping[str, str]:
-        """The members' identities by name."""
-        return self._members
+        self.members: dict[str, str] = {}
 
     def answered(self, identity: str, sequence: int) -> Reply | None:
         """The answer to an operation that was applied; None if it is new. Raises ServerRefused where it is older."""
@@ -476,125 +423,85 @@ class Clients:
         """Refuse one more member than allowed, and one whose place another has taken. Raises ServerRefused."""
         if identity in self._all and self._all[identity].replaced:
             raise ServerRefused(f"another process has joined as {name} since, and has taken this one's place")
-        if len(self._members) >= self._most and name not in self._members:
+        if len(self.members) >= self._most and name not in self.members:
             raise ServerRefused(f"{name} joins as one too many: {self._most:,} members are allowed (most_members)")
 
     def must_be_member(self, name: str, identity: str) -> None:
         """Refuse a client that is none. Raises ServerRefused."""
-        if self._members.get(name) != identity:
+        if self.members.get(name) != identity:
             gone = "was lost to the others, or has left" if identity in self._all else "has not joined"
             raise ServerRefused(f"{name} is no member of this server: it {gone}. Call join first")
 
     def member(self, name: str) -> Client:
         """The record of a member."""
-        return self._all[self._members[name]]
+        return self._all[self.members[name]]
 
     def replace(self, name: str, identity: str) -> bool:
         """True if another member has the name, and is to leave. None that has had it may come again."""
         for other, client in self._all.items():
             client.replaced |= client.name == name and other != identity
-        return self._members.get(name, identity) != identity
+        return self.members.get(name, identity) != identity
 
     def join(self, name: str, identity: str) -> None:
-        """Add a member, whose clock begins at the slowest one's."""
-        clocks = [self._all[member].clock for member in self._members.values()]
-        client = self._all[identity]
-        client.name, client.clock = name, min(clocks, default=client.clock)
-        self._members[name] = identity
+        """Add a member."""
+        self._all[identity].name = name
+        self.members[name] = identity
 
     def leave(self, name: str, identity: str | None) -> bool:
         """Remove a member, this identity or any; returns whether it was one. Its record stays a while."""
-        if name not in self._members or identity not in (None, self._members[name]):
+        if name not in self.members or identity not in (None, self.members[name]):
             return False
-        left = self._members.pop(name)
+        left = self.members.pop(name)
         self._all[left] = self._all.pop(left)  # the newest of those that have left
-        gone = [identity for identity in self._all if identity not in self._members.values()] if self._full() else []
-        for oldest in gone[: len(self._all) - len(self._members) - _MOST_KEPT]:
-            del self._all[oldest]
+        if (surplus := len(self._all) - len(self.members) - _MOST_KEPT) > 0:
+            present = set(self.members.values())
+            for oldest in [identity for identity in self._all if identity not in present][:surplus]:
+                del self._all[oldest]
         return True
-
-    def ahead(self, name: str) -> tuple[int, str]:
-        """Pushes by which a member is ahead of the slowest, and who that is. (0 for one that is no member.)"""
-        if name not in self._members:
-            return 0, name
-        slowest = min(self._members, key=lambda member: self.member(member).clock)
-        return self.member(name).clock - self.member(slowest).clock, slowest
 
     def statistics(self) -> dict[str, dict[str, Any]]:
         """Counts of each client by name; those of clients of one name are added."""
         counts: dict[str, dict[str, Any]] = {}
         for client in self._all.values():
-            of = counts.setdefault(
-                client.name, dict.fromkeys(("pushes", "late", "bounded", "bytes"), 0) | {"staleness": {}}
-            )
-            for key in ("pushes", "late", "bounded", "bytes"):
+            of = counts.setdefault(client.name, {"pushes": 0, "late": 0, "bytes": 0, "staleness": {}})
+            for key in ("pushes", "late", "bytes"):
                 of[key] += getattr(client, key)
             for behind, count in client.staleness.items():
                 of["staleness"][behind] = of["staleness"].get(behind, 0) + count
-            of["read"], of["member"] = client.read, client.name in self._members
+            of["read"], of["member"] = client.read, client.name in self.members
         return counts
 
     def state(self) -> dict[str, Any]:
         """Everything here, as plain values."""
-        return {
-            "all": {
-                identity: {
-                    **asdict(client),
-                    "reply": client.reply and msgspec.to_builtins(client.reply),
-                    "staleness": dict(client.staleness),
-                }
-                for identity, client in self._all.items()
-            },
-            "members": dict(self._members),
+        clients = {
+            identity: asdict(client)
+            | {"reply": client.reply and msgspec.to_builtins(client.reply), "staleness": dict(client.staleness)}
+            for identity, client in self._all.items()
         }
+        return {"all": clients, "members": dict(self.members)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        self._members = dict(state["members"])
-        self._all = {
-            identity: Client(
-                **{
-                    **values,
-                    "reply": values["reply"] and msgspec.convert(values["reply"], Reply),
-                    "staleness": Counter(values["staleness"]),
-                }
-            )
-            for identity, values in state["all"].items()
-        }
-
-    def _full(self) -> bool:
-        return len(self._all) - len(self._members) > _MOST_KEPT
-
-
-class Ticket(NamedTuple):
-    """A piece of a global batch to be computed by one client.
-
-    Attributes:
-        attempt: 0, and one more for each time that it was dealt again.
-        needs: global batches whose pieces the parameters must hold that it is computed with.
-    """
-
-    number: int
-    batch: int
-    piece: int
-    attempt: int
-    needs: int
+        self.members = dict(state["members"])
+        self._all = {}
+        for identity, values in state["all"].items():
+            reply = values["reply"] and msgspec.convert(values["reply"], Reply)
+            self._all[identity] = Client(**values | {"reply": reply, "staleness": Counter(values["staleness"])})
 
 
 class Tickets:
-    """State machine that deals tickets.
+    """Pieces of the global batches: ticket t is piece t % pieces of global batch t // pieces, dealt in order.
 
     Args:
         pieces: tickets of a global batch.
         staleness: global batches by which a ticket may run ahead of the last one that is applied whole.
-        at_once: tickets that one client may hold.
 
     Attributes:
         until: tickets of batches below it may be dealt.
     """
 
-    def __init__(self, pieces: int, staleness: float, at_once: int) -> None:
-        self._pieces, self._staleness, self._at_once = pieces, staleness, at_once
+    def __init__(self, pieces: int, staleness: float) -> None:
+        self.pieces, self._staleness = pieces, staleness
         self.until = 0
         self._next = 0  # number that was never dealt
         self._below = 0  # all tickets below it are applied
@@ -606,17 +513,17 @@ class Tickets:
     @property
     def batches(self) -> int:
         """Global batches that are applied whole, all before them included."""
-        return self._below // self._pieces
+        return self._below // self.pieces
 
     @property
     def at_boundary(self) -> bool:
         """True if every ticket that may be dealt is applied."""
-        return self._below >= self.until * self._pieces
+        return self._below >= self.until * self.pieces
 
     @property
-    def in_flight(self) -> Mapping[int, str]:
-        """Tickets that are dealt and not applied, with their holders."""
-        return self._holders
+    def in_flight(self) -> Set[int]:
+        """Tickets that are dealt and not applied."""
+        return self._holders.keys()
 
     def open(self, until: int) -> None:
         """Allow tickets of batches below `until`; a boundary that is further already stays."""
@@ -626,12 +533,12 @@ class Tickets:
         """Reason why a client has to wait for a ticket, or None."""
         if self.at_boundary:
             return None
-        if sum(holder == client for holder in self._holders.values()) >= self._at_once:
-            return f"it holds {self._at_once} tickets already: push or give back one"
+        if sum(holder == client for holder in self._holders.values()) >= _TICKETS_AT_ONCE:
+            return f"it holds {_TICKETS_AT_ONCE} tickets already: push one"
         number = self._again[0] if self._again else self._next
-        if number >= self.until * self._pieces:
+        if number >= self.until * self.pieces:
             return f"tickets {self._shown()} are not applied yet"
-        if number // self._pieces - self.batches > self._staleness:
+        if number // self.pieces - self.batches > self._staleness:
             return f"ticket {number} would run more than {self._staleness:g} global batches ahead of {self._shown()}"
         return None
 
@@ -644,7 +551,7 @@ class Tickets:
         else:
             number, self._next = self._next, self._next + 1
         self._holders[number] = client
-        batch, piece = divmod(number, self._pieces)
+        batch, piece = divmod(number, self.pieces)
         needs = 0 if math.isinf(self._staleness) else max(0, batch - int(self._staleness))
         return Ticket(number, batch, piece, self._attempts.get(number, 0), needs)
 
@@ -668,28 +575,16 @@ class Tickets:
         self._note(number)
         return True
 
-    def _note(self, number: int) -> None:
-        self._applied.add(number)
-        while self._below in self._applied:
-            self._applied.remove(self._below)
-            self._below += 1
-
-    def give_back(self, number: int) -> None:
-        """Have a ticket in flight dealt again."""
-        del self._holders[number]
-        self._attempts[number] = self._attempts.get(number, 0) + 1
-        heapq.heappush(self._again, number)
-
-    def lose(self, client: str) -> list[int]:
-        """Have all tickets of a client dealt again; returns which."""
-        lost = sorted(number for number, holder in self._holders.items() if holder == client)
-        for number in lost:
-            self.give_back(number)
-        return lost
+    def lose(self, client: str) -> None:
+        """Have all tickets of a client dealt again."""
+        for number in [number for number, holder in self._holders.items() if holder == client]:
+            del self._holders[number]
+            self._attempts[number] = self._attempts.get(number, 0) + 1
+            heapq.heappush(self._again, number)
 
     def go_on_at(self, batches: int) -> None:
         """Begin at a global batch, those before it applied; nothing is in flight."""
-        self._below = self._next = batches * self._pieces
+        self._below = self._next = batches * self.pieces
         self.until = max(self.until, batches)
         self._applied.clear()
         self._again.clear()
@@ -711,6 +606,12 @@ class Tickets:
         self.until, self._next, self._below = state["until"], state["next"], state["below"]
         self._applied, self._again = set(state["applied"]), list(state["again"])
         self._attempts, self._holders = dict(state["attempts"]), dict(state["holders"])
+
+    def _note(self, number: int) -> None:
+        self._applied.add(number)
+        while self._below in self._applied:
+            self._applied.remove(self._below)
+            self._below += 1
 
     def _shown(self) -> str:
         """Tickets that are waited for and who has them, the first few."""

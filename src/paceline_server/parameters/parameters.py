@@ -1,7 +1,8 @@
-"""Tensors that a server owns, their optimizers, and the version of each."""
+"""Tensors that a server owns, their optimizers, the version of each, and what may be pushed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -203,3 +204,79 @@ def _part(spec: TensorSpec, piece: Slice) -> TensorSpec:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def must_fit(gradients: Mapping[str, Gradient], specs: Mapping[str, TensorSpec], client: str) -> None:
+    """Refuse a push whose names, shapes, dtypes, row numbers or values are wrong.
+
+    Raises:
+        ServerRefused: it says which tensor, and what is expected.
+    """
+    if not gradients:
+        raise ServerRefused(f"{client} pushed nothing: name at least one tensor")
+    for name, gradient in gradients.items():
+        spec = specs.get(name)
+        if spec is None:
+            raise ServerRefused(f"{client} pushed {name!r}, which this server does not own; it owns {_some(specs)}")
+        values = gradient.values if isinstance(gradient, Rows) else gradient
+        if isinstance(gradient, Rows):
+            _rows_must_fit(gradient, spec, client)
+        elif tuple(values.shape) != spec.shape:
+            raise ServerRefused(f"{client} pushed {name} with shape {tuple(values.shape)} instead of {spec.shape}")
+        if values.dtype != spec.torch_dtype:
+            raise ServerRefused(f"{client} pushed {name} as {values.dtype} instead of {spec.torch_dtype}")
+        if not is_finite(values):
+            raise ServerRefused(
+                f"{client} pushed NaN or Inf in {name}: nothing of the push was applied. Look at its loss and its "
+                "data, and push no step whose gradient is not finite"
+            )
+
+
+def is_finite(values: Tensor) -> bool:
+    """True if no value is NaN or Inf; one pass over the memory."""
+    total = values.sum(dtype=torch.float64)  # NaN and Inf stay; finite values of any of our dtypes have a finite sum
+    return math.isfinite(total.item()) or bool(torch.isfinite(values).all())
+
+
+def rows_must_be_owned(rows: Tensor, spec: TensorSpec, client: str) -> None:
+    """Refuse row numbers that are none. Raises ServerRefused."""
+    if rows.dtype != torch.int64 or rows.dim() != 1:
+        raise ServerRefused(
+            f"{client} named rows of {spec.name} by {rows.dtype} of shape {tuple(rows.shape)}: use int64, 1-D"
+        )
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < spec.rows:
+        raise ServerRefused(f"{client} named row {int(rows.max())} of {spec.name}, which has {spec.rows} rows here")
+
+
+def negated(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
+    """The push with the opposite sign, in memory of its own."""
+    return {name: Rows(g.rows, -g.values) if isinstance(g, Rows) else -g for name, g in gradients.items()}
+
+
+def once_each(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
+    """A push with every row named once, the values of repeated ones added."""
+    return {name: _summed_rows(g) if isinstance(g, Rows) else g for name, g in gradients.items()}
+
+
+def _summed_rows(part: Rows) -> Rows:
+    unique, at = torch.unique(part.rows, return_inverse=True)
+    if len(unique) == len(part.rows):
+        return part
+    values = part.values.new_zeros((len(unique), *part.values.shape[1:])).index_add_(0, at, part.values)
+    return Rows(unique, values)
+
+
+def _rows_must_fit(gradient: Rows, spec: TensorSpec, client: str) -> None:
+    if not spec.sparse:
+        raise ServerRefused(f"{client} pushed rows of {spec.name}, which is dense: push all of it, or set sparse=True")
+    rows_must_be_owned(gradient.rows, spec, client)
+    expected = (len(gradient.rows), *spec.shape[1:])
+    if tuple(gradient.values.shape) != expected:
+        raise ServerRefused(
+            f"{client} pushed rows of {spec.name} of shape {tuple(gradient.values.shape)}, not {expected}"
+        )
+
+
+def _some(specs: Mapping[str, TensorSpec]) -> str:
+    names = list(specs)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,4 +1,4 @@
-"""Process of a parameter server: calls of clients, around the log and its machine."""
+"""Process of a parameter server: calls of clients, around the log; and sums, which are kept nowhere."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 from torch import Tensor
 
-from paceline.errors import ChannelError, DeadlineError, ServerLost, ServerRefused
+from paceline.errors import ChannelError, DeadlineError, ServerRefused
 from paceline.wire.key import RunKey
-from paceline_server.parameters.journal import Journal
-from paceline_server.parameters.log import Address, Elsewhere, Log, OwnViews, Views, as_text, wait_for
+from paceline_server.parameters.log import Address, Elsewhere, Log, Views, as_text, wait_for
 from paceline_server.parameters.machine import Action, Leave, Machine, Operation, Push, Reply, read_action
+from paceline_server.parameters.parameters import rows_must_be_owned
 from paceline_server.parameters.settings import ServerSettings
-from paceline_server.parameters.sums import Place, Sums, rows_must_be_owned
 from paceline_server.service import Caller, Limits, Service
 from paceline_server.talk import LATER, at_once, quick
 
@@ -41,13 +39,9 @@ class ParameterServer:
         part, servers: which of the servers it is. Only part 0 deals tickets.
         views: which process is primary: of those with the same views the first is, the next is its backup. None: it is
             alone.
-        journal: folder where operations are kept, besides or instead of a backup; a server that finds one goes on.
         grace_s: a client that has no connection for so long is lost: its tickets are dealt again.
         threads: as of `Service`: clients that may wait at one time.
         decode: reads coded tensors; takes their bytes and the count of numbers, and raises ServerRefused.
-
-    Raises:
-        ServerLost: the journal is damaged.
     """
 
     def __init__(
@@ -59,7 +53,6 @@ class ParameterServer:
         part: int = 0,
         servers: int = 1,
         views: Views | None = None,
-        journal: Path | None = None,
         grace_s: float = GRACE_S,
         threads: int = 64,
         decode: Decode | None = None,
@@ -71,12 +64,7 @@ class ParameterServer:
         self._absent: dict[str, tuple[str, float]] = {}  # clients without a connection: name, and until when
         self._traffic: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"sent_bytes": 0, "refused": 0})
         self._log = Log(
-            lambda: Machine(settings, servers, part),
-            views or OwnViews(),
-            key,
-            Journal(journal) if journal else None,
-            self._name,
-            self._expect_members,
+            lambda: Machine(settings, servers, part), views or Views(), key, self._name, self._expect_members
         )
         self._turn = self._log.turn
         self._closing = False
@@ -127,13 +115,7 @@ class ParameterServer:
             }
 
     def expel(self, name: str) -> None:
-        """End the membership of a client that is known to be gone.
-
-        The backup does nothing.
-
-        Raises:
-            ServerRefused: the disk is full.
-        """
+        """End the membership of a client that is known to be gone. The backup does nothing."""
         with self._turn:
             if self._log.primary and name in self._log.machine.clients.members:
                 self._lose(name)
@@ -163,6 +145,7 @@ class ParameterServer:
             "sum": self._sum,
             "statistics": lambda caller: self.statistics(),
             "state": self._state,
+            "records": self._records,
             "attend": self._log.attend,
             "beat": self._log.beat,
         }
@@ -199,10 +182,6 @@ class ParameterServer:
                 return self._elsewhere()
             except ServerRefused as error:
                 return self._refused(caller, error)
-            except ServerLost as error:
-                self._log.fail(str(error))
-                self.ended.set()
-                return ["lost", str(error)]
             except ChannelError as error:  # it has waited for others, or nobody says who is the primary
                 return ["waits", str(error)]
 
@@ -285,7 +264,7 @@ class ParameterServer:
     def _pull(self, caller: Caller, since: int, batches: int, wait_s: float) -> list[Any]:
         """Version, and the dense tensors that changed after `since`."""
         with self._turn:
-            self._wait_until_readable(caller, batches, wait_s)
+            self._wait_until_readable(batches, wait_s)
             parameters = self._log.machine.parameters
             tensors = {name: parameters.snapshot(name) for name in parameters.changed_since(since)}
             if since > parameters.version:
@@ -305,7 +284,7 @@ class ParameterServer:
         if rows is not None:
             rows_must_be_owned(rows, spec, caller.name)
         with self._turn:
-            self._wait_until_readable(caller, batches, wait_s)
+            self._wait_until_readable(batches, wait_s)
             parameters = self._log.machine.parameters
             numbers = parameters.rows_since(name, since) if rows is None else rows
             values, version, mark = parameters.rows(name, numbers), parameters.version, self._log.mark()
@@ -349,10 +328,18 @@ class ParameterServer:
         self._log.confirm(mark)
         return {"parameters": state, "batches": batches}
 
-    def _wait_until_readable(self, caller: Caller, batches: int, wait_s: float) -> None:
+    def _records(self, caller: Caller, number: int) -> list[Any]:
+        """Records of applied pieces, see `Machine.records_since`."""
+        with self._turn:
+            self._log.must_be_primary()
+            records, mark = self._log.machine.records_since(number), self._log.mark()
+        self._log.confirm(mark)
+        return records
+
+    def _wait_until_readable(self, batches: int, wait_s: float) -> None:
         def readable() -> bool | str:
             self._log.must_be_primary()
-            return self._log.machine.read_waits(caller.name, batches) or True
+            return self._log.machine.read_waits(batches) or True
 
         wait_for(self._turn, readable, time.monotonic() + min(wait_s, MOST_WAIT_S))
 
@@ -361,12 +348,12 @@ class ParameterServer:
             if self._connected.get(caller.identity) is not caller:
                 return  # it has another connection
             del self._connected[caller.identity]
-            if self._log.machine.clients.identities().get(caller.name) == caller.identity:
+            if self._log.machine.clients.members.get(caller.name) == caller.identity:
                 self._absent[caller.identity] = (caller.name, time.monotonic() + self._grace_s)
 
     def _expect_members(self) -> None:
         """Have members that do not come to the new primary counted as absent."""
-        for name, identity in self._log.machine.clients.identities().items():
+        for name, identity in self._log.machine.clients.members.items():
             self._absent[identity] = (name, time.monotonic() + self._grace_s)
 
     def _keep_house(self) -> None:
@@ -378,11 +365,8 @@ class ParameterServer:
                 due = [identity for identity, (_, until) in self._absent.items() if until < now]
                 for identity in due if self._log.primary else ():
                     name, _ = self._absent[identity]
-                    if identity not in self._connected and self._log.machine.clients.identities().get(name) == identity:
-                        try:
-                            self._lose(name)
-                        except ServerRefused:
-                            break  # the disk is full: it leaves when there is room
+                    if identity not in self._connected and self._log.machine.clients.members.get(name) == identity:
+                        self._lose(name)
                     del self._absent[identity]
 
     def _lose(self, name: str) -> None:
@@ -393,4 +377,115 @@ class ParameterServer:
 
 def _as_list(reply: Reply) -> list[Any]:
     ticket = None if reply.ticket is None else list(reply.ticket)
-    return [reply.version, reply.accepted, reply.stepped, reply.staleness, ticket]
+    return [reply.version, reply.accepted, reply.staleness, ticket]
+
+
+_MOST_MEMBERS = 2**16
+_MOST_UNDER_WAY = 4096  # sums of one space
+
+
+class Place(NamedTuple):
+    """Name of a sum within its space: a step has one for each bucket."""
+
+    number: int
+    bucket: int
+
+
+class Sums:
+    """Sums over clients: every one of them gets the sum of what all gave. Nothing is kept, and nothing is replicated.
+
+    The tensors are added in the order of the clients' indices, so that the sum is the same in every run, and all get
+    the same bits. A sum belongs to a space, the newest of which counts: who waits in an older one is told. Threads of
+    the callers do the work, and wait.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._space = ""
+        self._order = -1
+        self._under_way: dict[Place, _Sum] = {}
+
+    def add(
+        self, space: tuple[int, str], place: Place, index: int, members: int, tensor: Tensor, wait_s: float
+    ) -> Tensor:
+        """Give a tensor, and wait for the sum.
+
+        Args:
+            space: its number and its name; one of a higher number ends all before it.
+
+        Raises:
+            ServerRefused: the space is over, or the tensor does not fit those of the others.
+            DeadlineError: some have given nothing in time; it names their indices. Ask again with the same tensor.
+        """
+        until = time.monotonic() + wait_s
+        with self._turn:
+            self._enter(space)
+            if place not in self._under_way:
+                if not 0 < members <= _MOST_MEMBERS or len(self._under_way) >= _MOST_UNDER_WAY:
+                    raise ServerRefused(
+                        f"a sum over {members} clients, beside {len(self._under_way)} others, is too much"
+                    )
+                self._under_way[place] = _Sum(members)
+            held = self._under_way[place]
+            held.take(index, members, tensor)
+            if held.missing == []:
+                self._turn.notify_all()
+            while held.missing and self._under_way.get(place) is held:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineError(
+                        f"no tensor from clients {held.missing[:8]} for sum {place.number}.{place.bucket}"
+                    )
+                self._turn.wait(left_s)
+            if held.missing:
+                raise ServerRefused(f"the sums of {space[1]!r} are over: {self._space!r} has begun")
+            assert held.total is not None
+            self._forget_before(place)
+            return held.total
+
+    def _enter(self, space: tuple[int, str]) -> None:
+        order, name = space
+        if order < self._order or (order == self._order and name != self._space):
+            raise ServerRefused(f"the sums of {name!r} are over: {self._space!r} has begun")
+        if order > self._order:
+            self._order, self._space = order, name
+            self._under_way.clear()
+            self._turn.notify_all()
+
+    def _forget_before(self, place: Place) -> None:
+        """Drop sums of two steps ago: members of a step have those of the last."""
+        for old in [p for p in self._under_way if p.number < place.number - 1]:
+            del self._under_way[old]
+
+
+class _Sum:
+    """One sum: those that came are added as soon as all of lower index have."""
+
+    def __init__(self, members: int) -> None:
+        self.members, self.total = members, None
+        self._next = 0  # index that is added next
+        self._waiting: dict[int, Tensor] = {}
+
+    total: Tensor | None
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices that have not come."""
+        return [index for index in range(self._next, self.members) if index not in self._waiting]
+
+    def take(self, index: int, members: int, tensor: Tensor) -> None:
+        """Take the tensor of one client, whose memory is the sum's from here on. Once more is the same as once."""
+        if members != self.members or not 0 <= index < members:
+            raise ServerRefused(f"client {index} of {members} gave a tensor for a sum over {self.members} clients")
+        if index < self._next or index in self._waiting:
+            return
+        first = self.total if self.total is not None else next(iter(self._waiting.values()), tensor)
+        if tensor.shape != first.shape or tensor.dtype != first.dtype:
+            raise ServerRefused(
+                f"client {index} gave {tuple(tensor.shape)} {tensor.dtype} for a sum of {tuple(first.shape)} "
+                f"{first.dtype}"
+            )
+        self._waiting[index] = tensor
+        while (ready := self._waiting.pop(self._next, None)) is not None:
+            self.total = ready if self.total is None else self.total.add_(ready)
+            self._next += 1

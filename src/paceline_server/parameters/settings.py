@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -21,7 +21,6 @@ from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.partition import contiguous
 
 _Kind = TypeVar("_Kind", OptimizerSpec, ScheduleSpec)
-Combine = Literal["sum", "mean", "trimmed_mean", "median"]
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -89,18 +88,11 @@ class ServerSettings:
 
     Attributes:
         fingerprint: of the model; who comes with another one is refused.
-        staleness: by how many global batches a ticket may run ahead of what is applied, or, without tickets, by how
-            many pushes a member may run ahead of the slowest. 0: synchronous; inf: nobody waits.
+        staleness: by how many global batches a ticket may run ahead of what is applied; inf: nobody waits.
         staleness_aware: the learning rate of a push that is tau steps old is divided by max(1, tau); with tickets
-            by max(1, tau / pieces), for as many steps are what a global batch is made of.
-        oldest_version: steps by which a push may be late at most; one that is later is refused.
-        pushes_per_step: gradients that are summed before a step.
-        rounds: a step is taken when every member has pushed; `combine` says what of.
-        trim: share of the values that a trimmed mean leaves out at each end.
-        norm_bound: a push whose L2 norm is larger is scaled down to it, and counted.
-        pieces: tickets of one global batch; None: the server deals none.
+            by max(1, tau / pieces), because a global batch is made of that many steps.
+        pieces: tickets of one global batch; None: the server deals none, and takes pushes as they come.
         compress: codec of the dense gradients that clients push; none sends them as they are.
-        tickets_at_once: tickets that one client may hold.
         most_members: clients that may have joined at one time.
     """
 
@@ -108,15 +100,8 @@ class ServerSettings:
     fingerprint: str
     staleness: float = math.inf
     staleness_aware: bool = True
-    oldest_version: int | None = None
-    pushes_per_step: int = 1
-    rounds: bool = False
-    combine: Combine = "sum"
-    trim: float = 0.1
-    norm_bound: float | None = None
     pieces: int | None = None
     compress: str = "none"
-    tickets_at_once: int = 4
     most_members: int = 4096
 
     def __post_init__(self) -> None:
@@ -131,19 +116,10 @@ class ServerSettings:
             yield "name at least one tensor, and each in one group only"
         if not self.staleness >= 0 or self.staleness % 1 > 0:
             yield f"staleness is 0, a number of global batches, or inf, not {self.staleness}"
-        if self.pushes_per_step < 1 or (self.pieces is not None and self.pieces < 1):
-            yield "pushes_per_step and pieces are at least 1"
-        if self.rounds and (self.pieces or self.pushes_per_step > 1):
-            yield "rounds step when every member has pushed: leave out pieces and pushes_per_step"
-        if self.pieces and self.pieces % self.pushes_per_step:
-            yield (
-                f"a step of {self.pushes_per_step} pushes does not divide the {self.pieces} pieces of a global batch, "
-                f"so that a boundary would leave gradients unapplied; take a divisor of {self.pieces}"
-            )
-        if not self.rounds and self.combine in ("trimmed_mean", "median"):
-            yield f"combine={self.combine} is of all pushes of a round: set rounds=True"
-        if not 0 <= self.trim < 0.5 or (self.norm_bound is not None and not self.norm_bound > 0):
-            yield "trim is at least 0 and less than 0.5, and norm_bound is positive"
+        if self.pieces is not None and self.pieces < 1:
+            yield "there is at least 1 piece in a global batch"
+        if self.pieces is None and self.staleness < math.inf:
+            yield "a staleness is counted in tickets: set pieces"
 
     def tensors(self) -> Iterator[TensorSpec]:
         """All tensors, group by group."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -319,21 +319,20 @@ def _key_of(group: Group) -> RunKey | None:
 
 
 class Served(SyncRule):
-    """Hand this worker's gradient to `update` in the place of an optimizer step.
+    """Leave this worker's gradients where they are: the workers' loop pushes them, and servers step.
 
     A worker's ranks are alone in their group: no collective joins them with others.
 
     Attributes:
-        update: pushes the gradients of the parameters; set by the workers' loop.
+        has_servers: set by the workers' loop.
     """
 
     def __init__(self, **_: object) -> None:
-        self.update: Callable[[], object] = _nobody
+        self.has_servers = self._is_dry = False
 
     def attach(self, replica: Replica) -> None:
-        if replica.world.is_fake:  # a dry run has no servers
-            self.update = lambda: None
-        elif replica.dp.size > 1:
+        self._is_dry = replica.world.is_fake
+        if not self._is_dry and replica.dp.size > 1:
             raise PlanError(
                 "under sync=server with a staleness, servers own the parameters and workers take pieces of the batches "
                 "as they can, which only paceline train does: sync=server, whose replicas take every step together"
@@ -341,7 +340,8 @@ class Served(SyncRule):
         self.parameters = replica.trainable
 
     def step_optimizer(self, optimizer: Optimizer) -> None:
-        self.update()
+        if not self.has_servers and not self._is_dry:
+            raise PlanError("sync=server with a staleness trains with servers, which only paceline train starts")
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         return Reduction(numbers_of(self.parameters), scalars)
@@ -350,8 +350,8 @@ class Served(SyncRule):
 class ServedDeltas(Served):
     """Train alone for a round of steps; the workers' loop pushes the change.
 
-    `update` is the step of this worker's optimizer; servers take the outer one (DiLoCo: Douillard et al., 2023,
-    arXiv:2311.08105) on each push. Between rounds a worker keeps its optimizer's state.
+    Servers take the outer step (DiLoCo: Douillard et al., 2023, arXiv:2311.08105) on each push. Between rounds a worker
+    keeps its optimizer's state.
 
     Attributes:
         outer: state of the servers' optimizer at the last boundary, by the parameters' names; on the first worker.
@@ -361,6 +361,11 @@ class ServedDeltas(Served):
         super().__init__(**arguments)
         self.outer: dict[str, dict[str, Tensor]] = {}
 
+    def step_optimizer(self, optimizer: Optimizer) -> None:
+        super().step_optimizer(optimizer)
+        if self.has_servers:
+            optimizer.step()
+
     def state_dict(self) -> dict[str, Any]:
         return {f"{key}/{name}": value for name, state in self.outer.items() for key, value in state.items()}
 
@@ -369,7 +374,3 @@ class ServedDeltas(Served):
         for full, value in state.items():
             key, _, name = full.partition("/")
             self.outer.setdefault(name, {})[key] = value
-
-
-def _nobody() -> None:
-    raise PlanError("sync=server with a staleness trains with servers, which only paceline train starts")

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import defaultdict
 from typing import Any, cast
+
+import msgspec
 
 from paceline.comm import Group
 from paceline.engine.engine import StepResult
@@ -21,9 +24,9 @@ from paceline.run.record.callback import StepInfo
 from paceline.run.record.run import Run
 from paceline.units import count
 from paceline.wire.store import StoreClient
-from paceline_server.training.log import LoggedBatches, LoggedPiece
+from paceline_server.parameters.client import ServerClient
 from paceline_server.training.pieces import next_boundary
-from paceline_server.training.worker import Worker
+from paceline_server.training.worker import PartRecord, Worker
 
 BEGIN = "served/begin"  # key of the run's store: batches before the first round
 _PROGRESS = "served/progress"  # key of the run's store: what the first worker needs when it is started again
@@ -39,21 +42,22 @@ class FirstWorker(Loop):
         self.worker, self.client, self.store, self.workers = worker, worker.client, store, run.plan.dp
         self._share, self._why = worker.whole.share, ""
         self._opened = 0  # batches that are dealt
+        self._noted = 0  # the newest boundary, from which this worker goes on when it is started again
         self._votes: dict[str, int] = {}
         self._last_written = time.monotonic()
         self._batch_s: float | None = None
 
-    def _begin(self) -> str | None:
+    def begin(self) -> str | None:
         """Begin or resume the run, or go on with it where this worker was lost."""
         found = json.loads(self.store.get(_PROGRESS)) if self.store.check([_PROGRESS]) else None
         if (progress := self._share(found)) is not None:
             return self._return(progress)
-        reason = super()._begin()
+        reason = super().begin()
         if self.client is not None:
             self.store.set(BEGIN, str(self.engine.step_count).encode())
         self.worker.hand_over(self.engine.step_count, ServerProcesses.of(self.run_directory.plan.sync).parts)
         self._opened = self.engine.step_count
-        self.log = LoggedBatches(self.store, self.workers, self.workers, self._opened)
+        self._applied = AppliedBatches(self.workers, self._opened)
         self.events("sync", {"said": [self._sentence()]})
         self._note_progress()
         return reason
@@ -80,12 +84,12 @@ class FirstWorker(Loop):
         self.evaluations.at = progress["evaluated_at"]
         self.checkpoints.continued()
         self.worker.pull()
-        written = max(progress["step"], self.recorder.last_step)
-        self.log = LoggedBatches(self.store, self.workers, self.workers, written)
+        self._noted = progress["step"]
+        self._applied = AppliedBatches(self.workers, max(progress["step"], self.recorder.last_step))
         self.engine.meter.restart()
         return self.stop.ended(progress["step"])
 
-    def _steps(self) -> str | None:
+    def steps(self) -> str | None:
         """Train to the next boundary, and do what is due there."""
         boundary = self._next_boundary()
         self._last_written = time.monotonic()
@@ -98,7 +102,6 @@ class FirstWorker(Loop):
         reason = self.after_step(info)
         if reason is None and step % self.epoch_steps == 0:
             reason = self.evaluations.after_epoch()
-        self._acted = step
         # parameters change from here on
         self.checkpoints.saving.release()
         self._tell_servers(step)
@@ -110,18 +113,15 @@ class FirstWorker(Loop):
         self._open(boundary)
         # of the rest of the loop the worker's ranks know the same
         self._opened, self._votes = self._share([self._opened, self._votes])
-        self._ask()
-        done = self.worker.advance()
-        if done is None:
+        self.vote()
+        results = self.worker.advance()
+        if results is None:
             self._boundary_reached = True
             return
-        for result in [part.result for part in done.parts if part.result is not None]:
+        for result in results:
             self._votes |= result.votes
             if result.problem is not None:
-                self._rewound(result)
-        if done.pushed is not None and done.pushed.accepted:
-            for piece in LoggedPiece.of(done):
-                self.log.add(piece)
+                self.rewound(result)
         if self.client is not None:
             self._write()
 
@@ -132,10 +132,10 @@ class FirstWorker(Loop):
             return
         ahead = _FIRST_AHEAD if self._batch_s is None else max(_FIRST_AHEAD, math.ceil(_AHEAD_S / self._batch_s))
         rounds = self.worker.rounds
-        wanted = min(boundary, rounds.whole(max(self.log.next, self.engine.step_count) + ahead))
+        wanted = min(boundary, rounds.whole(max(self._applied.next, self.engine.step_count) + ahead))
         if wanted > self._opened:
             self._opened = wanted
-            self.client.open(rounds.until(wanted))
+            self.client.open(rounds.until(wanted), rounds.until(self._noted))
 
     def _reached(self, boundary: int) -> bool:
         """True if all that was dealt is applied, and no more is to be."""
@@ -150,14 +150,14 @@ class FirstWorker(Loop):
         """Have the state of the servers in this engine."""
         self.worker.take_over()
         self.engine.step_count = step
-        self.engine.loader.load_state_dict(self._position(step))
+        self.engine.loader.load_state_dict(self.position_after(step))
 
-    def _ending(self, result: StepResult) -> str | None:
+    def ending(self, result: StepResult) -> str | None:
         """Reason why the run ends at a boundary, on all ranks of this worker.
 
         The first has seen the losses of all batches before it.
         """
-        reason = super()._ending(result)
+        reason = super().ending(result)
         return cast("str | None", self._share(reason or self._why or None))
 
     # Record
@@ -169,11 +169,15 @@ class FirstWorker(Loop):
         return info or StepInfo.from_json(told)
 
     def _write(self, until: int | None = None) -> StepInfo | None:
-        """Write the lines of whole batches, of all before `until`; returns the last."""
+        """Write the lines of batches that are applied whole; returns the last.
+
+        Args:
+            until: the boundary where this is; between boundaries None, and there may be nothing to write yet.
+        """
+        assert self.client is not None
         if until is None and time.monotonic() - self._last_written < _WRITE_S:
             return None
-        found = self._whole(until)
-        if not found:
+        if not (found := self._applied.whole(self.client)):
             return None
         # behind the reading: the ends of batches are counted from here, and none lies before one already written
         now, ended_at = time.monotonic(), time.time()
@@ -183,25 +187,13 @@ class FirstWorker(Loop):
         for (batch, pieces), later in zip(found, until_now, strict=True):
             info = self._told(batch + 1, pieces, self._batch_s)
             info.ended_at = ended_at - later * self._batch_s
-            for on_step in self._on_step:
-                on_step(info)
+            self.tell_step(info)
             if info.result.step != until and (reason := self.stop.after_step(info.result.step, info.result.loss)):
                 self._votes["stop"] = 1
                 self._why = self._why or reason
         return info
 
-    def _whole(self, until: int | None) -> list[tuple[int, list[LoggedPiece]]]:
-        """Whole batches; with `until` all before it, after a short wait for the workers."""
-        self.log.read()
-        found = list(self.log.whole())
-        give_up = time.monotonic() + _TOLD_S
-        while until is not None and self.log.next < until and time.monotonic() < give_up:
-            time.sleep(0.005)
-            self.log.read()
-            found += self.log.whole()
-        return found + list(self.log.whole(until)) if until is not None else found
-
-    def _told(self, step: int, pieces: list[LoggedPiece], step_s: float) -> StepInfo:
+    def _told(self, step: int, pieces: list[PartRecord], step_s: float) -> StepInfo:
         """A batch as callbacks see it: the mean of its pieces' losses."""
         computed = [piece for piece in pieces if piece.loss is not None]
         samples = sum(piece.samples for piece in computed)
@@ -229,9 +221,38 @@ class FirstWorker(Loop):
         """Tell the store what this worker needs when it is started again."""
         if self.client is None:
             return
+        self._noted = self._opened
         progress = {"step": self._opened, "stop": self.stop.state_dict(), "evaluated_at": self.evaluations.at}
         self.store.set(_PROGRESS, json.dumps(progress).encode())
 
 
-_TOLD_S = 1.0  # for workers to tell of their last pieces before a boundary
-_WRITE_S = 0.2  # from one look at the other workers' losses to the next
+_WRITE_S = 0.2  # from one look at the records of pieces to the next
+
+
+class AppliedBatches:
+    """Puts the records of applied pieces together to batches.
+
+    Args:
+        pieces: of a batch.
+        first: the batch to begin with.
+
+    Attributes:
+        next: the batch that `whole` gives next.
+    """
+
+    def __init__(self, pieces: int, first: int) -> None:
+        self.next, self._pieces, self._number = first, pieces, 0
+        self._known: defaultdict[int, dict[int, PartRecord]] = defaultdict(dict)
+
+    def whole(self, client: ServerClient) -> list[tuple[int, list[PartRecord]]]:
+        """Batches whose pieces are all applied, in order, each once."""
+        self._number, found = client.records(self._number)
+        for ticket, record in found:
+            for part in msgspec.convert(record, list[PartRecord]):
+                if part.batch >= self.next:
+                    self._known[part.batch][ticket % self._pieces] = part
+        batches = []
+        while len(self._known[self.next]) == self._pieces:
+            batches.append((self.next, list(self._known.pop(self.next).values())))
+            self.next += 1
+        return batches

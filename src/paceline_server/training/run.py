@@ -40,10 +40,9 @@ from paceline.wire.key import RunKey, own_key
 from paceline.wire.status import StatusBoard
 from paceline.wire.store import StoreClient
 from paceline_server.parameters.client import ServerClient
-from paceline_server.parameters.log import StoreViews, View, as_address, as_text
+from paceline_server.parameters.log import View, Views, as_address, as_text
 from paceline_server.parameters.process import GRACE_S, ParameterServer
 from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
-from paceline_server.training.log import PieceLog
 from paceline_server.training.loop import BEGIN, FirstWorker
 from paceline_server.training.pieces import Pieces, Rounds, next_boundary
 from paceline_server.training.whole import Whole
@@ -83,7 +82,7 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
     with ExitStack() as held:
         key, where = _key_and_place(environment)
         decode = None if settings.compress == "none" else decoder(settings.compress)
-        views = StoreViews(store, f"served/view/{part}") if servers.each > 1 else None
+        views = Views(store, f"served/view/{part}") if servers.each > 1 else None
         if views is not None:
             _vacate(store, views, number)
         server = held.enter_context(
@@ -100,7 +99,7 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
                 _expel(server, run, generation)
 
 
-def _vacate(store: StoreClient, views: StoreViews, number: int) -> None:
+def _vacate(store: StoreClient, views: Views, number: int) -> None:
     """Free the lead of a server that a lost predecessor of this process held alone.
 
     Otherwise both processes of the server would wait for the predecessor for ever. This is done only before the run
@@ -159,24 +158,20 @@ def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
             FirstWorker(run, worker, data, group, store).run()
             store.set(ENDED, b"1")
         else:
-            _work_until(worker, PieceLog(store, number), leaves, lambda: store.check([ENDED]))
+            _work_until(worker, leaves, lambda: store.check([ENDED]))
         if client is not None:
             client.leave()
         engine.on_phase("done", engine.step_count)
 
 
-def _work_until(worker: Worker, log: PieceLog, leaves: threading.Event, ended: Callable[[], bool]) -> None:
+def _work_until(worker: Worker, leaves: threading.Event, ended: Callable[[], bool]) -> None:
     """Compute pieces; at a boundary wait for the first worker."""
     with stop_signals(lambda name: None):  # the first worker ends the run, for all
         while not worker.whole.share(leaves.is_set()):
-            if (done := worker.advance()) is not None:
-                log.add(done)
-                continue
-            log.send()
-            if worker.whole.share(ended()):
-                return
-            time.sleep(_LOOK_S)
-        log.send()
+            if worker.advance() is None:
+                if worker.whole.share(ended()):
+                    return
+                time.sleep(_LOOK_S)
 
 
 @contextmanager

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from paceline.data.loader import Position
 from paceline.engine.engine import Engine, StepResult
 from paceline.errors import PlanError
-from paceline_server.parameters.client import NoMember, Pushed, ServerClient
+from paceline_server.parameters.client import NoMember, ServerClient
 from paceline_server.parameters.machine import Ticket
 from paceline_server.parameters.settings import ServerSettings, Slice, slices_of
 from paceline_server.sync.server import Served, ServedDeltas
@@ -23,24 +23,16 @@ from paceline_server.training.pieces import Pieces, Rounds
 from paceline_server.training.whole import Whole
 
 
-class Computed(NamedTuple):
-    """The worker's part of one global batch; without samples there is no result."""
+class PartRecord(msgspec.Struct, array_like=True, frozen=True):
+    """Record of a worker's part of a global batch, kept by the server that applies it.
 
-    batch: int
-    position: Position
-    result: StepResult | None
-
-
-class Piece(NamedTuple):
-    """Work for one ticket: a part of each global batch of its round.
-
-    Attributes:
-        pushed: the servers' answer; None on ranks that do not speak with them.
+    Without samples loss and norm are None.
     """
 
-    ticket: Ticket
-    parts: list[Computed]
-    pushed: Pushed | None
+    batch: int
+    samples: int
+    loss: float | None
+    norm: float | None
 
 
 class Worker:
@@ -66,7 +58,7 @@ class Worker:
             raise PlanError(f"sync={engine.plan.sync} has no servers that own parameters: sync=server:staleness=inf")
         self.engine, self.client, self.pieces, self.whole, self.rule = engine, client, pieces, whole, engine.rule
         self._rounds, self._alone = rounds, isinstance(self.rule, ServedDeltas)
-        self.rule.update = engine.optimizer.step if self._alone else self._push_gradients
+        self.rule.has_servers = True
         self.trained: dict[str, nn.Parameter] = {n: p for n, p in engine.named_parameters().items() if p.requires_grad}
         # where the client pulls to: the parameters themselves, or whole ones, of which each rank gets its parts
         self.values: Mapping[str, Tensor] = {name: p.data for name, p in self.trained.items()}
@@ -75,18 +67,19 @@ class Worker:
             self.values = {name: torch.empty(shape, dtype=whole.dtypes[name]) for name, shape in here}
         self._rows = [spec.name for spec in client.settings.tensors() if spec.sparse] if client is not None else []
         self._fresh, self._has = False, 0  # whether parameters came with the last push, and the batches they hold
-        self._ticket: Ticket | None = None
         self._next: Ticket | None = None  # dealt with the last push
-        self._pushed: Pushed | None = None
-        self._has_pushed = False
 
     @cached_property
     def rounds(self) -> Rounds:
         """The global batches of each ticket."""
         return self._rounds()
 
-    def advance(self) -> Piece | None:
-        """Compute and push the next piece; None where everything up to the boundary is applied."""
+    def advance(self) -> list[StepResult] | None:
+        """Compute and push the next piece, a part of each global batch of its round.
+
+        Returns:
+            The results of this worker's steps; None where everything up to the boundary is applied.
+        """
         self.engine.on_phase("sync", self.engine.step_count)
         ticket = None
         if self.client is not None:
@@ -132,33 +125,35 @@ class Worker:
             self.whole.spread(found.values, self.trained)
             self._put_optimizer_state(found.optimizer)
 
-    def _computed(self, ticket: Ticket, *, pulls: bool) -> Piece:
-        self._ticket, self._pushed, self._has_pushed = ticket, None, False
+    def _computed(self, ticket: Ticket, *, pulls: bool) -> list[StepResult]:
         batches = self.rounds.batches(ticket.batch)
         if pulls:
             self.pull(ticket.needs)  # still in the phase "sync", because it may wait for other workers
         self.engine.on_phase("data", batches.start + 1)
         before = self._copied() if self._alone else {}
         parts = [self._step(batch, ticket.piece) for batch in batches]
-        if self._alone and any(part.result is not None for part in parts):
-            self._push(self._change_since(before), is_delta=True)
-        if not self._has_pushed and self.client is not None:
+        results = [result for _, result in parts if result is not None]
+        record = [msgspec.to_builtins(part) for part, _ in parts]
+        if self._alone and results:
+            self._push(ticket, self._change_since(before), record)
+        elif results and results[0].problem is None:
+            gradients = {name: p.grad for name, p in self.trained.items()}
+            self._push(ticket, self.whole.gather(gradients), record)
+        elif self.client is not None:
             # no samples, or numbers that are not finite and that the job skips
-            self._pushed = self.client.push({}, ticket=ticket)
-        return Piece(ticket, parts, self._pushed)
+            self.client.push({}, ticket=ticket, record=record)
+        return results
 
-    def _step(self, batch: int, piece: int) -> Computed:
-        """Compute this worker's part of a global batch."""
+    def _step(self, batch: int, piece: int) -> tuple[PartRecord, StepResult | None]:
+        """Compute this worker's part of a global batch; without samples there is no result."""
         engine = self.engine
         samples, position = self.pieces.samples(batch, piece)
         engine.step_count = batch
         engine.on_phase("data", batch + 1)
-        result = engine.step(engine.loader.read(samples, position)) if position.total else None
-        return Computed(batch, position, result)
-
-    def _push_gradients(self) -> None:
-        """Push the gradients, in the place of an optimizer step."""
-        self._push(self.whole.gather({name: p.grad for name, p in self.trained.items()}))
+        if not position.total:
+            return PartRecord(batch, 0, None, None), None
+        result = engine.step(engine.loader.read(samples, position))
+        return PartRecord(batch, position.total, result.loss, result.grad_norm), result
 
     def _copied(self) -> dict[str, Tensor]:
         """The parameters as the servers have them, which steps of this worker do not change."""
@@ -174,14 +169,12 @@ class Worker:
             value.copy_(before[name])
         return change
 
-    def _push(self, tensors: Mapping[str, Tensor], *, is_delta: bool = False) -> None:
-        """Push, and get what has changed."""
-        self._has_pushed = self._fresh = True
+    def _push(self, ticket: Ticket, tensors: Mapping[str, Tensor], record: list[Any]) -> None:
+        """Push gradients, or a change of the parameters, and get what has changed."""
+        self._fresh = True
         if self.client is not None:
-            self._pushed = self.client.push_and_pull(
-                tensors, self.values, ticket=self._ticket, delta=is_delta, take=True
-            )
-            self._next = self._pushed.next
+            pushed = self.client.push(tensors, self.values, ticket=ticket, delta=self._alone, take=True, record=record)
+            self._next = pushed.next
             if self._next is not None and len(self.client.lines) == 1:
                 # dealt before the parameters were read, which so hold what it needs
                 self._has = max(self._has, self._next.needs)

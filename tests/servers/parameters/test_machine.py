@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from paceline.errors import ServerRefused
 from paceline_server.parameters.machine import (
     Action,
-    GiveBack,
     Initialize,
     Join,
     Leave,
@@ -128,7 +127,7 @@ def test_a_wrong_push_is_refused_and_changes_nothing(wrong: Action, told: str) -
 
 def test_finite_values_whose_sum_overflows_are_no_nan() -> None:
     (a,) = started(settings_of())
-    assert a.ask(push([1e308, 1e308, 1e308, 1e308])).stepped
+    assert a.ask(push([1e308, 1e308, 1e308, 1e308])).accepted
 
 
 @pytest.mark.parametrize(
@@ -141,14 +140,6 @@ def test_a_row_that_does_not_exist_is_refused(row: float | None, told: str) -> N
         a.ask(Push({}, {"e": (rows, torch.ones(1, 3 if row is None else 2))}, 0))
 
 
-def test_a_version_too_old_is_refused() -> None:
-    (a,) = started(settings_of(oldest_version=1))
-    for read in (0, 0):
-        a.ask(push([1, 0, 0, 0], read))
-    with pytest.raises(ServerRefused, match="2 steps ago: at most 1"):
-        a.ask(push([1, 0, 0, 0], 0))
-
-
 def test_a_late_push_takes_a_smaller_step() -> None:
     (a,) = started(settings_of())
     for _ in range(3):
@@ -158,73 +149,10 @@ def test_a_late_push_takes_a_smaller_step() -> None:
     assert a.machine.clients.statistics()["a"]["staleness"] == {0: 1, 1: 1, 2: 1}
 
 
-def test_a_step_is_taken_from_as_many_pushes_as_asked_and_their_memory_is_left_alone() -> None:
-    (a,) = started(settings_of(pushes_per_step=3, combine="mean"))
-    pushes = [push([value, 0, 0, 0]) for value in (1, 2, 6)]
-    assert [a.ask(one).stepped for one in pushes] == [False, False, True]
-    assert weights(a.machine) == [-3, 0, 0, 0]
-    assert [one.dense["w"][0].item() for one in pushes] == [1, 2, 6]
-
-
 def test_a_delta_is_added_to_the_parameters() -> None:
     (a,) = started(settings_of())
     a.ask(push([1, 2, 3, 4], delta=True))
     assert weights(a.machine) == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("combine", "result"), [("sum", 1012.0), ("mean", 202.4), ("median", 3.0), ("trimmed_mean", 11 / 3)]
-)
-def test_a_round_takes_what_it_is_told_of_its_pushes(combine: str, result: float) -> None:
-    askers = started(settings_of(rounds=True, combine=combine, trim=0.2), *"abcde")
-    for asker, value in zip(askers, (1, 2, 3, 1000, 6), strict=True):
-        reply = asker.ask(push([value, 0, 0, 0]))
-    assert reply.stepped
-    assert weights(askers[0].machine)[0] == pytest.approx(-result)
-
-
-def test_the_trimmed_mean_and_the_bound_take_the_weight_of_a_poisoned_push() -> None:
-    askers = started(settings_of(rounds=True, norm_bound=2.0), "a", "b")
-    askers[0].ask(push([300, 400, 0, 0]))
-    askers[1].ask(push([1, 0, 0, 0]))
-    assert weights(askers[0].machine) == pytest.approx([-(1.2 + 1), -1.6, 0, 0])
-    counts = askers[0].machine.clients.statistics()
-    assert (counts["a"]["bounded"], counts["b"]["bounded"]) == (1, 0)
-
-
-def test_a_round_goes_on_without_a_member_that_is_lost_and_waits_for_one_that_joined() -> None:
-    a, b = started(settings_of(rounds=True), "a", "b")
-    a.ask(push([1, 0, 0, 0]))
-    assert a.machine.read_waits("a") == "the round waits for b"
-    assert a.machine.waits(Operation("a", a.identity, 9, push([1, 0, 0, 0]))) == "the round waits for b"
-    a.ask(Leave("b"))
-    assert a.machine.read_waits("a") is None
-    c = Asker(a.machine, "c")
-    c.ask(Join())
-    a.ask(push([1, 0, 0, 0]))
-    assert a.machine.read_waits("a") == "the round waits for c"
-    c.ask(push([0, 1, 0, 0]))
-    assert weights(a.machine) == [-2, -1, 0, 0]
-    with pytest.raises(ServerRefused, match="b is no member"):
-        b.ask(push([1, 0, 0, 0]))
-
-
-def test_who_runs_ahead_of_the_slowest_waits_and_a_newcomer_holds_up_nobody() -> None:
-    a, b = started(settings_of(staleness=1), "a", "b")
-    a.ask(push([1, 0, 0, 0]))
-    assert a.machine.read_waits("a") is None
-    a.ask(push([1, 0, 0, 0]))
-    assert a.machine.read_waits("a") == "it is 2 pushes ahead of b"
-    assert a.machine.read_waits("b") is None
-    b.ask(push([1, 0, 0, 0]))
-    assert a.machine.read_waits("a") is None
-    c = Asker(a.machine, "c")
-    c.ask(Join())
-    assert a.machine.read_waits("a") is None
-    c.ask(Leave())
-    b.ask(Leave())
-    a.ask(push([1, 0, 0, 0]))
-    assert a.machine.read_waits("a") is None
 
 
 def test_a_worker_that_comes_back_under_its_name_takes_the_place_of_the_former_one() -> None:
@@ -255,7 +183,7 @@ def test_the_former_one_may_not_take_its_place_back(expelled: bool) -> None:
         a.machine = machine
         with pytest.raises(ServerRefused, match="another process has joined as a since"):
             a.ask(Join())
-        assert machine.clients.identities() == {"a": "another process"}
+        assert machine.clients.members == {"a": "another process"}
 
 
 def test_tickets_wait_for_the_batches_that_the_staleness_asks_for() -> None:
@@ -269,8 +197,8 @@ def test_tickets_wait_for_the_batches_that_the_staleness_asks_for() -> None:
     assert a.machine.waits(more) is not None
     b.ask(push([1, 0, 0, 0], ticket=(1, 0)))
     assert a.ask(Take()).ticket == (2, 1, 0, 0, 1)
-    assert a.machine.read_waits("a", 1) is None
-    assert a.machine.read_waits("a", 2) == "1 global batches are applied"
+    assert a.machine.read_waits(1) is None
+    assert a.machine.read_waits(2) == "1 global batches are applied"
 
 
 def test_the_boundary_is_told_when_every_ticket_is_applied() -> None:
@@ -283,16 +211,33 @@ def test_the_boundary_is_told_when_every_ticket_is_applied() -> None:
     assert a.ask(Take()).ticket is None
 
 
-def test_a_ticket_given_back_is_dealt_again_and_a_push_for_the_first_attempt_is_dropped() -> None:
+def test_a_ticket_of_a_lost_client_is_dealt_again_and_a_push_for_the_first_attempt_is_dropped() -> None:
     a, b = started(settings_of(pieces=2), "a", "b")
     a.ask(Open(1))
     a.ask(Take())
-    a.ask(GiveBack(0, 0))
+    a.ask(Leave())
     assert b.ask(Take()).ticket == (0, 0, 0, 1, 0)
-    assert not a.ask(push([1, 0, 0, 0], ticket=(0, 0))).accepted
-    assert b.ask(push([0, 1, 0, 0], ticket=(0, 1))).accepted
+    a.ask(Join())
+    assert not a.ask(push([1, 0, 0, 0], ticket=(0, 0), record=["late"])).accepted
+    assert b.ask(push([0, 1, 0, 0], ticket=(0, 1), record=["in time"])).accepted
     assert weights(a.machine) == [0, -1, 0, 0]
     assert a.machine.clients.statistics()["a"]["late"] == 1
+    assert a.machine.records_since(0) == [1, [[0, ["in time"]]]]
+
+
+def test_records_of_applied_pieces_are_kept_in_order_until_they_are_needed_no_more() -> None:
+    (a,) = started(settings_of(pieces=2))
+    a.ask(Open(2))
+    for number in range(4):
+        a.ask(Take())
+        a.ask(push([1, 0, 0, 0], ticket=(number, 0), record=[number]))
+    a.ask(push([1, 0, 0, 0], ticket=(3, 0), record=[3]), sequence=a.sequence)
+    standby = Machine(a.machine.settings)
+    standby.load(a.machine.state())
+    assert standby.records_since(0) == [4, [[n, [n]] for n in range(4)]]
+    assert standby.records_since(3) == [4, [[3, [3]]]]
+    a.ask(Open(3, recorded=1))
+    assert a.machine.records_since(0) == [4, [[2, [2]], [3, [3]]]]
 
 
 def test_more_members_than_allowed_are_refused() -> None:
@@ -428,6 +373,8 @@ class AnyInterleaving(RuleBasedStateMachine):
         assert set(counts.tolist()) <= {0.0, 1.0}
         assert int(counts.sum()) == machine.parameters.version >= self.version
         assert torch.equal(self.backup.parameters.tensors["w"], machine.parameters.tensors["w"])
+        recorded = [[ticket, note] for _, ticket, note in machine.records]
+        assert sorted(recorded) == [[ticket, [ticket]] for ticket in counts.nonzero().flatten().tolist()]
         self.version = machine.parameters.version
         floor = machine.tickets.batches * PIECES
         assert counts[:floor].all()
@@ -478,7 +425,7 @@ class Worker:
 def one_for(number: int, attempt: int) -> Push:
     gradient = torch.zeros(PIECES * BATCHES, dtype=torch.float64)
     gradient[number] = 1.0
-    return Push({"w": gradient}, {}, 0, (number, attempt))
+    return Push({"w": gradient}, {}, 0, (number, attempt), record=[number])
 
 
 AnyInterleaving.TestCase.settings = hypothesis_settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -490,10 +437,8 @@ test_any_interleaving_applies_each_ticket_once = AnyInterleaving.TestCase
     [
         ({"staleness": 0.5}, "staleness is 0, a number of global batches, or inf"),
         ({"staleness": math.nan}, "staleness is 0"),
-        ({"pieces": 3, "pushes_per_step": 2}, "take a divisor of 3"),
-        ({"rounds": True, "pieces": 2}, "leave out pieces"),
-        ({"combine": "median"}, "set rounds=True"),
-        ({"norm_bound": 0.0}, "norm_bound is positive"),
+        ({"staleness": 1}, "set pieces"),
+        ({"pieces": -1}, "at least 1 piece"),
         ({"optimizer": {"name": "sgd", "momentun": 0.9}}, "momentun"),
     ],
 )

@@ -39,9 +39,9 @@ def test_a_ticket_that_two_workers_push_is_applied_once_by_a_server_that_deals_n
     before = {name: tensor.detach().clone() for name, tensor in server.machine.parameters.tensors.items()}
     assert not server.ask("b", Push(server.first, {}, 0, (0, 1))), "dealt again, as its first holder seemed lost"
     assert all(torch.equal(tensor, before[name]) for name, tensor in server.machine.parameters.tensors.items())
-    assert server.machine.read_waits("a", 1) is not None
+    assert server.machine.read_waits(1) is not None
     assert server.ask("b", Push({}, {}, 0, (1, 0))), "a piece without samples"
-    assert server.machine.read_waits("a", 1) is None
+    assert server.machine.read_waits(1) is None
 
 
 def test_state_that_was_handed_over_to_some_servers_is_taken_over_from_others_as_it_was() -> None:
