@@ -183,7 +183,7 @@ class Loop:
             raise
 
     def steps(self) -> str | None:
-        """Train to the end of the epoch, or until the ranks leave; returns a reason to stop."""
+        """Train to the end of the epoch, or until ranks leave; returns a stop reason."""
         self.at_boundary()
         for batch in self.engine.loader:
             reason = None

@@ -230,7 +230,7 @@ class ServerClient:
         self._act([Open(until_batch, recorded)])
 
     def records(self, number: int) -> tuple[int, list[tuple[int, list[Any]]]]:
-        """Records of applied pieces from a number on: the number behind the newest, and each with its ticket."""
+        """Tickets and records of applied pieces from a number on; first, the number behind them."""
         behind, found = self.lines[0].ask("records", number).result()
         return behind, [(ticket, record) for ticket, record in found]
 

@@ -1,4 +1,4 @@
-"""The log of a server: its operations in one order, at the primary and at its backup.
+"""The log of a server: operations in one order, at the primary and its backup.
 
 The log is the one way in which anything is remembered. A gradient, its ticket, the record of its piece and the answer
 to its client are one operation; the machine's state (`machine.py`) is the result of all operations so far.
@@ -384,7 +384,7 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Views:
-    """The view of one server, under a key of the run's store; without a store, in this process."""
+    """The view of one server, under a key of the run's store, or without a store here."""
 
     def __init__(self, store: StoreClient | None = None, name: str = "", deadline_s: float = 5.0) -> None:
         self._store, self._key, self._deadline_s = store, f"parameter server/{name}", deadline_s

@@ -490,7 +490,9 @@ class Clients:
 
 
 class Tickets:
-    """Pieces of the global batches: ticket t is piece t % pieces of global batch t // pieces, dealt in order.
+    """Pieces of the global batches, dealt in order.
+
+    Ticket t is piece t % pieces of global batch t // pieces.
 
     Args:
         pieces: tickets of a global batch.

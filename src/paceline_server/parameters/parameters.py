@@ -1,4 +1,4 @@
-"""Tensors that a server owns, their optimizers, the version of each, and what may be pushed."""
+"""Tensors that a server owns, their optimizers and versions, and what may be pushed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process of a parameter server: calls of clients, around the log; and sums, which are kept nowhere."""
+"""Process of a parameter server: calls of clients around the log, and sums."""
 
 from __future__ import annotations
 

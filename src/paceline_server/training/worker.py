@@ -24,9 +24,9 @@ from paceline_server.training.whole import Whole
 
 
 class PartRecord(msgspec.Struct, array_like=True, frozen=True):
-    """Record of a worker's part of a global batch, kept by the server that applies it.
+    """Record of a worker's part of a global batch.
 
-    Without samples loss and norm are None.
+    The server that applies the part keeps the record. Without samples loss and norm are None.
     """
 
     batch: int
