@@ -384,7 +384,7 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Views:
-    """The view of one server, under a key of the run's store, or without a store here."""
+    """The view of one server, in the run's store or, without a store, here."""
 
     def __init__(self, store: StoreClient | None = None, name: str = "", deadline_s: float = 5.0) -> None:
         self._store, self._key, self._deadline_s = store, f"parameter server/{name}", deadline_s
