@@ -36,9 +36,9 @@ from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
 from paceline.planning.check.check_plan import auto_plan
-from paceline.planning.knobs import KNOBS
-from paceline.planning.legal_plans import legal_plans
 from paceline.planning.plan import Plan, cores_of
+from paceline.planning.search.space import legal_plans
+from paceline.planning.shortlist import KNOBS
 from paceline.run.tuning.auto import AutoChoice, choose
 from paceline.run.tuning.candidate import TrialCandidate, part_of
 from paceline.stats import Interval, median_interval

@@ -15,10 +15,9 @@ import yaml
 from paceline.cluster.cluster import Cluster, named_cluster
 from paceline.errors import PacelineError
 from paceline.job.job import Job, Precision
-from paceline.planning.axes import DEGREES
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.cost.layout import Layout
-from paceline.planning.plan import Plan
+from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.tables.layouts import Row, Skipped, read
 
 TABLE = Path(__file__).parent / "experts" / "plans.csv"

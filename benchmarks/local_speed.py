@@ -49,8 +49,8 @@ from paceline.deferred_compiler import defer_compiler
 from paceline.elastic.forkserver import ALLOCATOR
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.planning.knobs import KNOBS
 from paceline.planning.plan import Plan, cores_of
+from paceline.planning.shortlist import KNOBS
 from paceline.run.build import build_engine
 from paceline.run.loop import Loop
 from paceline.run.record.run import Run

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.planning.axes import AXES
+from paceline.planning.plan import AXES
 from paceline.split.layout import Part, ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.state.writer import Checkpointer, Snapshot

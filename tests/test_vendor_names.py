@@ -18,7 +18,7 @@ EXCEPT = {
     "cluster/catalogue.py": "a catalogue of makers' devices, with sources",
     "cluster/doctor.py": "advice about one maker's library",
     "errors.py": "what one maker's library writes when a rank was aborted",
-    "planning/transport_info.py": "what people write for a transport between GPUs",
+    "planning/sync_info.py": "what people write for a transport between GPUs",
 }
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paceline.planning.transport_info import TransportInfo
+from paceline.planning.sync_info import TransportInfo
 
 INFO = TransportInfo("loopback:create", one_host=True)
 

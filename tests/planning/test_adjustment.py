@@ -15,9 +15,9 @@ from scipy.stats import t as student
 from handmade_search import candidate, cluster, job
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.layout import Layout
+from paceline.planning.explain.advice import Case
 from paceline.planning.explain.explain import explain
 from paceline.planning.explain.questions import answers
-from paceline.planning.explain.what_if import Case
 from paceline.planning.machines import (
     COLD_SPREAD,
     SPREAD,

@@ -16,31 +16,29 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Device, Emulate, Host
 from paceline.job.job import Job
 from paceline.planning.check.check_plan import auto_plan, check_plan
-from paceline.planning.knobs import (
-    BUDGET_S,
-    LEAST_ROUNDS,
-    MOST_ROUNDS,
-    SHARE_OF_RUN,
-    Comparison,
-    Knob,
-    budget_s,
-    knobs,
-    longest_run_s,
-    steps_are_too_few,
-    why_not_now,
-)
 from paceline.planning.plan import Plan
 from paceline.planning.predict import modelled
 from paceline.planning.shortlist import (
+    BUDGET_S,
+    LEAST_ROUNDS,
     MOST_PLANS,
+    MOST_ROUNDS,
+    SHARE_OF_RUN,
     WORTH_S,
+    Comparison,
     Forecast,
+    Knob,
+    budget_s,
     certain,
+    knobs,
+    longest_run_s,
     share_to_spend,
     shortlist,
     startable,
+    steps_are_too_few,
     steps_per_epoch,
     why_not_measured,
+    why_not_now,
 )
 
 

@@ -248,9 +248,9 @@ from paceline.cluster.host import Host
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.planning.check.check_plan import auto_plan
-from paceline.planning import knobs
+from paceline.planning import shortlist as knobs
 from paceline.planning.check.check_plan import check_plan
-from paceline.planning.check.warnings import warnings_about
+from paceline.planning.check.check_plan import warnings_about
 cluster = Cluster(hosts=(Host(name="a", cores=2, memory_bytes=2**34),))
 job = Job(model="gpt", data="digits", loss="cross_entropy", optimizer="sgd", global_batch=8, stop={"steps": 1})
 auto_plan(job, cluster)

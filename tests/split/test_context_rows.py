@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.planning.model.recording.record import record_graph
+from paceline.planning.model.record import record_graph
 from paceline.planning.plan import Plan
 from paceline.split.apply import Split
 from paceline.split.context_parallel import divide_context

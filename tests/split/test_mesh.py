@@ -10,8 +10,7 @@ import torch
 from paceline.comm import Group
 from paceline.comm.backend import join
 from paceline.errors import PlanError
-from paceline.planning.axes import AXES, DATA_AXES
-from paceline.planning.plan import Plan
+from paceline.planning.plan import AXES, DATA_AXES, Plan
 from paceline.split.mesh import Mesh
 from ranks import Ranks
 

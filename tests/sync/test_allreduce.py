@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import paceline.planning.transport_info as transport_info
+import paceline.planning.sync_info as transport_info
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.planning.transport_info import bucket_bytes_between_hosts
+from paceline.planning.sync_info import bucket_bytes_between_hosts
 from paceline.sync import AllReduce, Replica
 from ranks import Backend, RankError, Ranks
 

@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli.command import ClusterFile, Hosts, JobFile, start_on
 from paceline.errors import BatchError, PlanError
-from paceline.planning.axes import AXES
+from paceline.planning.plan import AXES
 from paceline.units import count, size
 
 if TYPE_CHECKING:

@@ -70,8 +70,7 @@ def command(
     from paceline.cli.command import to_run_on
     from paceline.cluster.discover import discover
     from paceline.console import Console
-    from paceline.planning.sync_info import ALGORITHMS
-    from paceline.planning.transport_info import TRANSPORTS
+    from paceline.planning.sync_info import ALGORITHMS, TRANSPORTS
     from paceline.run import links
 
     where = to_run_on(cluster) or discover()

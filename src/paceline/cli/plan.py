@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
     from paceline.planning.calibrate import Calibration
+    from paceline.planning.explain.advice import ScaledPlan
     from paceline.planning.explain.batch_advice import BatchAdvice
     from paceline.planning.explain.explain import Explanation
     from paceline.planning.explain.training_run import Conditions, Goal
-    from paceline.planning.explain.what_if import ScaledPlan
     from paceline.planning.explain.which_cluster import ClusterChoice, Offers, Option
     from paceline.planning.machines import Adjustment, Basis
 
@@ -154,9 +154,9 @@ def _asked(
     questions: Sequence[str],
 ) -> Explanation:
     """The explanation with what was asked: the training to a goal, and answers."""
+    from paceline.planning.explain.advice import Case
     from paceline.planning.explain.questions import answers
     from paceline.planning.explain.training_run import amount_of, training_run
-    from paceline.planning.explain.what_if import Case
 
     job, cluster, best = explanation.job, explanation.cluster, explanation.winner
     run = None
@@ -260,7 +260,7 @@ def _page(
     explanation: Explanation, advice: BatchAdvice | None, calibration: Basis | None, file: Path
 ) -> tuple[ScaledPlan, ...]:
     from paceline.console import Console
-    from paceline.planning.explain.what_if import scaling
+    from paceline.planning.explain.advice import scaling
     from paceline.report.plan_page import write_plan_page
 
     with Console(stderr=True).status("searching the best plan for more and fewer devices"):

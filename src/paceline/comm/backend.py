@@ -31,7 +31,7 @@ from paceline.comm.transport import SEVERAL_HOSTS, choose, tell_all
 from paceline.device import default_backend, is_accelerator, use
 from paceline.errors import tell_of_failure
 from paceline.generation import Generation, ends_generation
-from paceline.planning.transport_info import BETWEEN_HOSTS
+from paceline.planning.sync_info import BETWEEN_HOSTS
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment
 
 _joins = count()  # of this process so far

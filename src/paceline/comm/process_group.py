@@ -19,7 +19,7 @@ from torch.distributed import BarrierOptions, ReduceOp
 from paceline.comm.operation import DONE, DrivenWork, Driver, Operation, OperationQueue, Steps
 from paceline.errors import SyncError
 from paceline.job.spec import load_object
-from paceline.planning.transport_info import TRANSPORTS
+from paceline.planning.sync_info import TRANSPORTS
 
 Options = Any  # torch's options of a collective; each kind is a class of its own
 

@@ -25,9 +25,8 @@ from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.experts import add_counts, moe_counts, routers_of, weigh_balance
 from paceline.job.loss import Loss
 from paceline.job.loss_items import call, refused_batch
-from paceline.planning.axes import Compile
 from paceline.planning.limits import no_graphs
-from paceline.planning.plan import Plan
+from paceline.planning.plan import Compile, Plan
 from paceline.split.remat import keep_compiled_code_private
 from paceline.sync import Replica
 

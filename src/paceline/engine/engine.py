@@ -37,8 +37,7 @@ from paceline.errors import DataError, JobError, PlanError
 from paceline.generation import ends_generation
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
-from paceline.planning.axes import REPLICA
-from paceline.planning.plan import Plan
+from paceline.planning.plan import REPLICA, Plan
 from paceline.planning.sync_info import sync_info
 from paceline.split.layout import Part
 from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule

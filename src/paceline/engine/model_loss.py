@@ -20,7 +20,7 @@ from paceline.device import widened, widest_float
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.job.loss_items import IGNORED, ModelsOwn, Term
-from paceline.planning.model.recording.model_state import restored
+from paceline.planning.model.recorder import restored
 
 if TYPE_CHECKING:
     from paceline.engine.compute import Compute

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.planning.model.recording.recorder import tensors_in
+from paceline.planning.model.recorder import tensors_in
 
 
 class NoGradient:

@@ -19,8 +19,8 @@ from paceline.comm import Group
 from paceline.comm.agree import greatest, same_machines
 from paceline.device import widened
 from paceline.errors import SyncError
-from paceline.planning.axes import AXES, DATA_AXES
-from paceline.planning.model.recording.model_state import has_max_norm
+from paceline.planning.model.recorder import has_max_norm
+from paceline.planning.plan import AXES, DATA_AXES
 from paceline.planning.sync_info import sync_info
 from paceline.split.layout import local
 from paceline.sync.batchnorm import is_synchronised

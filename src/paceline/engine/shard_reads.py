@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.engine.no_gradient import graph_nodes
 from paceline.errors import PlanError
-from paceline.planning.model.recording.recorder import tensors_in
+from paceline.planning.model.recorder import tensors_in
 from paceline.split.apply import Split
 
 

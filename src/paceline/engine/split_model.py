@@ -20,9 +20,8 @@ from paceline.errors import BatchError, PlanError
 from paceline.job.batch import Batch, place, split
 from paceline.job.loss import Loss
 from paceline.job.loss_items import call, refused_batch
-from paceline.planning.axes import DATA_AXES
-from paceline.planning.model.recording.model_state import has_max_norm, restored
-from paceline.planning.plan import Plan
+from paceline.planning.model.recorder import has_max_norm, restored
+from paceline.planning.plan import DATA_AXES, Plan
 from paceline.split.apply import Split
 from paceline.split.deferred_init import DeferredModel, deferred_from
 from paceline.split.mesh import Mesh

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from paceline.comm.process_group import register
 from paceline.device import accelerator_type, default_backend, use
 from paceline.errors import LaunchError
-from paceline.planning.transport_info import BETWEEN_HOSTS, WITHIN_HOST
+from paceline.planning.sync_info import BETWEEN_HOSTS, WITHIN_HOST
 from paceline.rank_environment import LOCAL_RANK, WORLD_SIZE
 
 

@@ -23,9 +23,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.files import cache_folder, made_cache_folder, open_to_append, write_whole
 from paceline.job.job import Job
-from paceline.planning.axes import DEGREES
 from paceline.planning.cost.layout import Prediction
-from paceline.planning.plan import Plan
+from paceline.planning.plan import DEGREES, Plan
 from paceline.units import count, percent
 
 # number of newest pairs that count

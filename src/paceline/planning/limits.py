@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from paceline.nearest import nearest
 from paceline.partition import contiguous, starts
-from paceline.planning.axes import DEGREES, V_SCHEDULES, stages_per_rank
+from paceline.planning.plan import DEGREES, V_SCHEDULES, stages_per_rank
 from paceline.planning.sync_info import sync_info
 from paceline.units import count
 

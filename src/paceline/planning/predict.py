@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.planning.axes import DEGREES
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.frameworks import PACELINE, PACELINE_COMPILED
 from paceline.planning.cost.layout import BYTES, Layout, Machines, Prediction
 from paceline.planning.history import corrected
 from paceline.planning.machines import Adjustment, adjusted, machines
-from paceline.planning.model.build import trace
 from paceline.planning.model.graph import ModelTrace
-from paceline.planning.plan import Plan
+from paceline.planning.model.model_info import trace
+from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.sync_info import CompressSpec, SyncSpec
 from paceline.units import count
 

@@ -1,15 +1,22 @@
-"""Shortlist of plans that are worth measuring.
+"""Plans and knobs that are worth measuring.
 
+The search among changes is greedy: one change after the other is applied to the best plan so far, and stays if it
+helps. That costs one comparison per change instead of one per combination; it can miss knobs that help only together.
 Needs no torch.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from math import log2
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,11 +24,12 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.cluster.cluster import Cluster
 from paceline.job.data import Digits, Synthetic
 from paceline.job.job import Job
-from paceline.planning.axes import DEGREES
+from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.layout import Layout
 from paceline.planning.history import correction
-from paceline.planning.knobs import PLAN_S, SHARE_OF_RUN
-from paceline.planning.plan import Plan
+from paceline.planning.plan import DEGREES, Plan, threads_on
+from paceline.stats import LEAST_REPEATS, Interval, median_interval
+from paceline.units import seconds
 
 # number of plans to measure, with the one to begin with
 MOST_PLANS = 4
@@ -253,3 +261,316 @@ def _place(layout: Layout) -> tuple[float, ...]:
         log2(max(layout.trace.flops, 1.0)) / WORK,
         *(value / OTHERS for value in others),
     )
+
+
+# the plan keys that change how a rank computes, not its result
+KNOBS = ("memory_format", "fused", "pin", "onednn", "num_workers", "compile")
+# seconds for measuring knobs, if steps are short
+BUDGET_S = 8.0
+# further seconds for each other plan; two thirds of them are spent on dividing the model anew
+PLAN_S = 3.0
+# largest fraction of the longest possible run
+SHARE_OF_RUN = 0.1
+# rounds of a comparison; each of two plans runs once per round
+LEAST_ROUNDS, MOST_ROUNDS = 6, 20
+# steps of a comparison, about
+_COMPARED_STEPS = 40
+# steps of a run, of which only a part may be spent
+LEAST_STEPS = 400
+# of a run, what comparing everything may take
+_SHARE_FOR_ALL = 0.05
+# steps of three comparisons, if steps are long
+_LONG_STEPS = 60
+# the ranks of a trial take seconds to start
+LEAST_RUN_S = 30.0
+# prefix of the verdict of a knob that was left out; the reason follows
+NOT_TRIED = "not tried: "
+# torch.compile's time before the first step, on CPUs and GPUs alike
+_COMPILE_S = 45.0
+_HOPELESS = 3.0  # times the best step
+# smallest relative gain of a step that is worth a word in the plan
+_LEAST_GAIN = 0.01
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A change of a plan that may make its steps faster.
+
+    Attributes:
+        changes: plan keys, each with its new value.
+        untried: reason why it cannot help here; None if it is to be tried.
+        cost_s: seconds before its first step, beyond any other plan's; it is tried only in a run that is long enough
+            for it.
+        hint: reason why it is not taken even if it is faster. It is then measured last, and only reported.
+        whole: True if it is another plan rather than a change of the best so far.
+        predicted_s: the step time of that plan, by the cost model.
+        of_update: True if nothing but the update of a step is another. The rest then counts alike on both sides, as its
+            noise may be larger than an update.
+    """
+
+    changes: dict[str, Any]
+    untried: str | None = None
+    cost_s: float = 0.0
+    hint: str | None = None
+    whole: bool = False
+    predicted_s: float | None = None
+    of_update: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan, predicted_s: float | None) -> Knob:
+        """The change to another plan."""
+        return cls({f.name: getattr(plan, f.name) for f in fields(plan)}, whole=True, predicted_s=predicted_s)
+
+    def __str__(self) -> str:
+        if self.whole:
+            return str(Plan(**self.changes))
+        return " ".join(f"{key}={'on' if value is True else value}" for key, value in self.changes.items())
+
+    def on(self, plan: Plan) -> Plan:
+        """The plan with this change."""
+        return replace(plan, **self.changes)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of trying one knob.
+
+    Attributes:
+        knob: its text; for the plan that the search begins with, that plan's.
+        verdict: for people: `kept`, `not kept: slower`, `not tried: …`.
+        step_s: step time of the plan with the knob; None if it was not measured.
+        ratio: `step_s` over the step time of the best plan before it, in the same rounds; None if there is none.
+        predicted_s: the cost model's step time of a whole plan; None if it was not asked.
+        best_s: the step time of that best plan in the same rounds, which the machine may have run slower or faster than
+            others.
+    """
+
+    knob: str
+    verdict: str
+    step_s: Interval | None = None
+    ratio: Interval | None = None
+    predicted_s: float | None = None
+    best_s: Interval | None = None
+
+    @property
+    def tried(self) -> bool:
+        """False if the knob was left out, for lack of time or expected gain."""
+        return not self.verdict.startswith(NOT_TRIED)
+
+    def line(self) -> str:
+        """One row of the table."""
+        ratio = f"{self.ratio.middle:5.2f}" if self.ratio else ""
+        if self.ratio and self.ratio.low < self.ratio.high:
+            ratio += f" ({self.ratio.low:.2f} to {self.ratio.high:.2f})"
+        ratio += f" of {seconds(self.best_s.middle)}" if self.best_s else ""
+        predicted = seconds(self.predicted_s) if self.predicted_s else ""
+        step = _shown(self.step_s) if self.step_s else ""
+        return f"  {self.knob:<30} {predicted:<10} {step:<30} {ratio:<36} {self.verdict}".rstrip()
+
+
+HEADING = (
+    f"  {'plan or knob':<30} {'predicted':<10} {'step (95 % interval)':<30} "
+    f"{'ratio to the best, in the same rounds':<36} verdict"
+)
+
+
+def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
+    """Knobs that may make `plan` faster, in the order of trying.
+
+    All of them keep the job's precision, but for those that are hints.
+    """
+    onednn = Knob({"onednn": True}, untried=_why_no_onednn(job))
+    # torch's own products leave AVX-512 of AMD's processors unused
+    gains = any("AMD" in host.cpu and host.cpu_avx512 is not False for host in cluster.hosts)
+    found = [
+        *idle_cores(cluster, plan),
+        *([onednn] if gains else []),
+        Knob({"memory_format": "channels_last"}),
+        Knob({"fused": True}, of_update=True),
+        *_other_divisions(cluster, plan),
+        *([Knob({"threads": 1})] if _has_threads_to_spare(cluster, plan) else []),
+        Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),
+        *([] if gains else [onednn]),
+        Knob(_reading_ahead(cluster, plan), untried=_why_no_workers(job)),
+        Knob({"compile": "on"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
+        Knob({"compile": "reduce-overhead"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
+        *_hints(job, cluster),
+    ]
+    new = [knob for knob in found if knob.on(plan) != plan]
+    return [replace(knob, untried=_why_not(knob.on(plan), plan, job, cluster) or knob.untried) for knob in new]
+
+
+def _why_no_onednn(job: Job) -> str | None:
+    return None if job.precision == "fp32" else f"it multiplies float32, and the job computes in {job.precision}"
+
+
+def _reading_ahead(cluster: Cluster, plan: Plan) -> dict[str, Any]:
+    """A loader process, with a core of its own where ranks have several."""
+    threads = threads_on(cluster, plan) - 1
+    freed = {} if cluster.has_accelerators or threads < 1 else {"threads": threads}
+    return freed | {"num_workers": 1}
+
+
+def _why_no_workers(job: Job) -> str | None:
+    return f"the job says num_workers: {job.data.num_workers}" if job.data.num_workers else None
+
+
+def steps_are_too_few(job: Job) -> str | None:
+    """Reason why the job is too short for measuring, or None. The stop rule is judged without the data."""
+    stop = job.stop
+    if stop.steps is not None and stop.steps < LEAST_STEPS:
+        return f"{stop.steps} steps are over before measuring knobs would pay (from {LEAST_STEPS} steps)"
+    if stop.seconds is not None and stop.seconds < LEAST_RUN_S:
+        return f"{stop.seconds:g} s are over before measuring knobs would pay (from {LEAST_RUN_S:g} s)"
+    return None
+
+
+def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None:
+    """Longest possible duration of the run in seconds, or None if unbounded."""
+    steps = job.stop.total_steps(steps_per_epoch)
+    bounds = [b for b in (steps and steps * step_s, job.stop.seconds) if b]
+    return min(bounds) if bounds else None
+
+
+def budget_s(
+    step_s: float, run_s: float | None, *, plans: int = 0, knobs: int = 0, share: float = SHARE_OF_RUN
+) -> float:
+    """Seconds that measuring may take.
+
+    With long steps, enough for three comparisons, in a long run for all; in a short run, a fraction of it.
+
+    Args:
+        plans: number of other plans to measure.
+        knobs: number of knobs to measure.
+    """
+    wanted = max(BUDGET_S + plans * PLAN_S, (1 + plans / 3) * _LONG_STEPS * step_s)
+    if run_s is None:
+        return wanted
+    every_one_s = (plans + knobs) * _COMPARED_STEPS * step_s
+    return min(max(wanted, min(every_one_s, _SHARE_FOR_ALL * run_s)), share * run_s)
+
+
+def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
+    """Reason why a knob is not tried now, such as lack of time; or None."""
+    if knob.untried:
+        return knob.untried
+    if knob.cost_s and run_s is None:
+        return f"it takes about {knob.cost_s:.0f} s to begin, and the stop rule does not say how long the run is"
+    if knob.cost_s and run_s is not None and knob.cost_s > SHARE_OF_RUN * run_s:
+        return f"it takes about {knob.cost_s:.0f} s to begin, and the run at most {run_s:.0f} s"
+    if not knob.cost_s and left_s < comparison_s:
+        return "there was no time left to measure it"
+    return None
+
+
+@dataclass
+class Comparison:
+    """A challenger against the best plan: seconds per step, one pair per round."""
+
+    challenger: list[float] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)
+
+    def add(self, challenger_s: float, best_s: float) -> None:
+        """Add a round."""
+        self.challenger.append(challenger_s)
+        self.best.append(best_s)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ratio of challenger to best in each round."""
+        return [c / b for c, b in zip(self.challenger, self.best, strict=True)]
+
+    @property
+    def decided(self) -> bool:
+        """True if further rounds would not change the verdict.
+
+        Enough rounds agree, there are many, or the challenger is hopeless.
+        """
+        ratios = self.ratios
+        agree = all(r < 1 - 2 * _LEAST_GAIN for r in ratios) or all(r > 1 for r in ratios)
+        return len(ratios) >= MOST_ROUNDS or (len(ratios) >= LEAST_ROUNDS and agree) or self.hopeless
+
+    @property
+    def hopeless(self) -> bool:
+        """True if two rounds are enough to reject the challenger."""
+        return len(self.ratios) > 1 and all(r > _HOPELESS for r in self.ratios)
+
+    @property
+    def share(self) -> float:
+        """Share of the time left that the comparison may take.
+
+        It is more where the challenger may win.
+        """
+        return 2 / 3 if median(self.ratios) < 1 - _LEAST_GAIN else 1 / 3
+
+    @property
+    def wins(self) -> bool:
+        """True if the whole interval of the ratio lies clearly below 1."""
+        return len(self.ratios) >= LEAST_ROUNDS and median_interval(self.ratios).high < 1 - _LEAST_GAIN
+
+    def tried(self, knob: Knob) -> Trial:
+        """Verdict on the challenger's knob."""
+        ratio = median_interval(self.ratios)
+        if knob.hint:
+            verdict = f"not taken: {knob.hint}" if self.wins else "not taken: no faster"
+        elif self.wins:
+            verdict = "kept"
+        elif ratio.low > 1:
+            verdict = "not kept: slower"
+        elif self.hopeless:
+            verdict = f"not kept: slower, in each of {len(self.ratios)} rounds"
+        else:
+            verdict = "not kept: no difference"
+        step, best = median_interval(self.challenger), median_interval(self.best)
+        # medians alone, as so few rounds give no useful interval
+        if len(self.ratios) < LEAST_REPEATS:
+            ratio, step, best = (Interval(i.middle, i.middle, i.middle) for i in (ratio, step, best))
+        return Trial(str(knob), verdict, step, ratio, knob.predicted_s, best)
+
+
+def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:
+    """Knobs of fewer ranks with more threads each, on CPUs only. Fewer ranks wait less for one another."""
+    if cluster.has_accelerators or plan.splits:
+        return []
+    return [Knob({"dp": plan.dp >> shift}) for shift in range(1, plan.dp.bit_length())]
+
+
+def _has_threads_to_spare(cluster: Cluster, plan: Plan) -> bool:
+    """True for one rank alone on several cores, where fewer threads may be faster."""
+    return plan.ranks == 1 and not cluster.has_accelerators and threads_on(cluster, plan) > 1
+
+
+def idle_cores(cluster: Cluster, plan: Plan) -> list[Knob]:
+    """All cores for one rank alone that has fewer; tried before plans of several ranks."""
+    spare = plan.threads > 0 and _has_threads_to_spare(cluster, replace(plan, threads=0))
+    return [Knob({"threads": 0})] if spare else []
+
+
+def _hints(job: Job, cluster: Cluster) -> list[Knob]:
+    if job.precision != "fp32":
+        return []
+    in_hardware = all(device.bf16 for host in cluster.hosts_in_use for device in host.devices)
+    why_not = None if in_hardware else "no bf16 arithmetic in this hardware, as far as is known"
+    return [Knob({"precision": "bf16"}, untried=why_not, hint="the job says fp32; set precision: bf16 for it")]
+
+
+def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | None:
+    """First reason against the changed plan, without the plan's text and the advice; or None."""
+    known = reasons_against(plan, job, cluster)
+    reasons = [reason for reason in reasons_against(changed, job, cluster) if reason not in known]
+    return reasons[0].removeprefix(f"plan {changed} ").rpartition(": ")[0] if reasons else None
+
+
+def _why_no_compiler() -> str | None:
+    """Missing prerequisite of torch.compile, or None."""
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    if not any(shutil.which(compiler) for compiler in wanted):
+        return f"torch.compile needs a C++ compiler ({' or '.join(wanted)})"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return "torch.compile needs Python's headers (on Debian and Ubuntu: apt install python3-dev)"
+    return None
+
+
+def _shown(step_s: Interval) -> str:
+    shown = seconds(step_s)
+    return f"{shown}" if step_s.low == step_s.high else f"{shown} ({shown.interval})"

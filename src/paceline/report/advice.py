@@ -12,15 +12,13 @@ from paceline import units
 from paceline.engine.meter import PARTS
 from paceline.errors import PacelineError, PlanError, RunError
 from paceline.job.job import Job
-from paceline.planning.axes import DEGREES
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.layout import Prediction
 from paceline.planning.explain.advice import INEXACT, WORTH
-from paceline.planning.knobs import knobs
-from paceline.planning.plan import Plan, on_devices, spelled_out
+from paceline.planning.plan import DEGREES, Plan, on_devices, spelled_out
 from paceline.planning.predict import modelled
-from paceline.planning.shortlist import DOUBT, DOUBT_UNCALIBRATED
+from paceline.planning.shortlist import DOUBT, DOUBT_UNCALIBRATED, knobs
 from paceline.planning.sync_info import sync_info
 from paceline.report.run_record import RunRecord, typical_parts
 from paceline.run.record.run import WARM_UP_STEPS, Run, Speed, differences, timed, work_of_run

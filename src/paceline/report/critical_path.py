@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from paceline.engine.meter import PARTS
-from paceline.planning.axes import AXES
+from paceline.planning.plan import AXES
 from paceline.planning.sync_info import sync_info
 from paceline.report.timeline import RankStep, Timeline
 from paceline.units import count, listed, percent, seconds

@@ -11,9 +11,8 @@ from paceline.cluster.discover import discover
 from paceline.errors import LaunchError, PacelineError, RunError
 from paceline.job.stop import StopSpec
 from paceline.planning.history import hardware_of
-from paceline.planning.knobs import HEADING, Trial
 from paceline.planning.plan import Plan
-from paceline.planning.shortlist import Forecast
+from paceline.planning.shortlist import HEADING, Forecast, Trial
 from paceline.planning.sync_info import SyncSpec
 from paceline.report.advice import (
     Measured,

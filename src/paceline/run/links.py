@@ -15,7 +15,7 @@ from paceline.elastic.forkserver import warm_up
 from paceline.elastic.place import places_on
 from paceline.elastic.run_on_ranks import run_on_ranks
 from paceline.errors import LaunchError
-from paceline.planning import transport_info
+from paceline.planning import sync_info as transport_info
 from paceline.planning.sync_info import ALGORITHMS
 
 if TYPE_CHECKING:

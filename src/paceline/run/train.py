@@ -33,8 +33,7 @@ from paceline.elastic.run_on_ranks import warm_up_for
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import check_plan
-from paceline.planning.check.warnings import warnings_about
+from paceline.planning.check.check_plan import check_plan, warnings_about
 from paceline.planning.plan import Plan, threads_on
 from paceline.planning.sync_info import ServerProcesses, sync_info
 from paceline.rank_environment import is_our_rank

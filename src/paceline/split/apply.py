@@ -13,10 +13,9 @@ from paceline.comm.bucket import Bucket
 from paceline.device import uploaded, widest_float
 from paceline.errors import BatchError, PlanError
 from paceline.job.batch import Batch
-from paceline.planning.axes import REPLICA
 from paceline.planning.limits import NO_BLOCKS_TO_RECOMPUTE, fitting_microbatches
 from paceline.planning.model.forward_pass import find_blocks, submodules
-from paceline.planning.plan import Plan
+from paceline.planning.plan import REPLICA, Plan
 from paceline.split.context_parallel import Context, divide_context
 from paceline.split.deferred_init import DeferredModel, allocate
 from paceline.split.expert import divide_experts, refuse_other_readers

@@ -21,8 +21,8 @@ from paceline.job.batch import Batch, target_of
 from paceline.job.experts import routers_of
 from paceline.job.loss_items import IGNORED
 from paceline.planning.limits import NO_ATTENTION, undivided_tokens
-from paceline.planning.model.recording.record import Call, record_graph
-from paceline.planning.model.recording.recorder import Graph
+from paceline.planning.model.record import Call, record_graph
+from paceline.planning.model.recorder import Graph
 from paceline.split.context_rows import (
     AttentionCall,
     attends,

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.planning.model.recording.record import record_graph
-from paceline.planning.model.recording.recorder import Entry, Graph, PythonCall, Ref
+from paceline.planning.model.record import record_graph
+from paceline.planning.model.recorder import Entry, Graph, PythonCall, Ref
 from paceline.split.layout import Parts
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -23,7 +23,7 @@ from paceline.job.batch import Batch
 from paceline.job.experts import by_expert, combined, without_values
 from paceline.planning.limits import undivided_experts
 from paceline.planning.model.forward_pass import mixtures
-from paceline.planning.model.recording.record import Call, record_graph
+from paceline.planning.model.record import Call, record_graph
 from paceline.planning.plan import Plan
 from paceline.split.layout import Parts, shard_parameter
 

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.planning.axes import AXES, DATA_AXES, REPLICA
 from paceline.planning.limits import other_world
-from paceline.planning.plan import Plan
+from paceline.planning.plan import AXES, DATA_AXES, REPLICA, Plan
 from paceline.planning.sync_info import sync_info
 
 

@@ -27,8 +27,7 @@ from paceline.errors import DataError, PlanError
 from paceline.job.experts import without_values
 from paceline.job.loss_items import IGNORED, check_labels, classes_on_dim_1, logits_of
 from paceline.planning.limits import undivided_tokens
-from paceline.planning.model.recording.model_state import is_transposed, weighted
-from paceline.planning.model.recording.recorder import Graph, Node
+from paceline.planning.model.recorder import Graph, Node, is_transposed, weighted
 from paceline.planning.model.tensor.rules import Label, bound
 from paceline.split.layout import ShardLayout
 

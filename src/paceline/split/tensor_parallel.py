@@ -28,9 +28,17 @@ from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.planning.limits import undivided_tokens
 from paceline.planning.model.forward_pass import find_blocks
-from paceline.planning.model.recording.model_state import is_embedding, is_transposed
-from paceline.planning.model.recording.record import Call
-from paceline.planning.model.recording.recorder import Entry, Graph, Node, TracedTensor, Unfollowable, unrecorded
+from paceline.planning.model.record import Call
+from paceline.planning.model.recorder import (
+    Entry,
+    Graph,
+    Node,
+    TracedTensor,
+    Unfollowable,
+    is_embedding,
+    is_transposed,
+    unrecorded,
+)
 from paceline.planning.model.tensor.degrees import (
     Owners,
     Proof,

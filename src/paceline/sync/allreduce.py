@@ -20,7 +20,7 @@ from paceline.comm.bucket import Bucket, CommThread, Memory
 from paceline.comm.group import Group
 from paceline.device import is_accelerator
 from paceline.errors import SyncError
-from paceline.planning.transport_info import bucket_bytes_between_hosts
+from paceline.planning.sync_info import bucket_bytes_between_hosts
 from paceline.sync.rows import numbers_of, sum_rows
 from paceline.sync.rule import Reduction, Replica, SyncRule, Traffic, broadcast_state, not_by_the_engine, ring_bytes
 

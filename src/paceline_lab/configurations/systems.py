@@ -26,8 +26,8 @@ from paceline.planning.cost.frameworks import (
     Framework,
 )
 from paceline.planning.cost.layout import PART_NAMES, PARTS, Layout
+from paceline.planning.explain.advice import with_devices
 from paceline.planning.explain.explain import Explanation, explain
-from paceline.planning.explain.what_if import with_devices
 from paceline.planning.machines import equal_ratio
 from paceline.planning.plan import Plan
 from paceline.planning.predict import Layouts, layout_of, priced

@@ -24,8 +24,7 @@ from paceline.elastic.signals import StopSignals
 from paceline.errors import LaunchError, PacelineError, RunError
 from paceline.files import write_whole
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import auto_plan
-from paceline.planning.check.warnings import warnings_about
+from paceline.planning.check.check_plan import auto_plan, warnings_about
 from paceline.planning.plan import Plan, spelled_out
 from paceline.run.record.run import WARM_UP_STEPS, read_lines
 from paceline.run.train import train

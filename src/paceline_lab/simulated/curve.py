@@ -15,8 +15,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planning.cost.layout import PART_NAMES
+from paceline.planning.explain.advice import Case, best_on, with_devices
 from paceline.planning.explain.explain import costs_of, interval_s
-from paceline.planning.explain.what_if import Case, best_on, with_devices
 from paceline.planning.plan import Plan
 from paceline.planning.search.result import Candidate
 from paceline.stats import Interval

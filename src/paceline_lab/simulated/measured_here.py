@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from paceline.errors import PacelineError, RunError
 from paceline.job.job import Job
 from paceline.planning.cost import constants
-from paceline.planning.cost.estimate import estimate
-from paceline.planning.cost.failures import FailureCosts
+from paceline.planning.cost.estimate import FailureCosts, estimate
 from paceline.planning.machines import machines, own_adjustment
 from paceline.run.record.run import Run
 from paceline.run.record.stragglers import step_time_ratios

@@ -19,10 +19,10 @@ from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.job.model import Dimensions, ModelSpec
 from paceline.planning.check.check_plan import check_plan
-from paceline.planning.legal_plans import legal_plans
 from paceline.planning.model.model_info import model_info
 from paceline.planning.model.transformer import transformer
 from paceline.planning.plan import Plan
+from paceline.planning.search.space import legal_plans
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plan"
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "seq": 16, "vocab": 50}
@@ -59,7 +59,7 @@ def test_reading_and_checking_a_plan_for_dimensions_needs_no_torch() -> None:
 import sys
 from paceline.job.job import Job
 from paceline.planning.model.model_info import model_info
-from paceline.planning.model.build import trace
+from paceline.planning.model.model_info import trace
 job = Job.load(sys.argv[1])
 assert model_info(job.model).heads == (64,) and trace(job).tokens == 8192
 assert "torch" not in sys.modules, "torch was imported"

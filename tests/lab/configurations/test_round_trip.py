@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from handmade_search import job as small_job
 from paceline.errors import PlanError
-from paceline.planning.axes import DEGREES
-from paceline.planning.plan import Plan
+from paceline.planning.plan import DEGREES, Plan
 from paceline_lab.configurations.configuration import Configuration, planned, with_batch
 from paceline_lab.configurations.systems import SYSTEMS, read_configuration, write_configuration
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.planning.cost.failures import FailureCosts
+from paceline.planning.cost.estimate import FailureCosts
 from paceline.planning.explain.training_run import straggler_slowdown
 from paceline_lab.simulated.measured_here import Jitter, ScaleError, drawn_goodput, interval_of
 from paceline_lab.simulated.published import held_against

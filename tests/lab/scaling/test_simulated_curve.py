@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from handmade_search import job
 from paceline.cluster.cluster import Cluster, named_cluster
 from paceline.errors import PlanError
+from paceline.planning.explain.advice import with_devices
 from paceline.planning.explain.training_run import straggler_slowdown
-from paceline.planning.explain.what_if import with_devices
 from paceline.planning.search.search import search
 from paceline_lab.simulated.curve import (
     PAYS,

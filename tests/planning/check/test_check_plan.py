@@ -23,9 +23,9 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.check.rules import reasons_against
-from paceline.planning.legal_plans import legal_plans
 from paceline.planning.limits import microbatches_fit
 from paceline.planning.plan import Plan
+from paceline.planning.search.space import legal_plans
 from planner_jobs import job_on_digits, job_on_tokens
 
 LAPTOP = Cluster(

@@ -17,8 +17,8 @@ from paceline.cluster.host import Device, Host
 from paceline.errors import PlanError
 from paceline.planning.check.check_plan import auto_plan, check_plan, nearest_plan
 from paceline.planning.check.rules import reasons_against
-from paceline.planning.legal_plans import legal_plans
 from paceline.planning.plan import Plan
+from paceline.planning.search.space import legal_plans
 from planner_jobs import job_on_digits
 from planner_jobs import job_on_tokens as job
 

@@ -10,8 +10,7 @@ import pytest
 from paceline.cluster.cluster import Cluster, named_cluster
 from paceline.cluster.host import Device, Host
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import check_plan
-from paceline.planning.check.warnings import warnings_about
+from paceline.planning.check.check_plan import check_plan, warnings_about
 from paceline.planning.plan import Plan
 from planner_jobs import job_on_digits as job
 

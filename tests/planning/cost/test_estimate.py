@@ -18,8 +18,7 @@ from paceline.cluster.catalogue import CATALOGUE, Accelerator
 from paceline.job.model import Dimensions
 from paceline.planning.cost import constants
 from paceline.planning.cost.compute import LOW, peak_flops, product_s
-from paceline.planning.cost.estimate import estimate, timeline
-from paceline.planning.cost.failures import FailureCosts, failure_costs
+from paceline.planning.cost.estimate import FailureCosts, estimate, failure_costs, timeline
 from paceline.planning.cost.frameworks import FRAMEWORKS, Framework
 from paceline.planning.cost.layout import PARTS, Layout, Machines
 from paceline.planning.cost.stages import pipeline_s, simulate, work_of

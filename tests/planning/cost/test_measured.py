@@ -16,8 +16,7 @@ from paceline.job.job import Job
 from paceline.planning.calibrate import Calibration, CalibrationPoint, Collective, PassTiming
 from paceline.planning.cost.estimate import estimate, inputs_of, step_parts, timeline
 from paceline.planning.cost.layout import Layout
-from paceline.planning.cost.measured import measured_inputs
-from paceline.planning.cost.measured_links import here
+from paceline.planning.cost.measured import here, measured_inputs
 from paceline.planning.machines import adjusted
 from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
 from paceline.planning.search import search as branch_and_bound

@@ -22,8 +22,8 @@ from paceline.job.model import Dimensions
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.planning.cost.memory import HOLDERS, capacity_bytes, memory
-from paceline.planning.model.build import trace
 from paceline.planning.model.graph import BlockTrace, ModelTrace
+from paceline.planning.model.model_info import trace
 from paceline.planning.model.transformer import transformer
 from paceline.run.dry_run.memory_watch import MemoryWatch
 

@@ -33,7 +33,7 @@ def _steps_with_a_fixed_part(monkeypatch: pytest.MonkeyPatch) -> None:
             raise PlanError(f"a batch of {job.global_batch:,} fits nowhere")
         return SearchResult((_with_throughput(job.global_batch),))
 
-    monkeypatch.setattr("paceline.planning.explain.what_if.search", search)
+    monkeypatch.setattr("paceline.planning.explain.advice.search", search)
 
 
 def _with_throughput(batch: int) -> Any:

@@ -21,12 +21,23 @@ from paceline.cluster.host import Device, Host, Link
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planning.check.check_plan import check_plan
-from paceline.planning.cost.estimate import estimate
-from paceline.planning.cost.failures import failure_costs
+from paceline.planning.cost.estimate import estimate, failure_costs
 from paceline.planning.cost.layout import PARTS
-from paceline.planning.explain.advice import Advice, cut_by_speed, other_machines, other_trainings, weights_by_speed
+from paceline.planning.explain.advice import (
+    Advice,
+    Case,
+    batch,
+    cut_by_speed,
+    devices,
+    memory,
+    other_machines,
+    other_trainings,
+    scaling,
+    weights_by_speed,
+    what_if,
+    with_devices,
+)
 from paceline.planning.explain.explain import FailureOutlook, explain, outlook, shares_of_memory, shares_of_time
-from paceline.planning.explain.what_if import Case, batch, devices, memory, scaling, what_if, with_devices
 from paceline.planning.machines import machines
 from paceline.planning.plan import Plan
 from paceline.planning.predict import Layouts, layout_of, modelled

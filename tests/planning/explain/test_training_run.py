@@ -11,6 +11,7 @@ import pytest
 from handmade_search import TRACE, candidate, cluster, job
 from paceline.cluster.cluster import named_cluster
 from paceline.errors import ClusterError, PlanError
+from paceline.planning.explain.advice import Case
 from paceline.planning.explain.explain import Explanation, explain
 from paceline.planning.explain.questions import Answer, answers, read_question
 from paceline.planning.explain.training_run import (
@@ -27,7 +28,6 @@ from paceline.planning.explain.training_run import (
     straggler_slowdown,
     training_run,
 )
-from paceline.planning.explain.what_if import Case
 from paceline.planning.explain.which_cluster import (
     EXAMPLES,
     ClusterChoice,

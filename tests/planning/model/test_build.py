@@ -24,11 +24,10 @@ from paceline.job.batch import target_of
 from paceline.job.job import Job
 from paceline.job.loss_items import call
 from paceline.job.model import Dimensions
-from paceline.planning.model import build as tracing
-from paceline.planning.model.build import trace
+from paceline.planning.model import model_info as tracing
 from paceline.planning.model.forward_pass import batch_of, with_values
 from paceline.planning.model.graph import BlockTrace, ModelTrace
-from paceline.planning.model.model_info import model_info, without_memory
+from paceline.planning.model.model_info import model_info, trace, without_memory
 from paceline.planning.model.tensor.degrees import prove
 from paceline.planning.model.transformer import transformer
 from paceline.run.dry_run.memory_watch import MemoryWatch

@@ -12,7 +12,6 @@ from paceline.job.job import Job
 from paceline.job.known import KnownModel
 from paceline.job.known.names import find_model, models
 from paceline.job.model import Dimensions
-from paceline.planning.model.build import trace
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.model.image_classifiers import ImageBuilder
 from paceline.planning.model.known import (
@@ -24,6 +23,7 @@ from paceline.planning.model.known import (
     known_model,
     latent_unet,
 )
+from paceline.planning.model.model_info import trace
 from paceline.planning.model.transformer import active_parameters, transformer
 
 

@@ -23,8 +23,8 @@ from paceline.job.model import ModelSpec
 from paceline.job.zoo.models import GPT, cifar_cnn
 from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.planning.model.model_info import ModelInfo, Sizes, model_info, model_info_of
-from paceline.planning.model.recording.model_state import restored
-from paceline.planning.model.recording.record import record_graph
+from paceline.planning.model.record import record_graph
+from paceline.planning.model.recorder import restored
 from paceline.planning.model.tensor.degrees import TensorDegrees
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine

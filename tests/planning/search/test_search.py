@@ -25,7 +25,6 @@ from paceline.errors import ClusterError, PlanError
 from paceline.job.job import Job
 from paceline.job.model import Dimensions
 from paceline.job.partition import PartitionSpec
-from paceline.planning.axes import REMATS, SCHEDULES
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.estimate import estimate
@@ -34,7 +33,7 @@ from paceline.planning.cost.memory import memory, usable_bytes
 from paceline.planning.machines import machines
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.model.transformer import transformer
-from paceline.planning.plan import Plan
+from paceline.planning.plan import REMATS, SCHEDULES, Plan
 from paceline.planning.predict import Layouts, predict
 from paceline.planning.search.result import SearchResult, equals, least, moving_parts, preferred, smallest_that_works
 from paceline.planning.search.search import BranchAndBound, Choice, plan, search

@@ -209,7 +209,7 @@ def test_accumulation_communicates_once_a_step(ranks: Ranks) -> None:
 
 def trained_overlapping(algorithm: str) -> dict[str, Any]:
     """As on two hosts, the first with two of three ranks: small buckets are sent while the backward pass goes on."""
-    import paceline.planning.transport_info as transport_info
+    import paceline.planning.sync_info as transport_info
     from paceline.comm import Group
 
     def hosts(group: Group) -> tuple[int, ...]:

@@ -24,9 +24,8 @@ from paceline.job.stop import StopSpec
 from paceline.planning import history as cache
 from paceline.planning.check.check_plan import auto_plan
 from paceline.planning.history import pairs
-from paceline.planning.knobs import Trial
 from paceline.planning.plan import Plan
-from paceline.planning.shortlist import ONE_CORE, Forecast
+from paceline.planning.shortlist import ONE_CORE, Forecast, Trial
 from paceline.run.record.run import Run
 from paceline.run.train import choice_of
 from paceline.run.tuning import auto

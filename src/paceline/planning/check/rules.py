@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.job.job import Job
-from paceline.planning.axes import DATA_AXES, DEGREES, V_SCHEDULES
 from paceline.planning.check.plan_context import Check, PlanContext, memory_shortage
 from paceline.planning.limits import (
     NO_ATTENTION,
@@ -28,9 +27,9 @@ from paceline.planning.limits import (
     whole_batch_in_parts,
     wrong_cuts,
 )
-from paceline.planning.model.build import undivided_attention
-from paceline.planning.sync_info import RULES, CompressSpec, SyncSpec, sync_info
-from paceline.planning.transport_info import TRANSPORTS
+from paceline.planning.model.model_info import undivided_attention
+from paceline.planning.plan import DATA_AXES, DEGREES, V_SCHEDULES
+from paceline.planning.sync_info import RULES, TRANSPORTS, CompressSpec, SyncSpec, sync_info
 from paceline.units import count, size
 
 if TYPE_CHECKING:

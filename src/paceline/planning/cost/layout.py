@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.cluster.catalogue import Accelerator, LinkSpec
-from paceline.planning.axes import AXES, Remat, Schedule
 from paceline.planning.model.graph import ModelTrace
+from paceline.planning.plan import AXES, Remat, Schedule
 
 if TYPE_CHECKING:
     from paceline.planning.calibrate import Calibration

@@ -11,10 +11,10 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from paceline.planning.axes import V_SCHEDULES
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.stages import stages
 from paceline.planning.model.graph import BlockTrace, ModelTrace
+from paceline.planning.plan import V_SCHEDULES
 
 HOLDERS = (
     "parameters",

@@ -16,7 +16,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError, PlanError
 from paceline.job.job import Job
 from paceline.planning.cost.layout import Prediction
-from paceline.planning.explain.what_if import Case, batch, what_if
+from paceline.planning.explain.advice import Case, batch, what_if
 from paceline.planning.plan import Plan
 from paceline.units import percent
 

@@ -10,18 +10,18 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planning.cost import constants
-from paceline.planning.cost.failures import FailureCosts, failure_costs
+from paceline.planning.cost.estimate import FailureCosts, failure_costs
 from paceline.planning.cost.layout import PART_NAMES, PARTS
 from paceline.planning.cost.memory import capacity_bytes
 from paceline.planning.explain.advice import (
     WORTH,
     Advice,
+    Case,
     cut_by_speed,
     other_machines,
     other_trainings,
     weights_by_speed,
 )
-from paceline.planning.explain.what_if import Case
 from paceline.planning.machines import Adjustment
 from paceline.planning.plan import Plan
 from paceline.planning.search.result import Candidate, SearchResult, equals

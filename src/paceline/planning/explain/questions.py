@@ -11,11 +11,9 @@ from paceline.cluster.cluster import cluster_from
 from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Precision
 from paceline.nearest import closest
-from paceline.planning.axes import DEGREES
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.layout import Products
-from paceline.planning.explain.explain import Explanation, Suggestion
-from paceline.planning.explain.what_if import (
+from paceline.planning.explain.advice import (
     Case,
     Change,
     batch,
@@ -27,8 +25,9 @@ from paceline.planning.explain.what_if import (
     memory,
     what_if,
 )
+from paceline.planning.explain.explain import Explanation, Suggestion
 from paceline.planning.machines import Adjustment
-from paceline.planning.plan import Plan
+from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.predict import Layouts
 from paceline.planning.search.result import Candidate
 from paceline.units import digits, percent, seconds, size

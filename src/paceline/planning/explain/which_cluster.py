@@ -29,7 +29,7 @@ from paceline.planning.explain.training_run import (
     training_run,
 )
 from paceline.planning.machines import equal_ratio
-from paceline.planning.model.build import trace
+from paceline.planning.model.model_info import trace
 from paceline.planning.search.result import Candidate
 from paceline.planning.search.search import search
 from paceline.units import count, money, span

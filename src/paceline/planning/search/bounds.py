@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.planning.axes import Remat
 from paceline.planning.cost.estimate import beside_passes_s
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.measured import added_by, calibration_of, passes_of
 from paceline.planning.cost.memory import memory, usable_bytes
 from paceline.planning.cost.stages import StageCost, hop_s, pipeline_s, stages
 from paceline.planning.model.graph import BlockTrace, ModelTrace
+from paceline.planning.plan import Remat
 from paceline.planning.search.space import Ints, Pipeline, divisors, numbered
 
 Floats = NDArray[np.float64]

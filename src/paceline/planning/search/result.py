@@ -9,12 +9,11 @@ from typing import NamedTuple
 from paceline.cluster.catalogue import CATALOGUE
 from paceline.errors import PlanError
 from paceline.partition import contiguous
-from paceline.planning.axes import DEGREES
 from paceline.planning.cost.layout import Interval, Layout, Prediction
 from paceline.planning.cost.memory import memory, usable_bytes
 from paceline.planning.machines import Adjustment, equal_ratio, machine_count, on_other_devices, resized, shape
 from paceline.planning.model.graph import ModelTrace
-from paceline.planning.plan import Plan
+from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.search.space import Space
 from paceline.units import count, percent, size
 

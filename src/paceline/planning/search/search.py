@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planning.axes import DEGREES, REMATS, Remat
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.measured import calibration_of
 from paceline.planning.cost.memory import memory, usable_bytes
 from paceline.planning.machines import factor_of, machines
 from paceline.planning.model.graph import ModelTrace
-from paceline.planning.plan import Plan
+from paceline.planning.plan import DEGREES, REMATS, Plan, Remat
 from paceline.planning.predict import Layouts, priced
 from paceline.planning.search.bounds import Bounds, Floats, MeasuredBounds, RankCost, ShardConfig, smallest
 from paceline.planning.search.result import (

@@ -11,7 +11,6 @@ from pathlib import Path
 from paceline.cluster.catalogue import Accelerator, LinkSpec
 from paceline.cluster.named import accelerator
 from paceline.errors import ClusterError
-from paceline.planning.axes import Schedule
 from paceline.planning.cost import frameworks as known
 from paceline.planning.cost.compute import peak_flops
 from paceline.planning.cost.estimate import memory_fits
@@ -24,6 +23,7 @@ from paceline.planning.cost.frameworks import (
 )
 from paceline.planning.cost.layout import Layout, Machines
 from paceline.planning.model.graph import ModelTrace
+from paceline.planning.plan import Schedule
 from paceline.planning.tables import cells as table
 from paceline.planning.tables.cells import Cells, UnusableError, model_of, number, whole
 

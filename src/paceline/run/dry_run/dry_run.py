@@ -40,11 +40,10 @@ from paceline.job.experts import by_expert
 from paceline.job.job import Job
 from paceline.job.samples import DataSets
 from paceline.own_random import kept_random
-from paceline.planning.axes import AXES
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.model.forward_pass import find_blocks, mixtures
-from paceline.planning.model.recording.model_state import without_logs
-from paceline.planning.plan import Plan
+from paceline.planning.model.recorder import without_logs
+from paceline.planning.plan import AXES, Plan
 from paceline.run.build import loader_of
 from paceline.run.dry_run.memory_watch import MemoryWatch
 from paceline.split.apply import Split

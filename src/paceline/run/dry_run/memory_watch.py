@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from paceline.planning.model.recording.record import OperationMode
-from paceline.planning.model.recording.recorder import tensors_in
+from paceline.planning.model.record import OperationMode
+from paceline.planning.model.recorder import tensors_in
 
 # What a rank sends in an operation among n ranks, for each byte that it puts in: the least that any algorithm can
 # (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").

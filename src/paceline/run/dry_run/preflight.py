@@ -25,11 +25,10 @@ from paceline.job.batch import target_of
 from paceline.job.job import Job
 from paceline.job.samples import DataSets
 from paceline.own_random import kept_random
-from paceline.planning.axes import DEGREES
 from paceline.planning.check.check_plan import nearest_plan
 from paceline.planning.check.plan_context import Check, PlanContext, loss_is_tried
 from paceline.planning.model.model_info import model_info
-from paceline.planning.plan import Plan
+from paceline.planning.plan import DEGREES, Plan
 from paceline.run.build import loader_of
 from paceline.run.dry_run.dry_run import StepFailed, dry_run_stage, for_dry_run, with_data_at_hand
 from paceline.split.mesh import Mesh

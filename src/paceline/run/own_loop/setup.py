@@ -21,8 +21,7 @@ from paceline.errors import DataError, JobError, PlanError
 from paceline.job.job import Precision
 from paceline.job.loss import Loss
 from paceline.job.loss_items import ModelsOwn, hands_on_models_loss
-from paceline.planning.axes import DATA_AXES
-from paceline.planning.plan import Plan
+from paceline.planning.plan import DATA_AXES, Plan
 from paceline.planning.sync_info import sync_info
 from paceline.run.own_loop.interrupt import tell_in_one_line
 from paceline.run.own_loop.loop import OnStep, OwnLoop, refuse_model_of_another_engine

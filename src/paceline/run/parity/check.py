@@ -297,7 +297,7 @@ def check_all(
     Returns whether every plan that runs holds.
     """
     from paceline.errors import PacelineError
-    from paceline.planning.legal_plans import legal_plans
+    from paceline.planning.search.space import legal_plans
 
     checks, hold = Checks(job, cluster, steps=steps), True
     with checks.opened():

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from paceline.planning.axes import AXES
-from paceline.planning.plan import Plan
+from paceline.planning.plan import AXES, Plan
 
 WINDOW = 20  # steps over which a rank's median is taken
 WARM_UP = 5  # steps left out: compilers and allocators are slow there on one rank or another

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError
-from paceline.planning.model.recording.model_state import has_max_norm
+from paceline.planning.model.recorder import has_max_norm
 
 _NONE = -2  # no step: none comes after it
 

@@ -16,14 +16,20 @@ from paceline.job.job import Job
 from paceline.planning import history as cache
 from paceline.planning.check.check_plan import auto_plan
 from paceline.planning.history import Pair, remember
-from paceline.planning.knobs import HEADING, NOT_TRIED, SHARE_OF_RUN, Trial, knobs, longest_run_s, steps_are_too_few
 from paceline.planning.plan import Plan
 from paceline.planning.shortlist import (
+    HEADING,
+    NOT_TRIED,
+    SHARE_OF_RUN,
     Forecast,
+    Trial,
     certain,
+    knobs,
+    longest_run_s,
     recorrected,
     share_to_spend,
     shortlist,
+    steps_are_too_few,
     steps_per_epoch,
     why_not_measured,
 )

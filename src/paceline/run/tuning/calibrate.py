@@ -32,7 +32,7 @@ from paceline.planning.calibrate import (
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.history import other_work
 from paceline.planning.plan import Plan
-from paceline.planning.transport_info import BETWEEN_HOSTS, TRANSPORTS, carriers
+from paceline.planning.sync_info import BETWEEN_HOSTS, TRANSPORTS, carriers
 
 Say = Callable[[str], object]
 _MOST_RANKS = 8  # on the cores of a host

@@ -33,7 +33,7 @@ from paceline.job.stop import StopSpec
 from paceline.planning.calibrate import Axis, CalibrationPoint, Collective, Measurements, PassTiming, transport_note
 from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.planning.plan import Plan
-from paceline.planning.transport_info import TRANSPORTS
+from paceline.planning.sync_info import TRANSPORTS
 from paceline.run.build import build_engine, built, loader_of, seed_all
 from paceline.run.loop import Loop
 from paceline.run.record.run import Run

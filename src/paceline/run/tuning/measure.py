@@ -13,9 +13,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.elastic.run_on_ranks import run_on_plan
 from paceline.errors import LaunchError, PacelineError
 from paceline.job.job import Job
-from paceline.planning.knobs import NOT_TRIED, SHARE_OF_RUN, Trial, knobs
 from paceline.planning.plan import Plan
-from paceline.planning.shortlist import START_S, Forecast, startable
+from paceline.planning.shortlist import NOT_TRIED, SHARE_OF_RUN, START_S, Forecast, Trial, knobs, startable
 from paceline.run.tuning.result import BEGINNING, TuningResult
 from paceline.stats import Interval
 

@@ -20,9 +20,8 @@ from paceline.files import cache_folder
 from paceline.job.job import Job
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.history import WORK, hardware_of, keep, short_hash, work_facts
-from paceline.planning.knobs import SHARE_OF_RUN, Trial, longest_run_s
 from paceline.planning.plan import Plan
-from paceline.planning.shortlist import Forecast
+from paceline.planning.shortlist import SHARE_OF_RUN, Forecast, Trial, longest_run_s
 
 BEGINNING = "the plan to begin with"
 

@@ -16,7 +16,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
 from paceline.comm.agree import greatest
 from paceline.job.job import Job
-from paceline.planning.knobs import (
+from paceline.planning.plan import Plan, cores_of
+from paceline.planning.shortlist import (
     LEAST_ROUNDS,
     NOT_TRIED,
     Comparison,
@@ -28,7 +29,6 @@ from paceline.planning.knobs import (
     longest_run_s,
     why_not_now,
 )
-from paceline.planning.plan import Plan, cores_of
 from paceline.run.build import seed_all
 from paceline.run.tuning.candidate import WARM_UP_STEPS, TrialCandidate, part_of
 from paceline.run.tuning.result import BEGINNING, TuningResult

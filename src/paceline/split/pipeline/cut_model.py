@@ -24,7 +24,7 @@ from paceline.job.batch import Batch, place
 from paceline.partition import contiguous, starts
 from paceline.planning.limits import even_cuts, too_many_stages, wrong_cuts
 from paceline.planning.model.forward_pass import find_blocks
-from paceline.planning.model.recording.model_state import restored
+from paceline.planning.model.recorder import restored
 from paceline.planning.plan import Plan
 from paceline.split.pipeline.exported import StageGraph, exported
 from paceline.split.pipeline.forward_trace import (

@@ -28,9 +28,8 @@ from paceline.comm import Group
 from paceline.device import Clock, uploaded
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
-from paceline.planning.axes import V_SCHEDULES, stages_per_rank
 from paceline.planning.limits import microbatches_fit, sharded_twice
-from paceline.planning.plan import Plan
+from paceline.planning.plan import V_SCHEDULES, Plan, stages_per_rank
 from paceline.split.layout import Parts, local
 from paceline.split.pipeline.cut_model import CutModel, NewestByShape
 from paceline.split.pipeline.exported import ExportedStage, StageGraph

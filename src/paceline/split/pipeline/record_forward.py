@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from paceline.device import forked_random
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.planning.model.recording.model_state import restored, without_logs
-from paceline.planning.model.recording.record import OperationMode
-from paceline.planning.model.recording.recorder import tensors_in
+from paceline.planning.model.record import OperationMode
+from paceline.planning.model.recorder import restored, tensors_in, without_logs
 from paceline.split.layout import KEPT_UP_TO_DATE
 from paceline.split.pipeline.forward_trace import (
     Attribute,

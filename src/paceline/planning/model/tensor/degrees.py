@@ -16,9 +16,17 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.job.batch import Batch
 from paceline.planning.limits import undivided_heads
-from paceline.planning.model.recording.model_state import is_embedding, is_linear, is_transposed, weighted
-from paceline.planning.model.recording.record import Call, record_graph
-from paceline.planning.model.recording.recorder import Graph, Node, Shapes, Unfollowable
+from paceline.planning.model.record import Call, record_graph
+from paceline.planning.model.recorder import (
+    Graph,
+    Node,
+    Shapes,
+    Unfollowable,
+    is_embedding,
+    is_linear,
+    is_transposed,
+    weighted,
+)
 from paceline.planning.model.tensor.regions import (
     EXCHANGES,
     Boundaries,

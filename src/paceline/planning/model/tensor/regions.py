@@ -16,7 +16,7 @@ from math import gcd, prod
 import torch
 from torch import nn
 
-from paceline.planning.model.recording.recorder import UNSEEN_GRADIENT, Entry, Graph, Node, Unfollowable
+from paceline.planning.model.recorder import UNSEEN_GRADIENT, Entry, Graph, Node, Unfollowable
 from paceline.planning.model.tensor.rules import Label, bound, implied, is_row
 
 # operations that `sequence` adds to a graph; they sum or cut gradients themselves

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.planning.model.recording.recorder import Graph, Node, Unfollowable
+from paceline.planning.model.recorder import Graph, Node, Unfollowable
 
 # (tensor, dimension); tensors are counted over a node's inputs, then its outputs
 Slot = tuple[int, int]

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.planning.model.recording.recorder import Graph, PythonCall, Site, Unfollowable
+from paceline.planning.model.recorder import Graph, PythonCall, Site, Unfollowable
 from paceline.planning.model.tensor.regions import Repeat, counts_of, repeats_of
 from paceline.planning.model.tensor.rules import Label
 

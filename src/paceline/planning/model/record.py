@@ -29,17 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.device import is_device_type
 from paceline.job.batch import Batch
-from paceline.planning.model.recording.model_state import (
-    is_embedding,
-    is_linear,
-    is_transposed,
-    kept_tensors,
-    placed,
-    put_placeholders,
-    restored,
-    weighted,
-)
-from paceline.planning.model.recording.recorder import (
+from paceline.planning.model.recorder import (
     BeforeCall,
     Entry,
     Graph,
@@ -49,11 +39,19 @@ from paceline.planning.model.recording.recorder import (
     Shapes,
     Site,
     Unfollowable,
+    is_embedding,
+    is_linear,
+    is_transposed,
+    kept_tensors,
     map_tensors,
+    placed,
+    put_placeholders,
     recording,
+    restored,
     silence,
     tensors_in,
     tensors_within,
+    weighted,
 )
 
 Call = Callable[[nn.Module, Batch], Any]
