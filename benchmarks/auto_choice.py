@@ -40,7 +40,7 @@ from paceline.planning.plan import Plan, cores_of
 from paceline.planning.search.space import legal_plans
 from paceline.planning.shortlist import KNOBS
 from paceline.run.tuning.auto import AutoChoice, choose
-from paceline.run.tuning.candidate import TrialCandidate, part_of
+from paceline.run.tuning.trial import TrialCandidate, part_of
 from paceline.stats import Interval, median_interval
 from served import Ranks
 

@@ -38,14 +38,14 @@ def images() -> TensorDataset:
 def ddp(way: str) -> None:
     """DDP's tutorial."""
     if way == "shm":
-        from paceline.frameworks.transport import init_process_group
+        from paceline.frameworks.pytorch import init_process_group
 
         init_process_group()
     else:
         dist.init_process_group("gloo")
     model = DistributedDataParallel(cifar_cnn())
     if way == "int8":
-        from paceline.frameworks.ddp import CodecState, codec_hook
+        from paceline.frameworks.pytorch import CodecState, codec_hook
 
         model.register_comm_hook(CodecState("int8"), codec_hook)
     optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
@@ -68,7 +68,7 @@ def ddp(way: str) -> None:
 def accelerate(way: str) -> None:
     """Accelerate's quick tour."""
     if way == "shm":
-        from paceline.frameworks.transport import init_process_group
+        from paceline.frameworks.pytorch import init_process_group
 
         init_process_group()
     from accelerate import Accelerator

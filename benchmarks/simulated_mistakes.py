@@ -308,7 +308,7 @@ _DEVICES = (
     ),
     Mistake(
         "a loop's own weights of its losses are on the host",
-        "run/own_loop/shares.py",
+        "run/own_loop/optimizer_steps.py",
         "mean = (own * share).to(self.device) if share",
         "mean = (own * share).cpu() if share",
         ("own_backward dp=2",),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.run.parity.check import check
     from paceline.run.record.run import Run
     from paceline.run.train import train
-    from paceline.run.tuning.calibrate_on import calibrate_on
+    from paceline.run.tuning.calibrate import calibrate_on
 
     __version__: str
 
@@ -46,7 +46,7 @@ _HOMES = {
     "PacelineError": "paceline.errors",
     "Plan": "paceline.planning.plan",
     "Run": "paceline.run.record.run",
-    "calibrate_on": "paceline.run.tuning.calibrate_on",
+    "calibrate_on": "paceline.run.tuning.calibrate",
     "check": "paceline.run.parity.check",
     "check_plan": "paceline.planning.check.check_plan",
     "plan": "paceline.planning.search.search",

@@ -22,8 +22,8 @@ from paceline.job.job import Job
 from paceline.job.samples import Selection
 from paceline.job.stop import StopRule
 from paceline.run.build import load_published
+from paceline.run.process import stop_signals
 from paceline.run.record.run import Run
-from paceline.run.stop_signals import stop_signals
 from paceline.units import count
 from paceline_federated.batched import Batched, CannotBatch, Samples
 from paceline_federated.client import LocalTraining, federated, first_model, keys

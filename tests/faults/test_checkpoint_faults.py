@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from forked import python
 from paceline.errors import CheckpointError
 from paceline.state.reader import load, load_latest
-from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.shard import MeshCoordinate
 from paceline.state.writer import Checkpointer, Snapshot
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 

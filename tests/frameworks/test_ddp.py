@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commands import DEADLINE_S
 from paceline.device import use
 from paceline.errors import LaunchError, PlanError
-from paceline.frameworks.ddp import CodecState, codec_hook, register
-from paceline.frameworks.transport import init_process_group
+from paceline.frameworks.pytorch import CodecState, codec_hook, init_process_group, register_codec
 from ranks import Backend, RankError, Ranks
 from simulated.environment import Simulated
 
@@ -57,7 +56,7 @@ def every_codec(codecs: list[str]) -> dict[str, tuple[list[float], float, int, l
     found = {}
     for codec in ["plain", *codecs]:
         ddp = DistributedDataParallel(a_model(), bucket_cap_mb=0.25)
-        state = None if codec == "plain" else register(ddp, codec)
+        state = None if codec == "plain" else register_codec(ddp, codec)
         losses = trained(ddp, batches(dist.get_rank(), STEPS))
         sent = 1.0 if state is None else state.traffic.sent_bytes / state.traffic.plain_bytes
         buckets = 0 if state is None else len(state._names)
@@ -85,7 +84,7 @@ def on_a_device(codec: str | None) -> list[float]:
     device = use(int(os.environ["LOCAL_RANK"]))
     ddp = DistributedDataParallel(a_model().to(device), bucket_cap_mb=0.1)
     if codec is not None:
-        register(ddp, codec)
+        register_codec(ddp, codec)
     optimizer, losses = torch.optim.SGD(ddp.parameters(), 0.05), []
     for inputs, target in batches(dist.get_rank(), 12):
         loss = F.cross_entropy(ddp(inputs.to(device)), target.to(device))
@@ -106,7 +105,7 @@ def test_on_accelerators_the_hook_waits_for_the_gradients_of_the_device(simulate
 def first_passes() -> list[bool]:
     """Whether each of three passes gave the gradients of plain DDP to the bit."""
     plain, coded = (DistributedDataParallel(a_model(), bucket_cap_mb=0.25) for _ in range(2))
-    register(coded, "int4")
+    register_codec(coded, "int4")
     exact = []
     for inputs, target in batches(dist.get_rank(), 3):
         for ddp in (plain, coded):
@@ -125,7 +124,7 @@ def resumed_error() -> tuple[bool, bool]:
     """Whether the error feedback of a saved state is taken over by a new process's state, and changes what is sent."""
     steps = batches(dist.get_rank(), 4)
     ddp = DistributedDataParallel(a_model(), bucket_cap_mb=0.25)
-    kept = register(ddp, "topk:0.05").state_dict
+    kept = register_codec(ddp, "topk:0.05").state_dict
     for inputs, target in steps:
         F.cross_entropy(ddp(inputs), target).backward()
     saved, gradients = kept(), []
@@ -150,7 +149,7 @@ def test_what_a_codec_left_out_outlives_the_process(ranks: Ranks) -> None:
 def not_finite() -> list[bool]:
     """Whether each of two coded passes, of which rank 1's second one has an infinite loss, gave finite gradients."""
     ddp = DistributedDataParallel(a_model())
-    register(ddp, "int8")
+    register_codec(ddp, "int8")
     finite = []
     for step, (inputs, target) in enumerate(batches(dist.get_rank(), 4)):
         ddp.zero_grad()
@@ -166,7 +165,7 @@ def test_a_gradient_that_is_not_finite_is_so_on_all_ranks_and_is_forgotten(ranks
 
 def in_float64() -> None:
     ddp = DistributedDataParallel(a_model(torch.float64))
-    register(ddp, "int8")
+    register_codec(ddp, "int8")
     for inputs, target in batches(dist.get_rank(), 2):
         F.cross_entropy(ddp(inputs.double()), target).backward()
 
@@ -196,7 +195,7 @@ def test_a_process_group_that_is_there_already_is_not_replaced(ranks: Ranks) -> 
 
 SCRIPT = """
 import torch.distributed as dist
-from paceline.frameworks.transport import init_process_group
+from paceline.frameworks.pytorch import init_process_group
 init_process_group()
 total = __import__("torch").ones(3)
 dist.all_reduce(total)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.errors import PlanError
-from paceline.frameworks.local import LocalSteps, check_sync
+from paceline.frameworks.pytorch import LocalSteps, check_sync
 from ranks import Ranks
 
 STEPS = 40

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.cluster.host import Device, Host
-from paceline.engine import settings
-from paceline.engine.settings import Settings
+from paceline.engine import guard as settings
+from paceline.engine.guard import Settings
 from paceline.job.stop import SpikeSpec
 from paceline.planning.plan import Plan
 from paceline.run.convert import export

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RunError
-from paceline.run.tensorboard import TensorBoard
+from paceline.run.trackers.services import TensorBoard
 
 
 def test_tensorboard_reads_every_scalar_with_its_step(tmp_path: Path) -> None:

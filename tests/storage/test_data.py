@@ -15,8 +15,7 @@ from paceline.files import cache_folder
 from paceline.job.data import Arrays, Text
 from paceline.job.job import Job
 from paceline.storage import data
-from paceline.storage.store import Store
-from paceline.storage.url import DATA_VERSIONS
+from paceline.storage.store import DATA_VERSIONS, Store
 
 
 @pytest.fixture

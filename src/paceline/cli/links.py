@@ -102,7 +102,7 @@ def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
     from paceline.comm.measure.links import LinksRequest, measure_on_rank
     from paceline.rank_environment import own_rank
     from paceline.run.links import LinkResults
-    from paceline.run.torchrun import fail
+    from paceline.run.process import fail
 
     if named is not None and len(wanted.transports) > 1:
         raise typer.BadParameter("under torchrun name one transport: its ranks join once", param_hint="--transports")

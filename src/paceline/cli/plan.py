@@ -131,7 +131,7 @@ def _sigma(text: str | None) -> float:
         sigma = float(text)
     except ValueError:
         from paceline.run.record.run import Run
-        from paceline.run.record.stragglers import step_time_sigma
+        from paceline.run.record.slow_ranks import step_time_sigma
 
         return step_time_sigma(Run(text))
     if not 0 <= sigma < math.inf:
@@ -182,7 +182,7 @@ def factors_of(paths: Sequence[Path] | None, cluster: Cluster | None, console: C
     from rich.text import Text
 
     from paceline.console import Console
-    from paceline.run.tuning.calibrate_on import calibrate_on
+    from paceline.run.tuning.calibrate import calibrate_on
 
     if not paths:
         return None

@@ -61,7 +61,7 @@ def _operations(where: str, wanted: StepRange, out: Path | None) -> None:
     from paceline.report.advice import measured
     from paceline.report.traces import operations_in_words, write_operations
     from paceline.run.record.run import Run
-    from paceline.run.tuning.operations import operations_of
+    from paceline.run.tuning.calibrate import operations_of
 
     run = Run(where)
     count = wanted.newest or wanted.last - wanted.first + 1

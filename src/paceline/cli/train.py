@@ -59,7 +59,7 @@ def command(
         record = train(what, to_run_on(cluster), plan, run=run, resume=resume, restarts=restarts, port=port)
     except Exception as error:
         if is_rank():
-            from paceline.run.torchrun import fail
+            from paceline.run.process import fail
 
             fail(error)
         raise

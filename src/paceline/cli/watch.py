@@ -71,7 +71,7 @@ def followed(runs: Sequence[str]) -> list[LiveRun]:
 def _run(where: str) -> Run:
     from paceline.errors import RunError
     from paceline.run.record.run import Run
-    from paceline.storage.url import is_url
+    from paceline.storage.store import is_url
 
     if is_url(where):
         raise RunError(f"{where}: only directories can be watched. `paceline report` takes the URL of a run.")
@@ -139,7 +139,7 @@ def dashboard(
     import asyncio
 
     from paceline.report.live_server import LiveServer
-    from paceline.run.stop_signals import stop_signals
+    from paceline.run.process import stop_signals
 
     server = LiveServer(followed(where), port_of(at))
 

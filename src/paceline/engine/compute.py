@@ -31,7 +31,7 @@ from paceline.split.remat import keep_compiled_code_private
 from paceline.sync import Replica
 
 if TYPE_CHECKING:
-    from paceline.engine.shard_reads import ShardReads
+    from paceline.engine.split_model import ShardReads
     from paceline.split.apply import Split
 
 _AS_IT_IS = nullcontext()

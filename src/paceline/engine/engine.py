@@ -21,7 +21,7 @@ from paceline.data.loader import Loader, Position
 from paceline.engine.calls import made_ready
 from paceline.engine.compute import Compute, LocalLoss, WholeModel
 from paceline.engine.evaluation import Evaluation
-from paceline.engine.guard import Guard, LossSpikes
+from paceline.engine.guard import Guard, LossSpikes, Settings
 from paceline.engine.meter import CHECKPOINT, COMM, COMPUTE, DATA, OPTIMIZER, Meter, Timing
 from paceline.engine.reduction import (
     GradientReduction,
@@ -32,7 +32,6 @@ from paceline.engine.reduction import (
     UnreadStep,
 )
 from paceline.engine.replica_state import ReplicaState
-from paceline.engine.settings import Settings
 from paceline.errors import DataError, JobError, PlanError
 from paceline.generation import ends_generation
 from paceline.job.batch import Batch, rows

@@ -11,7 +11,7 @@ import copy
 import dis
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map
 from paceline.comm.gather import gather
 from paceline.device import forked_random, on_accelerator, widest_float
 from paceline.engine.model_loss import in_float64
-from paceline.engine.no_gradient import NoGradient, stop_gradient_unless
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.batch import Batch, rows, target_of
 from paceline.job.loss import Loss
@@ -37,10 +36,12 @@ from paceline.job.loss_items import (
     items_of,
     reads_models_loss,
 )
+from paceline.planning.model.recorder import tensors_in
 
 if TYPE_CHECKING:
     from paceline.data.loader import Position
     from paceline.engine.compute import Compute
+
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; by what the loss was computed in
 _LOW_PRECISION = 2e-2
@@ -420,3 +421,50 @@ def _cut(output: Any, size: int, dim: int, start: int, length: int) -> Any:
     else:
         part = tree_map(cut, output)
     return part if found else None
+
+
+class NoGradient:
+    """A loss whose value is 0 and whose gradient is exactly zero everywhere.
+
+    Attributes:
+        loss: the loss to call `backward` on, in the graph of the original loss.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        # AccumulateGrad nodes (those with a `variable`) belong to parameters, which other losses use too
+        self._hooks = [n.register_prehook(_zeros) for n in graph_nodes(loss) if not hasattr(n, "variable")]
+
+    def release(self) -> None:
+        """Let gradients of other losses pass through the graph again (`retain_graph`)."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def stop_gradient_unless(counts: Tensor, output: Any) -> None:
+    """Zero the gradients that reach a model's output, unless `counts` (0-dimensional, on its device) is true.
+
+    The value stays on the device, so the host does not wait for it.
+    """
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: torch.where(counts, gradient, 0.0))
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+
+
+def graph_nodes(loss: Tensor, descends: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    """Iterate over the nodes of the autograd graph of a loss.
+
+    The nodes below a node for which `descends` returns False are left out.
+    """
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            if descends(node):
+                waiting += [below for below, _ in node.next_functions]

@@ -1,6 +1,6 @@
 """Accelerate, and the `Trainer` of Transformers, which is built on it.
 
-    init_process_group()              # of frameworks/transport.py, before Accelerator(…) or TrainingArguments(…)
+    init_process_group()              # of frameworks/pytorch.py, before Accelerator(…) or TrainingArguments(…)
     code_gradients(accelerator, "int8")  # or of a trainer
 
 Accelerate names no other backend than gloo for CPUs, but takes a process group that is there.
@@ -17,7 +17,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import LaunchError, PlanError
-from paceline.frameworks.ddp import CodecState, register
+from paceline.frameworks.pytorch import CodecState, register_codec
 
 
 def code_gradients(owner: Any, codec: str) -> None:
@@ -57,4 +57,4 @@ class _CodedGradients(DistributedDataParallelKwargs):
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Have a model that Accelerate has wrapped send its gradients coded."""
-        register(model, self.codec)
+        register_codec(model, self.codec)

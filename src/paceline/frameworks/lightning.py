@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PlanError
-from paceline.frameworks.ddp import register
-from paceline.frameworks.local import LocalSteps, check_sync
-from paceline.frameworks.transport import cpu_backend
+from paceline.frameworks.pytorch import LocalSteps, check_sync, cpu_backend, register_codec
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 _PACKAGE = next((name for name in _NAMES if name in sys.modules), _NAMES[0])
@@ -72,7 +70,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         if self.sync == "allreduce":
             super().configure_ddp()
             if self.codec is not None:
-                register(self.model, self.codec)
+                register_codec(self.model, self.codec)
             return
         self._steps = LocalSteps(self.lightning_module, self.sync, self.codec, self.root_device)
         if self._loaded:

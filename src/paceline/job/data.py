@@ -21,7 +21,7 @@ from pydantic import (
 
 from paceline.errors import DataError, StorageError
 from paceline.job.spec import Args, Spec, resolve_import_path
-from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
+from paceline.storage.store import DATA_VERSIONS, checked_url, is_url, local_path
 
 if TYPE_CHECKING:
     from paceline.job.samples import DataSets

@@ -29,7 +29,7 @@ from paceline.report.advice import (
 )
 from paceline.report.run_record import NAMES, where_it_goes
 from paceline.run.record.run import Run
-from paceline.run.tuning.measure import measure, reason_of
+from paceline.run.tuning.auto import measure, reason_of
 from paceline.run.tuning.result import TuningResult
 from paceline.stats import Interval
 from paceline.units import listed, on_cores

@@ -20,7 +20,7 @@ from paceline.report.critical_path import BETWEEN, CriticalPath, Piece
 from paceline.report.figures import PARTS as DEFINITIONS
 from paceline.report.timeline import RankStep, Timeline
 from paceline.run.record.progress import event_sentence
-from paceline.run.tuning.operations import PHASE, STEP
+from paceline.run.tuning.calibrate import PHASE, STEP
 from paceline.units import count, listed, percent, seconds
 
 # Processes of the trace. Perfetto keeps 0 for a process of its own.

@@ -15,7 +15,7 @@ from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.device import DEVICE_VARIABLE, has_pinned_memory
 from paceline.engine.engine import Engine
-from paceline.engine.settings import Settings
+from paceline.engine.guard import Settings
 from paceline.errors import ClusterError, DataError
 from paceline.job.job import Job
 from paceline.job.partition import Partition
@@ -24,7 +24,7 @@ from paceline.planning.plan import Plan
 from paceline.run.convert import WeightSource, fitted, load_weights, weights_from
 from paceline.split.layout import Part, ShardLayout, predicted_bytes
 from paceline.split.mesh import Mesh
-from paceline.storage.url import is_url
+from paceline.storage.store import is_url
 
 if TYPE_CHECKING:
     from paceline.run.record.run import Run

@@ -18,8 +18,7 @@ from paceline.errors import CheckpointError, DataError, NonFiniteError
 from paceline.job.job import CheckpointSpec
 from paceline.job.samples import DataSets
 from paceline.job.stop import StopRule
-from paceline.run.record.callback import Callback, StepInfo
-from paceline.run.record.events import Events
+from paceline.run.record.recorder import Callback, Events, StepInfo
 from paceline.run.record.run import Run
 from paceline.run.recovery.last_good import LastGood
 from paceline.state.checkpoint import restore, snapshot

@@ -38,12 +38,12 @@ from paceline.planning.plan import Plan, threads_on
 from paceline.planning.sync_info import ServerProcesses, sync_info
 from paceline.rank_environment import is_our_rank
 from paceline.run.preflight import refuse_what_cannot_divide
+from paceline.run.process import fail
 from paceline.run.record.progress import LiveProgress
 from paceline.run.record.run import DESCRIPTION, FOLDERS, JsonLines, Run
-from paceline.run.torchrun import fail
-from paceline.run.trackers.processes import RunTrackers, check_trackers
+from paceline.run.trackers.follow import RunTrackers, check_trackers
 from paceline.run.tuning.auto import AutoChoice, Say, choose, remember_run
-from paceline.storage.url import is_url
+from paceline.storage.store import is_url
 
 if TYPE_CHECKING:
     from paceline.comm import Group

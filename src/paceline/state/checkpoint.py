@@ -23,8 +23,7 @@ from paceline.state.rank_state import (
     restore_random,
 )
 from paceline.state.reader import OWN, SYNC, Loaded, Report
-from paceline.state.shard import DTYPES
-from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.shard import DTYPES, MeshCoordinate
 from paceline.state.writer import Snapshot
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from paceline.state.manifest import (
     checkpoints,
     shard_name,
 )
-from paceline.state.shard import DTYPES
-from paceline.state.shard_assignment import MeshCoordinate, assign_writers, uncovered
+from paceline.state.shard import DTYPES, MeshCoordinate, assign_writers, uncovered
 
 # before the names of what belongs to one rank and no other: its rule's tensors, and its replica's
 SYNC, OWN = "sync/", "own/"

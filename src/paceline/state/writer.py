@@ -39,8 +39,7 @@ from paceline.state.manifest import (
     sync_folder,
     write_durably,
 )
-from paceline.state.shard import Shard, describe
-from paceline.state.shard_assignment import MeshCoordinate, ShardContents, merge
+from paceline.state.shard import MeshCoordinate, Shard, ShardContents, describe, merge
 
 Report = Callable[[str, dict[str, Any]], None]
 

@@ -27,8 +27,7 @@ from paceline.files import (
     write_whole,
 )
 from paceline.printable import printable
-from paceline.storage.store import STALL_S, Entry, Store
-from paceline.storage.url import DATA_VERSIONS, cache_name, checked_url, local_path
+from paceline.storage.store import DATA_VERSIONS, STALL_S, Entry, Store, cache_name, checked_url, local_path
 
 Say = Callable[[str], object]
 TELL_EVERY_S = 5.0

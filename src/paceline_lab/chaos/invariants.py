@@ -21,8 +21,8 @@ from paceline.job.job import CheckpointSpec, Job
 from paceline.job.stop import StopSpec
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import sync_info
+from paceline.run.record.recorder import WITNESS
 from paceline.run.record.run import Run, read_lines
-from paceline.run.record.witness import WITNESS
 from paceline.state.manifest import checkpoints
 from paceline_lab.chaos.play import STILL_SAVES, Ended, Played
 

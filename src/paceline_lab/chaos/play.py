@@ -22,7 +22,7 @@ from paceline.cluster.cgroup import PREFIX
 from paceline.errors import PacelineError
 from paceline.files import private_folder
 from paceline.planning.plan import Plan
-from paceline.run.record.witness import WITNESS
+from paceline.run.record.recorder import WITNESS
 from paceline.wire.status import RankStatus, StatusBoard
 from paceline_lab.chaos.faults import Injected, Scene, inject
 from paceline_lab.chaos.growth import Course, Growth, courses

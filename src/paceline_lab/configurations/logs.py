@@ -18,7 +18,7 @@ from paceline.files import read_text
 from paceline.job.known.names import must_find_model
 from paceline.planning.tables.layouts import Row
 from paceline.run.record.run import WARM_UP_STEPS
-from paceline.run.tuning.calibrate_on import LogReader
+from paceline.run.tuning.calibrate import LogReader
 from paceline_lab.configurations import megatron, torchtitan
 from paceline_lab.configurations.configuration import Configuration, planned, with_batch
 from paceline_lab.configurations.systems import layout_as_configured, read_configuration

@@ -20,8 +20,8 @@ from paceline.planning.cost import constants
 from paceline.planning.cost.estimate import FailureCosts, estimate
 from paceline.planning.machines import machines, own_adjustment
 from paceline.run.record.run import Run
-from paceline.run.record.stragglers import step_time_ratios
-from paceline.run.tuning.calibrate_on import read_runs
+from paceline.run.record.slow_ranks import step_time_ratios
+from paceline.run.tuning.calibrate import read_runs
 from paceline.stats import Interval
 from paceline.units import count, rate, seconds
 from paceline_lab.scaling.result import MeasuredSetting, Report

@@ -20,7 +20,7 @@ from paceline.engine.meter import COMPUTE, Timing
 from paceline.job.samples import DataSets
 from paceline.planning.sync_info import ServerProcesses, SyncSpec
 from paceline.run.loop import Loop
-from paceline.run.record.callback import StepInfo
+from paceline.run.record.recorder import StepInfo
 from paceline.run.record.run import Run
 from paceline.units import count
 from paceline.wire.store import StoreClient

@@ -32,8 +32,8 @@ from paceline.planning.plan import Plan
 from paceline.planning.sync_info import ServerProcesses, SyncSpec
 from paceline.rank_environment import RankEnvironment
 from paceline.run.build import build_engine, built, check_device, seed_all
+from paceline.run.process import stop_signals
 from paceline.run.record.run import Run
-from paceline.run.stop_signals import stop_signals
 from paceline.split.layout import whole_parts
 from paceline.sync.compress.alone import Feedback, decoder
 from paceline.wire.key import RunKey, own_key

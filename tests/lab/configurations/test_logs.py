@@ -11,7 +11,7 @@ from commands import paceline as command
 from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.errors import PlanError
 from paceline.planning.tables.layouts import Row
-from paceline.run.tuning.calibrate_on import read_runs
+from paceline.run.tuning.calibrate import read_runs
 from paceline_lab.configurations.logs import run_of_log
 
 ARGUMENTS = {

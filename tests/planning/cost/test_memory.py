@@ -25,7 +25,7 @@ from paceline.planning.cost.memory import HOLDERS, capacity_bytes, memory
 from paceline.planning.model.graph import BlockTrace, ModelTrace
 from paceline.planning.model.model_info import trace
 from paceline.planning.model.transformer import transformer
-from paceline.run.dry_run.memory_watch import MemoryWatch
+from paceline.run.dry_run.dry_run import MemoryWatch
 
 GIB = 2**30
 A100 = Machines(CATALOGUE["A100-SXM-80"], 64, 8, CATALOGUE["A100-SXM-80"].network)

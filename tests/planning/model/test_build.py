@@ -30,7 +30,7 @@ from paceline.planning.model.graph import BlockTrace, ModelTrace
 from paceline.planning.model.model_info import model_info, trace, without_memory
 from paceline.planning.model.tensor.degrees import prove
 from paceline.planning.model.transformer import transformer
-from paceline.run.dry_run.memory_watch import MemoryWatch
+from paceline.run.dry_run.dry_run import MemoryWatch
 
 TOKENS = {"kind": "synthetic", "shape": [16], "vocab": 120}
 IMAGES = {"kind": "synthetic", "shape": [3, 32, 32], "classes": 2}

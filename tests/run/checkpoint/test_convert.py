@@ -18,7 +18,7 @@ from paceline.job.job import Job
 from paceline.run import convert
 from paceline.run.convert import export, export_hf, fitted, load_weights, weights_from
 from paceline.split.layout import Part, tied_names
-from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.shard import MeshCoordinate
 from paceline.state.writer import Snapshot
 from ranks import Ranks
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all

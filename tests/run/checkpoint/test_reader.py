@@ -18,7 +18,7 @@ from paceline.split.layout import ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.state.manifest import TensorEntry, TensorPiece
 from paceline.state.reader import TensorPieces, load, load_latest
-from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.shard import MeshCoordinate
 from paceline.state.writer import Checkpointer, Snapshot
 from single_process_mesh import meshes, save_all
 

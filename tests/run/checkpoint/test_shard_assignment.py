@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.errors import CheckpointError
 from paceline.split.layout import Box
 from paceline.state.manifest import Receipt, ShardEntry, TensorEntry, TensorPiece
-from paceline.state.shard_assignment import MeshCoordinate, assign_writers, key_of, merge, to_write
+from paceline.state.shard import MeshCoordinate, assign_writers, key_of, merge, to_write
 from single_process_mesh import SHAPES, meshes, own_parts, parts_of, random_tensors
 
 DEGREES = [

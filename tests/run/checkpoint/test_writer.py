@@ -24,8 +24,7 @@ from paceline.split.layout import Part, ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.state.manifest import MANIFEST
 from paceline.state.reader import load, load_latest
-from paceline.state.shard import CODES
-from paceline.state.shard_assignment import MeshCoordinate
+from paceline.state.shard import CODES, MeshCoordinate
 from paceline.state.writer import Checkpointer, Snapshot
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 

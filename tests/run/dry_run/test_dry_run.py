@@ -20,8 +20,7 @@ from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import RULES, SyncInfo
 from paceline.run.build import build_engine, built
-from paceline.run.dry_run.dry_run import DryRun, run_dry
-from paceline.run.dry_run.memory_watch import MemoryWatch
+from paceline.run.dry_run.dry_run import DryRun, MemoryWatch, run_dry
 from paceline.split.layout import StateBytes, held_bytes
 from paceline.sync.averaging import Averaging
 from paceline.sync.rule import Replica

@@ -26,8 +26,7 @@ from paceline.cluster.probe import Counter, Energy
 from paceline.comm import Group
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import PARTS, Timing
-from paceline.run.record.callback import StepInfo
-from paceline.run.record.recorder import ResourceUse, StepRecorder, Unwritten
+from paceline.run.record.recorder import ResourceUse, StepInfo, StepRecorder, Unwritten
 from paceline.run.record.run import read_lines
 from small_jobs import FEATURES, Points, points, small_job, train_here
 

@@ -12,7 +12,7 @@ from paceline.cluster.discover import discover
 from paceline.errors import RunError
 from paceline.planning.plan import Plan
 from paceline.run.record.run import Run
-from paceline.run.record.stragglers import step_time_sigma
+from paceline.run.record.slow_ranks import step_time_sigma
 from small_jobs import small_job
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +28,7 @@ from paceline.planning.shortlist import ONE_CORE, Forecast, Trial
 from paceline.run.record.run import Run
 from paceline.run.train import choice_of
 from paceline.run.tuning import auto
-from paceline.run.tuning.auto import AutoChoice, choose, remember_run
-from paceline.run.tuning.forecast import predicted
-from paceline.run.tuning.result import TuningResult
+from paceline.run.tuning.auto import AutoChoice, choose, predicted, remember_run
 from paceline.run.tuning.trial import RankTrial
 
 CLUSTER = discover()
@@ -73,6 +70,14 @@ def verdicts(choice: AutoChoice) -> dict[str, str]:
     for why, _, what in (line.removeprefix("not tried (").rpartition("): ") for line in left):
         found |= dict.fromkeys(what.split(", "), f"not tried: {why}")
     return found
+
+
+def measured_with(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """Have plans measured with these settings of the trial."""
+    measure = auto.measure
+    monkeypatch.setattr(
+        auto, "measure", lambda job, cluster, found, tell: measure(job, cluster, replace(found, **settings), tell)
+    )
 
 
 def forecasts(monkeypatch: pytest.MonkeyPatch, *found: Forecast) -> None:
@@ -220,7 +225,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     monkeypatch.setattr(cache, "MOST_OTHER_WORK", 2.0)
     predictions = [steps_of_1_ms(plan, ms) for plan, ms in (("dp=2", 20), ("ep=2", 21), ("fsdp=2", 22), ("dp=1", 23))]
     forecasts(monkeypatch, *predictions)
-    monkeypatch.setattr(auto, "TuningResult", partial(TuningResult, knobs=False))
+    measured_with(monkeypatch, knobs=False)
     two = Cluster(hosts=(CLUSTER.hosts[0].model_copy(update={"cores": 2, "affinity": ()}),))
     job = network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 0.04)")
     choice = choose(job, two)
@@ -362,7 +367,7 @@ def test_a_plan_of_fewer_ranks_that_divides_the_model_has_a_start_of_its_own(
 ) -> None:
     forecasts(monkeypatch, steps_of_1_ms("dp=4", 20), steps_of_1_ms("fsdp=2", 21), steps_of_1_ms("tp=2", 22))
     # On a busy machine knobs take all the time, and a start of three plans more than there is.
-    monkeypatch.setattr(auto, "TuningResult", partial(TuningResult, knobs=False, spent_s=-300.0))
+    measured_with(monkeypatch, knobs=False, spent_s=-300.0)
     four = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
     choice = choose(network(tmp_path, "time.sleep(0.0 if type(self).__name__ == 'FSDPNet' else 2.0)"), four)
     found = verdicts(choice)

@@ -15,7 +15,7 @@ from paceline.errors import PlanError
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.tables import layouts as tables
 from paceline.planning.tables.layouts import Row
-from paceline.run.tuning.calibrate_on import calibrate_on, read_runs
+from paceline.run.tuning.calibrate import calibrate_on, read_runs
 
 TABLE = Path(__file__).parents[3] / "benchmarks" / "tables" / "llmfoundry_mpt_h100_given.csv"
 JOB = """

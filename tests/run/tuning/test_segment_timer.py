@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.run.tuning import segment_timer as module
-from paceline.run.tuning.segment_timer import END, SegmentTimer
+from paceline.run.tuning import calibrate_ranks as module
+from paceline.run.tuning.calibrate_ranks import END, SegmentTimer
 
 
 class Clock:

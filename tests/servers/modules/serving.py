@@ -37,7 +37,7 @@ def serving(grace_s: float = 30.0, *, kill: bool = False) -> Iterator[Path]:
             "import threading\n"
             "from pathlib import Path\n"
             "from paceline_server.modules.serve import serve\n"
-            "from paceline.run.stop_signals import stop_signals\n"
+            "from paceline.run.process import stop_signals\n"
             "stop = threading.Event()\n"
             "with stop_signals(lambda _: stop.set()):\n"
             f"    with serve({[path_of(name) for name in NAMES]!r}, Path({str(socket)!r}), grace_s={grace_s!r}):\n"

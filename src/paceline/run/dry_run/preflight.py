@@ -18,8 +18,8 @@ import torch
 from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
 from paceline.engine.engine import Engine
+from paceline.engine.guard import Settings
 from paceline.engine.model_loss import SAMPLES
-from paceline.engine.settings import Settings
 from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import target_of
 from paceline.job.job import Job

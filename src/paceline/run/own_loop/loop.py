@@ -22,19 +22,27 @@ from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader
 from paceline.engine.engine import Engine, StepResult
-from paceline.engine.guard import explain, stop
-from paceline.engine.no_gradient import NoGradient
-from paceline.engine.settings import Settings
+from paceline.engine.guard import Settings, explain, stop
+from paceline.engine.loss_normalization import NoGradient
 from paceline.errors import JobError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss, Metric
 from paceline.planning.plan import Plan
 from paceline.run.own_loop import state as own_state
-from paceline.run.own_loop.evaluate import Measure, evaluate, own_batches
-from paceline.run.own_loop.gradients import clip, summed_apart, total_norm
-from paceline.run.own_loop.optimizer_steps import Optimizers, OptimizerSteps
-from paceline.run.own_loop.refusals import NoLoader, Refusals, check_all_step, check_backward, no_loss
-from paceline.run.own_loop.shares import LossShares
+from paceline.run.own_loop.optimizer_steps import (
+    LossShares,
+    NoLoader,
+    Optimizers,
+    OptimizerSteps,
+    Refusals,
+    check_all_step,
+    check_backward,
+    clip,
+    no_loss,
+    summed_apart,
+    total_norm,
+)
+from paceline.run.own_loop.state import Measure, evaluate, own_batches
 from paceline.sync.rows import numbers_of
 
 OnStep = Callable[[StepResult], object]

@@ -1,11 +1,15 @@
-"""Steps of a user's optimizers: each needs gradients that all ranks agreed on."""
+"""Optimizers and losses of a user's own loop, and what such a loop cannot do.
+
+Each optimizer needs gradients that are reduced over all ranks.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -13,8 +17,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.errors import CheckpointError, JobError, PlanError, SyncError
+from paceline.comm import Group
+from paceline.data.loader import Loader, Position
+from paceline.device import uploaded, widest_float
+from paceline.errors import CheckpointError, DataError, JobError, PlanError, SyncError
 from paceline.planning.plan import Plan
+from paceline.sync.rows import numbers_of
+from paceline.sync.rule import Replica, not_by_the_engine
+
+if TYPE_CHECKING:
+    from paceline.run.own_loop.loop import OwnLoop
+    from paceline.split.apply import Split
+
 
 _KNOWN: WeakSet[Optimizer] = WeakSet()  # the optimizers of all engines in this process
 
@@ -286,3 +300,253 @@ class Optimizers:
             firsts.append(count)
             count += sum(len(group["params"]) for group in optimizer.param_groups)
         return firsts
+
+
+@contextmanager
+def summed_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context of a backward pass without the gradients of earlier passes, which it adds again.
+
+    Those are summed over the ranks already; a sum over the ranks within the context is without them.
+    """
+    earlier: dict[nn.Parameter, Tensor] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            earlier[parameter] = parameter.grad.clone()  # it may lie in the memory of the next sum
+            parameter.grad = None
+    yield
+    for parameter, gradient in earlier.items():
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def total_norm(parameters: Sequence[nn.Parameter], split: Split | None, group: Group) -> float:
+    """L2 norm of these parameters' gradients; of the whole model's where it is divided."""
+    if split is not None:
+        square = split.gradient_square()
+        group.all_reduce(square)
+        return math.sqrt(float(square))
+    gradients = numbers_of(parameters)
+    return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+
+def clip(parameters: Iterable[nn.Parameter], norm: float, largest: float | None) -> None:
+    """Scale the gradients, whose L2 norm is `norm`, down to the norm `largest`."""
+    if largest is not None and norm > largest:
+        torch._foreach_mul_(numbers_of(parameters), largest / (norm + 1e-6))
+
+
+class LossShares:
+    """Tracks which batches were read since the last loss.
+
+    Args:
+        loaders: all that the loop reads from; the list may grow.
+        data_group: the ranks that read different samples.
+    """
+
+    def __init__(self, loaders: Sequence[Loader], data_group: Group, device: torch.device) -> None:
+        self.loaders, self.data_group, self.device = loaders, data_group, device
+        # where each loader stood at the last loss
+        self._seen: dict[int, Position] = {}
+        self._read_ahead = False
+
+    def forget(self) -> None:
+        """Start anew, as after a checkpoint was loaded."""
+        self._seen.clear()
+
+    def weigh(self, loss: Tensor, items: float | Tensor | None, *, local_steps: bool) -> tuple[float | Tensor, Tensor]:
+        """This rank's share of the global mean, and that mean.
+
+        Args:
+            items: what the loss is the mean over; None: the samples of the loaders' last batch.
+            local_steps: True if this replica steps by its own mean.
+        """
+        wide = widest_float(self.device)
+        own = loss.detach().to(wide).reshape(())
+        if items is None:
+            share = self._share()
+            mean = (own * share).to(self.device) if share else torch.zeros((), dtype=wide, device=self.device)
+            self.data_group.all_reduce(mean)
+            return 1.0 if local_steps and share else share, mean
+        count = items.to(self.device, wide) if isinstance(items, Tensor) else uploaded([items], wide, self.device)[0]
+        sums = torch.stack([torch.where(count > 0, own * count, 0.0), count])
+        self.data_group.all_reduce(sums)
+        total = sums[1].clamp(min=torch.finfo(wide).tiny)
+        own_share: Tensor = (count > 0) if local_steps else count / total
+        return own_share.to(loss.dtype), sums[0] / total
+
+    def check_data(self) -> None:
+        """Raise DataError where a batch was not read from a dealt loader.
+
+        All ranks would train on data of their own.
+        """
+        if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
+            raise DataError(
+                "setup was given a DataLoader, and this loss is of other data: nothing was read from engine.loader "
+                "yet. Write `for batch in engine.loader`, which is this rank's part; or give setup no loader, where "
+                "every rank brings its own data"
+            )
+
+    def _share(self) -> float:
+        """This rank's fraction of the global batch that its loss is the mean of.
+
+        Raises:
+            DataError: it is not known which batch that is.
+        """
+        # not one that was iterated to its end, to validate
+        running = [loader for loader in self.loaders if loader.running] or self.loaders
+        seen = {
+            id(loader): (loader.position, self._seen.get(id(loader)))
+            for loader in running
+            if loader.position is not None
+        }
+        for loader in running:
+            loader.check_weight()
+        shares = {position.local / position.total for position, _ in seen.values()}
+        if len(shares) > 1:
+            raise DataError(
+                "the loaders' last batches are dealt in different proportions, so the weight of this loss is not "
+                "known: say what it is the mean of, engine.backward(loss, items=len(x))"
+            )
+        self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
+        share = shares.pop() if shares else 1.0 / self.data_group.size
+        if self._read_ahead and any(
+            before is not None and before.local / before.total != share for _, before in seen.values()
+        ):
+            raise DataError(
+                "the loop reads batches ahead of their losses, and they are dealt in different proportions, so "
+                "the weight of this loss is "
+                "not known: say what it is the mean of, engine.backward(loss, items=len(x)), or set drop_last=True"
+            )
+        self._seen |= {number: now for number, (now, _) in seen.items()}
+        return share
+
+
+def _skipped(before: Position | None, now: Position) -> bool:
+    """True if more than one batch was read since the last loss."""
+    if before is None:
+        return now.epoch == 0 and now.step == 1
+    return now.step > before.step + 1 if now.epoch == before.epoch else now.step > 0
+
+
+def check_backward(engine: OwnLoop, loss: Any, *, casts: bool, sync: bool) -> None:
+    """Refuse a call of `engine.backward` that cannot work.
+
+    Args:
+        casts: True if the loss was computed in the precision given to `setup`.
+
+    Raises:
+        JobError: the loss is no single number, or was computed outside of `engine.autocast`.
+        PlanError: the plan computes the passes itself, or divides what the loss needs whole.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise JobError(f"backward takes this rank's mean loss, a single number with a gradient; this is {what}")
+    if engine.precision in ("bf16", "fp16") and not casts:
+        raise JobError(
+            f"precision={engine.precision}: compute the model and the loss within `with engine.autocast():`, "
+            "else they stay in fp32"
+        )
+    plan = engine.plan
+    if engine.local_steps and engine.split is not None:
+        raise PlanError(
+            f"plan {plan}: with sync={plan.sync}, replicas that are divided are trained by engine.step(batch) alone"
+        )
+    refuse_own_passes(plan)
+    if engine.split is not None and not sync:
+        raise PlanError(
+            f"plan {plan} divides the model: engine.backward(loss, sync=False) is for dp={engine.group.size}; leave "
+            "sync out"
+        )
+    if engine.compute.divides_logits:
+        raise PlanError("tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own")
+
+
+def refuse_own_passes(plan: Plan) -> None:
+    """Refuse plans under which a loop cannot compute the model's output itself."""
+    if plan.pp > 1 or plan.cp > 1:
+        raise PlanError(
+            f"plan {plan}: with pp or cp, the engine runs the forward pass. Give paceline.setup a loss and call "
+            "engine.step(batch), or use dp, fsdp, ep or tp."
+        )
+
+
+def check_all_step(plan: Plan, stepped: int, optimizers: int) -> None:
+    """Refuse an update by some of several optimizers, where the rule counts a replica's steps."""
+    if stepped < optimizers:
+        raise PlanError(
+            f"sync={plan.sync} counts the steps of a replica, and several optimizers take different ones; use "
+            "sync=allreduce"
+        )
+
+
+class Refusals:
+    """Errors hung on a model, for backward passes past the engine and for copies."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+        self._uncopied: list[nn.Module] = []
+
+    def refuse_backward(self, parameters: Iterable[nn.Parameter], replica: Replica) -> None:
+        """Make `loss.backward()` an error at these parameters, and at no others any more."""
+
+        def refuse(_: Tensor) -> None:
+            if replica.backward.gradients == "refused":
+                raise not_by_the_engine()
+
+        self._remove_hooks()
+        self._hooks = [p.register_post_accumulate_grad_hook(refuse) for p in parameters if p.requires_grad]
+
+    def refuse_copies(self, model: nn.Module, plan: Plan, ranks: int) -> None:
+        """Make `deepcopy` of a divided module an error.
+
+        A copy would compute with the original's parts: an average of the weights that is none.
+        """
+
+        def refuse(memo: Any) -> Any:
+            raise JobError(
+                f"plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a model of "
+                f"its own. Copy it before setup and update it from engine.export, or use dp={ranks}"
+            )
+
+        self._uncopied = list(model.modules())
+        for module in self._uncopied:
+            module.__deepcopy__ = refuse  # type: ignore[assignment]
+
+    def close(self) -> None:
+        """Take all of them off the model."""
+        self._remove_hooks()
+        for module in self._uncopied:
+            module.__dict__.pop("__deepcopy__", None)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class NoLoader:
+    """Placeholder for a loader, in loops where every rank brings its own data."""
+
+    position = None
+    indices: Sequence[int] = ()
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __iter__(self) -> Iterator[Any]:
+        raise DataError("setup was given no loader: pass a DataLoader to setup, or iterate one of engine.deal(loader)")
+
+    def fill_every_rank(self, what: str) -> None:
+        """Nothing to require: every rank computes with the data that it brings."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def no_loss(output: Any, target: Any) -> Tensor:
+    """Placeholder for a loss, in loops that compute their own."""
+    raise JobError("setup was given no loss")

@@ -15,17 +15,16 @@ from paceline.comm import Group
 from paceline.comm.backend import join, leave
 from paceline.data.deal import deal
 from paceline.data.loader import Loader
-from paceline.engine.guard import Policy
-from paceline.engine.settings import Settings
+from paceline.engine.guard import Policy, Settings
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.job import Precision
 from paceline.job.loss import Loss
 from paceline.job.loss_items import ModelsOwn, hands_on_models_loss
 from paceline.planning.plan import DATA_AXES, Plan
 from paceline.planning.sync_info import sync_info
-from paceline.run.own_loop.interrupt import tell_in_one_line
 from paceline.run.own_loop.loop import OnStep, OwnLoop, refuse_model_of_another_engine
-from paceline.run.own_loop.refusals import refuse_own_passes
+from paceline.run.own_loop.optimizer_steps import refuse_own_passes
+from paceline.run.process import tell_in_one_line
 from paceline.split.mesh import Mesh
 from paceline.torch_versions import untested
 

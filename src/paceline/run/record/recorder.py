@@ -1,15 +1,16 @@
-"""Records of a training rank: a line per step, resource use, TensorBoard events."""
+"""What a run does beside its steps: callbacks, the record of each rank, events."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import psutil
 import torch
@@ -17,16 +18,72 @@ import torch
 from paceline.cluster.probe import Energy, Telemetry, cpu_energy, telemetry_of
 from paceline.device import is_accelerator
 from paceline.device_info import memory
+from paceline.engine.engine import Engine, StepResult
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
-from paceline.run.record.callback import Callback, StepInfo
-from paceline.run.record.run import JsonLines
-from paceline.run.tensorboard import TensorBoard
-from paceline.split.layout import held_bytes
+from paceline.run.record.progress import PlainProgress
+from paceline.run.record.run import JsonLines, Run
+from paceline.run.record.slow_ranks import SlowRanks
+from paceline.run.trackers.services import TensorBoard
+from paceline.split.layout import held_bytes, local
 from paceline.sync.rule import Traffic
 
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine, StepResult
+
+@dataclass(slots=True)
+class StepInfo:
+    """One finished step, as callbacks see it.
+
+    Attributes:
+        result: the engine's result.
+        epoch: 0-based.
+        local_samples: this rank's share of the global batch.
+        lr: learning rate of the step.
+        ending: why the run ends after this step; None where it goes on, as far as the callbacks called so far
+            know.
+        busy_s: of every rank, before the step's agreement; empty where replicas do not agree in it.
+        ended_at: Unix time of its end, where it is told later; None: now.
+    """
+
+    result: StepResult
+    epoch: int
+    local_samples: int
+    lr: float
+    ending: str | None = None
+    busy_s: list[float] = field(default_factory=list)
+    ended_at: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The step without its times, for ranks that broke it off."""
+        return asdict(replace(self, result=replace(self.result, timing=None), busy_s=[]))
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Self:
+        """The step that `as_json` told of."""
+        return cls(**told | {"result": StepResult(**told["result"])})
+
+
+class Callback:
+    """Base class of what a run does after its steps; override what is needed."""
+
+    def on_start(self, step: int) -> None:
+        """Called where training begins or goes on, after `step` steps."""
+
+    def on_step(self, info: StepInfo) -> None:
+        """Called right after every step."""
+
+    def after_step(self, info: StepInfo) -> str | None:
+        """Called after every callback's `on_step`; a returned reason ends the run.
+
+        Not called where training went back to a checkpoint.
+        """
+        return None
+
+    def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Called with the metrics of every evaluation."""
+
+    def close(self) -> None:
+        """Called at the end of the run, however it ends."""
+
 
 # A line costs a step of a few milliseconds less this way than through a JSON encoder.
 _STEP = '"step":%d,"epoch":%d,"time":%.6f,"loss":%s,"samples":%d,"local_samples":%d,"lr":%.6g,"grad_norm":%s'
@@ -294,3 +351,104 @@ def _last_step(path: Path) -> int:
 def _json(x: float) -> str:
     """A JSON number that reads back as the same float; NaN and Inf become null."""
     return repr(x) if x - x == 0.0 else "null"
+
+
+class Events(Callback):
+    """Writes a run's events on the first rank, and shows them on `progress`.
+
+    Attributes:
+        progress: shows the run on a terminal; None where the launcher does.
+    """
+
+    def __init__(self, run: Run, progress: PlainProgress | None, *, writes: bool) -> None:
+        self.run, self.progress = run, progress
+        self.lines = JsonLines(run.path / "events.jsonl", lossy=True) if writes else None
+
+    def __call__(self, event: str, details: dict[str, Any]) -> None:
+        """Write an event down."""
+        if self.lines is not None:
+            self.lines.event(event, details)
+        if self.progress is not None:
+            self.progress.event({"event": event, **details})
+
+    def on_step(self, info: StepInfo) -> None:
+        """Show the step."""
+        if self.progress is not None:
+            self.progress.step(info.result, info.epoch)
+
+    def missing(self, *files: JsonLines) -> None:
+        """Say in the record what is missing from it, once the disk takes lines again."""
+        for lines in (*files, self.lines):
+            if lines is not None and self.lines is not None and lines.missing and not self.lines.lost:
+                lost, lines.missing = lines.missing, 0
+                self("lines_lost", {"file": str(lines.path.relative_to(self.run.path)), "lines": lost})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.lines is not None:
+            self.lines.close()
+
+
+class Remarks(Callback):
+    """Events of every step from the sync rule, the loss and slow ranks."""
+
+    def __init__(
+        self, engine: Engine, events: Events, at_even_shares: Callable[[StepInfo], Sequence[float]] = lambda i: i.busy_s
+    ) -> None:
+        """Make the callback; `at_even_shares` gives what ranks are compared by."""
+        self.engine, self.events, self.at_even_shares = engine, events, at_even_shares
+        self.slow_ranks = SlowRanks(engine.plan, engine.group.hosts)
+        # how many lines of the rule are in the record
+        self._told = 0
+
+    def after_step(self, info: StepInfo) -> str | None:
+        """See `Callback`."""
+        for event, details in self.slow_ranks.step(info.result.step, self.at_even_shares(info)):
+            self.events(event, details)
+        self.tell()
+        return None
+
+    def tell(self) -> None:
+        """Record messages of rule and loss, and healed ranks, since the last call."""
+        corruption = self.engine.replica_state.corruption
+        found, corruption.found = corruption.found, []
+        for details in found:
+            self.events("corruption", details)
+        said = self.engine.messages
+        if len(said) > self._told:
+            self.events("sync", {"said": said[self._told :]})
+            self._told = len(said)
+        if news := self.engine.compute.normalization.news():
+            self.events("loss", {"said": news})
+
+
+WITNESS = "PACELINE_WITNESS"  # a folder; set by `paceline chaos` alone
+
+
+class Witness(Callback):
+    """Writes a file per process: addresses of weights, then a line per step.
+
+    Args:
+        writes_starts: whether this rank also says from which step the ranks go on.
+    """
+
+    def __init__(self, engine: Engine, *, writes_starts: bool) -> None:
+        self.loader, self.writes_starts = engine.loader, writes_starts
+        self.lines = JsonLines(Path(os.environ[WITNESS]) / f"{os.getpid()}.jsonl", lossy=True)
+        weights = [local(parameter).detach() for parameter in engine.named_parameters().values()]
+        places = [[tensor.data_ptr(), tensor.nbytes, tensor.element_size()] for tensor in weights]
+        self.lines.write(json.dumps({"weights": places}))
+
+    def on_start(self, step: int) -> None:
+        """Write down that steps after this one are trained anew."""
+        if self.writes_starts:
+            self.lines.write(json.dumps({"from": step, "time": time.time()}))
+
+    def on_step(self, info: StepInfo) -> None:
+        """Write down the samples of a step."""
+        seen = {"step": info.result.step, "time": time.time(), "samples": self.loader.indices}
+        self.lines.write(json.dumps(seen, default=str))
+
+    def close(self) -> None:
+        """See `Callback`."""
+        self.lines.close()

@@ -1,15 +1,19 @@
-"""Detection of slow ranks from the busy time of every rank in a step."""
+"""Slow ranks of a run, and the spread of the ranks' compute times."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from statistics import fmean, stdev
 from typing import Any
 
+from paceline.errors import RunError
 from paceline.planning.plan import AXES, Plan
+from paceline.run.record.run import WARM_UP_STEPS, Run
 
 WINDOW = 20  # steps over which a rank's median is taken
 WARM_UP = 5  # steps left out: compilers and allocators are slow there on one rank or another
@@ -112,3 +116,38 @@ def pipeline_ranks(plan: Plan) -> list[int]:
     """The place of every rank in its pipeline."""
     after = prod(getattr(plan, axis) for axis in AXES[AXES.index("pp") + 1 :])
     return [rank // after % plan.pp for rank in range(plan.ranks)]
+
+
+_FEWEST = 10  # steps of which a spread says something
+
+
+def step_time_sigma(run: Run) -> float:
+    """Standard deviation of a rank's compute time between steps, relative to its mean.
+
+    The root mean square over the ranks, the first steps left out. Compute is timed before ranks wait for each other, so
+    it has no other rank's delay in it.
+
+    Raises:
+        RunError: no rank has enough steps.
+    """
+    return math.sqrt(fmean(stdev(ratios) ** 2 for ratios in step_time_ratios(run)))
+
+
+def step_time_ratios(run: Run) -> list[list[float]]:
+    """Compute times of each rank's steps after the first ones, relative to their mean.
+
+    Raises:
+        RunError: no rank has enough steps.
+    """
+    found = []
+    for rank in range(run.plan.ranks):
+        times = [step["compute_s"] for step in run.steps(rank)[WARM_UP_STEPS:] if step.get("compute_s", 0.0) > 0]
+        if len(times) >= _FEWEST:
+            mean = fmean(times)
+            found.append([time / mean for time in times])
+    if not found:
+        raise RunError(
+            f"{run.path}: no rank has {_FEWEST} steps with compute times after the first {WARM_UP_STEPS}; give a "
+            "number to --straggler-sigma instead"
+        )
+    return found

@@ -10,8 +10,7 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition, Shares
 from paceline.planning.limits import no_automatic_balance, no_balance
 from paceline.planning.plan import Plan
-from paceline.run.record.callback import Callback, StepInfo
-from paceline.run.record.events import Events
+from paceline.run.record.recorder import Callback, Events, StepInfo
 from paceline.run.recovery.balance import Balance, Move
 
 

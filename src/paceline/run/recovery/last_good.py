@@ -11,7 +11,7 @@ from typing import Any
 from paceline.comm import Group
 from paceline.engine.engine import Engine
 from paceline.planning.cost.constants import STATE_SHARE
-from paceline.run.record.callback import StepInfo
+from paceline.run.record.recorder import StepInfo
 from paceline.state.rank_state import RankState
 
 FEWEST, MOST = 10, 1000  # steps between two states

@@ -14,8 +14,7 @@ from paceline.engine.meter import CHECKPOINT
 from paceline.partition import contiguous, starts
 from paceline.planning.plan import Plan
 from paceline.run.checkpoints import Checkpoints
-from paceline.run.record.callback import Callback, StepInfo
-from paceline.run.record.events import Events
+from paceline.run.record.recorder import Callback, Events, StepInfo
 from paceline.run.record.slow_ranks import pipeline_ranks
 from paceline.run.recovery.busy_blocks import BusyBlocks, Floats, error_of_slowest, medians
 

@@ -17,13 +17,13 @@ from paceline.engine.engine import Engine
 from paceline.generation import GenerationOver, ends_generation, watch_generation
 from paceline.run.build import check_device, seed_all
 from paceline.run.loop import Loop
+from paceline.run.process import stop_signals
 from paceline.run.record.recorder import Unwritten
 from paceline.run.record.run import Run
 from paceline.run.recovery.handover import agree_on_start
 from paceline.run.recovery.kept import Kept, KeptModel, KeptPart
 from paceline.run.recovery.mirror import Mirror
 from paceline.run.recovery.recutting import follows_times
-from paceline.run.stop_signals import stop_signals
 from paceline.state.manifest import checkpoints
 from paceline.wire.status import StatusBoard
 

@@ -1,10 +1,34 @@
 """Trackers: where the numbers of a training are logged beside its record.
 
-Read `tracker.py` first. `own_loop.py` is for loops of users' own, `processes.py` and `follow.py` for `paceline train`.
+`services.py` has the trackers of the package. `follow.py` is the process of a tracker in `paceline train`. In loops of
+users' own, `tracker` makes a callback for `engine.on_step` that logs every step:
+
+    log = trackers.tracker("tensorboard", folder="logs")
+    engine = paceline.setup(model, optimizer, loss, loader, on_step=[log])
 """
 
-from paceline.run.trackers.own_loop import mlflow, tensorboard, tracker, wandb
-from paceline.run.trackers.tracker import TRACKERS, Status, TrackedRun, Tracker, TrackerInfo
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from paceline.cluster.discover import environment
+from paceline.errors import JobError
+from paceline.extensions import ExtensionPoint
+from paceline.job.spec import load_object
+from paceline.printable import printable
+from paceline.rank_environment import own_rank
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import StepResult
+
 
 __all__ = [
     "TRACKERS",
@@ -17,3 +41,224 @@ __all__ = [
     "tracker",
     "wandb",
 ]
+
+
+Status = Literal["finished", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Facts of a run for a tracker. In a loop of a user's own all but the environment are empty.
+
+    Attributes:
+        name: the run's.
+        project: the name of its job.
+        config: JSON values: `job`, `plan` and `environment`, see `told_of`.
+        folder: for files that the tracker keeps here.
+        id: the tracker's own `id` of this run, where the run goes on after a restart; "" at its first start.
+    """
+
+    name: str = ""
+    project: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+    id: str = ""
+
+
+def told_of(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an environment that trackers are told.
+
+    Variables are not: others need not see them. Nor is the load, which changes.
+    """
+    return {key: value for key, value in environment.items() if key not in ("variables", "load_average")}
+
+
+class Tracker(Protocol):
+    """A tracker of one run.
+
+    Its calls come from one thread or process of its own, never from a training step.
+
+    Attributes:
+        id: identity of its run there, by which it goes on after a restart; "" if there is none.
+    """
+
+    id: str
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take numbers of a step. Names have a group: `train/loss`, `val/accuracy`, `speed/samples_per_s`."""
+
+    def close(self, status: Status) -> None:
+        """Take the end of the run; everything is to be stored when this returns."""
+
+
+@dataclass(frozen=True)
+class TrackerInfo:
+    """Description of a tracker, readable without what it logs to.
+
+    Attributes:
+        tracker: import path of a class or function that takes a `TrackedRun` and the tracker's settings, and returns a
+            `Tracker`. It is called for the first rank only.
+        package: the module that it imports, for the message where that is not installed; "" for none.
+    """
+
+    tracker: str
+    package: str = ""
+
+
+_SERVICES = "paceline.run.trackers.services"
+TRACKERS = ExtensionPoint(
+    "tracker",
+    "paceline.trackers",
+    TrackerInfo,
+    {
+        "tensorboard": TrackerInfo(f"{_SERVICES}:ToTensorBoard", "tensorboard"),
+        "wandb": TrackerInfo(f"{_SERVICES}:ToWandb", "wandb"),
+        "mlflow": TrackerInfo(f"{_SERVICES}:ToMLflow", "mlflow"),
+        "opentelemetry": TrackerInfo(f"{_SERVICES}:ToOpenTelemetry", "opentelemetry.sdk"),
+    },
+    JobError,
+)
+
+
+def check(name: str) -> None:
+    """Check that a tracker can be made, without importing what it logs to.
+
+    Raises:
+        JobError: no such tracker, or its package is not installed.
+    """
+    info = TRACKERS[name]
+    if info.package and not _is_installed(info.package):
+        raise JobError(f'the tracker "{name}" needs a package that is not installed: pip install {_pip_name(info)}')
+
+
+def make(name: str, run: TrackedRun, settings: Mapping[str, Any]) -> Tracker:
+    """The tracker of a name.
+
+    Raises:
+        JobError: as `check`, or it does not take the settings.
+    """
+    check(name)
+    made: Callable[..., Tracker] = load_object(TRACKERS[name].tracker)
+    try:
+        return made(run, **settings)
+    except TypeError as error:
+        raise JobError(f'tracker "{name}" cannot be made: {error}') from error
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent
+        return False
+
+
+def _pip_name(info: TrackerInfo) -> str:
+    if info.package.startswith("opentelemetry"):
+        return "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+    return info.package.replace("_", "-")
+
+
+OnStep = Callable[["StepResult"], object]
+_LONGEST_QUEUE = 10_000  # steps that a tracker may be behind
+CLOSE_S = 30.0  # for a tracker to store what it has, at the end
+
+
+def tracker(name: str, **settings: Any) -> LoopTracker:
+    """The tracker of a name, paceline's or an installed package's, for `on_step`.
+
+    It logs on the first rank, and does nothing on the others.
+
+    Raises:
+        JobError: no such tracker; its package is missing; or it does not take the settings.
+    """
+    check(name)
+    if own_rank() != 0:
+        return LoopTracker(name, None)
+    return LoopTracker(name, make(name, TrackedRun(config={"environment": told_of(environment())}), settings))
+
+
+def tensorboard(folder: str | Path) -> LoopTracker:
+    """Write loss and gradient norm of every step as TensorBoard events into `folder`."""
+    return tracker("tensorboard", folder=folder)
+
+
+def wandb(**settings: Any) -> LoopTracker:
+    """Log every step to Weights & Biases; `settings` are those of `wandb.init`."""
+    return tracker("wandb", **settings)
+
+
+def mlflow(**settings: Any) -> LoopTracker:
+    """Log every step to MLflow; for `settings` see docs/trackers.md."""
+    return tracker("mlflow", **settings)
+
+
+def scalars(result: StepResult) -> dict[str, float]:
+    """Numbers of a step that trackers log."""
+    return {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
+
+
+class LoopTracker:
+    """Callback that hands steps to a tracker, which works in a thread of its own.
+
+    A step only puts its numbers into a queue. What the tracker raises is said once, and training goes on without it. It
+    is closed at the end of the process, as failed where that ends by an exception; or before by `close`.
+
+    Args:
+        tracker: None on ranks that do not log.
+    """
+
+    def __init__(self, name: str, tracker: Tracker | None) -> None:
+        self.name, self.tracker = name, tracker
+        self._steps: SimpleQueue[tuple[int, dict[str, float]] | Status] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_behind = False
+        if tracker is not None:
+            self._thread = threading.Thread(target=self._work, name=f"paceline-tracker-{name}", daemon=True)
+            self._thread.start()
+            atexit.register(self._close_at_exit)
+
+    def __call__(self, result: StepResult) -> None:
+        """Log a step."""
+        if self._thread is None:
+            return
+        if self._steps.qsize() < _LONGEST_QUEUE:
+            self._steps.put((result.step, scalars(result)))
+        elif not self._is_behind:
+            self._is_behind = True
+            self._say(f"is more than {_LONGEST_QUEUE:,} steps behind, and gets fewer of them")
+
+    def close(self, status: Status = "finished") -> None:
+        """End the tracker, once it has stored what it was given."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        atexit.unregister(self._close_at_exit)
+        self._steps.put(status)
+        thread.join(CLOSE_S)
+        if thread.is_alive():
+            self._say(f"has not stored everything after {CLOSE_S:g} s, and is not waited for")
+
+    def _close_at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # of the exception that ended the script
+        stopped = isinstance(error, KeyboardInterrupt)
+        self.close("interrupted" if stopped else "finished" if error is None else "failed")
+
+    def _work(self) -> None:
+        assert self.tracker is not None
+        broken = False
+        while True:
+            given = self._steps.get()
+            try:
+                if isinstance(given, str):
+                    if not broken:
+                        self.tracker.close(given)
+                elif not broken:
+                    self.tracker.log(*given)
+            except Exception as error:  # noqa: BLE001 - a tracker must not end the training
+                broken = True
+                self._say(f"failed: {type(error).__name__}: {error}. Training goes on without it")
+            if isinstance(given, str):
+                return
+
+    def _say(self, what: str) -> None:
+        print(printable(f'tracker "{self.name}" {what}.'), file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""The process of one tracker, which follows the record of a run.
+"""Processes of a run's trackers, each of which follows the record of the run.
 
-`python -m paceline.run.trackers.follow RUN NUMBER`, started by `processes.py`; NUMBER is the tracker's place in
-the job. A line on stdin says how the run has ended; its end without one, that whoever started it is gone.
+`RunTrackers` starts `python -m paceline.run.trackers.follow RUN NUMBER` for each; NUMBER is the tracker's place in the
+job. A line on stdin says how the run has ended; its end without one, that the launcher is gone.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import closing, suppress
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import TracebackType
 from typing import Any, cast
 
 from paceline.engine.meter import PARTS
 from paceline.files import write_whole
+from paceline.job.job import Job
 from paceline.printable import printable
 from paceline.run.record.progress import NewLines
 from paceline.run.record.run import JsonLines, Run
-from paceline.run.trackers.tracker import Status, TrackedRun, make, told_of
+from paceline.run.trackers import CLOSE_S, Status, TrackedRun, check, make, told_of
 
 EVERY_S = 1.0  # of the steps of this time the newest is logged
 _NICE = 10  # training goes first where cores are few
@@ -148,6 +152,63 @@ class _LastWord(threading.Thread):
             return self.said.get(timeout=wait_s)
         except Empty:
             return None
+
+
+def check_trackers(job: Job) -> None:
+    """Refuse a job whose trackers are unknown or not installed. Raises JobError."""
+    for spec in job.trackers:
+        check(spec.name)
+
+
+class RunTrackers:
+    """Processes that follow a run's record, one for each tracker of its job.
+
+    Ranks do nothing for them. A tracker that fails, hangs or dies costs the run nothing but its own log.
+
+    Args:
+        say: shows a line to the user.
+        shows: whether what trackers print goes to the screen; else into files of the run.
+    """
+
+    def __init__(self, run: Run, say: Callable[[str], object], *, shows: bool = False) -> None:
+        self.run, self.say, self.shows = run, say, shows
+        self._processes: list[tuple[str, subprocess.Popen[str]]] = []
+
+    def __enter__(self) -> RunTrackers:
+        for number, spec in enumerate(self.run.job.trackers):
+            command = [sys.executable, "-m", "paceline.run.trackers.follow", str(self.run.path), str(number)]
+            with ExitStack() as opened:
+                shown = None
+                if not self.shows:
+                    log = state_folder(self.run.path) / f"{number}-{spec.name}.log"
+                    shown = opened.enter_context(log.open("a"))
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=shown, stderr=shown, text=True, start_new_session=True
+                )
+            self._processes.append((spec.name, process))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for _, process in self._processes:
+            assert process.stdin is not None
+            with suppress(OSError):  # it has ended before
+                process.stdin.write("failed\n" if kind else "finished\n")
+                process.stdin.close()
+        # A rank that has failed keeps nobody waiting.
+        until = time.monotonic() + (0.0 if kind and self.shows else CLOSE_S)
+        for name, process in self._processes:
+            try:
+                code = process.wait(max(0.0, until - time.monotonic()))
+                if code:
+                    self.say(f'note: tracker "{name}" ended by {_how(code)}; what it had not stored is lost')
+            except subprocess.TimeoutExpired:
+                self.say(f'note: tracker "{name}" still stores what it has, in process {process.pid}')
+
+
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 if __name__ == "__main__":

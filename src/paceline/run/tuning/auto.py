@@ -1,7 +1,11 @@
-"""`--plan auto`: predict, measure the few best plans if that repays, take the fastest."""
+"""`--plan auto`: predict, measure the few best plans if that repays, take the fastest.
+
+A plan or knob that fails is left out with its reason, and the others are measured all the same.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,16 +15,20 @@ from typing import TYPE_CHECKING
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.elastic.forkserver import wait_for_imports
+from paceline.elastic.run_on_ranks import run_on_plan
 from paceline.errors import LaunchError, PacelineError
 from paceline.job.job import Job
 from paceline.planning import history as cache
-from paceline.planning.check.check_plan import auto_plan
+from paceline.planning.calibrate import Calibration
+from paceline.planning.check.check_plan import auto_plan, check_plan
 from paceline.planning.history import Pair, remember
 from paceline.planning.plan import Plan
 from paceline.planning.shortlist import (
     HEADING,
     NOT_TRIED,
+    ONE_CORE,
     SHARE_OF_RUN,
+    START_S,
     Forecast,
     Trial,
     certain,
@@ -29,20 +37,20 @@ from paceline.planning.shortlist import (
     recorrected,
     share_to_spend,
     shortlist,
+    startable,
     steps_are_too_few,
     steps_per_epoch,
     why_not_measured,
 )
 from paceline.run.tuning import result as kept
-from paceline.run.tuning.forecast import forecast
-from paceline.run.tuning.measure import measure, reason_of
-from paceline.run.tuning.result import TuningResult
+from paceline.run.tuning.result import BEGINNING, TuningResult
+from paceline.stats import Interval
 from paceline.units import percent
 from paceline.units import seconds as shown
 
 if TYPE_CHECKING:
-    from paceline.planning.calibrate import Calibration
     from paceline.run.record.run import Run
+
 
 Say = Callable[[str], None]
 # seconds of calibrating, for which a long run can spend a part of its measuring time
@@ -295,3 +303,193 @@ def _result(found: TuningResult) -> str:
     if found.best == found.default:
         return f"{found.best}, and nothing that was tried is faster"
     return f"{found.best}, whose step takes {found.gain:.2f} of that of {found.default}"
+
+
+# number of plans with distinct degrees, the best of each
+_LOOKED_AT = 12
+
+
+@dataclass(frozen=True)
+class _ForecastRequest:
+    """A job to predict; the calibration is None where the catalogue is to serve."""
+
+    job: Job
+    cluster: Cluster
+    default: Plan
+    calibration: Calibration | None
+
+
+def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
+    """The best plans by prediction, with the default and one rank alone.
+
+    On CPUs there is one rank on one core as well. These are included if they can run.
+
+    Raises:
+        LaunchError: the model or the machines are beyond the cost model; with the reason.
+        SystemExit: 130 or 143, after SIGINT or SIGTERM.
+    """
+    here = cluster if cluster.emulate is None else discover()
+    request = _ForecastRequest(job, cluster, default, calibration)
+    return run_on_plan(_forecasts, request, job=job, cluster=here, plan=Plan())[0]
+
+
+def _forecasts(request: _ForecastRequest) -> list[Forecast]:
+    """Predictions of the plans that can divide the model, in the process with torch."""
+    from paceline.run.dry_run.preflight import LOOK_S, refused_of
+    from paceline.run.tuning.trial import ignore_views
+
+    ignore_views()
+    found = predicted(request.job, request.cluster, request.default, request.calibration)
+    # checked here, where torch and the model's code are loaded already
+    refused = refused_of(request.job, [Plan.parse(row.plan) for row in found], LOOK_S)
+    return [row for row in found if Plan.parse(row.plan) not in refused]
+
+
+def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
+    """Predictions in this process. Raises as `search` does."""
+    from paceline.planning.model.model_info import model_info
+    from paceline.planning.predict import modelled
+    from paceline.planning.search.search import search
+
+    found = search(job, cluster, top=_LOOKED_AT, calibration=calibration)
+    predictions = {candidate.plan: candidate.prediction for candidate in found.best}
+    for plan in (default, Plan(), *([] if cluster.has_accelerators else [ONE_CORE])):
+        if plan not in predictions and not check_plan(plan, job, cluster):
+            predictions[plan] = modelled(job, cluster, plan, calibration)
+    # microbatches would normalise over fewer samples
+    if model_info(job.model).batch_norms:
+        predictions = {plan: prediction for plan, prediction in predictions.items() if plan.microbatches == 1}
+    calibrated = calibration is not None
+    rows = [Forecast(str(plan), p.step_time_s, p.step_time_s, calibrated, p.fits) for plan, p in predictions.items()]
+    return recorrected(rows, job, cluster)
+
+
+Tell = Callable[[list[Trial]], None]
+# number of failures that end the trial: each costs another start of the ranks
+_MOST_FAILURES = 2
+# deadline of a trial in seconds, shorter than that of a run
+_HANGS_S = 120.0
+# largest ratio to the best time at which a plan measured in another start is faster beyond doubt
+_APART = 0.97
+
+
+def measure(job: Job, cluster: Cluster, found: TuningResult, tell: Tell) -> TuningResult:
+    """Measure the plan of `found`, then the other forecasts, then the knobs of the best.
+
+    A plan that divides the model takes all ranks of a start, so one with fewer ranks has a start of its own, if there
+    is time for it.
+
+    Args:
+        tell: gets all rows so far, whenever there may be new ones.
+
+    Raises:
+        LaunchError: the plan to begin with failed.
+        ClusterError: the cluster's hosts cannot be emulated here.
+        SystemExit: 130 or 143, after SIGINT or SIGTERM.
+    """
+    ranks, together = startable(found.forecasts) if found.forecasts else (Plan.parse(found.default).ranks, [])
+    apart = [forecast for forecast in found.forecasts if forecast not in together]
+    found.forecasts = together
+    job = job.model_copy(update={"deadline_s": min(job.deadline_s, _HANGS_S)})
+    found = _started(job, cluster, found, ranks, tell)
+    for forecast in apart:
+        found.tried.append(_apart(job, cluster, found, forecast))
+        tell(found.tried)
+    return found
+
+
+def reason_of(error: PacelineError) -> str:
+    """The error's first line, without the name of the rank."""
+    return re.sub(r"^rank \d+ \(.*?\) raised[^:]*: ", "", str(error).partition("\n")[0])
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A trial to go on with."""
+
+    job: Job
+    cluster: Cluster
+    found: TuningResult
+
+
+def _started(job: Job, cluster: Cluster, found: TuningResult, ranks: int, tell: Tell) -> TuningResult:
+    newest = found
+
+    def note(so_far: TuningResult) -> None:
+        nonlocal newest
+        newest = so_far
+        tell(newest.tried)
+
+    failures = 0
+    while True:
+        try:
+            run_on_plan(
+                _try, _Request(job, cluster, newest), job=job, cluster=cluster, plan=Plan(dp=ranks), on_partial=note
+            )
+            return newest
+        except LaunchError as error:
+            if newest.under_way in (None, BEGINNING):
+                raise
+            failures += 1
+            _leave_out(newest, reason_of(error))
+            if failures >= _MOST_FAILURES:
+                _give_up(job, cluster, newest)
+            tell(newest.tried)
+            if failures >= _MOST_FAILURES:
+                return newest
+
+
+def _try(request: _Request, report: Callable[[TuningResult], None]) -> TuningResult:
+    """Try plans and knobs as one of the ranks."""
+    from paceline.comm.backend import joined
+    from paceline.run.tuning.trial import RankTrial, ignore_views
+
+    ignore_views()
+    with joined(deadline_s=request.job.deadline_s) as group:
+        return RankTrial(request.job, request.cluster, request.found, group, report).run()
+
+
+def _leave_out(found: TuningResult, reason: str) -> None:
+    """Add a row for the failure of the current plan or knob."""
+    what = str(found.under_way)
+    forecast = found.forecast_of(what)
+    found.tried.append(Trial(what, f"failed: {reason}", predicted_s=forecast.step_s if forecast else None))
+    found.under_way = None
+
+
+def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
+    """Add rows for all that was not tried because others failed."""
+    known = {row.knob for row in found.tried}
+    left = [(f.plan, f.step_s) for f in found.forecasts] + [
+        (str(knob), None) for knob in knobs(job, cluster, Plan.parse(found.best))
+    ]
+    found.tried += [
+        Trial(what, f"{NOT_TRIED}others failed", predicted_s=predicted_s)
+        for what, predicted_s in left
+        if what not in known
+    ]
+
+
+def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) -> Trial:
+    """Measure a plan in a start of its own. It becomes the best if it is clearly faster."""
+    if found.run_s is not None and SHARE_OF_RUN * found.run_s < found.spent_s + 2 * START_S:
+        return Trial(forecast.plan, f"{NOT_TRIED}there was no time left to measure it", predicted_s=forecast.step_s)
+    alone = TuningResult(forecast.plan, forecast.plan, forecasts=[forecast], knobs=False)
+    try:
+        own = _started(job, cluster, alone, Plan.parse(forecast.plan).ranks, lambda rows: None).tried[0].step_s
+    except LaunchError as error:
+        return Trial(forecast.plan, f"failed: {reason_of(error)}", predicted_s=forecast.step_s)
+    best = _best_step(found)
+    if own is None or best is None:
+        return Trial(forecast.plan, "not kept: it was not measured to its end", predicted_s=forecast.step_s)
+    ratio = Interval(own.low / best.high, own.middle / best.middle, own.high / best.low)
+    wins = ratio.high < _APART
+    if wins:
+        found.best, found.gain = forecast.plan, found.gain * ratio.middle
+    verdict = "kept" if wins else "not kept: slower" if ratio.low > 1 else "not kept: no difference"
+    return Trial(forecast.plan, verdict, own, ratio, forecast.step_s, best)
+
+
+def _best_step(found: TuningResult) -> Interval | None:
+    """Step time of the best plan so far, measured when it became the best."""
+    return next((row.step_s for row in reversed(found.tried) if row.verdict == "kept"), found.tried[0].step_s)

@@ -1,0 +1,76 @@
+"""Ends of a rank's process: by a signal, by an error, by Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from paceline.cluster.launch_engines import own_engine
+from paceline.elastic.failure import ErrorRecord, below
+from paceline.files import write_traceback
+from paceline.printable import printable
+from paceline.rank_environment import own_rank
+
+
+@contextmanager
+def stop_signals(note: Callable[[str], None]) -> Iterator[None]:
+    """Context in which SIGINT and SIGTERM only call `note` with their names."""
+
+    def noted(number: int, _: FrameType | None) -> None:
+        note(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, noted) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def fail(error: Exception) -> NoReturn:
+    """Report the error that is being handled, and end this rank with exit code 1."""
+    record = ErrorRecord.of(error, own_rank())
+    text = record.cause(ranks=1)  # the engine reports the other ranks
+    if record.traceback:
+        text += f"\n{below(record.traceback, f'rank-{record.rank}')}"
+    with suppress(OSError):  # whoever read it has gone, or the disk is full: what is left is the exit code
+        print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)
+        own_engine().tell_failure(text, record.time)
+    os._exit(1)  # a thread that still waits for a peer must not keep a failed rank alive
+
+
+_told = False
+
+
+def tell_in_one_line(rank: int) -> None:
+    """End this rank without a traceback on the screen after an uncaught KeyboardInterrupt.
+
+    The user's `finally` and `except KeyboardInterrupt` still run first, and the rank still ends by SIGINT.
+    """
+    global _told
+    if _told:
+        return
+    _told, before = True, sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            before(kind, error, frames)
+            return
+        # the launcher forwards the terminal's signal, so it arrives twice
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        file = write_traceback("".join(traceback.format_exception(kind, error, frames)), f"rank-{rank}")
+        if file is None:
+            before(kind, error, frames)
+        elif rank == 0:
+            print(
+                f"paceline: stopped by Ctrl-C; each rank's traceback is in {file.parent}, rank 0's in {file.name}",
+                file=sys.stderr,
+            )
+
+    sys.excepthook = hook
