@@ -17,7 +17,7 @@ from torch import Tensor
 from forked import python
 from paceline.wire.key import RunKey, read_key, write_key
 from paceline_server.service import Caller, Service
-from paceline_server.talk import LATER, at_once, in_order, quick
+from paceline_server.talk import LATER, at_once, quick
 from paceline_server.values import sendable
 
 DEADLINE_S = 30.0
@@ -71,21 +71,10 @@ class State:
     """What calls of a client leave behind."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
         self.threads: list[str] = []
         self.left: list[str] = []
         self.open = threading.Event()
         self.changed = threading.Condition()
-
-    @in_order
-    def note(self, caller: Caller, number: int) -> None:
-        """Remember a number."""
-        self.numbers.append(number)
-
-    @quick
-    def noted(self, caller: Caller) -> list[int]:
-        """The numbers so far."""
-        return self.numbers
 
     def wait(self, caller: Caller) -> str:
         """Return once `release` was called."""
@@ -122,7 +111,7 @@ class State:
     def functions(self) -> dict[str, Callable[..., Any]]:
         """All that is served."""
         alone = {f.__name__: f for f in (echo, doubled, fail, unsendable, count, end)}
-        own = {f.__name__: f for f in (self.note, self.noted, self.wait, self.release, self.who_left)}
+        own = {f.__name__: f for f in (self.wait, self.release, self.who_left)}
         taken = at_once(lambda *args: self.taken(*args), self.taken_now)
         return {**alone, **own, "taken": taken, "threads": lambda caller: self.threads}
 

@@ -7,6 +7,7 @@ that is marked `quick`, or `at_once` and waits for nobody: no other thread has t
 from __future__ import annotations
 
 import inspect
+import queue
 import socket
 import threading
 import time
@@ -24,7 +25,7 @@ from paceline.nearest import nearest
 from paceline.wire.connection import HANDSHAKE_S, Connection
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener, Where
-from paceline_server.client import STREAM_AHEAD, Pool
+from paceline_server.client import STREAM_AHEAD
 from paceline_server.talk import (
     LATER,
     VERSION,
@@ -85,7 +86,7 @@ class Service:
     """Serves named functions to clients of the run, in threads.
 
     A function is called as `function(caller, *args)`. One that yields is called by `Client.stream`. Calls run in a pool
-    of threads, unless they are marked `quick` or `in_order`.
+    of threads, unless they are marked `quick` or `at_once`.
 
     Args:
         where: address and port, over TLS with the run's key; the path of a Unix socket to make in a private folder,
@@ -222,12 +223,10 @@ class _Served:
     def __init__(self, service: Service, caller: Caller, connection: Connection) -> None:
         self.caller = caller
         self._functions, self._limits, self._pool = service.functions, service.limits, service.pool
-        self._talk = Talk(connection, caller, service.limits.attached_bytes)
+        self._talk = Talk(connection, service.limits.attached_bytes)
         self._changed = threading.Condition()
         self._tasks: dict[int, _Task] = {}  # but for quick ones
         self._attached = 0  # bytes of these
-        self._ordered: deque[_Task] = deque()
-        self._in_order = False  # a thread runs these
         self._ended = False
 
     def run(self) -> None:
@@ -277,14 +276,7 @@ class _Served:
         if mark == "at once" and not call.stream and self._run(task, is_trial=True):
             return
         self._admit(task)
-        if mark != "in order":
-            self._pool.put(lambda: self._run_admitted(task))
-            return
-        with self._changed:
-            self._ordered.append(task)
-            begins, self._in_order = not self._in_order, True
-        if begins:
-            self._pool.put(self._run_ordered)
+        self._pool.put(lambda: self._run_admitted(task))
 
     def _admit(self, task: _Task) -> None:
         """Note a call, once the limits allow for it. Its client waits meanwhile, as nothing of it is read."""
@@ -301,16 +293,6 @@ class _Served:
     def _has_room(self, task: _Task) -> bool:
         fits = self._attached + task.nbytes <= self._limits.attached_bytes
         return len(self._tasks) < self._limits.calls_at_once and fits
-
-    def _run_ordered(self) -> None:
-        while True:
-            with self._changed:
-                if not self._ordered:
-                    self._in_order = False
-                    return
-                task = self._ordered.popleft()
-            self._run_admitted(task)
-            del task
 
     def _run_admitted(self, task: _Task) -> None:
         try:
@@ -333,7 +315,7 @@ class _Served:
             result = self._tried(task) if is_trial else self._called(task)
             if result is LATER:
                 return False
-            packed = pack(result, self.caller)
+            packed = pack(result)
             del result
             self._talk.send(Answer(call.number, [], packed.tree, None), packed)
         except RemoteError as error:  # of values, or of a call that the function made itself
@@ -378,7 +360,7 @@ class _Served:
                 task.credits.acquire()
                 if task.forgotten:
                     return
-                packed = pack(result, self.caller)
+                packed = pack(result)
                 del result
                 self._talk.send(Answer(task.call.number, [], packed.tree, None), packed)
             self._talk.send(End(task.call.number, []))
@@ -408,3 +390,49 @@ def _text_of(error: BaseException) -> str:
 
 def _is_within_host(where: Where) -> bool:
     return where.family == socket.AF_UNIX if isinstance(where, socket.socket) else isinstance(where, Path)
+
+
+class Pool:
+    """At most so many threads, each started when no other is idle."""
+
+    def __init__(self, threads: int) -> None:
+        if threads < 1:
+            raise ValueError("a pool has at least one thread")
+        self._most = threads
+        self._threads: list[threading.Thread] = []
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Run a task, which raises nothing, in one of the threads. Tasks begin in their order."""
+        self._tasks.put(task)
+        if self._idle.acquire(blocking=False):
+            return
+        with self._lock:
+            if len(self._threads) < self._most:
+                thread = threading.Thread(target=self._run, name="paceline-remote-call", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def close(self, deadline_s: float) -> None:
+        """End the threads, and wait for them as long as that. What hangs stays, without holding up the process."""
+        until = time.monotonic() + deadline_s
+        with self._lock:
+            threads = list(self._threads)
+        for _ in threads:
+            self._tasks.put(None)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
+            task()
+            del task
+
+    def _next(self) -> Callable[[], None] | None:
+        with suppress(queue.Empty):
+            return self._tasks.get_nowait()
+        self._idle.release()
+        return self._tasks.get()

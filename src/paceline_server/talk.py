@@ -47,12 +47,11 @@ class Talk:
     Any thread may send; one at a time receives.
 
     Args:
-        peer: what values are packed for and unpacked from: a client's `Client`, a service's `Caller`.
         limit_bytes: of the tensors beside one message that comes.
     """
 
-    def __init__(self, connection: Connection, peer: Any, limit_bytes: int) -> None:
-        self.connection, self._peer, self._limit_bytes = connection, peer, limit_bytes
+    def __init__(self, connection: Connection, limit_bytes: int) -> None:
+        self.connection, self._limit_bytes = connection, limit_bytes
         connection.end_when_silent(SILENT_S)
         self._own = OwnMemory() if connection.is_within_host else None
         self._peers = PeersMemory()
@@ -117,9 +116,15 @@ class Talk:
                 raise ChannelError(f"{self.connection.peer}: {error}") from None
         return None
 
+    def close(self) -> None:
+        """Close the connection, and let go of both ends' memory; tensors that lie in it stay."""
+        self.connection.close()
+        with self._lock:
+            self._own, self._peers = None, PeersMemory()
+
     def value(self, tree: Any, block: memoryview | None) -> Any:
         """The value of a message. Raises RemoteError as `unpack`."""
-        return unpack(tree, block, self._peer)
+        return unpack(tree, block)
 
     def _place(self, message: Any, packed: Packed | None) -> list[memoryview]:
         """Put large tensors into shared memory, or return them to go through the socket."""
@@ -282,12 +287,6 @@ def at_once(function: F, trial: Callable[..., Any]) -> F:
     Where the trial would have to wait it does nothing and returns `LATER`; the function itself is called then.
     """
     function.__dict__ |= {"remote_mark": "at once", "remote_trial": trial}
-    return function
-
-
-def in_order(function: F) -> F:
-    """Have a client's calls of functions so marked run in order, one at a time."""
-    function.__dict__["remote_mark"] = "in order"
     return function
 
 

@@ -42,45 +42,25 @@ _OF_NUMPY = {torch.float32, torch.float64, torch.uint8, torch.int32, torch.int64
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
-class Kind(NamedTuple):
-    """A class whose values may be sent.
-
-    Attributes:
-        name: what stands for it in messages.
-        pack: makes plain values of one, with the peer that it goes to (a client's `Client`, a service's `Caller`).
-        unpack: makes one of these again, with the peer that it came from. It checks them: a peer wrote them.
-    """
+class _Kind(NamedTuple):
+    """A dataclass that may be sent, under the name that stands for it in messages."""
 
     name: str
-    pack: Callable[[Any, Any], Any]
-    unpack: Callable[[Any, Any], Any]
+    kind: type
+    fields: list[str]
 
 
-_kinds: dict[type, Kind] = {}
-_unpackers: dict[str, Kind] = {}
-
-
-def register(kind: type[T], pack: Callable[[T, Any], Any], unpack: Callable[[Any, Any], T]) -> None:
-    """Let values of a class be sent and received by this process. See `Kind`."""
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    _kinds[kind] = _unpackers[name] = Kind(name, pack, unpack)
+_kinds: dict[type, _Kind] = {}
+_kinds_by_name: dict[str, _Kind] = {}
 
 
 def sendable(kind: type[T]) -> type[T]:
     """Let instances of a dataclass be sent and received by this process. A decorator; both ends need it."""
     if not dataclasses.is_dataclass(kind):
-        raise TypeError(f"{kind.__qualname__} is no dataclass; `register` takes any class")
-    names = [field.name for field in dataclasses.fields(kind) if field.init]
-
-    def pack(value: Any, _: Any) -> Any:
-        return [getattr(value, name) for name in names]
-
-    def unpack(plain: Any, _: Any) -> Any:
-        if not isinstance(plain, list) or len(plain) != len(names):
-            raise RemoteError(f"a {kind.__qualname__} has the fields {', '.join(names)}; the peer's differ")
-        return kind(**dict(zip(names, plain, strict=True)))
-
-    register(kind, pack, unpack)
+        raise TypeError(f"{kind.__qualname__} is no dataclass")
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    fields = [field.name for field in dataclasses.fields(kind) if field.init]
+    _kinds[kind] = _kinds_by_name[name] = _Kind(name, kind, fields)
     return kind
 
 
@@ -97,24 +77,24 @@ class Packed(NamedTuple):
     nbytes: int
 
 
-def pack(value: Any, peer: Any = None) -> Packed:
+def pack(value: Any) -> Packed:
     """Make of a value what can be sent. Its large tensors must not change until it is.
 
     Raises:
         RemoteError: it holds something that cannot be sent; says what may.
     """
-    packer = _Packer(peer)
+    packer = _Packer()
     tree = packer.pack(value, 0)
     return Packed(tree, packer.parts, packer.nbytes)
 
 
-def unpack(tree: Any, block: memoryview | None, peer: Any = None) -> Any:
+def unpack(tree: Any, block: memoryview | None) -> Any:
     """Make a value of what came. Tensors of the block lie in it, and keep it alive.
 
     Raises:
         RemoteError: no `pack` makes this, or this process does not know a class in it.
     """
-    unpacker = _Unpacker(block, peer)
+    unpacker = _Unpacker(block)
     value = unpacker.unpack(tree, 0)
     if block is not None and unpacker.used < len(block):
         raise RemoteError(f"{len(block) - unpacker.used:,} bytes beside a message belong to none of its tensors")
@@ -122,10 +102,9 @@ def unpack(tree: Any, block: memoryview | None, peer: Any = None) -> Any:
 
 
 class _Packer:
-    def __init__(self, peer: Any) -> None:
+    def __init__(self) -> None:
         self.parts: list[memoryview] = []
         self.nbytes = self._inline = 0
-        self._peer = peer
 
     def pack(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -163,7 +142,8 @@ class _Packer:
                 f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent; tensors, "
                 f"numbers, str, bytes, None, list, tuple and dict can ({hint})"
             )
-        return [msgspec.msgpack.Ext(_OBJECT, kind.name.encode()), self.pack(kind.pack(value, self._peer), depth + 1)]
+        fields = [getattr(value, field) for field in kind.fields]
+        return [msgspec.msgpack.Ext(_OBJECT, kind.name.encode()), self.pack(fields, depth + 1)]
 
     def _bytes(self, value: bytes) -> Any:
         if self._fits_inline(len(value)):
@@ -240,10 +220,9 @@ def _read_header(header: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
 
 
 class _Unpacker:
-    def __init__(self, block: memoryview | None, peer: Any) -> None:
+    def __init__(self, block: memoryview | None) -> None:
         self._block = block
         self._nbytes = 0 if block is None else len(block)
-        self._peer = peer
         self.used = 0
 
     def unpack(self, tree: Any, depth: int) -> Any:
@@ -267,9 +246,13 @@ class _Unpacker:
 
     def _object(self, tree: list[Any], depth: int) -> Any:
         name = bytes(tree[0].data).decode("utf-8", "backslashreplace")
-        if name not in _unpackers or len(tree) != 2:
+        if name not in _kinds_by_name or len(tree) != 2:
             raise RemoteError(f"the peer sent a {name[:200]!r}, which this process has not registered (`sendable`)")
-        return _unpackers[name].unpack(self.unpack(tree[1], depth + 1), self._peer)
+        _, kind, fields = _kinds_by_name[name]
+        plain = self.unpack(tree[1], depth + 1)
+        if not isinstance(plain, list) or len(plain) != len(fields):
+            raise RemoteError(f"a {kind.__qualname__} has the fields {', '.join(fields)}; the peer's differ")
+        return kind(**dict(zip(fields, plain, strict=True)))
 
     def _extension(self, code: int, data: bytes) -> Any:
         if code == _LARGE_BYTES and len(data) == _LENGTH.size:

@@ -254,7 +254,6 @@ class Host:
             name=self._client_name,
             identity=self._identity,
             deadline_s=deadline_s,
-            reconnect=False,  # before anything else goes, what has no answer does
         )
         try:
             server, known = client.call("hello")

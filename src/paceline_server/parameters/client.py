@@ -494,14 +494,7 @@ class Line:
             self._client = None
 
     def _tried(self, text: str, attempt_s: float) -> bool:
-        client = Client(
-            as_address(text),
-            self._key,
-            name=self.name,
-            identity=self._identity,
-            deadline_s=attempt_s,
-            reconnect=False,  # to another process, maybe
-        )
+        client = Client(as_address(text), self._key, name=self.name, identity=self._identity, deadline_s=attempt_s)
         try:
             status, value, *generation = client.call("hello", self._settings.fingerprint, self._settings.digest)
             if status == "refused":

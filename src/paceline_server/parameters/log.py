@@ -285,7 +285,7 @@ class Log:
 
     def _attend(self, address: Address) -> None:
         """Be the backup of a primary until one of both is lost. Raises where it takes none, or is lost."""
-        with Client(address, self._key, name=self._name, deadline_s=_BEAT_DEADLINE_S, reconnect=False) as primary:
+        with Client(address, self._key, name=self._name, deadline_s=_BEAT_DEADLINE_S) as primary:
             status, generation = primary.call("attend", self._own, deadline_s=2 * _STATE_S)[:2]
             if status != "ok":
                 raise ServerRefused(str(generation))
@@ -326,7 +326,7 @@ class Backup:
     def __init__(self, address: str, key: RunKey | None, generation: int, name: str) -> None:
         self.address, self.generation = address, generation
         self.counts = self.lost = False
-        self._client = Client(as_address(address), key, name=name, deadline_s=_ANSWER_S, reconnect=False)
+        self._client = Client(as_address(address), key, name=name, deadline_s=_ANSWER_S)
         self._sent: deque[tuple[int, Pending]] = deque()
         self._confirmed = -1
         self._collecting = threading.Lock()  # one thread takes the answers of all, in order

@@ -140,14 +140,14 @@ def test_a_lost_connection_costs_no_call_and_repeats_none(there: Host) -> None:
     for number in range(1, 31):
         answer = counter.begin("add", 1)
         if number % 3:
-            there._client._line.talk.connection.end()  # type: ignore[union-attr]  # as when a link goes
+            there._client.talk.connection.end()  # as when a link goes
         sums.append(answer.result())
     assert sums == list(range(1, 31))
     before = layer.state_dict()["bias"]
     for number in range(6):
         y = layer(torch.ones(1, 4, dtype=torch.float64)).sum()
         if number % 2:
-            there._client._line.talk.connection.end()  # type: ignore[union-attr]
+            there._client.talk.connection.end()
         y.backward()
         step.step()
     torch.testing.assert_close(layer.state_dict()["bias"], before - 6 * 0.1)
