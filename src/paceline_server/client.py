@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-
 from paceline.errors import ChannelError, DeadlineError, RemoteError
 from paceline.printable import printable
 from paceline.wire.connection import connect
