@@ -117,7 +117,7 @@ class Talk:
         return None
 
     def close(self) -> None:
-        """Close the connection, and let go of both ends' memory; tensors that lie in it stay."""
+        """Close the connection, and let go of both ends' memory. Tensors in it stay."""
         self.connection.close()
         with self._lock:
             self._own, self._peers = None, PeersMemory()
