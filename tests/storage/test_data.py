@@ -14,8 +14,9 @@ from paceline.errors import DataError, JobError, StorageError
 from paceline.files import cache_folder
 from paceline.job.data import Arrays, Text
 from paceline.job.job import Job
-from paceline.storage import data
-from paceline.storage.store import DATA_VERSIONS, Store
+from paceline.storage import store as data
+from paceline.storage.store import Store
+from paceline.storage.url import DATA_VERSIONS
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 from fsspec.registry import _registry
 
 from paceline.errors import StorageError
-from paceline.storage.store import Store, cache_name, checked_url, is_url, without_secrets
+from paceline.storage.store import Store
+from paceline.storage.url import cache_name, checked_url, is_url, without_secrets
 
 
 @pytest.mark.parametrize(

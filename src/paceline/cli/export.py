@@ -35,7 +35,7 @@ def command(
     """
     from paceline.run.convert import export, export_hf
     from paceline.run.object_store.fetch import copy_of
-    from paceline.storage.store import is_url
+    from paceline.storage.url import is_url
 
     with ExitStack() as held, warnings.catch_warnings(record=True) as passed_over:
         warnings.simplefilter("always")

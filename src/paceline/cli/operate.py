@@ -226,7 +226,7 @@ def scale(
     from paceline.elastic.scaling import ask
     from paceline.errors import RunError
     from paceline.printable import printable
-    from paceline.storage.store import is_url
+    from paceline.storage.url import is_url
 
     if by not in ("+1", "-1"):
         raise typer.BadParameter(f"{by} is neither +1 nor -1: a run grows or shrinks by one at a time")

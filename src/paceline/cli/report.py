@@ -18,7 +18,7 @@ def command(
     The page is one file that any browser opens, without a network. The page of a URL is written to NAME.report.html in
     the current directory.
     """
-    from paceline.storage.store import is_url
+    from paceline.storage.url import is_url
 
     typer.echo(_page_of_url(directory) if is_url(directory) else _page(Path(directory)))
 

@@ -71,7 +71,7 @@ def followed(runs: Sequence[str]) -> list[LiveRun]:
 def _run(where: str) -> Run:
     from paceline.errors import RunError
     from paceline.run.record.run import Run
-    from paceline.storage.store import is_url
+    from paceline.storage.url import is_url
 
     if is_url(where):
         raise RunError(f"{where}: only directories can be watched. `paceline report` takes the URL of a run.")

@@ -21,7 +21,7 @@ from pydantic import (
 
 from paceline.errors import DataError, StorageError
 from paceline.job.spec import Args, Spec, resolve_import_path
-from paceline.storage.store import DATA_VERSIONS, checked_url, is_url, local_path
+from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 
 if TYPE_CHECKING:
     from paceline.job.samples import DataSets
@@ -95,7 +95,7 @@ class _Data(Spec):
         versions: dict[str, str] = {}
 
         def newest(url: str) -> Path:
-            from paceline.storage.data import fetched, version_of  # fsspec, which few jobs need
+            from paceline.storage.store import fetched, version_of  # fsspec, which few jobs need
 
             copy = fetched(url)
             versions[url] = version_of(copy)
@@ -131,7 +131,7 @@ class _Data(Spec):
         from paceline.job.zoo.datasets import build_data
 
         def copy(url: str) -> Path:
-            from paceline.storage.data import at_hand
+            from paceline.storage.store import at_hand
 
             return at_hand(url)
 

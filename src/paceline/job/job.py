@@ -27,7 +27,7 @@ from paceline.job.partition import PartitionSpec
 from paceline.job.spec import Args, Spec, import_path_of, read_sections, with_sections
 from paceline.job.stop import SpikeSpec, StopSpec
 from paceline.messages import explain
-from paceline.storage.store import DATA_VERSIONS, checked_url, is_url, local_path
+from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 
 Precision = Literal["fp32", "bf16", "fp64"]
 _ACCUMULATION = 'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".'
@@ -186,7 +186,7 @@ class Job(Spec):
         environment = self.data.fetch()
         if not is_url(self.model.weights):
             return environment
-        from paceline.storage.data import fetched, version_of  # fsspec, which few jobs need
+        from paceline.storage.store import fetched, version_of  # fsspec, which few jobs need
 
         try:
             version = version_of(fetched(self.model.weights))
@@ -211,7 +211,7 @@ class Job(Spec):
         kind = FileKind("job", "model, data, loss, optimizer, global_batch and stop", "`model: mlp`", JobError)
         base = None
         if is_url(file):
-            from paceline.storage.data import fetched
+            from paceline.storage.store import fetched
 
             url = checked_url(file)
             file, base = fetched(url), Path.cwd() if local_path(url) is None else None

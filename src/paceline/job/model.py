@@ -11,7 +11,7 @@ from paceline.errors import JobError
 from paceline.job.data import DataPath
 from paceline.job.known.names import must_find_model
 from paceline.job.spec import Args, Spec, resolve_import_path
-from paceline.storage.store import is_url
+from paceline.storage.url import is_url
 
 if TYPE_CHECKING:
     from torch import nn

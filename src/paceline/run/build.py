@@ -24,7 +24,7 @@ from paceline.planning.plan import Plan
 from paceline.run.convert import WeightSource, fitted, load_weights, weights_from
 from paceline.split.layout import Part, ShardLayout, predicted_bytes
 from paceline.split.mesh import Mesh
-from paceline.storage.store import is_url
+from paceline.storage.url import is_url
 
 if TYPE_CHECKING:
     from paceline.run.record.run import Run
@@ -156,7 +156,7 @@ def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | Non
         return None
     weights: Path | str = job.model.weights
     if is_url(weights):
-        from paceline.storage.data import at_hand
+        from paceline.storage.store import at_hand
 
         weights = at_hand(weights)
     return fitted(weights_from(Path(weights)), model if isinstance(model, nn.Module) else model.model)

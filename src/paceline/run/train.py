@@ -43,7 +43,7 @@ from paceline.run.record.progress import LiveProgress
 from paceline.run.record.run import DESCRIPTION, FOLDERS, JsonLines, Run
 from paceline.run.trackers.follow import RunTrackers, check_trackers
 from paceline.run.tuning.auto import AutoChoice, Say, choose, remember_run
-from paceline.storage.store import is_url
+from paceline.storage.url import is_url
 
 if TYPE_CHECKING:
     from paceline.comm import Group

@@ -1,4 +1,4 @@
-"""Files in object stores: `store.py` reads URLs and moves objects, `data.py` keeps copies.
+"""Files in object stores: `url.py` reads URLs, `store.py` moves objects and keeps copies.
 
 Everything goes through fsspec, which is imported when the first URL is used.
 """

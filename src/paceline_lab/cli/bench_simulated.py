@@ -94,7 +94,7 @@ def simulate(
     from paceline.cluster.cluster import named_cluster
     from paceline.cluster.named import cluster_names
     from paceline.console import Console
-    from paceline.storage.store import is_url
+    from paceline.storage.url import is_url
     from paceline_lab.report.simulated_view import write_simulated_page
     from paceline_lab.scaling.protocol import BENCHES
     from paceline_lab.simulated.curve import Chances

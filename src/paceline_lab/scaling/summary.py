@@ -28,7 +28,7 @@ from paceline.report.figures import combined, figures_of, per_step
 from paceline.report.run_record import typical, typical_parts
 from paceline.run.record.run import WARM_UP_STEPS, JsonLines, Run, Speed, differences, read_lines
 from paceline.stats import Interval, differ, median_interval
-from paceline.storage.store import is_url
+from paceline.storage.url import is_url
 from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse
 from paceline_lab.scaling.settings import Setting
 

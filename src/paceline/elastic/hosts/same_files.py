@@ -16,7 +16,7 @@ from paceline.elastic.hosts.link import Link
 from paceline.elastic.hosts.messages import Look, Looked
 from paceline.errors import LaunchError
 from paceline.job.job import Job
-from paceline.storage.store import is_url
+from paceline.storage.url import is_url
 
 _ANSWER_S = 120.0  # for a host to look at its files
 _NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}

@@ -37,7 +37,7 @@ from paceline.errors import ChannelError, DeadlineError, LaunchError
 from paceline.files import whole_lines
 from paceline.generation import Generation
 from paceline.printable import printable
-from paceline.storage.store import is_url
+from paceline.storage.url import is_url
 from paceline.wire.connection import HANDSHAKE_S, Connection, connect
 from paceline.wire.key import RunKey
 

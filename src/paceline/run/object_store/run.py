@@ -14,7 +14,8 @@ from paceline.files import made_cache_folder
 from paceline.run.object_store.fetch import fetch_run, goes_on_from
 from paceline.run.object_store.lease import Lease
 from paceline.run.object_store.upload import JOB, RUN, Kind, Uploader
-from paceline.storage.store import Store, cache_name
+from paceline.storage.store import Store
+from paceline.storage.url import cache_name
 
 PATIENCE_S = 60.0  # at the end, without a byte that moves
 HURRIED_S = 3.0  # the same after a second Ctrl-C

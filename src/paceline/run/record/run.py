@@ -27,7 +27,7 @@ from paceline.files import open_to_append, private_folder, read_text, whole_line
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.printable import printable
-from paceline.storage.store import checked_url, is_url
+from paceline.storage.url import checked_url, is_url
 
 DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # what ranks read before they start
 FOLDERS = ("steps", "checkpoints")

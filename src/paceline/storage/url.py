@@ -1,0 +1,95 @@
+"""URLs of files and folders: `s3://bucket/name`, `gs://…`, `file:///…`, any protocol that fsspec knows."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import TypeGuard
+
+from paceline.errors import StorageError
+from paceline.nearest import nearest
+
+DATA_VERSIONS = "PACELINE_DATA"  # of a rank's environment: versions of its data by URL, as JSON
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_USER = re.compile(r"//[^/@\s]*@")
+_OF_ONE_PROCESS = ("memory",)
+_WITHOUT_BUCKET = ("file", "local")
+
+
+def is_url(what: object) -> TypeGuard[str]:
+    """True for text that begins like `s3://`."""
+    return isinstance(what, str) and _URL.match(what) is not None
+
+
+def checked_url(text: str) -> str:
+    """A URL that may be written into a record, without slashes at its end.
+
+    Raises:
+        StorageError: it carries a user, a password or a query, is not whole, or names a protocol that does not exist or
+            that other processes cannot reach.
+    """
+    match = _URL.match(text)
+    if match is None:
+        raise StorageError(f"{text!r} is not a URL; write s3://bucket/name or file:///folder/name")
+    protocol, rest = match[1].lower(), match[2].rstrip("/")
+    shown = without_secrets(text)
+    if "@" in rest.partition("/")[0]:
+        raise StorageError(
+            f"{shown}: the URL names a user, and URLs are written into records. Leave it out, and put "
+            f"{credentials_of(protocol)} in place."
+        )
+    if "?" in rest or "#" in rest:
+        raise StorageError(
+            f"{shown.partition('?')[0]}: a URL with ? or # may hold a secret, and URLs are written into records. Name "
+            f"the object alone, and put {credentials_of(protocol)} in place."
+        )
+    if not rest.isprintable() or "::" in rest or ".." in rest.split("/"):
+        raise StorageError(f"{shown!r}: a URL here is printable, without :: and without .. in its path")
+    if protocol in _OF_ONE_PROCESS:
+        raise StorageError(f"{shown}: {protocol}:// is seen by one process alone, and ranks are several. Use file:///…")
+    if not rest or (protocol in _WITHOUT_BUCKET) != rest.startswith("/"):
+        whole = f"{protocol}:///folder/name" if protocol in _WITHOUT_BUCKET else f"{protocol}://bucket/name"
+        raise StorageError(f"{shown} is not whole; write {whole}")
+    _must_exist(protocol, shown)
+    return f"{protocol}://{rest}"
+
+
+def protocol_of(url: str) -> str:
+    """The protocol of a checked URL, e.g. `s3`."""
+    return url.partition("://")[0]
+
+
+def local_path(url: str) -> Path | None:
+    """The path of a `file://` URL; None for any other."""
+    return Path(url.partition("://")[2]) if protocol_of(url) in _WITHOUT_BUCKET else None
+
+
+def cache_name(url: str) -> str:
+    """Name of a checked URL's folder in the cache; another S3 server's is another one."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    named = f"{url} {endpoint if protocol_of(url) in ('s3', 's3a') else ''}"
+    return hashlib.sha256(named.encode()).hexdigest()[:20]
+
+
+def without_secrets(text: str) -> str:
+    """Text, such as a library's message, without the users and passwords of URLs in it."""
+    return _USER.sub("//", text)
+
+
+def credentials_of(protocol: str) -> str:
+    """The places where credentials for a protocol are looked for, in words."""
+    if protocol in ("s3", "s3a"):
+        return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ~/.aws, or a role of this machine"
+    if protocol in ("gs", "gcs"):
+        return "GOOGLE_APPLICATION_CREDENTIALS, gcloud's own file, or a role of this machine"
+    return f"what fsspec reads for {protocol} (~/.config/fsspec, FSSPEC_{protocol.upper()}_…)"
+
+
+def _must_exist(protocol: str, shown: str) -> None:
+    from fsspec import available_protocols
+
+    known = available_protocols()
+    if protocol not in known:
+        raise StorageError(f'{shown}: no protocol "{protocol}". {nearest(protocol, known)}')
