@@ -10,7 +10,6 @@ import typer
 
 from paceline.cli.command import ClusterFile, Hosts, JobFile, start_on
 from paceline.errors import BatchError, PlanError
-from paceline.planning.plan import AXES
 from paceline.units import count, size
 
 if TYPE_CHECKING:
@@ -243,6 +242,8 @@ def together(lines: Iterable[str]) -> list[str]:
 
 def _dry_table(found: DryRun) -> Table:
     from rich.table import Table
+
+    from paceline.planning.plan import AXES
 
     axes = [axis for axis in reversed(AXES) if any(axis in stage.sent_bytes for stage in found.stages)]
     piped = len(found.stages) > 1
