@@ -293,6 +293,16 @@ def write_job(file: Path, **changes: Any) -> Path:
     return file
 
 
+def write_long_job(folder: Path, *, until: Path) -> Path:
+    """A small job, in `job.yaml`, of 600 steps that take 20 ms or more until there is a file `until`."""
+    points = {"factory": f"{_POINTS}:Points", "held_out": 0, "args": {"sleep_s": 0.003, "until": str(until)}}
+    model, data = {"factory": f"{_POINTS}:net"}, {"kind": "dataset", **points}
+    return write_job(folder / "job.yaml", model=model, data=data, stop={"steps": 600}, checkpoint={"every_steps": 50})
+
+
+_POINTS = Path(__file__).parent / "faults" / "what_goes_wrong.py"
+
+
 def write_slow_job(folder: Path, **changes: Any) -> Path:
     """A small job, in `job.yaml`, whose model takes 30 ms longer on rank 1; its code is `slow.py` beside it."""
     (folder / "slow.py").write_text(_SLOW)

@@ -15,6 +15,7 @@ from commands import (
     wait_for_events,
     wait_for_step,
     write_job,
+    write_long_job,
     write_slow_job,
 )
 
@@ -49,14 +50,15 @@ def test_a_run_is_traced_while_it_trains(tmp_path: Path) -> None:
 
 
 def test_a_run_that_lost_a_rank_is_traced_through_the_loss(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.yaml", stop={"steps": 1500})
-    with training(job, tmp_path, "dp=2") as (process, run):
+    healed = tmp_path / "healed"
+    with training(write_long_job(tmp_path, until=healed), tmp_path, "dp=2") as (process, run):
         wait_for_step(5, run, process)
         kill_rank(1, process)
         wait_for_events(run, "healed", 1, process)
+        healed.touch()
         assert ended(process).code == 0
-    [healed] = events(run, "healed")
-    around = f"{max(healed['step'] - 60, 1)}-{healed['step'] + 5}"
+    [event] = events(run, "healed")
+    around = f"{max(event['step'] - 60, 1)}-{event['step'] + 5}"
     shown = paceline("trace", run, "--steps", around, "--out", "trace.json", folder=tmp_path)
     assert shown.code == 0
     told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -20,12 +20,13 @@ from commands import (
     wait_for_events,
     wait_for_step,
     write_job,
+    write_long_job,
 )
 
 
 def test_a_run_is_followed_to_its_end_through_the_loss_of_a_rank(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job.yaml", stop={"steps": 1500}, checkpoint={"every_steps": 50})
-    with training(job, tmp_path, "dp=2") as (process, run):
+    healed = tmp_path / "healed"
+    with training(write_long_job(tmp_path, until=healed), tmp_path, "dp=2") as (process, run):
         wait_for_step(5, run, process)
         with started("paceline", "watch", run, "--every", "0.1", folder=tmp_path) as watching:
             kill_rank(1, process)
@@ -33,13 +34,15 @@ def test_a_run_is_followed_to_its_end_through_the_loss_of_a_rank(tmp_path: Path)
             now = paceline("watch", run, "--once", folder=tmp_path, columns=160)
             assert now.code == 0
             assert now.says("run · dp=2", "rank 1", "where it goes")
+            wait_for_events(run, "healed", 1, process)
+            healed.touch()
             assert ended(process).code == 0
             seen = ended(watching)
     assert seen.code == 0
     assert "run: epoch " in seen.out
-    assert seen.out.splitlines()[-1].endswith("ended: steps: 1500 done")
+    assert seen.out.splitlines()[-1].endswith("ended: steps: 600 done")
     after = paceline("watch", run, "--once", folder=tmp_path, columns=160)
-    assert after.says("ended: steps: 1500 done", "step 1,500", "is back at step")
+    assert after.says("ended: steps: 600 done", "step 600", "is back at step")
 
 
 def test_on_a_terminal_the_screen_follows_and_ctrl_c_leaves_it(tmp_path: Path) -> None:

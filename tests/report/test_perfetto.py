@@ -37,6 +37,7 @@ def test_perfetto_reads_every_slice_arrow_and_counter_of_a_run_of_two_ranks(tmp_
         assert arrows == 10 * [["compute", "exposed communication", 1]]
 
 
+@pytest.mark.slow
 def test_perfetto_reads_the_operations_of_two_ranks(tmp_path: Path, browser: Browser) -> None:
     job = write_job(tmp_path / "job.yaml", stop={"steps": 12})
     assert paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path).code == 0

@@ -193,14 +193,12 @@ CODECS = ExtensionPoint(
     "paceline.codecs",
     CodecInfo,
     {
-        "fp16": CodecInfo(f"{_MODULES}.half:fp16", lambda _: 2.0, codes_numbers=True),
-        "bf16": CodecInfo(f"{_MODULES}.half:bf16", lambda _: 2.0, codes_numbers=True, tried_by_auto="bf16"),
-        "int8": CodecInfo(
-            f"{_MODULES}.quantise:int8", lambda _: 1.0, codes_numbers=True, tried_by_auto="int8", order=1
-        ),
-        "int4": CodecInfo(f"{_MODULES}.quantise:int4", lambda _: 0.5, codes_numbers=True),
-        "1bit": CodecInfo(f"{_MODULES}.sign:one_bit", lambda _: 0.125),
-        "topk": CodecInfo(f"{_MODULES}.topk:topk", _topk_bytes, {"": _SHARE}, keeps_numbers=True),
+        "fp16": CodecInfo(f"{_MODULES}.codecs:fp16", lambda _: 2.0, codes_numbers=True),
+        "bf16": CodecInfo(f"{_MODULES}.codecs:bf16", lambda _: 2.0, codes_numbers=True, tried_by_auto="bf16"),
+        "int8": CodecInfo(f"{_MODULES}.codecs:int8", lambda _: 1.0, codes_numbers=True, tried_by_auto="int8", order=1),
+        "int4": CodecInfo(f"{_MODULES}.codecs:int4", lambda _: 0.5, codes_numbers=True),
+        "1bit": CodecInfo(f"{_MODULES}.codecs:one_bit", lambda _: 0.125),
+        "topk": CodecInfo(f"{_MODULES}.codecs:topk", _topk_bytes, {"": _SHARE}, keeps_numbers=True),
         "powersgd": CodecInfo(
             f"{_MODULES}.powersgd:powersgd",
             _powersgd_bytes,

@@ -34,11 +34,20 @@ def test_rounds_cover_every_batch_once_and_end_at_each_boundary(period: int, beg
             assert not any(batch % n == 0 for batch in batches[1:] for n in every), "it goes over a boundary"
 
 
-def test_a_worker_alone_trains_as_one_process_also_when_it_resumes_within_a_round(tmp_path: Path) -> None:
+def test_a_worker_alone_trains_as_one_process(tmp_path: Path) -> None:
+    job = job_in(tmp_path)
+    alone = trained(job, "dp=1 precision=fp64", "alone")
+    assert trained(job, f"dp=1 sync={ALONE}", "served") == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["", "fsdp=2", "tp=2", "pp=2 microbatches=2"])
+def test_a_worker_that_resumes_within_a_round_does_so_too(split: str, tmp_path: Path) -> None:
     job, begun = job_in(tmp_path), job_in(tmp_path, steps=17, name="begun")
     alone = trained(job, "dp=1 precision=fp64", "alone")
-    trained(begun, f"dp=1 sync={ALONE}", "served")
-    assert trained(job, f"dp=1 sync={ALONE}", "served", "--resume") == pytest.approx(alone, rel=1e-9)
+    plan = f"dp=1 {split} sync={ALONE}"
+    trained(begun, plan, "served")
+    assert trained(job, plan, "served", "--resume") == pytest.approx(alone, rel=1e-9)
     assert [event["step"] for event in events(tmp_path / "served", "resume")] == [17]
     [told] = events(tmp_path / "served", "served")[-1]["workers"].values()
     assert told["pushes"] == 2, "the steps from 17 to 24: a round of 5, and what is left"
@@ -51,16 +60,6 @@ def test_the_outer_momentum_goes_over_to_the_checkpoint_and_back(tmp_path: Path)
     whole = trained(job, plan, "whole")
     trained(begun, plan, "parts")
     assert trained(job, plan, "parts", "--resume") == pytest.approx(whole, rel=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("split", ["fsdp=2", "tp=2", "pp=2 microbatches=2"])
-def test_a_worker_of_two_ranks_does_so_too(split: str, tmp_path: Path) -> None:
-    job, begun = job_in(tmp_path), job_in(tmp_path, steps=17, name="begun")
-    alone = trained(job, "dp=1 precision=fp64", "alone")
-    plan = f"dp=1 {split} sync={ALONE}"
-    trained(begun, plan, "served")
-    assert trained(job, plan, "served", "--resume") == pytest.approx(alone, rel=1e-9)
 
 
 @pytest.mark.parametrize("more", ["momentum=0,lr=1,staleness=inf", "staleness=1,servers=2 compress=int8"])
