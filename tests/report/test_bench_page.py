@@ -18,11 +18,13 @@ from browser import Browser, tab
 from handmade_reports import alike, around, rank_use, report, setting
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
-from paceline.report.figures import DEFINITIONS
+from paceline.report import figures
 from paceline.units import on_cores
+from paceline_lab.report import figures as of_the_lab
 from paceline_lab.report.bench_view import write_bench_page
 from paceline_lab.scaling.result import MeasuredSetting, RankUse, Report
 
+DEFINITIONS = {**figures.DEFINITIONS, **of_the_lab.DEFINITIONS}
 needs_chromium = pytest.mark.needs_chromium
 CHARTS = ["scaling", "breakdown", "loss-seconds", "loss-samples"]
 HOSTILE = "</script><script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'>"

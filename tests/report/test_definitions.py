@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from paceline.engine import meter
-from paceline.report.figures import DEFINITIONS, PARTS
+from paceline.planning.cost import layout
+from paceline.report import links_page, plan_page
+from paceline.report.figures import DEFINITIONS, PARTS, WALL
 from paceline.report.page import described
 from paceline.run.record import goodput
+from paceline_lab.report import figures as lab
 
 
 def test_every_part_of_a_step_has_a_definition_in_the_order_of_the_meter() -> None:
     assert tuple(PARTS) == meter.PARTS
-    assert [name for name in DEFINITIONS if name.startswith("wall_")] == [f"wall_{part}" for part in goodput.PARTS]
-    assert all(definition.text.endswith(".") for definition in DEFINITIONS.values())
+    assert tuple(WALL) == tuple(goodput.PARTS)
+    assert tuple(plan_page.PREDICTED_PARTS) == layout.PARTS
+    of_all = (DEFINITIONS, plan_page.DEFINITIONS, links_page.DEFINITIONS, lab.DEFINITIONS)
+    assert all(definition.text.endswith(".") for of in of_all for definition in of.values())
 
 
 def test_the_environment_is_told_in_words() -> None:

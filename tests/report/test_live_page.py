@@ -68,7 +68,7 @@ def test_a_run_is_shown_while_it_trains_loses_a_rank_and_ends(browser: Browser, 
         assert browser.one("#verdict").text == f"run: ended: {end['reason']}"
         assert steps(browser) == end["step"]
         assert [chip.text for chip in browser.all(".chip[data-state=in]")] == ["0", "1"]
-        assert browser.all(".curve path")
+        assert browser.all(".plot .trace path")
         wait_until(browser, "!document.querySelector('[data-s=goodput]').hidden")
         fits(browser)
         assert browser.console() == []
@@ -115,7 +115,7 @@ def test_several_runs_stand_beside_each_other_and_what_happens_is_added(browser:
         trains(run, *range(1, 20))
     with served(*(run.path for run in runs), folder=tmp_path) as page:
         browser.open(page.url)
-        wait_until(browser, "document.querySelectorAll('#compare-curve path').length === 2")
+        wait_until(browser, "document.querySelectorAll('#compare-curve .trace path').length === 2")
         names = [link.text for link in browser.all("#compare-runs a")]
         assert names == ["mine/run · dp=2", "other/run · dp=2"]
         happens(runs[1], "restart", reason="one.", attempt=1)

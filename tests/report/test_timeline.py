@@ -41,8 +41,8 @@ def test_a_slow_rank_is_on_the_path_and_who_waits_for_it_is_not(tmp_path: Path) 
     assert milliseconds_of(path, "imbalance") == {}
     assert path.total_s == pytest.approx(3 * 36 * MS)
     assert path.sentences == [
-        "Steps 6 to 8 took 36.0 ms a step: 69 % compute of rank 1 (25.0 ms a step), 22 % communication that no compute "
-        "hides (8.00 ms a step), 5.6 % the optimizer of rank 1 (2.00 ms a step) and 2.8 % waiting for data of rank 1 "
+        "Steps 6 to 8 took 36.0 ms a step: 69 % compute of rank 1 (25.0 ms a step), 22 % exposed communication "
+        "(8.00 ms a step), 5.6 % the optimizer of rank 1 (2.00 ms a step) and 2.8 % waiting for data of rank 1 "
         "(1.00 ms a step).",
         "Rank 1 comes last in all 3 exchanges; rank 0 waits 6.00 ms for it, mostly for compute (6.00 ms more than the "
         "other).",
@@ -73,7 +73,7 @@ def test_a_stall_of_a_checkpoint_and_a_wait_for_data_are_on_the_path_of_the_rank
     path = path_of(record(tmp_path, stalled))
     assert milliseconds_of(path, "checkpoint") == {0: 90.0}
     assert milliseconds_of(path, "data") == {0: 30.0}
-    assert "mostly for a checkpoint (30.0 ms more than the other)" in path.sentences[1]
+    assert "mostly for checkpoints (30.0 ms more than the other)" in path.sentences[1]
 
 
 def test_an_evaluation_between_two_steps_is_on_the_path(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The charts of a page: steps part by part, curves, and bars beside each other."""
+"""A chart as plain values, which `templates/charts.js` draws as SVG; curves, and bars beside each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from paceline.report.figures import PARTS
 from paceline.units import digits
 
 # Okabe & Ito (2008): told apart with every kind of colour vision, and on white as well as on black.
@@ -23,40 +22,10 @@ BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = (
     "#8A8F98",
 )
 SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-PART_COLOURS = {
-    "data": ORANGE,
-    "compute": BLUE,
-    "bubble": SKY,
-    "comm": VERMILLION,
-    "imbalance": PURPLE,
-    "optimizer": GREEN,
-    "checkpoint": GREY,
-}
-WALL_COLOURS = {  # of a run's wall-clock, by the parts of `training.record.goodput.PARTS`
-    "useful": GREEN,
-    "start": SKY,
-    "restart": VERMILLION,
-    "recovery": ORANGE,
-    "recut": BLUE,
-    "replay": PURPLE,
-    "checkpoint": GREY,
-    "evaluation": "#B9A44C",
-    "between": "#C3C8CF",
-}
 Middle = Callable[[Sequence[float]], float]
 _BAR_PX, _TITLE_PX = 24, 46
 _LABEL_WIDTH = 26  # characters; a longer plan is broken into lines
 POINTS = 400  # a curve of more is drawn by the means of its stretches
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One rank's step in a breakdown: seconds by part, and the ideal step time."""
-
-    group: str
-    rank: str
-    parts_s: dict[str, float]
-    ideal_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,51 +60,6 @@ class Panel:
     factor: float = 1.0
 
 
-def breakdown(bars: Sequence[Bar], noun: str = "step") -> Figure:
-    """One step of each rank as stacked bars of its parts, under group headings.
-
-    A tick marks the ideal.
-    """
-    longest = max(sum(bar.parts_s.values()) for bar in bars)
-    factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
-    places, headings, rows = _rows(bars)
-    figure = Figure(
-        Axis(f"{unit} per {noun}", from_zero=True),
-        Axis(span=(rows - 0.4, -0.6), ticks=[(p, bar.rank) for p, bar in zip(places, bars, strict=True)], grid=False),
-        height=round(76 + 29 * rows),
-        legend=False,
-        stacked=True,
-    )
-    for part, definition in PARTS.items():
-        times = [bar.parts_s.get(part, 0.0) * factor for bar in bars]
-        hints = [
-            f"{bar.group}, {bar.rank}\n{definition.name} {digits(time)} {unit}"
-            for bar, time in zip(bars, times, strict=True)
-        ]
-        figure.traces.append(Bars(definition.name, times, places, PART_COLOURS[part], hints=hints))
-    marked = [(place, bar.ideal_s * factor) for place, bar in zip(places, bars, strict=True) if bar.ideal_s is not None]
-    if marked:
-        x, y = [ideal for _, ideal in marked], [place for place, _ in marked]
-        hints = [f"ideal {digits(ideal)} {unit}" for ideal in x]
-        figure.traces.append(Points("ideal", x, y, INK, width=0, marks=27, symbol="tick", hints=hints))
-    figure.notes = [Note(heading, place, bold=True) for place, heading in headings]
-    return figure
-
-
-def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], float]:
-    """The bars' places from the top, the headings with theirs, and the number of rows."""
-    places, headings, place = [], [], 0.0
-    for number, bar in enumerate(bars):
-        if number == 0 or bar.group != bars[number - 1].group:
-            place += 0.25 if number else 0.0
-            if bar.group:
-                headings.append((place, bar.group))
-                place += 0.9
-        places.append(place)
-        place += 1.0
-    return places, headings, place
-
-
 def lines(
     series: Sequence[Line],
     over: str,
@@ -148,7 +72,7 @@ def lines(
     """Series over one axis; `marks` are events."""
     figure = Figure(Axis(over), Axis(what), legend=len(series) > 1)
     for line in series:
-        x, y = (list(line.x), list(line.y)) if line.marked else _thinned(line, middle)
+        x, y = (list(line.x), list(line.y)) if line.marked else thinned(line, middle)
         dash: Dash = "dash" if line.dashed else "solid"
         figure.traces.append(Points(line.name, x, y, line.colour, dash=dash, marks=7 if line.marked else 0))
     figure.rules = [Rule(mark.x, mark.text, PURPLE, "dot") for mark in marks]
@@ -157,15 +81,6 @@ def lines(
         figure.y.log = True
     elif not all(line.marked for line in series) and (not values or min(values) >= 0):
         figure.y.from_zero = True
-    return figure
-
-
-def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]], noun: str = "step") -> Figure:
-    """The parts of the step time over training, as stacked areas that sum to it."""
-    figure = Figure(Axis(f"{noun}s"), Axis(f"ms per {noun}", from_zero=True), legend=False, unified=True)
-    for part, definition in PARTS.items():
-        x, y = _thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
-        figure.traces.append(Points(definition.name, x, y, PART_COLOURS[part], width=0, fill="stack"))
     return figure
 
 
@@ -208,7 +123,7 @@ def steps_per_point(steps: int) -> int:
     return max(1, math.ceil(steps / POINTS))
 
 
-def _thinned(line: Line, middle: Middle) -> tuple[list[float], list[float | None]]:
+def thinned(line: Line, middle: Middle) -> tuple[list[float], list[float | None]]:
     """At most `POINTS` points, each the middle of a stretch of the line.
 
     A stretch without any value is a gap.

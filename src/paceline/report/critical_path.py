@@ -13,22 +13,12 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
 
-from paceline.engine.meter import PARTS
 from paceline.planning.plan import AXES
 from paceline.planning.sync_info import sync_info
+from paceline.report.figures import PARTS
 from paceline.report.timeline import RankStep, Timeline
 from paceline.units import count, listed, percent, seconds
 
-_PHRASES = {
-    "data": "waiting for data",
-    "compute": "compute",
-    "bubble": "waiting for other stages of the pipeline",
-    "comm": "communication that no compute hides",
-    "imbalance": "waiting for slower ranks",
-    "optimizer": "the optimizer",
-    "checkpoint": "a checkpoint",
-}
-assert set(_PHRASES) == set(PARTS)
 BETWEEN, LATE = "between", "late"
 _SHARED = ("comm", BETWEEN)  # what no single rank is to blame for
 _LEAST = 0.005  # of the time; less is not worth a sentence
@@ -131,7 +121,7 @@ class CriticalPath:
         who = ""
         if part not in _SHARED and len(self.timeline.ranks) > 1:
             who = f" of {_ranks(list(by_rank))}"
-        return f"{percent(share)} {_PHRASES[part]}{who} ({each})"
+        return f"{percent(share)} {PARTS[part].phrase}{who} ({each})"
 
     def _waits(self) -> Iterator[str]:
         """Sentences on the ranks that came last, and why."""
@@ -311,7 +301,7 @@ def _reason(arrivals: Sequence[Arrival]) -> str:
     more_s = seconds(seconds_more / len(arrivals))
     if part == LATE:
         return f", mostly as it left the exchange before {more_s} later {than}"
-    return f", mostly for {_PHRASES[part]} ({more_s} more {than})"
+    return f", mostly for {PARTS[part].phrase} ({more_s} more {than})"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

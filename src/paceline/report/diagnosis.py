@@ -27,7 +27,8 @@ from paceline.report.advice import (
     one_device_plan,
     same_work,
 )
-from paceline.report.run_record import NAMES, where_it_goes
+from paceline.report.figures import PARTS
+from paceline.report.run_record import where_it_goes
 from paceline.run.record.run import Run
 from paceline.run.tuning.auto import measure, reason_of
 from paceline.run.tuning.result import TuningResult
@@ -100,8 +101,7 @@ class Diagnosis:
             return "its workers record no parts, as they wait for nobody"
         shares = {part: seconds / self.run.step_s for part, seconds in self.run.parts.items()}
         named = [part for part in sorted(shares, key=lambda part: -shares[part]) if shares[part] >= _LEAST]
-        names = NAMES | {"compute": "compute"}
-        return listed([f"{units.percent(shares[part])} {names[part]}" for part in named])
+        return listed([f"{units.percent(shares[part])} {PARTS[part].phrase}" for part in named])
 
     def _verdict(self) -> list[str]:
         """Slower or faster than one device, and where the time goes that it loses."""

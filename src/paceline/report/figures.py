@@ -1,19 +1,41 @@
-"""Definitions of all figures, one each, printed with the label wherever a figure stands."""
+"""Figures of a run, each declared once: how it is read, combined, shown, drawn and defined.
+
+Results, tables, charts and definitions follow from the declarations. To add a figure of a rank, write its value into
+the `use` of a step's line (`run/record/recorder.py`) and declare it in `RANK_FIGURES`. A figure that only one page has
+is declared by that page.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from paceline import units
-from paceline.planning.cost.layout import PART_NAMES
+from paceline.report.charts import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    Axis,
+    Bars,
+    Figure,
+    Line,
+    Note,
+    Points,
+    thinned,
+)
 from paceline.run.record.goodput import PARTS as WALL_NAMES
 from paceline.run.record.run import WARM_UP_STEPS
-from paceline.stats import LEAST_REPEATS
-from paceline.units import Shown
+from paceline.units import Shown, digits
+
+SYNTHETIC = "The data is synthetic: speeds are real, losses and other metrics say nothing about a real task."
 
 
 @dataclass(frozen=True)
@@ -24,281 +46,90 @@ class Definition:
     text: str
 
 
-SYNTHETIC = "The data is synthetic: speeds are real, losses and other metrics say nothing about a real task."
-_PARTS = {  # those of `paceline.engine.meter.PARTS`, in its order
-    "data": ("data wait", "The part of a step in which a rank waits for its next batch."),
-    "compute": (
-        "compute",
-        (
-            "The part of a step spent in the forward and backward pass. It is timed before the collective, so that "
-            "a slow rank shows as slow."
-        ),
+@dataclass(frozen=True)
+class Part(Definition):
+    """A part of a step or of the wall-clock. `phrase`: its name in a sentence."""
+
+    colour: str
+    phrase: str = ""
+
+
+PARTS = {  # of a step, as `paceline.engine.meter.PARTS`, in its order
+    "data": Part(
+        "data wait", "The part of a step in which a rank waits for its next batch.", ORANGE, "waiting for data"
     ),
-    "bubble": ("pipeline bubble", "The part of a step in which a stage of a pipeline waits for its neighbours."),
-    "comm": (
+    "compute": Part(
+        "compute",
+        "The part of a step spent in the forward and backward pass. It is timed before the "
+        "collective, so that a slow rank shows as slow.",
+        BLUE,
+        "compute",
+    ),
+    "bubble": Part(
+        "pipeline bubble",
+        "The part of a step in which a stage of a pipeline waits for its neighbours.",
+        SKY,
+        "waiting in the pipeline",
+    ),
+    "comm": Part(
         "exposed communication",
         "The part of a step spent in collectives that no computation hides, without the wait for slower ranks.",
+        VERMILLION,
+        "exposed communication",
     ),
-    "imbalance": (
+    "imbalance": Part(
         "imbalance wait",
         "The part of a step in which a rank is ready to communicate and waits for the slowest rank.",
+        PURPLE,
+        "waiting for slower ranks",
     ),
-    "optimizer": ("optimizer", "The part of a step in which the parameters are updated."),
-    "checkpoint": ("checkpoint stall", "The part of a step in which training waits for a checkpoint."),
-}
-_FIGURES = {
-    "throughput": (
-        "throughput",
-        "Samples per second = global batch / median step time, warm-up excluded. The overall speed is shown if "
-        "it differs; it includes evaluations, checkpoints and pauses.",
-    ),
-    "tokens": ("token throughput", "Tokens per second = throughput × tokens per sample."),
-    "round_time": ("round time", "Median wall-clock time of one round of clients, warm-up excluded."),
-    "step_time": ("step time", "Median wall-clock time of one optimizer step, warm-up excluded."),
-    "global_batch": ("global batch", "Samples per optimizer step, over all devices."),
-    "training_time": (
-        "training time",
-        "Wall-clock time from the first step to the stop rule, evaluations and checkpoints included.",
-    ),
-    "time_to_target": (
-        "time to target",
-        "Wall-clock time from the first step until the loss or metric that the job names was reached.",
-    ),
-    "times_ours": (
-        "times ours",
-        "Step time of a system / that of paceline in the same round: above 1, paceline takes shorter steps.",
-    ),
-    "first_step": ("first step", "Wall-clock time from the command to the end of the first step."),
-    "all_memory": (
-        "memory in all",
-        "The most that all processes of a run held together, read every two seconds; pages that several share count "
-        "once.",
-    ),
-    "recovery": (
-        "a rank killed",
-        "In one more run a rank gets SIGKILL half-way: whether training goes on, and after which pause.",
-    ),
-    "changed_lines": (
-        "lines changed",
-        "Lines of the system’s script, as it ran here, that a plain PyTorch script of one process has not.",
-    ),
-    "same_losses": (
-        "losses",
-        "The same: the first losses agree with those of one process within 0.1 %. They are compared before anything is "
-        "timed.",
-    ),
-    "other_losses": ("other losses", "A system whose losses differ from those of one process computes something else."),
-    "speedup": (
-        "speedup",
-        "S(N) = T(1 device) / T(N devices) for the same job. T is the training time where the runs train to the job’s "
-        "stop rule, else the time per sample. Strong: same global batch. Weak: same batch per device.",
-    ),
-    "strong_speedup": (
-        "strong speedup",
-        "Step time of a plain script of one process on one core / this one’s, at the same global batch.",
-    ),
-    "strong_efficiency": ("strong efficiency", "Strong speedup / number of ranks."),
-    "weak_speedup": (
-        "weak speedup",
-        "Samples a second / those of a plain script of one process on one core, whose batch is that of one rank here.",
-    ),
-    "weak_efficiency": (
-        "weak efficiency",
-        "Step time of a plain script of one process on one core with the batch of one rank / that of all ranks with "
-        "theirs: weak speedup / number of ranks.",
-    ),
-    "pairs": (
-        "speedup by round",
-        "The speedup within each round of interleaved runs, in which one device and N devices take turns.",
-    ),
-    "efficiency": ("efficiency", "S(N) / N: the share of the ideal speedup that is reached."),
-    "ideal": (
-        "ideal",
-        "N devices train N times as fast as one: S(N) = N. A step then takes 1/N of the time at the same global batch "
-        "(strong), and the same time at the same batch per device (weak).",
-    ),
-    "lost": (
-        "lost to the ideal",
-        (
-            "What a part takes in a step of N devices, in the mean over the ranks, beyond 1/N of what it takes on "
-            "one; less than 0 is a gain."
-        ),
-    ),
-    "strong": ("strong scaling", "The same global batch on more devices: the same work, sooner."),
-    "weak": ("weak scaling", "The same batch per device on more devices: more work in about the same time."),
-    "goodput": (
-        "goodput",
-        "Useful step time / wall-clock, with restarts, replays and stalls counted against it. The wall-clock is that "
-        "of all commands of the run; the time between an end and a resumption is left out.",
-    ),
-    "interval": (
-        "95 % interval",
-        "Interval of the median over the repeats (by order from 6 repeats on, Student's t of the logarithms below): at "
-        "least 95 of 100 such intervals hold the true median. Of 3 repeats it is wide.",
-    ),
-    "no_difference": (
-        "no difference",
-        (
-            f"The intervals of the two compared times overlap, or there are fewer than {LEAST_REPEATS} repeats: "
-            "nothing is claimed."
-        ),
-    ),
-    "links": ("bytes over a link", "All that went over an emulated host’s link, headers and other traffic included."),
-    "memory_now": (
-        "resident memory",
-        "Memory of the rank’s process that is in use at that moment, as the system counts it.",
-    ),
-    "staleness": (
-        "staleness",
-        "Updates that servers made between a worker’s reading of the parameters and the update by its gradient.",
-    ),
-    "share": (
-        "share of the batch",
-        "Part of a global batch that a rank computes; it follows the measured speeds of the replicas (balance=auto).",
-    ),
-    "energy": ("energy per step", "Energy of all ranks in one step, from RAPL or NVML where the machine tells."),
-    "warm_up": (
-        "warm-up",
-        f"The first {WARM_UP_STEPS} steps, left out of speeds and breakdowns: they allocate memory and fill caches.",
-    ),
-    "loss": ("training loss", "Mean loss over a step’s global batch, before the update of that step."),
-    "final_loss": ("final loss", "Training loss in the mean over the last 10 steps; of several runs the median."),
-    "held_out": ("validation metric", "A measure of the model on validation samples, which it is not trained on."),
-    "knobs": (
-        "knobs",
-        "Settings that change the speed and not the result, tried on the real model; the fastest are kept.",
-    ),
-    "load": ("load average", "How many cores were busy or wanted, over 1, 5 and 15 minutes before the start."),
-}
-_PREDICTED = {  # on a plan's page
-    "predicted_step": (
-        "step time",
-        "Of one optimizer step, all ranks together, as the cost model predicts it; not measured.",
-    ),
-    "predicted_throughput": ("throughput", "Samples per second = global batch / predicted step time."),
-    "predicted_tokens": ("token throughput", "Tokens per second = throughput × tokens per sample."),
-    "mfu": (
-        "MFU",
-        "Model FLOPs utilisation (Chowdhery et al., 2022, arXiv:2204.02311): FLOPs of the model, without those "
-        "computed again, over what all devices could do at their peak in the time of a step.",
-    ),
-    "device_memory": ("memory", "The most that the fullest rank holds at once on its device, as predicted."),
-    "cost": ("cost", "Price of a device for an hour, as you gave it, × devices × time."),
-    "device_seconds": (
-        "device-seconds",
-        "Devices × predicted step time: what a step costs, in units of the price of a device.",
-    ),
-    "predicted_goodput": (
-        "goodput",
-        "Useful step time / wall-clock, as predicted for failures at random; start-up and evaluations are not counted.",
-    ),
-    "gap": (
-        "optimality gap",
-        "By what part of its time the best plan may miss the optimum of the whole space, as this model predicts it.",
-    ),
-    "pareto": (
-        "not beaten in both",
-        "No other plan that was found is better in time as well as in the other figure.",
-    ),
-    "predicted_scaling": (
-        "strong scaling",
-        "The same job, global batch included, on more devices of the same kind, each number of them with its best "
-        "plan.",
-    ),
-    "predicted_speedup": (
-        "speedup",
-        "Step time on the fewest devices on which the job fits / step time on these.",
-    ),
-    "predicted_efficiency": (
-        "efficiency",
-        "Speedup / how many times the devices are. More than 100 % where more devices have the memory not to "
-        "compute again.",
-    ),
-    "gain": (
-        "gain",
-        "Throughput of the best plan with the change over that without, less 1, by the same model.",
+    "optimizer": Part("optimizer", "The part of a step in which the parameters are updated.", GREEN, "the optimizer"),
+    "checkpoint": Part(
+        "checkpoint stall", "The part of a step in which training waits for a checkpoint.", GREY, "checkpoints"
     ),
 }
-_SIMULATED = {  # on the page of `paceline bench --simulate`
-    "simulated_speedup": (
-        "speedup",
-        "Predicted throughput / that on the fewest devices on which the job fits.",
+WALL = {  # of a run's wall-clock, as `paceline.run.record.goodput.PARTS`
+    "useful": Part(WALL_NAMES["useful"], "Steps done for the first time, without their checkpoint stall.", GREEN),
+    "start": Part(
+        WALL_NAMES["start"],
+        "From the start of the ranks to the first step, and what that step takes beyond the usual time.",
+        SKY,
     ),
-    "simulated_efficiency": (
-        "efficiency",
-        "Speedup / how many times the devices are. More than 100 % where more devices have the memory not to compute "
-        "again.",
+    "restart": Part(
+        WALL_NAMES["restart"],
+        "From the last step before a failure that stopped all ranks to the first one after it.",
+        VERMILLION,
     ),
-    "simulated_goodput": (
-        "goodput",
-        "Useful step time / wall-clock: failures drawn at random, with the job’s own checkpoints.",
+    "recovery": Part(
+        WALL_NAMES["recovery"],
+        "Rewinds, and beyond a step’s own time what a failure takes that the other ranks outlive.",
+        ORANGE,
     ),
-    "simulated_interval": (
-        "80 % interval",
-        "Holds what would be measured with a probability of 80 %: of step times by the error of the cost model on "
-        "published runs, of speedups by what published curves lose beyond it, drawn together.",
+    "recut": Part(
+        WALL_NAMES["recut"],
+        "From the checkpoint at which a pipeline was cut anew to the first step with the new cut.",
+        BLUE,
     ),
-    "simulated_weak": (
-        "weak scaling",
-        "The global batch grows with the devices: each has as many samples as in the best plan for the job’s own batch "
-        "on the whole cluster.",
+    "replay": Part(WALL_NAMES["replay"], "Steps done again, because the state after them was lost.", PURPLE),
+    "checkpoint": Part(
+        WALL_NAMES["checkpoint"], "Time in which training waits for a checkpoint, that at the end included.", GREY
     ),
-    "published": (
-        "published curve",
-        "Measured by others, on their machines and with their software; efficiency relative to their fewest devices. "
-        "It stands beside for its shape; how it differs is said with it.",
+    "evaluation": Part(WALL_NAMES["evaluation"], "Measuring the validation set.", "#B9A44C"),
+    "between": Part(
+        WALL_NAMES["between"], "What else passes between two steps, such as writing the record.", "#C3C8CF"
     ),
-    "half": ("50 %", "The efficiency below which half of what is paid for is lost."),
-}
-_WALL = {  # those of `paceline.run.record.goodput.PARTS`
-    "useful": "Steps done for the first time, without their checkpoint stall.",
-    "start": "From the start of the ranks to the first step, and what that step takes beyond the usual time.",
-    "restart": "From the last step before a failure that stopped all ranks to the first one after it.",
-    "recovery": "Rewinds, and beyond a step’s own time what a failure takes that the other ranks outlive.",
-    "recut": "From the checkpoint at which a pipeline was cut anew to the first step with the new cut.",
-    "replay": "Steps done again, because the state after them was lost.",
-    "checkpoint": "Time in which training waits for a checkpoint, that at the end included.",
-    "evaluation": "Measuring the validation set.",
-    "between": "What else passes between two steps, such as writing the record.",
-}
-_PREDICTED_PARTS = {  # those of `paceline.planning.cost.layout.PARTS`
-    "compute": "Forward and backward pass: products of matrices and other kernels.",
-    "recompute": "What the backward pass computes again instead of keeping it (remat).",
-    "launch": "Kernels that wait for the host to start them.",
-    "tp": "Sums and gathers between the ranks that shard a layer’s matrices.",
-    "cp": "Keys and values between the ranks that shard a sequence.",
-    "ep": "Tokens on their way to experts and back.",
-    "fsdp": "Gathering weights and scattering gradients, as far as computing does not hide it.",
-    "pp": "Activations on their way from stage to stage, as far as they hold up the next one.",
-    "bubble": "Stages of the pipeline that wait for their neighbours.",
-    "dp": "Gradients between the replicas, as far as the backward pass does not hide it.",
-    "optimizer": "The update of the parameters.",
-    "other": "What every step takes beside.",
-}
-_LINKS = {  # on the page of `paceline links`
-    "call_time": (
-        "time",
-        "The slowest rank’s median over the calls of a quarter of a second, after a warm-up; of fp32 numbers.",
-    ),
-    "algorithm_bandwidth": ("algorithm bandwidth", "Size / time, as nccl-tests define it."),
-    "bus_bandwidth": (
-        "bus bandwidth",
-        "What a rank’s link has to carry each way per second, as nccl-tests define it: algorithm bandwidth × 2 "
-        "(n − 1) / n over n ranks for an all-reduce, × (n − 1) / n for an all-gather, a reduce-scatter and an "
-        "all-to-all, × 1 for a broadcast and a message.",
-    ),
-    "link_limit": (
-        "limit",
-        "The bus bandwidth that no algorithm can exceed on this hardware, from what was measured in the same "
-        "run: copies of memory between processes of a host, and TCP streams between hosts, of which each host’s "
-        "link has to carry its least share.",
-    ),
-    "share_of_limit": ("of the limit", "The least time that the limit allows / the time."),
-    "latency": ("latency", "Half of the time for the smallest message there and back between two ranks."),
-    "checked": ("checked", "Every collective’s result was held to the exact one, before and after it was timed."),
 }
 
 Lines = list[dict[str, Any]]  # of a rank's steps
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A reading of the machine over the steps, in MiB: its key in `use`, its title and its definition's name."""
+
+    key: str
+    title: str
+    term: str
 
 
 @dataclass(frozen=True)
@@ -314,6 +145,7 @@ class RankFigure:
         shown: formats the value.
         absent: text of a cell without a value.
         only: runs that have the figure: those that compress, or those on accelerators; "": all.
+        curve: what the run's page draws of it over the steps, for each rank.
     """
 
     name: str
@@ -325,6 +157,7 @@ class RankFigure:
     shown: Callable[[float], Shown] = units.size
     absent: str = "not available"
     only: Literal["", "compressed", "accelerators"] = ""
+    curve: Curve | None = None
 
 
 def per_step(lines: Lines, counter: str) -> float | None:
@@ -397,6 +230,7 @@ RANK_FIGURES = (
         "rank with most.",
         _memory_bytes,
         max,
+        curve=Curve("memory_bytes", "Memory of each rank", "memory_now"),
     ),
     RankFigure(
         "gpu_memory_bytes",
@@ -405,6 +239,7 @@ RANK_FIGURES = (
         "Memory that the rank has allocated on its accelerator; in a table that of the rank with most.",
         _gpu_memory_bytes,
         max,
+        curve=Curve("gpu_memory_bytes", "GPU memory of each rank", "gpu_memory"),
         only="accelerators",
     ),
 )
@@ -421,10 +256,122 @@ def combined(runs: Sequence[dict[str, float]]) -> dict[str, float]:
     return {figure.name: figure.over_runs(values) for figure, values in found.items() if values}
 
 
-PARTS = {name: Definition(*words) for name, words in _PARTS.items()}
-DEFINITIONS = PARTS | {
-    name: Definition(*words) for name, words in (_FIGURES | _PREDICTED | _SIMULATED | _LINKS).items()
+DEFINITIONS: Mapping[str, Definition] = {
+    **PARTS,
+    **{f"wall_{part}": definition for part, definition in WALL.items()},
+    **{figure.term: Definition(figure.title, figure.text) for figure in RANK_FIGURES},
+    "throughput": Definition(
+        "throughput",
+        "Samples per second = global batch / median step time, warm-up excluded. The overall speed is shown if "
+        "it differs; it includes evaluations, checkpoints and pauses.",
+    ),
+    "round_time": Definition("round time", "Median wall-clock time of one round of clients, warm-up excluded."),
+    "step_time": Definition("step time", "Median wall-clock time of one optimizer step, warm-up excluded."),
+    "global_batch": Definition("global batch", "Samples per optimizer step, over all devices."),
+    "training_time": Definition(
+        "training time", "Wall-clock time from the first step to the stop rule, evaluations and checkpoints included."
+    ),
+    "time_to_target": Definition(
+        "time to target", "Wall-clock time from the first step until the loss or metric that the job names was reached."
+    ),
+    "goodput": Definition(
+        "goodput",
+        "Useful step time / wall-clock, with restarts, replays and stalls counted against it. The wall-clock is that "
+        "of all commands of the run; the time between an end and a resumption is left out.",
+    ),
+    "links": Definition(
+        "bytes over a link", "All that went over an emulated host’s link, headers and other traffic included."
+    ),
+    "memory_now": Definition(
+        "resident memory", "Memory of the rank’s process that is in use at that moment, as the system counts it."
+    ),
+    "staleness": Definition(
+        "staleness",
+        "Updates that servers made between a worker’s reading of the parameters and the update by its gradient.",
+    ),
+    "share": Definition(
+        "share of the batch",
+        "Part of a global batch that a rank computes; it follows the measured speeds of the replicas (balance=auto).",
+    ),
+    "warm_up": Definition(
+        "warm-up",
+        f"The first {WARM_UP_STEPS} steps, left out of speeds and breakdowns: they allocate memory and fill caches.",
+    ),
+    "loss": Definition("training loss", "Mean loss over a step’s global batch, before the update of that step."),
+    "held_out": Definition(
+        "validation metric", "A measure of the model on validation samples, which it is not trained on."
+    ),
+    "interval": Definition(
+        "95 % interval",
+        "Interval of the median over the repeats (by order from 6 repeats on, Student's t of the logarithms below): at "
+        "least 95 of 100 such intervals hold the true median. Of 3 repeats it is wide.",
+    ),
+    "load": Definition(
+        "load average", "How many cores were busy or wanted, over 1, 5 and 15 minutes before the start."
+    ),
 }
-DEFINITIONS |= {figure.term: Definition(figure.title, figure.text) for figure in RANK_FIGURES}
-DEFINITIONS |= {f"part_{part}": Definition(PART_NAMES[part], text) for part, text in _PREDICTED_PARTS.items()}
-DEFINITIONS |= {f"wall_{part}": Definition(WALL_NAMES[part], text) for part, text in _WALL.items()}
+"""Those that all pages know, by the names that templates, tables and panels use."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One rank's step in a breakdown: seconds by part, and the ideal step time."""
+
+    group: str
+    rank: str
+    parts_s: dict[str, float]
+    ideal_s: float | None = None
+
+
+def breakdown(bars: Sequence[Bar], noun: str = "step") -> Figure:
+    """One step of each rank as stacked bars of its parts, under group headings.
+
+    A tick marks the ideal.
+    """
+    longest = max(sum(bar.parts_s.values()) for bar in bars)
+    factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
+    places, headings, rows = _rows(bars)
+    figure = Figure(
+        Axis(f"{unit} per {noun}", from_zero=True),
+        Axis(span=(rows - 0.4, -0.6), ticks=[(p, bar.rank) for p, bar in zip(places, bars, strict=True)], grid=False),
+        height=round(76 + 29 * rows),
+        legend=False,
+        stacked=True,
+    )
+    for part, definition in PARTS.items():
+        times = [bar.parts_s.get(part, 0.0) * factor for bar in bars]
+        hints = [
+            f"{bar.group}, {bar.rank}\n{definition.name} {digits(time)} {unit}"
+            for bar, time in zip(bars, times, strict=True)
+        ]
+        figure.traces.append(Bars(definition.name, times, places, definition.colour, hints=hints))
+    marked = [(place, bar.ideal_s * factor) for place, bar in zip(places, bars, strict=True) if bar.ideal_s is not None]
+    if marked:
+        x, y = [ideal for _, ideal in marked], [place for place, _ in marked]
+        hints = [f"ideal {digits(ideal)} {unit}" for ideal in x]
+        figure.traces.append(Points("ideal", x, y, INK, width=0, marks=27, symbol="tick", hints=hints))
+    figure.notes = [Note(heading, place, bold=True) for place, heading in headings]
+    return figure
+
+
+def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], float]:
+    """The bars' places from the top, the headings with theirs, and the number of rows."""
+    places, headings, place = [], [], 0.0
+    for number, bar in enumerate(bars):
+        if number == 0 or bar.group != bars[number - 1].group:
+            place += 0.25 if number else 0.0
+            if bar.group:
+                headings.append((place, bar.group))
+                place += 0.9
+        places.append(place)
+        place += 1.0
+    return places, headings, place
+
+
+def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]], noun: str = "step") -> Figure:
+    """The parts of the step time over training, as stacked areas that sum to it."""
+    figure = Figure(Axis(f"{noun}s"), Axis(f"ms per {noun}", from_zero=True), legend=False, unified=True)
+    for part, definition in PARTS.items():
+        x, y = thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
+        figure.traces.append(Points(definition.name, x, y, definition.colour, width=0, fill="stack"))
+    return figure

@@ -18,8 +18,32 @@ from paceline.comm.measure.calls import BUS_FACTORS, CollectiveSpeed
 from paceline.comm.measure.limit import Limit
 from paceline.comm.measure.links import Curve, TransportMeasurement, caveats, curves, message_size
 from paceline.report.charts import GREY, SERIES, Axis, Dash, Figure, Points
+from paceline.report.figures import Definition
 from paceline.report.page import Card, Cell, Chart, Row, write_page
 
+DEFINITIONS: Mapping[str, Definition] = {
+    "call_time": Definition(
+        "time", "The slowest rank’s median over the calls of a quarter of a second, after a warm-up; of fp32 numbers."
+    ),
+    "algorithm_bandwidth": Definition("algorithm bandwidth", "Size / time, as nccl-tests define it."),
+    "bus_bandwidth": Definition(
+        "bus bandwidth",
+        "What a rank’s link has to carry each way per second, as nccl-tests define it: algorithm bandwidth × 2 "
+        "(n − 1) / n over n ranks for an all-reduce, × (n − 1) / n for an all-gather, a reduce-scatter and an "
+        "all-to-all, × 1 for a broadcast and a message.",
+    ),
+    "link_limit": Definition(
+        "limit",
+        "The bus bandwidth that no algorithm can exceed on this hardware, from what was measured in the same "
+        "run: copies of memory between processes of a host, and TCP streams between hosts, of which each host’s "
+        "link has to carry its least share.",
+    ),
+    "share_of_limit": Definition("of the limit", "The least time that the limit allows / the time."),
+    "latency": Definition("latency", "Half of the time for the smallest message there and back between two ranks."),
+    "checked": Definition(
+        "checked", "Every collective’s result was held to the exact one, before and after it was timed."
+    ),
+}
 _TITLES = {
     "all_reduce": "All-reduce",
     "all_gather": "All-gather",
@@ -58,7 +82,14 @@ def write_links_page(
         RunError: the file cannot be written.
     """
     facts = {"machine": cluster, "command": command}
-    return write_page(file, "links.html.j2", facts=facts, environment=environment, view=LinksView(measured, cluster))
+    return write_page(
+        file,
+        "links.html.j2",
+        facts=facts,
+        environment=environment,
+        definitions=DEFINITIONS,
+        view=LinksView(measured, cluster),
+    )
 
 
 @dataclass(frozen=True)

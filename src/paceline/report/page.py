@@ -22,8 +22,8 @@ from markupsafe import Markup
 from paceline import units
 from paceline.errors import RunError
 from paceline.files import write_whole
-from paceline.report.charts import PART_COLOURS, SERIES, WALL_COLOURS, Figure
-from paceline.report.figures import DEFINITIONS, PARTS, Definition
+from paceline.report.charts import SERIES, Figure
+from paceline.report.figures import DEFINITIONS, PARTS, WALL, Definition
 from paceline.units import Shown, size
 
 PAGE = "report.html"
@@ -97,13 +97,13 @@ class Chart:
 class _UsedDefinitions:
     """Looks definitions up and remembers the used ones, in order, for the page's list."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
+    def __init__(self, known: Mapping[str, Definition]) -> None:
+        self.known, self.names = {**DEFINITIONS, **known}, list[str]()
 
     def __call__(self, name: str) -> Definition:
         if name not in self.names:
             self.names.append(name)
-        return DEFINITIONS[name]
+        return self.known[name]
 
 
 @contextmanager
@@ -128,6 +128,7 @@ def write_page(
     facts: Mapping[str, str],
     environment: Mapping[str, Any] = {},
     on_cores: bool = False,
+    definitions: Mapping[str, Definition] = {},
     **values: Any,
 ) -> Path:
     """Render a template to a file.
@@ -136,6 +137,7 @@ def write_page(
         look: the name of a template of this package, or one from `template`.
         facts, environment: entries of the page's list of the environment; see `described`.
         on_cores: the page calls devices cores.
+        definitions: those of figures that only this page has.
 
     Raises:
         RunError: the file cannot be written.
@@ -143,7 +145,7 @@ def write_page(
     script = Markup(_source("charts.js") + _source("page.js"))
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src 'unsafe-inline'; img-src data:"
     place = Markup(f"[[{secrets.token_hex(8)}]]")  # random, so that no text on the page contains it
-    fixed = {"define": _UsedDefinitions(), "colours": PART_COLOURS, "policy": policy, "script": place}
+    fixed = {"define": _UsedDefinitions(definitions), "policy": policy, "script": place}
     listed = described(facts, environment)
     text = _templates().get_template(look).render(fixed, facts=listed, **values)
     text = units.on_cores(text) if on_cores else text
@@ -157,10 +159,9 @@ def write_page(
 
 def live_page() -> tuple[bytes, str]:
     """The page of runs that train, without any run, and the policy for its header."""
-    parts = [(part, about.name, PART_COLOURS[part], about.text) for part, about in PARTS.items()]
-    words = {"parts": parts, "wall": WALL_COLOURS, "series": SERIES}
-    script, style = (_source(name) for name in ("live.js", "live.css"))
-    style = _source("style.css") + style
+    parts = [(part, about.name, about.colour, about.text) for part, about in PARTS.items()]
+    words = {"parts": parts, "wall": {part: about.colour for part, about in WALL.items()}, "series": SERIES}
+    script, style = _source("charts.js") + _source("live.js"), _source("style.css") + _source("live.css")
     text = _templates().get_template("live.html.j2").render(style=Markup(style), script=Markup(script), words=words)
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src 'self'; "

@@ -35,6 +35,7 @@ from paceline.report.charts import (
     Points,
     Rule,
 )
+from paceline.report.figures import Definition, Part
 from paceline.report.page import Card, Cell, Chart, Row, write_page
 from paceline.units import Shown, digits, percent, seconds, size, span
 
@@ -64,7 +65,7 @@ def write_plan_page(
         "speeds": "measured on these machines" if explanation.measured else "of the catalogue",
     }
     on_cores = view.best.layout.machines.device.is_core
-    return write_page(file, "plan.html.j2", facts=facts, on_cores=on_cores, view=view, colours=view.colours)
+    return write_page(file, "plan.html.j2", definitions=DEFINITIONS, facts=facts, on_cores=on_cores, view=view)
 
 
 class PlanView:
@@ -75,7 +76,6 @@ class PlanView:
         self.not_scaled = [point for point in scaling if point.prediction is None]
         self.job, self.found, self.best = explanation.job, explanation.found, explanation.winner
         self.created = time.strftime("%Y-%m-%d %H:%M")
-        self.colours = {f"part_{part}": colour for part, colour in TIME_COLOURS.items()} | self.holders
         self.gap = percent(self.found.gap)
 
     # The headline
@@ -234,6 +234,11 @@ class PlanView:
         there = {part.name for c in self.found.best[:_BARS] for part in shares_of_time(c)}
         return [part for part in PARTS if part in there]
 
+    @property
+    def part_terms(self) -> list[str]:
+        """Names of their definitions."""
+        return [f"part_{part}" for part in self.parts]
+
     @cached_property
     def holders(self) -> dict[str, str]:
         """The users of memory in any of the shown plans, with their colours."""
@@ -329,19 +334,75 @@ def _thousands(tokens_per_s: float) -> Shown:
     return Shown(tokens_per_s, units.digits(tokens_per_s / 1e3), "k tokens/s")
 
 
-TIME_COLOURS = {
-    "compute": BLUE,
-    "recompute": SKY,
-    "launch": "#5C6570",
-    "tp": VERMILLION,
-    "cp": "#8C2D04",
-    "ep": PURPLE,
-    "fsdp": ORANGE,
-    "pp": "#F0E442",
-    "bubble": "#C3C9D1",
-    "dp": "#B35C9E",
-    "optimizer": GREEN,
-    "other": GREY,
+PREDICTED_PARTS = {
+    "compute": Part(PART_NAMES["compute"], "Forward and backward pass: products of matrices and other kernels.", BLUE),
+    "recompute": Part(
+        PART_NAMES["recompute"], "What the backward pass computes again instead of keeping it (remat).", SKY
+    ),
+    "launch": Part(PART_NAMES["launch"], "Kernels that wait for the host to start them.", "#5C6570"),
+    "tp": Part(PART_NAMES["tp"], "Sums and gathers between the ranks that shard a layer’s matrices.", VERMILLION),
+    "cp": Part(PART_NAMES["cp"], "Keys and values between the ranks that shard a sequence.", "#8C2D04"),
+    "ep": Part(PART_NAMES["ep"], "Tokens on their way to experts and back.", PURPLE),
+    "fsdp": Part(
+        PART_NAMES["fsdp"], "Gathering weights and scattering gradients, as far as computing does not hide it.", ORANGE
+    ),
+    "pp": Part(
+        PART_NAMES["pp"],
+        "Activations on their way from stage to stage, as far as they hold up the next one.",
+        "#F0E442",
+    ),
+    "bubble": Part(PART_NAMES["bubble"], "Stages of the pipeline that wait for their neighbours.", "#C3C9D1"),
+    "dp": Part(
+        PART_NAMES["dp"], "Gradients between the replicas, as far as the backward pass does not hide it.", "#B35C9E"
+    ),
+    "optimizer": Part(PART_NAMES["optimizer"], "The update of the parameters.", GREEN),
+    "other": Part(PART_NAMES["other"], "What every step takes beside.", GREY),
+}
+TIME_COLOURS = {part: about.colour for part, about in PREDICTED_PARTS.items()}
+DEFINITIONS: Mapping[str, Definition] = {
+    **{f"part_{part}": about for part, about in PREDICTED_PARTS.items()},
+    "predicted_step": Definition(
+        "step time", "Of one optimizer step, all ranks together, as the cost model predicts it; not measured."
+    ),
+    "predicted_throughput": Definition("throughput", "Samples per second = global batch / predicted step time."),
+    "predicted_tokens": Definition("token throughput", "Tokens per second = throughput × tokens per sample."),
+    "mfu": Definition(
+        "MFU",
+        "Model FLOPs utilisation (Chowdhery et al., 2022, arXiv:2204.02311): FLOPs of the model, without those "
+        "computed again, over what all devices could do at their peak in the time of a step.",
+    ),
+    "device_memory": Definition("memory", "The most that the fullest rank holds at once on its device, as predicted."),
+    "cost": Definition("cost", "Price of a device for an hour, as you gave it, × devices × time."),
+    "device_seconds": Definition(
+        "device-seconds", "Devices × predicted step time: what a step costs, in units of the price of a device."
+    ),
+    "predicted_goodput": Definition(
+        "goodput",
+        "Useful step time / wall-clock, as predicted for failures at random; start-up and evaluations are not counted.",
+    ),
+    "gap": Definition(
+        "optimality gap",
+        "By what part of its time the best plan may miss the optimum of the whole space, as this model predicts it.",
+    ),
+    "pareto": Definition(
+        "not beaten in both", "No other plan that was found is better in time as well as in the other figure."
+    ),
+    "predicted_scaling": Definition(
+        "strong scaling",
+        "The same job, global batch included, on more devices of the same kind, each number of them with its best "
+        "plan.",
+    ),
+    "predicted_speedup": Definition(
+        "speedup", "Step time on the fewest devices on which the job fits / step time on these."
+    ),
+    "predicted_efficiency": Definition(
+        "efficiency",
+        "Speedup / how many times the devices are. More than 100 % where more devices have the memory not to "
+        "compute again.",
+    ),
+    "gain": Definition(
+        "gain", "Throughput of the best plan with the change over that without, less 1, by the same model."
+    ),
 }
 SPAN_COLOURS = {"forward": BLUE, "backward": GREEN, "weight": ORANGE, "wait": "rgba(128,136,148,.22)"}
 _HOLDER_COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, "#F0E442", "#5C6570", "#8C2D04", GREY)
@@ -576,7 +637,7 @@ def write_choice_page(choice: ClusterChoice, command: str, file: Path) -> Path:
         "paceline": version("paceline"),
         "prices": ", ".join(filter(None, (choice.offers.currency, choice.offers.as_of))) or "as listed",
     }
-    return write_page(file, "choice.html.j2", facts=facts, on_cores=False, view=ChoiceView(choice), colours={})
+    return write_page(file, "choice.html.j2", definitions=DEFINITIONS, facts=facts, view=ChoiceView(choice))
 
 
 class ChoiceView:

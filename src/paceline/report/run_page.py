@@ -17,8 +17,8 @@ from paceline.extensions import ExtensionPoint
 from paceline.job.spec import load_object
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import sync_info
-from paceline.report import charts
-from paceline.report.figures import PARTS, SYNTHETIC
+from paceline.report import charts, figures
+from paceline.report.figures import PARTS, RANK_FIGURES, SYNTHETIC, Bar, parts_over_steps
 from paceline.report.page import PAGE, Card, Chart, Row, not_by_paceline, write_page
 from paceline.report.run_record import RunRecord, typical_parts
 from paceline.run.record.goodput import USEFUL, Failure, Goodput
@@ -200,9 +200,9 @@ class RunView:
     @property
     def breakdown(self) -> Chart | None:
         """The median step of each rank; None without steps after the warm-up."""
-        bars = [charts.Bar("", f"rank {rank}", parts) for rank, parts in self.parts_s.items()]
+        bars = [Bar("", f"rank {rank}", parts) for rank, parts in self.parts_s.items()]
         label = " ".join([f"Median {self.noun} of each rank, part by part.", *self.sentences])
-        return Chart("breakdown", charts.breakdown(bars, self.noun), label) if bars else None
+        return Chart("breakdown", figures.breakdown(bars, self.noun), label) if bars else None
 
     # What happened, and what is not known
 
@@ -257,10 +257,6 @@ _MARKED = {  # events that a curve shows; after a restart there is a resume
     "healed": "healed",
     "recut": "re-cut",
     "resume": "resume",
-}
-_MEMORY = {
-    "memory_bytes": ("Memory of each rank", "memory_now"),
-    "gpu_memory_bytes": ("GPU memory of each rank", "gpu_memory"),
 }
 
 
@@ -376,7 +372,7 @@ def _throughput(record: RunRecord) -> Chart:
 
 def _parts(record: RunRecord) -> Chart:
     steps = timed(record.ranks[0])
-    figure = charts.parts_over_steps(
+    figure = parts_over_steps(
         [s["step"] for s in steps], {part: [s[f"{part}_s"] for s in steps] for part in PARTS}, record.noun
     )
     label = f"Time of rank 0’s {record.noun}s over the run, part by part."
@@ -432,17 +428,15 @@ def _is_whole(counts: Any) -> bool:
 
 def memory(record: RunRecord) -> Iterator[Chart]:
     """Memory of each rank, on the host and on its accelerator."""
-    for key, (title, term) in _MEMORY.items():
+    for curve in filter(None, (figure.curve for figure in RANK_FIGURES)):
         series = []
         for rank, steps in record.ranks.items():
-            read = [(s["step"], s["use"][key] / 2**20) for s in steps if key in s.get("use", {})]
-            if read:
-                colour = charts.SERIES[rank % len(charts.SERIES)]
-                series.append(
-                    charts.Line(f"rank {rank}", [step for step, _ in read], [used for _, used in read], colour)
-                )
+            if read := [(s["step"], s["use"][curve.key] / 2**20) for s in steps if curve.key in s.get("use", {})]:
+                at, used = zip(*read, strict=True)
+                series.append(charts.Line(f"rank {rank}", at, used, charts.SERIES[rank % len(charts.SERIES)]))
         if series:
-            yield Chart(term, charts.lines(series, "steps", "MiB"), f"{title}, in MiB.", title, [term])
+            figure = charts.lines(series, "steps", "MiB")
+            yield Chart(curve.term, figure, f"{curve.title}, in MiB.", curve.title, [curve.term])
 
 
 DOMINATES = 0.5  # of a step, from where communication is what a user should look at first
@@ -495,14 +489,14 @@ class SyncView:
     @property
     def rows(self) -> list[Row]:
         """Figures of a mean step for the rank that sends most, with the links' totals."""
-        found = []
-        if sent := _largest(self.sent):
-            found.append(Row("wire", [units.size(sent)]))
-        if (saved := _largest(self.saved)) is not None and self.errors:
-            found.append(Row("saved", [units.size(saved)]))
-            median = statistics.median(error for _, error in self.errors)
-            found.append(Row("compression_error", [units.number(median)]))
-        return found
+        errors = [error for _, error in self.errors]
+        values = {
+            "wire_bytes": _largest(self.sent) or None,
+            "saved_bytes": _largest(self.saved) if errors else None,
+            "compression_error": statistics.median(errors) if errors else None,
+        }
+        shown = ((figure, values.get(figure.name)) for figure in RANK_FIGURES)
+        return [Row(figure.term, [figure.shown(value)]) for figure, value in shown if value is not None]
 
     @property
     def links(self) -> list[tuple[str, Shown, Shown]]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline.engine.meter import PARTS
 from paceline.files import read_text, whole_lines
 from paceline.planning.sync_info import sync_info
+from paceline.report.figures import PARTS
 from paceline.run.record.goodput import Goodput, goodput_of
 from paceline.run.record.run import Run, timed
 from paceline.units import listed, percent
@@ -188,15 +188,7 @@ def _environment(file: Path, gaps: list[str]) -> dict[str, Any]:
     return found
 
 
-NAMES = {
-    "data": "waiting for data",
-    "compute": "compute that became slower",
-    "bubble": "waiting in the pipeline",
-    "comm": "exposed communication",
-    "imbalance": "waiting for the slowest rank",
-    "optimizer": "the optimizer",
-    "checkpoint": "checkpoints",
-}
+_LOST = {"compute": "compute that became slower"}
 _WORTH_NAMING = 0.05  # of what is lost
 
 
@@ -223,7 +215,11 @@ def where_it_goes(one: Mapping[str, float], many: Mapping[str, float], devices: 
     whole_s = sum(gross_s.values())
     largest = sorted(gross_s, key=lambda part: -gross_s[part])
     shares = {part: gross_s[part] / whole_s for part in largest}
-    named = [f"{percent(share, 0)} {NAMES[part]}" for part, share in shares.items() if share > _WORTH_NAMING]
+    named = [
+        f"{percent(share, 0)} {_LOST.get(part) or PARTS[part].phrase}"
+        for part, share in shares.items()
+        if share > _WORTH_NAMING
+    ]
     step_ms, ideal_ms = sum(many.values()) * 1e3, sum(one.values()) * 1e3 / devices
     where = f"A step takes {step_ms:.3g} ms where 1/{devices} of one device's is {ideal_ms:.3g} ms; of what is lost, "
     return f"{where}{listed(named)}."

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.report.critical_path import BETWEEN, CriticalPath, Piece
-from paceline.report.figures import PARTS as DEFINITIONS
+from paceline.report.figures import PARTS
 from paceline.report.timeline import RankStep, Timeline
 from paceline.run.record.progress import event_sentence
 from paceline.run.tuning.calibrate import PHASE, STEP
@@ -97,7 +97,7 @@ def _step(step: RankStep, noun: str) -> Iterator[TraceEvent]:
     for part in step.parts_s:
         start_s, end_s = step.place(part)
         if _ns(end_s) > _ns(start_s):
-            yield _slice(process, DEFINITIONS[part].name, "part", start_s, end_s, about=DEFINITIONS[part].text)
+            yield _slice(process, PARTS[part].name, "part", start_s, end_s, about=PARTS[part].text)
     for key, (name, unit) in _COUNTERS.items():
         if key in step.line.get("use", {}):
             yield {"ph": "C", "name": name, **_at(process, step.end_s), "args": {unit: step.line["use"][key]}}
@@ -140,7 +140,7 @@ def _name_on_path(piece: Piece, timeline: Timeline) -> str:
     if piece.part == BETWEEN:
         return ", ".join(piece.events) or f"between {timeline.noun}s"
     of = f" of rank {piece.rank}" if piece.part != "comm" and len(timeline.ranks) > 1 else ""
-    return f"{DEFINITIONS[piece.part].name}{of}"
+    return f"{PARTS[piece.part].name}{of}"
 
 
 def _slice(process: int, name: str, category: str, start_s: float, end_s: float, **told: Any) -> TraceEvent:

@@ -9,13 +9,14 @@ from typing import Any
 
 from paceline import units
 from paceline.errors import RunError
-from paceline.report import charts
+from paceline.report import figures
 from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, SERIES, Axis, Figure, Line, Panel, Points, lines, panelled
 from paceline.report.figures import PARTS, RANK_FIGURES, SYNTHETIC, RankFigure
 from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
 from paceline.stats import LEAST_REPEATS, Interval
 from paceline.units import Shown, digits
 from paceline_lab.report import template_named
+from paceline_lab.report.figures import DEFINITIONS
 from paceline_lab.scaling.limits import excess_s
 from paceline_lab.scaling.result import AUTO, Curve, MeasuredSetting, Report
 
@@ -36,6 +37,7 @@ def write_bench_page(report: Report, folder: Path) -> Path:
         return write_page(
             folder / PAGE,
             template_named("bench.html.j2"),
+            definitions=DEFINITIONS,
             facts={"machine": report.cluster, "command": report.command, "plans": plans},
             environment=report.environment,
             on_cores=report.on_cores,
@@ -248,12 +250,12 @@ class BenchView:
     def breakdown(self) -> Chart | None:
         """The step of every rank of every setting, part by part."""
         bars = [
-            charts.Bar(self.name(s), f"rank {rank}", use.parts_s, self._ideal_s(s))
+            figures.Bar(self.name(s), f"rank {rank}", use.parts_s, self._ideal_s(s))
             for s in self.settings
             for rank, use in enumerate(s.ranks)
         ]
         label = "Time of one step on each rank, part by part."
-        return Chart("breakdown", charts.breakdown(bars), label) if bars else None
+        return Chart("breakdown", figures.breakdown(bars), label) if bars else None
 
     def _ideal_s(self, setting: MeasuredSetting) -> float | None:
         if self.reference is None or setting.devices == 1:

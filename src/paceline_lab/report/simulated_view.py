@@ -21,6 +21,7 @@ from paceline.report.plan_page import TIME_COLOURS, stacked_figure
 from paceline.stats import Interval
 from paceline.units import Shown, digits, percent, seconds, size
 from paceline_lab.report import template_named
+from paceline_lab.report.figures import DEFINITIONS
 from paceline_lab.simulated.curve import PAYS, Point, SimulatedCurve, limits, sentences
 from paceline_lab.simulated.published import Likeness
 from paceline_lab.simulated.simulation import Simulation
@@ -45,13 +46,12 @@ def write_simulated_page(simulations: Sequence[Simulation], command: str, folder
         "seed": str(simulations[0].seed),
         "measured": "nothing on this page, but the curves that are said to be published",
     }
-    colours = {f"part_{part}": colour for part, colour in TIME_COLOURS.items()}
     return write_page(
         folder / PAGE,
         template_named("simulated.html.j2"),
+        definitions=DEFINITIONS,
         facts=facts,
         on_cores=all(simulation.device.startswith("CPU") for simulation in simulations),
-        colours=colours,
         job=simulations[0].job,
         created=time.strftime("%Y-%m-%d %H:%M"),
         views=[SimulationView(simulation, number) for number, simulation in enumerate(simulations)],

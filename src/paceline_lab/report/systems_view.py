@@ -13,6 +13,7 @@ from paceline.report.charts import BLUE, GREY, SERIES, VERMILLION, Axis, Bars, F
 from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
 from paceline.units import digits
 from paceline_lab.report import template_named
+from paceline_lab.report.figures import DEFINITIONS
 from paceline_lab.scaling.summary import REPORT
 from paceline_lab.systems.compared import ComparedWay, Comparison
 
@@ -28,6 +29,7 @@ def write_systems_page(found: Comparison, folder: Path) -> Path:
     return write_page(
         folder / PAGE,
         template_named("systems.html.j2"),
+        definitions=DEFINITIONS,
         facts={"machine": found.cluster, "command": found.command, "plan": found.plan},
         environment=found.environment,
         found=found,

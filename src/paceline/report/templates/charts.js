@@ -1,4 +1,5 @@
 // Draws a figure of `paceline.report.charts` as SVG. The legend hides traces, the pointer shows hints, a drag zooms along x.
+// A node that is drawn again shows the new figure, with the same traces hidden and the same zoom.
 "use strict";
 const drawChart = (() => {
   const DASHES = { dash: "7 5", dot: "2 4", dashdot: "8 4 2 4" };
@@ -229,7 +230,8 @@ const drawChart = (() => {
   };
 
   return (node, figure) => {
-    const hidden = new Set(), panels = figure.panels || [figure];
+    if (node.redraw) return node.redraw(figure);
+    const hidden = new Set();
     let zoom = null;
     const hint = html("div", "hint");
     const legend = () => {
@@ -252,7 +254,7 @@ const drawChart = (() => {
       const head = figure.legend === false || figure.panels ? null : legend();
       node.replaceChildren(...(head ? [head] : []), hint);
       hint.hidden = true;
-      for (const panel of panels) {
+      for (const panel of figure.panels || [figure]) {
         const height = Math.max(110, (panel.height || 330) - (head ? head.offsetHeight : 0));
         const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}` });
         node.insertBefore(root, hint);
@@ -292,8 +294,8 @@ const drawChart = (() => {
       root.addEventListener("pointerleave", () => { hint.hidden = true; from = null; chosen.setAttribute("width", 0); });
       root.addEventListener("dblclick", () => { if (zoom) { zoom = null; render(); } });
     };
-    node.figure = figure;
-    render();
+    node.redraw = (next) => { node.figure = figure = next; render(); };
+    node.redraw(figure);
     let before = node.clientWidth;
     new ResizeObserver(() => { if (node.clientWidth !== before) { before = node.clientWidth; render(); } }).observe(node);
   };

@@ -11,11 +11,6 @@
     if (text !== "") node.textContent = text;
     return node;
   };
-  const svg = (tag, attributes) => {
-    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-    return node;
-  };
   const say = (node, text) => { if (node.textContent !== text) node.textContent = text; };
   const sized = (parent, tag, count) => { // as many children, those that are there kept
     while (parent.children.length > count) parent.lastChild.remove();
@@ -41,54 +36,16 @@
     });
   };
 
-  // A chart of losses over steps: a line for each [colour, {from, each, values}]
+  // Losses over steps: a line for each [colour, {from, each, values}, name]
   const drawCurves = (node, curves) => {
-    const width = node.clientWidth, height = 190, left = 46, bottom = 20, drawn = curves.filter(([, curve]) => curve.values.length > 1);
-    if (!width) return;
-    if (!drawn.length) { node.replaceChildren(make("p", "small", "Not yet: it needs two steps.")); return; }
-    const all = drawn.flatMap(([, curve]) => curve.values);
-    let low = Math.min(...all), high = Math.max(...all);
-    const log = low > 0 && high / low > 30, scale = log ? Math.log10 : (value) => value;
-    if (low === high) [low, high] = [low - 0.5, high + 0.5];
-    const step = (curve, at) => curve.from + (at + 1) * curve.each - 1;
-    const last = Math.max(...drawn.map(([, curve]) => step(curve, curve.values.length - 1)));
-    const first = Math.min(...drawn.map(([, curve]) => step(curve, 0)));
-    const x = (at) => left + (width - left - 6) * (at - first) / Math.max(last - first, 1);
-    const y = (value) => 8 + (height - bottom - 16) * (1 - (scale(value) - scale(low)) / (scale(high) - scale(low)));
-    const label = `Training loss from ${drawn.map(([, c, name]) => `${name}: ${short(c.values[0])} to ${short(c.values[c.values.length - 1])}`).join("; ")}.`;
-    const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
-    for (const share of [0, 0.5, 1]) {
-      const value = log ? 10 ** (scale(low) + share * (scale(high) - scale(low))) : low + share * (high - low);
-      chart.append(svg("line", { class: "grid", x1: left, x2: width, y1: y(value), y2: y(value) }));
-      const tick = svg("text", { x: left - 7, y: y(value) + 4, "text-anchor": "end" });
-      tick.textContent = short(value);
-      chart.append(tick);
-    }
-    for (const [at, anchor] of [[first, "start"], [last, "end"]]) {
-      const tick = svg("text", { x: x(at), y: height - 3, "text-anchor": anchor });
-      tick.textContent = `${at === first ? "step " : ""}${grouped(at)}`;
-      chart.append(tick);
-    }
-    for (const [colour, curve] of drawn) {
-      const points = curve.values.map((value, at) => `${x(step(curve, at)).toFixed(1)} ${y(value).toFixed(1)}`);
-      chart.append(svg("path", { d: "M" + points.join("L"), stroke: colour }));
-    }
-    const pointer = svg("line", { class: "read", y1: 0, y2: height - bottom }), readout = make("div", "readout");
-    chart.append(pointer);
-    chart.addEventListener("pointermove", (event) => {
-      const at = first + (event.offsetX - left) * (last - first) / Math.max(width - left - 6, 1);
-      const read = drawn.map(([, curve, name]) => {
-        const near = Math.min(Math.max(Math.round((at - curve.from + 1) / curve.each) - 1, 0), curve.values.length - 1);
-        return `${drawn.length > 1 ? name + " " : ""}step ${grouped(step(curve, near))}: ${short(curve.values[near])}`;
-      });
-      const place = Math.min(Math.max(event.offsetX, left), width - 6);
-      pointer.setAttribute("x1", place);
-      pointer.setAttribute("x2", place);
-      pointer.classList.add("on");
-      say(readout, read.join(" · "));
-    });
-    chart.addEventListener("pointerleave", () => { pointer.classList.remove("on"); say(readout, ""); });
-    node.replaceChildren(chart, readout);
+    const traces = curves.filter(([, { values }]) => values.length > 1).map(([colour, { from, each, values }, name]) =>
+      ({ kind: "points", name, colour, x: values.map((_, at) => from + (at + 1) * each - 1), y: values }));
+    node.parentNode.querySelector(".not-yet").hidden = traces.length > 0;
+    if (!traces.length) return;
+    node.classList.add("plot");
+    const all = traces.flatMap(({ y }) => y), low = Math.min(...all), high = Math.max(...all);
+    node.setAttribute("aria-label", `Training loss from ${traces.map(({ name, y }) => `${name}: ${short(y[0])} to ${short(y[y.length - 1])}`).join("; ")}.`);
+    drawChart(node, { height: 210, legend: false, traces, x: { title: "step" }, y: { title: "loss", log: low > 0 && high / low > 30 } });
   };
 
   // One run's part of the page: each section of its state has a function that shows it
@@ -97,6 +54,7 @@
       this.state = {};
       this.node = document.getElementById("run-template").content.firstElementChild.cloneNode(true);
       this.node.id = `run-${number}`;
+      this.node.querySelector(".curve").id = `curve-${number}`;
       this.colour = words.series[number % words.series.length];
       this.fields = Object.fromEntries([...this.node.querySelectorAll("[data-f]")].map((node) => [node.dataset.f, node]));
       this.sections = Object.fromEntries([...this.node.querySelectorAll("[data-s]")].map((node) => [node.dataset.s, node]));
@@ -325,11 +283,6 @@
   document.addEventListener("visibilitychange", () => { // runs are read only while somebody looks
     source.close();
     if (document.hidden) connected(false, "paused while nobody looks"); else connect();
-  });
-  window.addEventListener("resize", () => {
-    const views = [...runs.values()];
-    for (const view of views) if (view.state.curve) view.curve(view.state.curve);
-    if (views.length > 1) drawAll(views);
   });
   setInterval(() => { for (const view of runs.values()) view.tick(); }, 1000);
   connect();
