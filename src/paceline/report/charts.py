@@ -1,4 +1,4 @@
-"""A chart as plain values, which `templates/charts.js` draws as SVG; curves, and bars beside each other."""
+"""A chart as plain values, which `templates/charts.js` draws; curves, and compared bars."""
 
 from __future__ import annotations
 

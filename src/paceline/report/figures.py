@@ -1,4 +1,4 @@
-"""Figures of a run, each declared once: how it is read, combined, shown, drawn and defined.
+"""Figures of a run, each declared once: read, combined, shown, drawn and defined.
 
 Results, tables, charts and definitions follow from the declarations. To add a figure of a rank, write its value into
 the `use` of a step's line (`run/record/recorder.py`) and declare it in `RANK_FIGURES`. A figure that only one page has
@@ -125,7 +125,7 @@ Lines = list[dict[str, Any]]  # of a rank's steps
 
 @dataclass(frozen=True)
 class Curve:
-    """A reading of the machine over the steps, in MiB: its key in `use`, its title and its definition's name."""
+    """A reading over the steps, in MiB: its key in `use`, title and definition."""
 
     key: str
     title: str
