@@ -38,7 +38,7 @@ from paceline.cluster.discover import environment
 from paceline.cluster.emulate import Emulation
 from paceline.cluster.host import Emulate
 from paceline.comm import Group
-from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
+from paceline.comm.allreduce import Algorithm, Auto
 from paceline.comm.backend import joined
 from paceline.stats import Interval, median_interval
 from served import Ranks
@@ -230,18 +230,16 @@ def serve() -> None:
     """Answer the questions on stdin with this rank's times, one line of JSON each."""
     torch.set_num_threads(1)
     with joined(deadline_s=60, transport="gloo") as group:
-        auto = algorithm_for(group, "auto")
-        made: dict[str, Algorithm] = {choice.name: choice for choice in auto.choices}  # type: ignore[attr-defined]
+        auto = Auto(group)
         tensors: dict[tuple[str, int], torch.Tensor] = {}
         for line in sys.stdin:
             question = json.loads(line)
             if "predict" in question:
-                print(
-                    json.dumps({name: each.predicted_s(question["predict"]) for name, each in made.items()}), flush=True
-                )
+                predicted_s = {name: auto.links.all_reduce_s(name, question["predict"]) for name in auto.choices}
+                print(json.dumps(predicted_s), flush=True)
                 continue
             case = Case(**question)
-            algorithm, key = made[case.algorithm], (case.algorithm, case.numel)
+            algorithm, key = auto.choices[case.algorithm], (case.algorithm, case.numel)
             if key not in tensors:
                 tensors[key] = algorithm.empty(case.numel, torch.float32)
             answer = digest(algorithm, tensors[key], group) if case.check else time_s(algorithm, tensors[key], group)
@@ -271,7 +269,7 @@ def digest(algorithm: Algorithm, tensor: torch.Tensor, group: Group) -> str:
             tensor.copy_(part)
     algorithm.all_reduce(tensor)
     if not torch.allclose(tensor.double(), expected, rtol=1e-5, atol=1e-5):
-        raise AssertionError(f"{algorithm.name}: rank {group.rank} has a wrong sum")
+        raise AssertionError(f"{algorithm}: rank {group.rank} has a wrong sum")
     bits = sha256(tensor.numpy().tobytes()).hexdigest()
     tensor.zero_()
     return bits

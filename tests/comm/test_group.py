@@ -347,7 +347,7 @@ def beside_the_main_thread() -> tuple[list[float], list[float]]:
 
     The copy's on a worker thread, the group's on the main one.
     """
-    from paceline.comm.bucket import CommThread
+    from paceline.comm.comm_thread import CommThread
 
     with joined(deadline_s=30) as group:
         copy, worker, theirs, ours = group.copy(), CommThread(), torch.ones(50, 1000), torch.ones(50, 1000)

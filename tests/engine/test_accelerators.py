@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline import device as devices
 from paceline.comm.backend import join, leave
-from paceline.comm.bucket import CommStream
+from paceline.comm.comm_thread import CommStream
 from paceline.elastic.place import on_this_machine
 from paceline.engine.meter import BUBBLE, COMPUTE
 from paceline.errors import LaunchError, PlanError

@@ -23,10 +23,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 import paceline.comm.tcp  # noqa: F401
 from paceline.cluster.launch_engines import is_rank
 from paceline.cluster.machine import host_identity, own_interface
-from paceline.comm.group import Group, register
+from paceline.comm.group import Group
 from paceline.comm.process_group import LAST_WORD_S, abort_all
 from paceline.comm.process_group import register as register_transport
-from paceline.comm.rendezvous import close_stores, drop_torchs_port, rendezvous_store, torchs_store
+from paceline.comm.rendezvous import close_stores, drop_torchs_port, register, rendezvous_store, torchs_store
 from paceline.comm.transport import SEVERAL_HOSTS, choose, tell_all
 from paceline.device import default_backend, is_accelerator, use
 from paceline.errors import tell_of_failure

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.cluster.machine import host_identity
 from paceline.comm.process_group import Transport, transport_of
+from paceline.comm.rendezvous import missing_ranks, register
 from paceline.comm.transport import make_process_group
 from paceline.device import on_accelerator
 from paceline.errors import LoaderProcessError, SyncError, lost_a_peer
 from paceline.generation import GenerationOver, ends_generation
 
 if TYPE_CHECKING:
+    from paceline.comm.allreduce import Algorithm
+    from paceline.comm.comm_thread import Task
     from paceline.comm.links import GroupLinks
 
 Op = Literal["sum", "mean", "max"]
@@ -375,7 +374,15 @@ class Group:
             return
         self._failures += 1
         missing = missing_ranks(self.store, self.rank, self.size, self._failures)
-        raise failed_wait(what, self.rank, waited_s, self.deadline_s, missing, error) from error
+        if missing is None:
+            who = "some rank did not come, or a connection failed"
+        else:
+            who = f"ranks {missing} did not come" if missing else "every rank came, but a connection failed"
+        said = str(error).splitlines()[0].partition(". This is typically")[0] if str(error) else type(error).__name__
+        raise SyncError(
+            f"rank {self.rank} waited {waited_s:.1f} s in {what} and {who} (deadline {self.deadline_s:g} s). Look for "
+            f"the first error of those ranks; if they are only slow, raise deadline_s. Transport: {said}"
+        ) from error
 
 
 @cache
@@ -438,79 +445,96 @@ def _message(tensor: Tensor, what: str, rank: int) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def failed_wait(
-    what: str, rank: int, waited_s: float, deadline_s: float, missing: list[int] | None, error: RuntimeError
-) -> SyncError:
-    """The error of rank `rank`, whose wait in `what` ended with torch's `error`.
+@dataclass
+class Bucket:
+    """A flat buffer of gradients, scalars (in the last bucket) and one usage count per parameter.
 
-    `missing` is from `missing_ranks`.
+    Attributes:
+        used: the tail of `flat`: 1 for a parameter that this replica used; after the sum, how many replicas did.
+        seen: parameters whose gradients of this step are in the buffer, of any microbatch.
+        whole: those of them that the last microbatch has added to.
     """
-    if missing is None:
-        who = "some rank did not come, or a connection failed"
-    else:
-        who = f"ranks {missing} did not come" if missing else "every rank came, but a connection failed"
-    first_line = str(error).splitlines()[0].partition(". This is typically")[0] if str(error) else type(error).__name__
-    return SyncError(
-        f"rank {rank} waited {waited_s:.1f} s in {what} and {who} (deadline {deadline_s:g} s). Look for the first "
-        f"error of those ranks; if they are only slow, raise deadline_s. Transport: {first_line}"
-    )
+
+    flat: Tensor
+    parameters: list[nn.Parameter]
+    views: list[Tensor]
+    used: Tensor
+    gradient_size: int
+    seen: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
+    pending: Pending | Task | None = None
+
+    @property
+    def gradients(self) -> Tensor:
+        """All gradients, flat."""
+        return self.flat[: self.gradient_size]
+
+    @classmethod
+    def of(cls, parameters: list[nn.Parameter], memory: Algorithm, scalar_count: int = 0) -> Bucket:
+        """A bucket for the gradients of `parameters` (of one dtype; float32 without any) and some scalars.
+
+        Its buffer is allocated by `memory` (shared memory if the transport has it), which must also release it.
+        """
+        gradient_size = sum(p.numel() for p in parameters)
+        dtype = parameters[0].dtype if parameters else torch.float32
+        flat = memory.empty(gradient_size + scalar_count + len(parameters), dtype)
+        views, start = [], 0
+        for p in parameters:
+            views.append(_like(flat[start : start + p.numel()], p))
+            start += p.numel()
+        return cls(flat, parameters, views, flat[gradient_size + scalar_count :], gradient_size)
+
+    def take(self, i: int, parameter: Tensor) -> None:
+        """Move the gradient of parameter `i` into the bucket.
+
+        The first of a step overwrites, those of further microbatches add.
+        """
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if i in self.seen:
+            self.views[i].add_(gradient)
+        else:
+            self.views[i].copy_(gradient)
+            self.seen.add(i)
+        parameter.grad = None
+
+    def take_all(self) -> None:
+        """Move all gradients that there are here, at once."""
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self.take(i, parameter)
+
+    def fill(self) -> None:
+        """Note who was reached by the backward pass, and zero the others."""
+        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
+        self.used.fill_(1.0)
+        if unseen:
+            self.used[unseen] = 0.0
+            torch._foreach_zero_([self.views[i] for i in unseen])
+
+    def sum_over(self, group: Group) -> None:
+        """Replace the gradients of all parameters by their sums over the group, now."""
+        self.take_all()
+        self.fill()
+        group.all_reduce(self.flat)
+        self.hand_out()
+
+    def hand_out(self) -> None:
+        """Give every parameter its agreed gradient; one that no replica used gets none."""
+        unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
+        used_elsewhere = (
+            set() if not unseen else {i for i, n in zip(unseen, self.used[unseen].tolist(), strict=True) if n > 0}
+        )
+        for i, parameter in enumerate(self.parameters):
+            parameter.grad = self.views[i] if i in self.seen or i in used_elsewhere else None
+        self.seen.clear()
+        self.whole.clear()
+        self.pending = None
 
 
-def register(store: Store | None, rank: int) -> None:
-    """Publish this rank's process id, so that others can see later whether it has died."""
-    if store is not None:
-        store.set(f"process/{rank}", f"{_processes()} {os.getpid()}")
-
-
-def _processes() -> str:
-    """An identity that is equal for processes that see each other's process ids.
-
-    Containers of a host may each count their own.
-    """
-    return f"{host_identity()}@{os.readlink('/proc/self/ns/pid') if os.path.exists('/proc/self/ns/pid') else ''}"
-
-
-def missing_ranks(store: Store | None, rank: int, size: int, failure: int, patience_s: float = 2.0) -> list[int] | None:
-    """The ranks that do not report their failure number `failure`.
-
-    None if there is no store to ask, or it does not answer. Ranks of this host that have ended are not waited for, the
-    others for `patience_s`.
-    """
-    if store is None:
-        return None
-    found: list[list[int]] = []
-    # In a thread: where the link to the store's host is what failed, its calls last as long as the deadline that has
-    # just passed.
-    asking = threading.Thread(target=lambda: found.append(_ask(store, rank, size, failure, patience_s)), daemon=True)
-    asking.start()
-    asking.join(patience_s + 1.0)
-    return found[0] if found else None
-
-
-def _ask(store: Store, rank: int, size: int, failure: int, patience_s: float) -> list[int]:
-    key = f"waiting/{failure}/"
-    missing = [r for r in range(size) if r != rank]
-    try:
-        store.set(f"{key}{rank}", "here")
-        until = time.monotonic() + patience_s
-        while True:
-            missing = [r for r in missing if not store.check([f"{key}{r}"])]
-            if all(_has_ended(store, r) for r in missing) or time.monotonic() > until:
-                return missing
-            time.sleep(0.02)
-    except RuntimeError:  # the store went down with the rank that served it
-        return [0] if rank else []
-
-
-def _has_ended(store: Store, rank: int) -> bool:
-    """True if a rank is known as a process of this host that has ended."""
-    if not store.check([f"process/{rank}"]):
-        return False
-    host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")
-    if host != _processes():
-        return False
-    try:
-        # dead, and its parent has not looked yet
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
+def _like(piece: Tensor, parameter: Tensor) -> Tensor:
+    """A view of `piece` with the shape and strides of `parameter`, e.g. channels-last."""
+    # the same order, without gaps
+    return piece.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())

@@ -60,6 +60,10 @@ class GroupLinks:
     step_s: float
     flat_step_s: float
 
+    def all_reduce_s(self, algorithm: str, nbytes: int) -> float:
+        """Seconds of an all-reduce of `nbytes` by an algorithm: `flat`, `ring` or `hierarchical`."""
+        return {"flat": self.flat_s, "ring": self.ring_s, "hierarchical": self.hierarchical_s}[algorithm](nbytes)
+
     def flat_s(self, nbytes: int) -> float:
         """Seconds of the transport's own all-reduce: a ring in the order of the ranks.
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 from torch.distributed import BarrierOptions, ReduceOp
@@ -64,7 +66,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Options = None) -> dist.Work:  # type: ignore[override]
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         op = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        return self._start("all_reduce", lambda: self._all_reduce(tensors, op), opts, tensors, list(tensors))
+        return self._start("all_reduce", self._all_reduce(tensors, op), opts, tensors, list(tensors))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Options = None) -> dist.Work:
         return self.allreduce(tensors, opts)
@@ -88,7 +90,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
                 if self.rank() == opts.rootRank:
                     put_back(flat, tensor)
 
-        return self._start("reduce", steps, opts, tensors, list(tensors))
+        return self._start("reduce", steps(), opts, tensors, list(tensors))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Options) -> dist.Work:  # type: ignore[override]
         def steps() -> Steps:
@@ -98,7 +100,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
                 if self.rank() != opts.rootRank:
                     put_back(flat, tensor)
 
-        return self._start("broadcast", steps, opts, tensors, list(tensors))
+        return self._start("broadcast", steps(), opts, tensors, list(tensors))
 
     def allgather(  # type: ignore[override]
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options = None
@@ -111,7 +113,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
                 yield from self._collectives.all_gather(flats, flattened(tensor))
                 _put_all_back(flats, targets)
 
-        return self._start("all_gather", steps, opts, inputs, [list(targets) for targets in outputs])
+        return self._start("all_gather", steps(), opts, inputs, [list(targets) for targets in outputs])
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Options = None
@@ -134,7 +136,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
                 )
                 put_back(flat, output)
 
-        return self._start("all_gather", steps, opts, inputs, list(outputs))
+        return self._start("all_gather", steps(), opts, inputs, list(outputs))
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
@@ -147,7 +149,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
             yield from self._collectives.gather(flats, flattened(inputs[0]), opts.rootRank)
             _put_all_back(flats, targets)
 
-        return self._start("gather", steps, opts, inputs, [list(targets) for targets in outputs])
+        return self._start("gather", steps(), opts, inputs, [list(targets) for targets in outputs])
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Options) -> dist.Work:  # type: ignore[override]
         def steps() -> Steps:
@@ -157,7 +159,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
             yield from self._collectives.scatter(flat, [flattened(source) for source in sources], opts.rootRank)
             put_back(flat, outputs[0])
 
-        return self._start("scatter", steps, opts, chain(*inputs), list(outputs))
+        return self._start("scatter", steps(), opts, chain(*inputs), list(outputs))
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Options = None
@@ -166,7 +168,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
             for output, sources in zip(outputs, inputs, strict=True):
                 yield from self._reduce_scatter(output, [flattened(source) for source in sources], opts)
 
-        return self._start("reduce_scatter", steps, opts, chain(*inputs), list(outputs))
+        return self._start("reduce_scatter", steps(), opts, chain(*inputs), list(outputs))
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Options = None) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -182,7 +184,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
                     output, flat.chunk(self.size()) if flat.numel() else [flat] * self.size(), opts
                 )
 
-        return self._start("reduce_scatter", steps, opts, inputs, list(outputs))
+        return self._start("reduce_scatter", steps(), opts, inputs, list(outputs))
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
@@ -201,7 +203,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
             yield from self._collectives.all_to_all(flats, [flattened(tensor) for tensor in inputs])
             _put_all_back(flats, outputs)
 
-        return self._start("all_to_all", steps, opts, inputs, list(outputs))
+        return self._start("all_to_all", steps(), opts, inputs, list(outputs))
 
     def all_to_all_single(
         self,
@@ -220,25 +222,24 @@ class DrivenProcessGroup(dist.ProcessGroup):
             yield from self._collectives.all_to_all(targets, sources)
             put_back(flat, output)
 
-        return self._start("all_to_all", steps, opts, [tensor], [output])
+        return self._start("all_to_all", steps(), opts, [tensor], [output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def barrier(self, opts: Options = None) -> dist.Work:
-        return self._start("barrier", lambda: self._collectives.barrier(), opts, [], [])
+        self._check_open()
+        return self._start("barrier", self._collectives.barrier(), opts, [], [])
 
     # How they are run
 
-    def _start(
-        self, what: str, steps: Callable[[], Steps], opts: Options, inputs: Iterable[Tensor], result: list[Any]
-    ) -> dist.Work:
+    def _start(self, what: str, steps: Steps, opts: Options, inputs: Iterable[Tensor], result: list[Any]) -> dist.Work:
+        """Start a collective, and wait for it if torch's options say so."""
         self._check_open()
-        waits = getattr(opts, "asyncOp", True)
         timeout = getattr(opts, "timeout", None)
         deadline_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else self._timeout_s
-        operation = Operation(what, steps(), deadline_s, self._collectives.waits_for)
+        operation = Operation(what, steps, deadline_s, self._collectives.waits_for)
         self._begin(self._operations, operation, what, inputs)
-        if waits:
+        if getattr(opts, "asyncOp", True):
             return DrivenWork(self._progress, operation, result)
         self._progress.wait(operation)
         return DONE
@@ -257,12 +258,12 @@ class DrivenProcessGroup(dist.ProcessGroup):
         self._begin(queue, operation, title, result)
         return DrivenWork(self._progress, operation, result)
 
-    def _begin(self, queue: OperationQueue, operation: Operation, what: str, tensors: Iterable[Tensor]) -> None:
+    def _begin(self, queue: OperationQueue, operation: Operation, title: str, tensors: Iterable[Tensor]) -> None:
         """Start an operation; an event with the tensors' shapes for this thread's profiler."""
         if not _profiler_enabled():
             self._progress.start(queue, operation)
             return
-        event = _record_function_with_args_enter(f"{self.getBackendName()}:{what}", *tensors)
+        event = _record_function_with_args_enter(f"{self.getBackendName()}:{title}", *tensors)
         self._progress.start(queue, operation)
         # the event is over when the operation is, not when this call is
         self._progress.call_when_done(operation, lambda: _record_function_with_args_exit(event))
@@ -513,29 +514,53 @@ def all_reduce_sparse(collectives: Collectives, tensor: Tensor, op: Op) -> Steps
     """
     if op != ReduceOp.SUM:
         raise ValueError(f"sparse tensors can only be summed, not {op}")
-    own = tensor.detach().coalesce()
-    size = collectives.size
+    own, size = tensor.detach().coalesce(), collectives.size
+    message = rows_to_send(own)
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    yield from collectives.all_gather(counts, torch.tensor([own._nnz()]))
-    most = max(int(count) for count in counts)
-    indices = yield from _gathered(collectives, own.indices().t().contiguous(), most)
-    values = yield from _gathered(collectives, own.values(), most)
-    total = torch.sparse_coo_tensor(
-        torch.cat([rows[: int(count)] for rows, count in zip(indices, counts, strict=True)]).t(),
-        torch.cat([rows[: int(count)] for rows, count in zip(values, counts, strict=True)]),
-        own.shape,
-    ).coalesce()
+    yield from collectives.all_gather(counts, torch.tensor([len(message)]))
+    padded = message.new_zeros(max(map(int, counts)), message.shape[1])
+    padded[: len(message)] = message
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    yield from collectives.all_gather([part.view(-1) for part in parts], padded.view(-1))
+    total = sum_of_rows([part[: int(count)] for part, count in zip(parts, counts, strict=True)], own)
     with torch.no_grad():
         tensor.copy_(total)  # not of `tensor.detach()`, whose indices and values are others once they are replaced
 
 
-def _gathered(collectives: Collectives, rows: Tensor, most: int) -> Steps:
-    """The rows of every rank, filled up to `most`."""
-    padded = rows.new_zeros((most, *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in range(collectives.size)]
-    yield from collectives.all_gather([part.view(-1) for part in parts], padded.view(-1))
-    return parts
+def rows_to_send(own: Tensor) -> Tensor:
+    """The indices and values of a sparse tensor as bytes, a row (n, bytes) for each of its n values."""
+    values = own._values().reshape(own._nnz(), math.prod(own._values().shape[1:]))
+    return torch.cat([_packed(own._indices().t()).view(torch.uint8), _packed(values).view(torch.uint8)], 1)
+
+
+def sum_of_rows(of_ranks: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The coalesced sum of all ranks' rows (see `rows_to_send`), added up in the order of ranks.
+
+    Args:
+        like: a sparse tensor of the shapes and dtype of the sum.
+    """
+    rows, index_bytes = torch.cat(list(of_ranks)), 8 * like.sparse_dim()
+    indices = _packed(rows[:, :index_bytes]).view(torch.int64).t()
+    values = _packed(rows[:, index_bytes:]).view(like.dtype).view(len(rows), *like._values().shape[1:])
+    return added_up(indices, values, like.shape)
+
+
+def _packed(rows: Tensor) -> Tensor:
+    """A copy that can be viewed as any dtype; a tensor of one row counts as contiguous with any stride."""
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def added_up(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """A coalesced sparse tensor of values; those of one place are added up in the order given."""
+    make = partial(torch.sparse_coo_tensor, size=shape, check_invariants=False)
+    of_rows = len(indices) == 1 and values.dim() == 2 and values.dtype in (torch.float32, torch.float64)
+    if not (of_rows and values.is_cpu and len(values)):
+        return make(indices, values).coalesce()
+    # as `coalesce` does, with one vectorised pass over the values
+    ascending, order = indices[0].sort(stable=True)
+    once, counts = ascending.unique_consecutive(return_counts=True)
+    first = counts.cumsum(0) - counts
+    return make(once[None], F.embedding_bag(order, values, first, mode="sum"), is_coalesced=True)
 
 
 class Transport:

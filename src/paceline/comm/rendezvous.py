@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.cluster.machine import own_address
+from paceline.cluster.machine import host_identity, own_address
 from paceline.errors import ChannelError, DeadlineError, LaunchError
 from paceline.generation import generation_is_over, generations_are_watched
 from paceline.rank_environment import RankEnvironment, take_store_fd
@@ -259,3 +260,63 @@ def _as_torch_tells() -> Iterator[None]:
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def register(store: Store | None, rank: int) -> None:
+    """Publish this rank's process id, so that others can see later whether it has died."""
+    if store is not None:
+        store.set(f"process/{rank}", f"{_processes()} {os.getpid()}")
+
+
+def _processes() -> str:
+    """An identity that is equal for processes that see each other's process ids.
+
+    Containers of a host may each count their own.
+    """
+    return f"{host_identity()}@{os.readlink('/proc/self/ns/pid') if os.path.exists('/proc/self/ns/pid') else ''}"
+
+
+def missing_ranks(store: Store | None, rank: int, size: int, failure: int, patience_s: float = 2.0) -> list[int] | None:
+    """The ranks that do not report their failure number `failure`.
+
+    None if there is no store to ask, or it does not answer. Ranks of this host that have ended are not waited for, the
+    others for `patience_s`.
+    """
+    if store is None:
+        return None
+    found: list[list[int]] = []
+    # In a thread: where the link to the store's host is what failed, its calls last as long as the deadline that has
+    # just passed.
+    asking = threading.Thread(target=lambda: found.append(_ask(store, rank, size, failure, patience_s)), daemon=True)
+    asking.start()
+    asking.join(patience_s + 1.0)
+    return found[0] if found else None
+
+
+def _ask(store: Store, rank: int, size: int, failure: int, patience_s: float) -> list[int]:
+    key = f"waiting/{failure}/"
+    missing = [r for r in range(size) if r != rank]
+    try:
+        store.set(f"{key}{rank}", "here")
+        until = time.monotonic() + patience_s
+        while True:
+            missing = [r for r in missing if not store.check([f"{key}{r}"])]
+            if all(_has_ended(store, r) for r in missing) or time.monotonic() > until:
+                return missing
+            time.sleep(0.02)
+    except RuntimeError:  # the store went down with the rank that served it
+        return [0] if rank else []
+
+
+def _has_ended(store: Store, rank: int) -> bool:
+    """True if a rank is known as a process of this host that has ended."""
+    if not store.check([f"process/{rank}"]):
+        return False
+    host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")
+    if host != _processes():
+        return False
+    try:
+        # dead, and its parent has not looked yet
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

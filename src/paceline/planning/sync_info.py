@@ -279,13 +279,8 @@ def _those(ability: str) -> list[str]:
     return [name for name, info in CODECS.built_in.items() if getattr(info, ability)]
 
 
-_ALGORITHMS = "paceline.comm.allreduce"
-# import path of each all-reduce algorithm; `auto` takes one of them
-ALGORITHMS = {
-    "flat": f"{_ALGORITHMS}.flat:FlatAllReduce",
-    "ring": f"{_ALGORITHMS}.ring:RingAllReduce",
-    "hierarchical": f"{_ALGORITHMS}.hierarchical:HierarchicalAllReduce",
-}
+# of an all-reduce, see `paceline.comm.allreduce`; `auto` takes one of them
+ALGORITHMS = ("flat", "ring", "hierarchical")
 
 
 class ServerProcesses(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.bucket import Bucket
+from paceline.comm.group import Bucket
 from paceline.device import uploaded, widest_float
 from paceline.errors import BatchError, PlanError
 from paceline.job.batch import Batch

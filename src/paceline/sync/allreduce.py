@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
-from paceline.comm.bucket import Bucket, CommThread, Memory
-from paceline.comm.group import Group
+from paceline.comm.allreduce import Algorithm, algorithm_for, close_algorithm
+from paceline.comm.comm_thread import CommThread
+from paceline.comm.group import Bucket, Group
 from paceline.device import is_accelerator
 from paceline.errors import SyncError
 from paceline.planning.sync_info import bucket_bytes_between_hosts
@@ -38,7 +39,7 @@ class AllReduce(SyncRule):
     pass communicates.
 
     Args:
-        algorithm: how a sum is made (see `paceline.comm.allreduce.algorithms`): flat, ring, hierarchical, or auto.
+        algorithm: how a sum is made (see `paceline.comm.allreduce`): flat, ring, hierarchical, or auto.
         compress: what is sent of the gradients (see `paceline.sync.compress`): none, a codec, or auto. Losses and votes
             go as they are.
     """
@@ -47,7 +48,7 @@ class AllReduce(SyncRule):
         self.algorithm_name, self.compress = algorithm, compress
         self.buckets: list[Bucket] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.streams: list[BucketStream] = []
+        self.lanes: list[Lane] = []
         self.choice: CodecChooser | None = None
 
     def attach(self, replica: Replica) -> None:
@@ -61,19 +62,20 @@ class AllReduce(SyncRule):
             self._prepare_dry_run()
         accelerated, whole = is_accelerator(dp.device), replica.parameters is None
         self.overlap = whole and self.overlap_pays(dp)
-        self.streams = self.streams_over(dp)
-        first = self.streams[0]
-        # several streams each have a count of their own
-        self.rows_traffic = replica.traffic if len(self.streams) == 1 else Traffic()
+        self.lanes, why = self.lanes_over(dp)
+        # several lanes each have a count of their own
+        self.rows_traffic = replica.traffic if len(self.lanes) == 1 else Traffic()
         limit = (BUCKET_BYTES if accelerated else self._between_hosts()) if self.overlap else None
-        self.buckets = _bucketize(replica, [stream.algorithm for stream in self.streams], limit)
-        self.scalars = _scalars(self.buckets[-1], replica.scalar_count)
+        self.buckets = _bucketize(replica, [lane.algorithm for lane in self.lanes], limit)
+        last = self.buckets[-1]
+        self.scalars = last.flat[last.gradient_size :][: replica.scalar_count]  # they stand behind its gradients
         if not dp.is_fake:
-            self.tell(first.algorithm.why)
+            self.tell(why)
         if self.compress == "auto":
             from paceline.sync.compress import CodecChooser
 
-            self.choice = CodecChooser(first.algorithm, [(b.flat, b.views) for b in self.buckets])
+            first = self.lanes[0]
+            self.choice = CodecChooser(first.group, first.algorithm, [(b.flat, b.views) for b in self.buckets])
         else:
             self._compress_by(self.compress)
         if whole:
@@ -100,31 +102,29 @@ class AllReduce(SyncRule):
                 if self.overlap:
                     self._begin(number)
                 else:
-                    self._stream(number).sum(bucket, _name(number))
+                    self._sum(number)
         rows = self._sum_rows()
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
         for number in summed:
             self.buckets[number].hand_out()
-        if len(self.streams) > 1:
-            replica.traffic.become([self.rows_traffic, *(stream.traffic for stream in self.streams)])
+        if len(self.lanes) > 1:
+            replica.traffic.become([self.rows_traffic, *(lane.traffic for lane in self.lanes)])
         if self.choice is not None and not self.choice.decided:
             self._choose()
-        for stream in self.streams:
-            if stream.compressor is not None and stream.compressor.messages:
-                for message in stream.compressor.messages:
+        for lane in self.lanes:
+            if lane.compressor is not None and lane.compressor.messages:
+                for message in lane.compressor.messages:
                     replica.log(message)
-                stream.compressor.messages.clear()
+                lane.compressor.messages.clear()
         return Reduction(self.gradients + rows, self.scalars)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for stream in self.streams:
-            if stream.compressor is not None:
-                state |= {
-                    f"lane{stream.number}/{key}": tensor for key, tensor in stream.compressor.state_dict().items()
-                }
+        for number, lane in enumerate(self.lanes):
+            if lane.compressor is not None:
+                state |= {f"lane{number}/{key}": tensor for key, tensor in lane.compressor.state_dict().items()}
         if self.choice is not None and self.choice.decided:
             state |= {"auto": self.choice.codec, "replicas": self.replica.dp.size}
         return state
@@ -135,19 +135,23 @@ class AllReduce(SyncRule):
             self.choice.decide(codec, "As before the run was resumed")
             self.replica.log(self.choice.message)
             self._compress_by(codec)
-        for stream in self.streams:
-            start = f"lane{stream.number}/"
+        for number, lane in enumerate(self.lanes):
+            start = f"lane{number}/"
             kept = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
-            if stream.compressor is not None and kept:
-                stream.compressor.load_state_dict(kept)
+            if lane.compressor is not None and kept:
+                lane.compressor.load_state_dict(kept)
 
     def detach(self) -> None:
         for hook in self.hooks:
             hook.remove()
         for number, bucket in enumerate(self.buckets):
-            self._stream(number).algorithm.release(bucket.flat)
-        for stream in self.streams:
-            stream.close()
+            self._lane(number).algorithm.release(bucket.flat)
+        for lane in self.lanes:
+            if lane.thread is not None:
+                lane.thread.close()
+            close_algorithm(lane.algorithm)
+            if lane.group is not self.replica.dp:
+                lane.group.close()
 
     # What is sent
 
@@ -169,13 +173,28 @@ class AllReduce(SyncRule):
                 why += f"; {self.algorithm_name} is for a divided model or a codec"
         self.replica.log(f"sync=allreduce: {why}")
 
-    def streams_over(self, dp: Group) -> list[BucketStream]:
-        """The streams that sum the buckets; `overlap` is known."""
+    def coder(self, codec: str, lane: Lane, number: int) -> SumCoder:
+        """The coded sums of lane `number`; the random numbers of each are its own."""
+        from paceline.sync.compress import Compressor  # most runs do without
+
+        return Compressor(codec, lane.group, lane.traffic, seed=number)
+
+    def lanes_over(self, dp: Group) -> tuple[list[Lane], str]:
+        """The lanes that sum the buckets, and why by this algorithm; `overlap` is known.
+
+        A sum ends with a wait for its slowest message. Where two lanes share a link, the buckets of one fill the pauses
+        of the other.
+        """
         if not self.overlap or is_accelerator(dp.device):
-            return [BucketStream(dp, self.algorithm_name, own_thread=False, traffic=self.replica.traffic)]
-        first = BucketStream(dp.copy(), self.algorithm_name, own_thread=True)
-        dp.links = first.group.links  # measured once
-        return [first, BucketStream(dp.copy(), self.algorithm_name, own_thread=True, number=1)]
+            algorithm, why = algorithm_for(dp, self.algorithm_name)
+            return [Lane(dp, algorithm, self.replica.traffic)], why
+        first, second = dp.copy(), dp.copy()
+        algorithm, why = algorithm_for(first, self.algorithm_name)
+        dp.links = second.links = first.links  # measured once
+        lanes = [Lane(first, algorithm), Lane(second, algorithm_for(second, self.algorithm_name)[0])]
+        for number, lane in enumerate(lanes):
+            lane.thread = CommThread(f"paceline-sync-{number}")
+        return lanes, why
 
     def _prepare_dry_run(self) -> None:
         """Use a plain sum in a dry run.
@@ -189,8 +208,8 @@ class AllReduce(SyncRule):
         self.algorithm_name, self.compress = "flat", "none"
 
     def _compress_by(self, codec: str) -> None:
-        for stream in self.streams:
-            stream.compress_by(codec)
+        for number, lane in enumerate(self.lanes):
+            lane.compressor = None if codec == "none" else self.coder(codec, lane, number)
 
     def _choose(self) -> None:
         """Report the finished step to `compress=auto` and use the codec that it chooses next."""
@@ -256,19 +275,50 @@ class AllReduce(SyncRule):
         return only is not None and bool(bucket.parameters) and only.isdisjoint(bucket.parameters)
 
     def _begin(self, number: int) -> None:
-        """Have a bucket summed while the backward pass goes on."""
-        self._stream(number).begin(self.buckets[number], _name(number))
+        """Have a bucket summed while the backward pass goes on; its `pending` tells when that is done."""
+        bucket, lane = self.buckets[number], self._lane(number)
+        if lane.thread is not None:
+            bucket.pending = lane.thread.start(partial(self._sum, number))
+            return
+        with lane.counting(bucket):
+            bucket.pending = lane.group.start_all_reduce(bucket.flat)
 
-    def _stream(self, number: int) -> BucketStream:
-        """The stream of a bucket; streams take the buckets in turn."""
-        return self.streams[number % len(self.streams)]
+    def _sum(self, number: int) -> None:
+        """Sum a bucket now."""
+        bucket, lane = self.buckets[number], self._lane(number)
+        if lane.compressor is not None:  # what follows the gradients is summed exactly
+            lane.compressor.sum(f"bucket{number}", bucket.flat, bucket.views)
+            return
+        with lane.counting(bucket):
+            lane.algorithm.all_reduce(bucket.flat)
+
+    def _lane(self, number: int) -> Lane:
+        """The lane of a bucket; lanes take the buckets in turn."""
+        return self.lanes[number % len(self.lanes)]
 
 
-def _name(number: int) -> str:
-    return f"bucket{number}"
+@dataclass
+class Lane:
+    """A group whose ranks sum some of the buckets, in the order of arrival, the same on every rank.
+
+    Attributes:
+        traffic: bytes sent by this lane.
+        compressor: codec of the buckets; None sends them as they are.
+        thread: runs the sums beside the backward pass; the group is then a copy for it alone.
+    """
+
+    group: Group
+    algorithm: Algorithm
+    traffic: Traffic = field(default_factory=Traffic)
+    compressor: SumCoder | None = None
+    thread: CommThread | None = None
+
+    def counting(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """Count what an exact sum sends, and what a ring sends at least."""
+        return self.traffic.counting(self.group, ring_bytes(bucket.flat.nbytes, self.group.size))
 
 
-def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | None) -> list[Bucket]:
+def _bucketize(replica: Replica, memories: Sequence[Algorithm], limit_bytes: int | None) -> list[Bucket]:
     """Buckets in reverse order of the parameters, about the order of their gradients.
 
     The scalars are in the last one.
@@ -295,79 +345,3 @@ def _bucketize(replica: Replica, memories: Sequence[Memory], limit_bytes: int | 
         Bucket.of(group, memories[i % len(memories)], replica.scalar_count if group is groups[-1] else 0)
         for i, group in enumerate(groups)
     ]
-
-
-def _scalars(bucket: Bucket, count: int) -> Tensor:
-    """The engine's numbers, which stand behind the gradients of the last bucket."""
-    return bucket.flat[bucket.gradient_size : bucket.gradient_size + count]
-
-
-class BucketStream:
-    """Sums buckets over a group in the order of arrival, the same on every rank.
-
-    A sum ends with a wait for its slowest message. Where two streams share a link, the buckets of one fill the pauses
-    of the other.
-
-    Args:
-        group: the ranks that sum.
-        name: name of the all-reduce algorithm.
-        own_thread: True for a stream with its own thread; the group is then a copy, which `close` ends.
-        number: tells streams apart; the random numbers of each are its own.
-        traffic: where bytes are counted; None for a count of its own.
-
-    Attributes:
-        compressor: codec of the buckets; None sends them as they are.
-        traffic: bytes sent by this stream.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        name: str,
-        *,
-        own_thread: bool,
-        number: int = 0,
-        traffic: Traffic | None = None,
-    ) -> None:
-        self.group, self.number, self.traffic = group, number, traffic or Traffic()
-        self.algorithm: Algorithm = self.algorithm_over(group, name)
-        self.compressor: SumCoder | None = None
-        self._thread = CommThread(f"paceline-sync-{number}") if own_thread else None
-
-    def algorithm_over(self, group: Group, name: str) -> Algorithm:
-        """The all-reduce algorithm of that name over the group."""
-        return algorithm_for(group, name)
-
-    def compress_by(self, codec: str) -> None:
-        """Use this codec from now on; "none" sends buckets as they are."""
-        from paceline.sync.compress import Compressor  # most runs do without
-
-        self.compressor = None if codec == "none" else Compressor(codec, self.group, self.traffic, seed=self.number)
-
-    def begin(self, bucket: Bucket, name: str) -> None:
-        """Start to sum a bucket; its `pending` tells when it is done."""
-        if self._thread is not None:
-            bucket.pending = self._thread.start(lambda: self.sum(bucket, name))
-            return
-        with self._counting(bucket):
-            bucket.send(self.group)
-
-    def sum(self, bucket: Bucket, name: str) -> None:
-        """Sum a bucket now. `name` is the key of its error feedback."""
-        if self.compressor is not None:
-            self.compressor.sum(name, bucket.flat, bucket.views)  # what follows the gradients is summed exactly
-            return
-        with self._counting(bucket):
-            self.algorithm.all_reduce(bucket.flat)
-
-    def close(self) -> None:
-        """End the thread and free this stream's resources, after the buckets' memory was released."""
-        if self._thread is not None:
-            self._thread.close()
-        self.algorithm.close()
-        if self._thread is not None:
-            self.group.close()
-
-    def _counting(self, bucket: Bucket) -> AbstractContextManager[None]:
-        """Count what an exact sum sends, and what a ring sends at least."""
-        return self.traffic.counting(self.group, ring_bytes(bucket.flat.nbytes, self.group.size))

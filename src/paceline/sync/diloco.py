@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.allreduce.algorithms import Algorithm
-from paceline.comm.bucket import CommStream, CommThread, StreamTask, Task
+from paceline.comm.allreduce import Algorithm
+from paceline.comm.comm_thread import CommStream, CommThread, StreamTask, Task
 from paceline.comm.group import Group
 from paceline.device import has_streams
 from paceline.sync.local import FlatParameters, LocalRule, by_dtype, cut
@@ -170,7 +170,7 @@ class Fragment:
         due: the step in which the pending result is applied; None without one.
     """
 
-    def __init__(self, number: int, parameters: list[nn.Parameter], memory: Algorithm | Group) -> None:
+    def __init__(self, number: int, parameters: list[nn.Parameter], memory: Algorithm) -> None:
         self.number = number
         self.pseudo_gradients, self.snapshot = [], []
         for same_dtype in by_dtype(parameters):

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.allreduce.algorithms import Algorithm, algorithm_for
-from paceline.comm.bucket import Memory
+from paceline.comm.allreduce import Algorithm, algorithm_for, close_algorithm
 from paceline.comm.group import Group
 from paceline.partition import contiguous
 from paceline.sync.rule import Reduction, Replica, SyncRule, broadcast_state, ring_bytes
@@ -31,7 +30,7 @@ class LocalRule(SyncRule):
         broadcast_state(replica)
         self.replica, self.parameters = replica, replica.trainable
         self.group = self.connections(replica.dp)
-        self.algorithm: Algorithm | Group = self.algorithm_over(self.group) if self.group.size > 1 else self.group
+        self.algorithm: Algorithm = self.algorithm_over(self.group) if self.group.size > 1 else self.group
 
     def connections(self, dp: Group) -> Group:
         """The group that the parameters are sent over."""
@@ -39,7 +38,7 @@ class LocalRule(SyncRule):
 
     def algorithm_over(self, group: Group) -> Algorithm:
         """The all-reduce that sums over the replicas."""
-        return algorithm_for(group, "auto")
+        return algorithm_for(group, "auto")[0]
 
     def agrees_in(self, step: int) -> bool:
         """True if replicas share losses and votes in a step; at least once per period."""
@@ -95,8 +94,7 @@ class LocalRule(SyncRule):
             self.algorithm.all_reduce(tensor)
 
     def detach(self) -> None:
-        if not isinstance(self.algorithm, Group):
-            self.algorithm.close()
+        close_algorithm(self.algorithm)
         if self.group is not self.replica.dp:
             self.group.close()
 
@@ -136,7 +134,7 @@ class FlatParameters:
         torch._foreach_add_(self.parameters, self.views)
 
 
-def flats(parameters: Sequence[nn.Parameter], memory: Memory) -> list[FlatParameters]:
+def flats(parameters: Sequence[nn.Parameter], memory: Algorithm) -> list[FlatParameters]:
     """A flat tensor for the parameters of each dtype."""
     return [
         FlatParameters.of(same_dtype, memory.empty(sum(p.numel() for p in same_dtype), same_dtype[0].dtype))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.comm.group import Group
+from paceline.comm.process_group import added_up, rows_to_send, sum_of_rows
 
 
 def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -74,22 +73,17 @@ class _Kind:
         found = [(t.grad, start) for t, start in zip(self.tables, self.starts, strict=False) if t.grad is not None]
         sparse = [g if _is_of_rows(g) else g.to_dense().to_sparse(1) for g, _ in found]
         like = self.tables[0]
+        shape = torch.Size((self.starts[-1], like.shape[1]))
         if not sparse:
-            return self._added(torch.empty(0, dtype=torch.int64), like.new_empty(0, like.shape[1]))
+            return added_up(torch.empty(1, 0, dtype=torch.int64), like.new_empty(0, like.shape[1]), shape)
         # a call of torch for all tables: for each one they would take longer than the sums
         numbers = torch.cat([g._indices()[0] for g in sparse])
         numbers += _repeated([start for _, start in found], [g._nnz() for g in sparse])
-        return self._added(numbers, torch.cat([g._values() for g in sparse]))
+        return added_up(numbers[None], torch.cat([g._values() for g in sparse]), shape)
 
     def gathered(self, own: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         """The sum of all ranks' rows, of which there are so many."""
-        if not any(counts):
-            return own
-        # one message: the row's number and its values, as bytes
-        message = torch.cat([_bytes(own._indices()[0][:, None]), _bytes(own._values())], 1)
-        everyones = torch.cat(group.gather_rows(message, counts))
-        numbers = everyones[:, :8].contiguous().view(torch.int64)[:, 0]
-        return self._added(numbers, everyones[:, 8:].contiguous().view(own.dtype))
+        return sum_of_rows(group.gather_rows(rows_to_send(own), counts), own) if any(counts) else own
 
     def hand_out(self, rows: Tensor) -> Tensor:
         """Give each table its rows, which all lie in the tensor that is returned."""
@@ -102,17 +96,6 @@ class _Kind:
                 rows_of_it, held, table.shape, is_coalesced=True, check_invariants=False
             )
         return values
-
-    def _added(self, numbers: Tensor, values: Tensor) -> Tensor:
-        """Rows with these numbers, those of one number added up in the order given."""
-        make = partial(torch.sparse_coo_tensor, size=(self.starts[-1], values.shape[1]), check_invariants=False)
-        if not values.is_cpu or values.dtype not in (torch.float32, torch.float64) or not len(numbers):
-            return make(numbers[None], values).coalesce()
-        # as `coalesce` does, with one vectorised pass over the values
-        ascending, order = numbers.sort(stable=True)
-        once, counts = ascending.unique_consecutive(return_counts=True)
-        first = counts.cumsum(0) - counts
-        return make(once[None], F.embedding_bag(order, values, first, mode="sum"), is_coalesced=True)
 
 
 def _is_of_rows(gradient: Tensor) -> bool:
@@ -131,8 +114,3 @@ def _kinds(tables: Iterable[nn.Parameter]) -> list[_Kind]:
 def _repeated(starts: list[int], counts: list[int]) -> Tensor:
     """Each start as many times as its count says."""
     return torch.repeat_interleave(torch.tensor(starts), torch.tensor(counts))
-
-
-def _bytes(rows: Tensor) -> Tensor:
-    """The bytes of each row (n, w), as (n, bytes)."""
-    return rows.contiguous().view(torch.uint8)

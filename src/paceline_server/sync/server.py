@@ -21,16 +21,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.cluster.machine import own_address
-from paceline.comm.allreduce.algorithms import Algorithm
-from paceline.comm.allreduce.flat import FlatAllReduce
-from paceline.comm.bucket import CommThread, Task
+from paceline.comm.allreduce import Algorithm, OwnAllReduce
+from paceline.comm.comm_thread import CommThread, Task
 from paceline.comm.group import Group, Op
 from paceline.device import is_accelerator
 from paceline.errors import ChannelError, LaunchError, PlanError, ServerLost, ServerRefused, SyncError
 from paceline.files import scratch_folder
 from paceline.generation import GenerationOver, generation_is_over, generations_are_watched
 from paceline.rank_environment import RankEnvironment, is_our_rank
-from paceline.sync.allreduce import AllReduce, BucketStream
+from paceline.sync.allreduce import AllReduce, Lane
 from paceline.sync.compress.alone import Feedback, decoder
 from paceline.sync.diloco import DiLoCo
 from paceline.sync.rows import numbers_of
@@ -61,34 +60,20 @@ class ServerSums(AllReduce):
     def overlap_pays(self, dp: Group) -> bool:
         return dp.spans_hosts and not is_accelerator(dp.device)
 
-    def streams_over(self, dp: Group) -> list[BucketStream]:
+    def lanes_over(self, dp: Group) -> tuple[list[Lane], str]:
         if dp.is_fake:
-            return super().streams_over(dp)
-        return [ServerStream(dp, self.servers, self.compress, own_thread=self.overlap)]
+            return super().lanes_over(dp)
+        servers = ServerSum(dp, self.servers, self.compress)
+        thread = CommThread("paceline-sync-0") if self.overlap else None
+        why = f"{servers.servers} of {dp.size} ranks serve"
+        return [Lane(dp, servers, self.replica.traffic, thread=thread)], why
 
-    def after_backward(self, step: int, scalars: Tensor) -> Reduction:
-        agreement = super().after_backward(step, scalars)
-        self.replica.traffic.become(stream.traffic for stream in self.streams)
-        return agreement
+    def coder(self, codec: str, lane: Lane, number: int) -> CodedSums:
+        assert isinstance(lane.algorithm, ServerSum)
+        return CodedSums(codec, lane.algorithm, lane.traffic)
 
     def tell(self, why: str) -> None:
         self.replica.log(f"sync=server: {why}")
-
-
-class ServerStream(BucketStream):
-    """Sums buckets on servers."""
-
-    algorithm: ServerSum
-
-    def __init__(self, group: Group, servers: int, compress: str, *, own_thread: bool) -> None:
-        self.servers, self.compress = servers, compress
-        super().__init__(group, "server", own_thread=own_thread)
-
-    def algorithm_over(self, group: Group, name: str) -> Algorithm:
-        return ServerSum(group, self.servers, self.compress)
-
-    def compress_by(self, codec: str) -> None:
-        self.compressor = None if codec == "none" else CodedSums(codec, self.algorithm, self.traffic)
 
 
 class CodedSums:
@@ -123,8 +108,6 @@ class ServerDeltas(DiLoCo):
     The rule is `diloco` with its sums made on servers.
     """
 
-    algorithm: ServerSum | Group
-
     def __init__(
         self, *, period: int, servers: int, lr: float, momentum: float, compress: str = "none", **_: object
     ) -> None:
@@ -151,7 +134,7 @@ _sockets = count()  # numbers of those of this process
 _SPACE = 0, "sums"  # of the numbers of sums; a server sums for one group only
 
 
-class ServerSum(FlatAllReduce):
+class ServerSum(OwnAllReduce):
     """An all-reduce by way of servers, in threads of the first ranks of the group.
 
     Each server sums a part of every tensor, in rank order, so that all ranks get the same bits.
@@ -173,7 +156,7 @@ class ServerSum(FlatAllReduce):
             own = self._serve(group, key, servers) if group.rank < servers else None
             addresses = [address for address in group.gather_json(own) if address is not None]
             self.servers = len(addresses)
-            super().__init__(group, f"{self.servers} of {group.size} ranks serve")
+            super().__init__(group)
             self.client = held.enter_context(_client(group, addresses, key))
             self._held = held.pop_all()
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import paceline.comm.allreduce.hierarchical
+import paceline.comm.allreduce
 from hosts import Hosts
 from paceline.comm import Group
-from paceline.comm.allreduce.algorithms import algorithm_for
-from paceline.comm.allreduce.hierarchical import HierarchicalAllReduce
+from paceline.comm.allreduce import HierarchicalAllReduce, algorithm_for, close_algorithm
 from paceline.comm.backend import joined
 from paceline.errors import SyncError
 from ranks import RankError, Ranks
@@ -38,7 +37,7 @@ def as_if_on_hosts(hosts: tuple[int, ...]) -> dict[str, object]:
     """Exact sums and maxima of ranks that are told to be on some hosts."""
     with joined(deadline_s=30) as group:
         group.hosts = hosts
-        paceline.comm.allreduce.hierarchical._BLOCK_BYTES = 2**20  # so that some tensors take several
+        paceline.comm.allreduce._BLOCK_BYTES = 2**20  # so that some tensors take several
         algorithm = HierarchicalAllReduce(group)
         wrong = [
             (*case, shared)
@@ -156,12 +155,12 @@ def of_four_mebibytes(name: str, calls: int) -> tuple[list[float], str]:
     """The sum of ones by an algorithm, over and over, and its reason."""
     with joined(deadline_s=60, transport="gloo") as group:
         assert isinstance(group, Group)
-        algorithm = algorithm_for(group, name)
+        algorithm, why = algorithm_for(group, name)
         for _ in range(calls):
             tensor = torch.ones(2**20)
             algorithm.all_reduce(tensor)
-        algorithm.close()
-        return sorted(set(tensor.tolist())), algorithm.why
+        close_algorithm(algorithm)
+        return sorted(set(tensor.tolist())), why
 
 
 @pytest.mark.needs_root

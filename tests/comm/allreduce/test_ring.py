@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.comm.allreduce.ring import PIECE_BYTES, ring_all_reduce
 from paceline.comm.backend import joined
 from paceline.comm.group import Messages
+from paceline.comm.ring import PIECE_BYTES, ring_all_reduce
 from paceline.errors import SyncError
 from ranks import Backend, RankError, Ranks
 from thread_ranks import Arrival, Wires, in_threads

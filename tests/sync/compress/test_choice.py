@@ -13,7 +13,6 @@ import torch
 import paceline.sync.compress.choice as choice_module
 from hosts import Hosts
 from paceline.comm import Group
-from paceline.comm.allreduce.flat import FlatAllReduce
 from paceline.comm.backend import joined
 from paceline.errors import PlanError
 from paceline.planning.sync_info import CODECS, CodecInfo, CompressSpec, auto_candidates
@@ -37,7 +36,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> PredictionOf:
 def run(step_s: dict[str, float], group: Group | None = None) -> tuple[CodecChooser, list[str]]:
     """The choice of a run whose steps take `step_s` by codec, and the codec of each of its first 40 steps."""
     now, used = 0.0, []
-    made = CodecChooser(FlatAllReduce(group or Group(), ""), [])
+    made = CodecChooser(group or Group(), group or Group(), [])
     made.clock = lambda: now
     for _ in range(40):
         used.append(made.codec)
@@ -89,7 +88,7 @@ def test_of_codecs_about_equally_fast_the_one_that_loses_least_is_taken(predicte
 
 def test_a_resumed_run_keeps_what_was_decided(predicted: PredictionOf) -> None:
     predicted(1.0, bf16=0.5)
-    made = CodecChooser(FlatAllReduce(Group(), ""), [])
+    made = CodecChooser(Group(), Group(), [])
     made.decide("bf16", "As before the run was resumed")
     assert [made.step_done() for _ in range(20)] == ["bf16"] * 20
 
@@ -115,7 +114,7 @@ def measured(dtype: torch.dtype, numbers: int, transport: str = "auto") -> dict[
         flat = torch.zeros(numbers + 300, dtype=dtype)
         buckets = [(flat, [flat[:numbers].view(numbers // 300, 300), flat[numbers:]])]
         before = torch.random.get_rng_state()
-        plain_s, coded_s = measure_sums(FlatAllReduce(group, ""), buckets, auto_candidates()[0])
+        plain_s, coded_s = measure_sums(group, group, buckets, auto_candidates()[0])
         untouched = torch.equal(before, torch.random.get_rng_state()) and not flat.any()
         return {"plain_s": plain_s, "coded_s": coded_s, "untouched": bool(untouched)}
 
@@ -158,7 +157,7 @@ def choices_beside_broken_packages() -> list[str]:
         CODECS.installed["extra"] = EntryPoint("extra", f"{home}:NOT_EVERYWHERE", CODECS.group)
         CODECS.installed["light"] = EntryPoint("light", f"{__name__}:WITHOUT_CLASS", CODECS.group)
         flat = torch.zeros(6000)
-        made = CodecChooser(FlatAllReduce(group, ""), [(flat, [flat.view(60, 100)])])
+        made = CodecChooser(group, group, [(flat, [flat.view(60, 100)])])
         made.decide("none", "Nothing is gained")
         return made.message.splitlines()
 

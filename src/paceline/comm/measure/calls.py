@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.allreduce.algorithms import Algorithm
+from paceline.comm.allreduce import Algorithm, OwnAllReduce
 from paceline.comm.backend import joined
 from paceline.comm.group import Group
 from paceline.comm.links import timed, timed_with_cpu
@@ -95,7 +95,7 @@ def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algo
         4 * numel,
         time_s / MESSAGES.get(collective, 1),
         collective=collective,
-        algorithm=algorithm.name if algorithm else "flat",
+        algorithm=algorithm.name if isinstance(algorithm, OwnAllReduce) else "flat",
         calls=calls,
         wrong=int(everywhere.item()),
     )
@@ -156,7 +156,7 @@ def shared_evenly(group: Group, size_bytes: int) -> int:
     return max(1, size_bytes // 4 // group.size) * group.size
 
 
-def prepared(group: Group, collective: str, numel: int, by: Algorithm | Group | None = None) -> TimedCollective:
+def prepared(group: Group, collective: str, numel: int, by: Algorithm | None = None) -> TimedCollective:
     """A collective of `BUS_FACTORS` on `numel` fp32 numbers.
 
     Args:

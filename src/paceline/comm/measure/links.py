@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline import units
-from paceline.comm.allreduce.algorithms import algorithm_for
+from paceline.comm.allreduce import algorithm_for, close_algorithm
 from paceline.comm.backend import joined
 from paceline.comm.group import Group
 from paceline.comm.measure.calls import CollectiveSpeed, measure_call
@@ -78,7 +78,7 @@ def measure_on_rank(request: LinksRequest) -> TransportMeasurement:
 
 def _by_size(group: Group, measured: TransportMeasurement, collective: str, name: str, sizes: Sequence[int]) -> None:
     """Measure in ascending order of size; sizes that would take too long are left out."""
-    algorithm = algorithm_for(group, name) if collective == "all_reduce" and name != "flat" else None
+    algorithm = algorithm_for(group, name)[0] if collective == "all_reduce" else group
     before: list[CollectiveSpeed] = []
     for size in sizes:
         if _foreseen_s(before, size, measured.limit.least_s(collective, size) or 0.0) > _LONGEST_S:
@@ -86,8 +86,7 @@ def _by_size(group: Group, measured: TransportMeasurement, collective: str, name
         else:
             before.append(measure_call(group, collective, size, algorithm))
     measured.speeds.extend(before)
-    if algorithm is not None:
-        algorithm.close()
+    close_algorithm(algorithm)
 
 
 def _foreseen_s(before: Sequence[CollectiveSpeed], size_bytes: int, least_s: float) -> float:

@@ -7,7 +7,6 @@ same order: the result has the same bits everywhere.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -18,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.operation import Steps
 from paceline.comm.process_group import DrivenProcessGroup, Reduction, Transport, flattened, put_back
+from paceline.comm.ring import around
 from paceline.comm.tcp.link import PeerLink
 from paceline.comm.tcp.mesh import COLLECTIVE, MESSAGE, CurrentCall, LinkMesh, MeshQueue, TcpReceive, TcpSend
 from paceline.comm.tcp.progress import TcpProgress
@@ -255,41 +255,18 @@ class TcpCollectives:
     def _ring(
         self, call: CurrentCall, shares: Sequence[Tensor], steps: range, reduction: Reduction | None = None
     ) -> Steps:
-        """Some of the 2 (n - 1) steps of a ring all-reduce.
-
-        After the first half rank r has the sum of all ranks' share r, after the second the sums of all shares. In step
-        t a rank receives share r - t - 2 from its left; what it received, it passes on.
-        """
-        n, last_sum = self.size, self.size - 2
-        piece = self._piece(max(shares, key=len))
+        """Some steps of a ring all-reduce in the order of the ranks (see `comm.ring`)."""
+        piece, sends = self._piece(max(shares, key=len)), list[TcpSend]()
         ahead = max(1, _AHEAD_BYTES // (piece * shares[0].element_size()))
-        coming = [(step, part) for step in steps for part in _cut(shares[(self.rank - step - 2) % n], piece)]
-        memory = [shares[0].new_empty(piece) for _ in range(ahead if steps.start <= last_sum else 0)]
-        going, sends = deque(_cut(shares[(self.rank - steps.start - 1) % n], piece)), list[TcpSend]()
-        posted: deque[tuple[Tensor, TcpReceive]] = deque()
 
-        def go_on(received: int) -> None:
-            for at in range(received + len(posted), min(received + ahead, len(coming))):
-                step, part = coming[at]
-                place = memory[at % ahead][: len(part)] if step <= last_sum else part
-                posted.append((place, self._receive(self._left, call, place)))
-            while going and len(sends) < received + ahead:  # not more: the right has a place for so much
-                sends.append(self._send(self._right, call, going.popleft()))
+        def start(sent: Tensor, target: Tensor) -> list[TcpReceive]:
+            receives = [self._receive(self._left, call, target)] if len(target) else []
+            if len(sent):
+                sends.append(self._send(self._right, call, sent))
+            return receives
 
-        go_on(0)
-        for at, (step, part) in enumerate(coming):
-            place, receive = posted.popleft()
-            yield from self._wait([receive])
-            if step <= last_sum:
-                assert reduction is not None
-                reduction.add(part, [part, place])
-                if step == last_sum:
-                    reduction.scale(part)
-            if step < steps.stop - 1:
-                going.append(part)
-            go_on(at + 1)
-        while going:
-            sends.append(self._send(self._right, call, going.popleft()))
+        for _, receives in around(shares, self.rank, steps, start, piece=piece, ahead=ahead, reduction=reduction):
+            yield from self._wait(receives)
         yield from self._done(sends)
 
     def _all_of(self, call: CurrentCall, tensor: Tensor) -> Steps:
@@ -348,7 +325,3 @@ def _combine(reduction: Reduction, out: Tensor, parts: Sequence[Tensor]) -> None
     total = torch.empty_like(out)
     reduction.into(total, parts)
     out.copy_(total)
-
-
-def _cut(share: Tensor, piece: int) -> Sequence[Tensor]:
-    return share.split(piece) if share.numel() else ()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.comm.agree import greatest
-from paceline.comm.allreduce.algorithms import Algorithm
+from paceline.comm.allreduce import Algorithm
 from paceline.device import synchronize
 from paceline.errors import JobError, PlanError
 from paceline.job.spec import load_object
@@ -57,11 +57,11 @@ class CodecChooser:
         clock: returns the time in seconds.
     """
 
-    def __init__(self, algorithm: Algorithm, buckets: Buckets) -> None:
-        self.group = algorithm.group
+    def __init__(self, group: Group, algorithm: Algorithm, buckets: Buckets) -> None:
+        self.group = group
         self.codec, self.decided, self.message = "none", False, ""
         candidates, self._left_out = _candidates(self.group)
-        self._plain_s, self._coded_s = measure_sums(algorithm, buckets, candidates)
+        self._plain_s, self._coded_s = measure_sums(group, algorithm, buckets, candidates)
         self.clock = time.perf_counter
         self._trials: list[str] = []
         self._measured_s: dict[str, float] = {}
@@ -158,13 +158,14 @@ def _candidates(group: Group) -> tuple[list[str], list[str]]:
     return common, [*left_out, *(f"{text} is not on every rank" for text in missing)]
 
 
-def measure_sums(algorithm: Algorithm, buckets: Buckets, candidates: Sequence[str]) -> tuple[float, dict[str, float]]:
+def measure_sums(
+    group: Group, algorithm: Algorithm, buckets: Buckets, candidates: Sequence[str]
+) -> tuple[float, dict[str, float]]:
     """Seconds per step of the exact sums, and of each candidate codec's.
 
     Random numbers are summed over the ranks in the shapes of the first gradients. Codecs that do not take them are left
     out. Every rank calls it, and all get the slowest rank's times.
     """
-    group = algorithm.group
     generator = torch.Generator(group.device).manual_seed(0)  # not the one that training uses
     sample = []
     for flat, shapes in _first(buckets):

@@ -1,0 +1,282 @@
+"""All-reduce algorithms by the word that a plan uses: flat, ring, hierarchical, auto.
+
+`flat` is the all-reduce of the transport, that is, the `Group` itself. The others are made of messages between ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.group import Group, Op
+from paceline.comm.links import measure_links, ranks_by_host
+from paceline.comm.process_group import Reduction, Transport
+from paceline.comm.ring import ring_all_reduce
+from paceline.errors import PlanError, SyncError
+from paceline.planning.sync_info import ALGORITHMS
+from paceline.units import size
+
+_SIZES = tuple(2**k for k in range(6, 31))  # bytes, at which `auto` compares
+_CLEARLY = 0.9  # of flat's time is what another must promise: measurements and formulas are off by some per cent
+_EXAMPLE = 2**24  # bytes; for which it shows its reckoning
+_BLOCK_BYTES = 2**26  # at a time: so much shared memory is kept, once a tensor came that does not lie in any
+
+
+class Algorithm(Protocol):
+    """What sums tensors over a group: the group itself, or an `OwnAllReduce`. All ranks get the same bits."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros in memory that suits the algorithm; see `Group.empty`."""
+
+    def release(self, tensor: Tensor) -> None:
+        """Let go of a tensor from `empty`."""
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
+        """Replace `tensor` on every rank by the sum, mean or maximum over the ranks."""
+
+
+def algorithm_for(group: Group, name: str) -> tuple[Algorithm, str]:
+    """The algorithm of a name, and why it is the one taken.
+
+    Every rank of the group calls this; `auto` measures the links between hosts for a fraction of a second, unless the
+    group has their speeds. `close_algorithm` ends it.
+
+    Raises:
+        PlanError: there is none of that name.
+    """
+    if name not in (*ALGORITHMS, "auto"):
+        raise PlanError(f"there is no all-reduce algorithm called {name!r}; there are {', '.join(ALGORITHMS)}, auto")
+    if name == "auto" and group.spans_hosts:
+        auto = Auto(group)
+        return auto, auto.reasons()
+    if name == "auto":
+        return group, f"flat: all ranks are on one host, where {group.transport.name} is fastest"
+    if name == "hierarchical" and not group.spans_hosts:
+        return group, f"flat: the ranks are on one host, so there is nothing beyond {group.transport.name}"
+    return group if name == "flat" else _OWN[name](group), f"{name}: as the plan says"
+
+
+def close_algorithm(algorithm: Algorithm) -> None:
+    """End what an algorithm made for itself; the group goes on."""
+    if isinstance(algorithm, OwnAllReduce):
+        algorithm.close()
+
+
+class OwnAllReduce:
+    """An all-reduce that paceline makes itself: of messages between ranks, or with servers."""
+
+    name: ClassVar[str]
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.group.empty(numel, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        self.group.release(tensor)
+
+    def reduce(self, flat: Tensor, op: Any) -> None:
+        """Replace a flat contiguous tensor by the sum or maximum over the ranks.
+
+        Raises:
+            SyncError: a rank is gone, did not come within the deadline, or brought a tensor of another size.
+        """
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
+        if self.group.size == 1:
+            return
+        self.group.count(0, reduced_bytes=tensor.nbytes)
+        flat = tensor.detach().contiguous().view(-1)
+        self.reduce(flat, "max" if op == "max" else "sum")
+        if op == "mean":
+            flat.div_(self.group.size)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.shape))
+
+    def close(self) -> None:
+        """End the groups that the algorithm made for itself."""
+
+
+class RingAllReduce(OwnAllReduce):
+    """The ring over a group, whose ranks stand in it host by host."""
+
+    name = "ring"
+
+    def reduce(self, flat: Tensor, op: Any) -> None:
+        ring_all_reduce(self.group, flat, op, order=ranks_by_host(self.group))
+
+
+class HierarchicalAllReduce(OwnAllReduce):
+    """An all-reduce over hosts: ranks of a host sum in shared memory; only sums travel between hosts.
+
+    With L ranks a host, each takes one L-th of the tensor: it sums the L contributions, carries the sum around a ring
+    of its counterparts on the other hosts, and writes the result into the memory of all L. So a link between hosts
+    carries 2 (h - 1) / h of the tensor for h hosts, whatever L is, all ranks work, and work in memory overlaps with
+    messages: both go piece by piece (see `ring`). The division of the work is that of Cho et al., 2019, "BlueConnect".
+    """
+
+    name = "hierarchical"
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.host = group.host
+        on_hosts = [[r for r in range(group.size) if group.hosts[r] == host] for host in dict.fromkeys(group.hosts)]
+        self.parts = min(len(ranks) for ranks in on_hosts)
+        # ranks that carry the same part; a host with more ranks than another has some that carry none
+        self.across: Group | None = None
+        if self.host.rank < self.parts:
+            self.across = group.subgroup(sorted(ranks[self.host.rank] for ranks in on_hosts))
+            self.across.counts = group.counts
+        self._scratch: Tensor | None = None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of zeros in the host's shared memory; all ranks ask together."""
+        return self.host.empty(numel, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        self.host.release(tensor)
+
+    def close(self) -> None:
+        if self._scratch is not None:
+            self.host.release(self._scratch)
+        if self.across is not None:
+            self.across.close()
+
+    def reduce(self, flat: Tensor, op: Any) -> None:
+        # on every host alike, however its ranks' tensors lie
+        for block in flat.split(_BLOCK_BYTES // flat.element_size()):
+            self._sum_block(block, op)
+
+    def _sum_block(self, block: Tensor, op: Any) -> None:
+        memory = self.host.transport
+        if not memory.shares_memory:
+            self._over_messages(block, op)
+        elif self._lies_alike(memory, block):
+            self._in_memory(memory, block, op)
+        else:
+            if self._scratch is None:
+                self._scratch = self.host.empty(_BLOCK_BYTES, torch.uint8)
+            shared = self._scratch[: block.nbytes].view(block.dtype)
+            shared.copy_(block)
+            if self._lies_alike(memory, shared):
+                self._in_memory(memory, shared, op)
+                block.copy_(shared)
+            else:  # the host has no memory left to be shared
+                self._over_messages(block, op)
+
+    def _lies_alike(self, memory: Transport, flat: Tensor) -> bool:
+        """Meet the ranks of the host: what each has to contribute is there now.
+
+        Whether all lie at the same place of shared memory.
+        """
+        arena, start = memory.place_of(flat)
+        own = torch.tensor([arena, start, flat.nbytes])
+        both = torch.cat((own, -own))
+        self.host.all_reduce(both, "max")
+        most, least = both[:3], -both[3:]
+        if most[2] != least[2]:
+            raise SyncError(
+                f"the ranks of a host brought tensors of {least[2]} to {most[2]} bytes to one all-reduce (this rank: "
+                f"{flat.nbytes}). Every rank of a group must make the same calls in the same order, with tensors of "
+                "the same type and size."
+            )
+        return arena != 0 and torch.equal(most, least)
+
+    def _in_memory(self, memory: Transport, flat: Tensor, op: Any) -> None:
+        """Reduce in shared memory.
+
+        No two ranks of a host read or write the same elements of anyone's memory, so they meet only before and after.
+        """
+        part = self._part(flat)
+        if self.across is not None and len(part):
+            others = [theirs for r, theirs in enumerate(memory.everywhere(part)) if r != self.host.rank]
+            reduction = Reduction.of(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, flat.dtype, 1)
+
+            def add_up(start: int, end: int) -> None:
+                own = part[start:end]
+                reduction.into(own, [own, *(theirs[start:end] for theirs in others)])
+
+            def spread(start: int, end: int) -> None:
+                for theirs in others:
+                    theirs[start:end].copy_(part[start:end])
+
+            ring_all_reduce(self.across, part, op, prepare=add_up, finish=spread)
+        self.host.barrier()
+
+    def _over_messages(self, flat: Tensor, op: Any) -> None:
+        """Reduce without shared memory, over the host's own transport.
+
+        Each part is then sent by the rank that carried it.
+        """
+        self.host.all_reduce(flat, op)
+        if self.across is not None:
+            ring_all_reduce(self.across, self._part(flat), op)
+        for carrier, part in enumerate(self._parts(flat)):
+            if len(part):
+                self.host.broadcast(part, root=carrier)
+
+    def _part(self, flat: Tensor) -> Tensor:
+        """The part that this rank carries; empty if it carries none."""
+        return self._parts(flat)[self.host.rank] if self.across is not None else flat[:0]
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """The part of each carrier; whole cache lines, except for the last one."""
+        line = 64 // flat.element_size()
+        length = -(-flat.numel() // (self.parts * line)) * line
+        return [flat[i * length : (i + 1) * length] for i in range(self.parts)]
+
+
+class Auto(OwnAllReduce):
+    """Chooses for each size the algorithm with the lowest predicted time, from measured links.
+
+    Attributes:
+        choices: algorithms by name.
+    """
+
+    name = "auto"
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        group.links = self.links = group.links or measure_links(group)
+        self.choices: dict[str, Algorithm] = {"flat": group, "ring": RingAllReduce(group)}
+        if len(set(group.hosts)) < group.size:  # else no host has several ranks
+            self.choices["hierarchical"] = HierarchicalAllReduce(group)
+
+    def best(self, nbytes: int) -> str:
+        """The algorithm for a size; equal on all ranks, as all use the same numbers."""
+        flat_s, *others_s = [self.links.all_reduce_s(name, nbytes) for name in self.choices]
+        least_s = min(others_s)
+        return [*self.choices][1 + others_s.index(least_s)] if least_s < _CLEARLY * flat_s else "flat"
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.choices[self.best(numel * dtype.itemsize)].empty(numel, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        self.choices[self.best(tensor.nbytes)].release(tensor)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
+        self.choices[self.best(tensor.nbytes)].all_reduce(tensor, op)
+
+    def close(self) -> None:
+        for choice in self.choices.values():
+            close_algorithm(choice)
+
+    def reasons(self) -> str:
+        """The chosen algorithm from each size on, and the measurements behind the choice, as text."""
+        best = [(nbytes, self.best(nbytes)) for nbytes in _SIZES]
+        starts = [(nbytes, name) for i, (nbytes, name) in enumerate(best) if i == 0 or name != best[i - 1][1]]
+        ranges = ", ".join(name if i == 0 else f"{name} from {size(nbytes)}" for i, (nbytes, name) in enumerate(starts))
+        predicted = ", ".join(f"{name} {self.links.all_reduce_s(name, _EXAMPLE) * 1e3:.3g} ms" for name in self.choices)
+        between, hosts = self.links.between, len(set(self.group.hosts))
+        return (
+            f"auto: {ranges} (predicted for {size(_EXAMPLE)}: {predicted}), with {self.group.size} ranks on {hosts} "
+            f"hosts, {between.bandwidth / 1e6:.3g} MB/s and {between.latency_s * 1e3:.2g} ms between them"
+        )
+
+
+_OWN: dict[str, type[OwnAllReduce]] = {each.name: each for each in (RingAllReduce, HierarchicalAllReduce)}

@@ -1,0 +1,168 @@
+"""The ring of an all-reduce: a pipelined reduce-scatter and all-gather around some ranks.
+
+Every rank sends 2 (n - 1) / n of the tensor, the least that is possible: Patarasuk & Yuan, 2009, "Bandwidth Optimal
+All-reduce Algorithms for Clusters of Workstations". A piece goes on as soon as it has arrived and was added, while
+others are still on their way. Every element is summed along the ring by one chain of ranks and then copied, so that it
+has the same bits everywhere. The algorithm `ring` runs it over any group, the transport `tcp` within its collectives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from typing import Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.group import Messages
+from paceline.comm.process_group import Reduction
+
+PIECE_BYTES = 2**18  # long against the cost of starting a message, short against what a rank has to send
+IN_FLIGHT = 4  # pieces: one arrives, one is added, and the others wait in the buffers of the connection
+
+T = TypeVar("T")
+OnPiece = Callable[[int, int], object]  # of consecutive elements: the first, and the end
+
+
+class Wait(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> None:
+        """Return when they are received and sent."""
+
+
+class Wires(Protocol):
+    """The part of a group that a ring needs: messages between ranks."""
+
+    rank: int
+    size: int
+
+    def start_exchange(self, send: Messages, receive: Messages) -> Wait:
+        """Begin to send and receive contiguous tensors, to and from ranks."""
+
+
+def ring_all_reduce(
+    wires: Wires,
+    tensor: Tensor,
+    op: Literal["sum", "max"] = "sum",
+    *,
+    order: Sequence[int] | None = None,
+    prepare: OnPiece | None = None,
+    finish: OnPiece | None = None,
+    piece_bytes: int = PIECE_BYTES,
+) -> None:
+    """Replace a flat contiguous tensor by the sum or maximum over the ranks.
+
+    Args:
+        order: the ranks around the ring; ascending by default. Neighbours should be near each other.
+        prepare: called for every piece before its elements are read, while others are on their way.
+        finish: called for every piece when its elements are those of the result, while others are on their way.
+
+    Raises:
+        SyncError: a rank is gone, or did not come within the deadline (from `wires`).
+    """
+    ranks = list(order) if order is not None else list(range(wires.size))
+    n, place = len(ranks), ranks.index(wires.rank)
+    following, before = ranks[(place + 1) % n], ranks[place - 1]
+    share = -(-tensor.numel() // n)
+    pieces = max(1, -(-share // max(1, piece_bytes // tensor.element_size())))
+    reduction = Reduction.of(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, tensor.dtype, n)
+
+    def start(sent: Tensor, target: Tensor) -> Wait:
+        return wires.start_exchange([(following, sent)] if len(sent) else [], [(before, target)] if len(target) else [])
+
+    moves = around(
+        [tensor[i * share : (i + 1) * share] for i in range(n)],
+        place,
+        range(2 * (n - 1)),
+        start,
+        reduction=reduction,
+        piece=-(-share // pieces),
+        ahead=IN_FLIGHT,
+        prepare=prepare,
+        finish=finish,
+    )
+    traced, shown = torch._C._autograd._profiler_enabled(), -1
+    with ExitStack() as span:  # of a step in the profiler's trace; it lasts until the step's last piece is in
+        for step, exchange in moves:
+            if traced and step != shown:
+                span.close()
+                phase, number = ("reduce-scatter", step + 1) if step < n - 1 else ("all-gather", step - n + 2)
+                title = f"ring {phase} step {number} of {n - 1}: {wires.rank} → {following}"
+                megabytes = share * tensor.element_size() / 1e6
+                span.enter_context(torch.profiler.record_function(f"{title}, {megabytes:.3g} MB"))
+                shown = step
+            exchange.wait()
+
+
+def around(
+    shares: Sequence[Tensor],
+    place: int,
+    steps: range,
+    start: Callable[[Tensor, Tensor], T],
+    *,
+    piece: int,
+    ahead: int,
+    reduction: Reduction | None = None,
+    prepare: OnPiece | None = None,
+    finish: OnPiece | None = None,
+) -> Iterator[tuple[int, T]]:
+    """Some of the 2 (n - 1) steps of a ring all-reduce among n ranks, for one of them.
+
+    After the first half the rank at place p has the sum of all ranks' share p, after the second the sums of all shares.
+    In step t it receives share p - t - 2 from the place before; what it received, it passes on in the next step.
+
+    Args:
+        shares: n flat tensors; a share has the same length on every rank.
+        start: begins to send a tensor to the next place and to receive another from the one before. Either may be
+            empty, where there are fewer elements than places for them.
+        piece: elements that are sent at once.
+        ahead: pieces under way, at most.
+        reduction: how to combine what is received in the first half.
+        prepare, finish: as of `ring_all_reduce`; elements are counted over all shares.
+
+    Yields:
+        A step and what `start` returned, which the caller waits for before the ring goes on.
+    """
+    n, summing = len(shares), len(shares) - 1  # steps of the first half
+    begins = [0, *accumulate(map(len, shares))]
+    pieces = max(1, -(-max(map(len, shares)) // max(1, piece)))
+    # A piece is sent when it came in by the step before, so no more are under way than a step has.
+    window = min(ahead, pieces)
+    buffers = [shares[0].new_empty(piece) for _ in range(window if steps.start < summing else 0)]
+    under_way: deque[tuple[int, int, Tensor, Tensor, T]] = deque()
+
+    def cut(share: int, part: int) -> tuple[int, Tensor]:
+        """A piece, and where it begins."""
+        whole, begin = shares[share % n], begins[share % n]
+        skipped = min(part * piece, len(whole))
+        return begin + skipped, whole[skipped : skipped + piece]
+
+    def end() -> Iterator[tuple[int, T]]:
+        """See a piece in, add it up, and hand it on if it is final."""
+        step, at, own, target, exchange = under_way.popleft()
+        if prepare is not None and step < summing:
+            prepare(at, at + len(own))  # while it is on its way
+        yield step, exchange
+        if step < summing:
+            assert reduction is not None
+            reduction.add(own, [own, target])
+            if step == summing - 1:
+                reduction.scale(own)
+        if finish is not None and step >= summing - 1:
+            finish(at, at + len(own))
+
+    for number, (step, part) in enumerate((step, part) for step in steps for part in range(pieces)):
+        if len(under_way) == window:
+            yield from end()
+        (sent_at, sent), (at, own) = cut(place - step - 1, part), cut(place - step - 2, part)
+        if prepare is not None and step == 0:
+            prepare(sent_at, sent_at + len(sent))
+        target = buffers[number % window][: len(own)] if step < summing else own
+        under_way.append((step, at, own, target, start(sent, target)))
+    while under_way:
+        yield from end()
