@@ -112,7 +112,7 @@ class RingAllReduce(OwnAllReduce):
 
 
 class HierarchicalAllReduce(OwnAllReduce):
-    """An all-reduce over hosts: ranks of a host sum in shared memory; only sums travel between hosts.
+    """An all-reduce that sums in each host's memory, so that only sums travel.
 
     With L ranks a host, each takes one L-th of the tensor: it sums the L contributions, carries the sum around a ring
     of its counterparts on the other hosts, and writes the result into the memory of all L. So a link between hosts

@@ -528,7 +528,7 @@ def all_reduce_sparse(collectives: Collectives, tensor: Tensor, op: Op) -> Steps
 
 
 def rows_to_send(own: Tensor) -> Tensor:
-    """The indices and values of a sparse tensor as bytes, a row (n, bytes) for each of its n values."""
+    """A sparse tensor's n indices and values as bytes (n, bytes)."""
     values = own._values().reshape(own._nnz(), math.prod(own._values().shape[1:]))
     return torch.cat([_packed(own._indices().t()).view(torch.uint8), _packed(values).view(torch.uint8)], 1)
 
@@ -546,12 +546,13 @@ def sum_of_rows(of_ranks: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _packed(rows: Tensor) -> Tensor:
-    """A copy that can be viewed as any dtype; a tensor of one row counts as contiguous with any stride."""
+    """A copy that can be viewed as any dtype."""
+    # a tensor of one row counts as contiguous with any stride
     return rows.clone(memory_format=torch.contiguous_format)
 
 
 def added_up(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """A coalesced sparse tensor of values; those of one place are added up in the order given."""
+    """A coalesced sparse tensor; values of one place are added up in their order."""
     make = partial(torch.sparse_coo_tensor, size=shape, check_invariants=False)
     of_rows = len(indices) == 1 and values.dim() == 2 and values.dtype in (torch.float32, torch.float64)
     if not (of_rows and values.is_cpu and len(values)):

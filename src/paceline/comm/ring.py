@@ -111,7 +111,7 @@ def around(
     prepare: OnPiece | None = None,
     finish: OnPiece | None = None,
 ) -> Iterator[tuple[int, T]]:
-    """Some of the 2 (n - 1) steps of a ring all-reduce among n ranks, for one of them.
+    """Some of the 2 (n - 1) steps of a ring all-reduce among n ranks.
 
     After the first half the rank at place p has the sum of all ranks' share p, after the second the sums of all shares.
     In step t it receives share p - t - 2 from the place before; what it received, it passes on in the next step.

@@ -275,7 +275,7 @@ class AllReduce(SyncRule):
         return only is not None and bool(bucket.parameters) and only.isdisjoint(bucket.parameters)
 
     def _begin(self, number: int) -> None:
-        """Have a bucket summed while the backward pass goes on; its `pending` tells when that is done."""
+        """Have a bucket summed beside the backward pass; its `pending` tells when that is done."""
         bucket, lane = self.buckets[number], self._lane(number)
         if lane.thread is not None:
             bucket.pending = lane.thread.start(partial(self._sum, number))
@@ -299,7 +299,7 @@ class AllReduce(SyncRule):
 
 @dataclass
 class Lane:
-    """A group whose ranks sum some of the buckets, in the order of arrival, the same on every rank.
+    """A group that sums some of the buckets, in the same order on every rank.
 
     Attributes:
         traffic: bytes sent by this lane.
