@@ -77,11 +77,18 @@ def outcome(plan: str, penalty: Callable[[Any], Any], by_step: bool) -> list[flo
         return type(error).__name__
 
 
-@pytest.mark.parametrize("by_step", [False, True], ids=["own loss", "engine.step"])
+def outcomes(penalty: Callable[[Any], Any]) -> list[list[float] | str]:
+    """Outcomes of every plan and way to compute the loss, one after the other in the same processes."""
+    return [outcome(plan, penalty, by_step) for plan in (*RIGHT, REFUSED) for by_step in (False, True)]
+
+
+RIGHT, REFUSED = ("dp=2", "fsdp=2 zero=2"), "fsdp=2"
+
+
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_a_penalty_is_right_or_refused(ranks: Ranks, penalty: Callable[[Any], Any], by_step: bool) -> None:
-    alone = train("dp=1", penalty, by_step)
-    for plan in ("dp=2", "fsdp=2 zero=2"):
-        for found in ranks(2, outcome, plan, penalty, by_step):
-            assert found == pytest.approx(alone, rel=1e-9)
-    assert ranks(2, outcome, "fsdp=2", penalty, by_step) == ["PlanError"] * 2
+def test_a_penalty_is_right_or_refused(ranks: Ranks, penalty: Callable[[Any], Any]) -> None:
+    alone = [train("dp=1", penalty, by_step) for by_step in (False, True)]
+    for *right, own_loss, by_step in ranks(2, outcomes, penalty):
+        for losses, expected in zip(right, len(RIGHT) * alone, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-9)
+        assert own_loss == by_step == "PlanError"

@@ -111,39 +111,30 @@ def outcome(plan: str, kind: str, penalty: Penalty, where: str) -> list[float] |
         return type(error).__name__
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "ep=2"])
-@pytest.mark.parametrize(
-    ("penalty", "where"),
-    [
-        (squares, "loop"),
-        (absolute, "loop"),
-        (orthogonality, "loop"),
-        (squares, "loss"),
-        (consolidation, "loss"),
-        (without_gradient, "loss"),
-    ],
-)
-def test_a_penalty_over_shards_is_refused(ranks: Ranks, plan: str, penalty: Penalty, where: str) -> None:
-    kind = "moe" if plan == "ep=2" else "gpt"
-    assert ranks(2, outcome, plan, kind, penalty, where) == ["PlanError"] * 2
+def outcomes(cases: list[tuple[str, str, Penalty, str]]) -> list[list[float] | str]:
+    """Outcomes of several cases, one after the other in the same processes."""
+    return [outcome(*case) for case in cases]
 
 
-@pytest.mark.parametrize(
-    ("plan", "kind", "where"),
-    [
-        ("tp=2", "gpt", "loop"),
-        ("tp=2", "gpt", "loss"),
-        ("ep=2", "moe", "loop"),
-        ("ep=2", "moe", "loss"),
-        ("cp=2", "gpt", "loss"),
-    ],
-)
-def test_a_penalty_over_parameters_that_every_rank_holds_is_right(
-    ranks: Ranks, plan: str, kind: str, where: str
-) -> None:
-    alone = train("dp=1", kind, of_norms, where)
-    for found in ranks(2, outcome, plan, kind, of_norms, where):
-        assert found == pytest.approx(alone, rel=1e-9)
+REFUSED = ["PlanError"]
+IN_FORWARD = (squares, consolidation, without_gradient)
+
+
+@pytest.mark.parametrize(("plan", "kind"), [("tp=2", "gpt"), ("ep=2", "moe")])
+def test_a_penalty_over_shards_is_refused(ranks: Ranks, plan: str, kind: str) -> None:
+    of_loops = [(plan, kind, penalty, "loop") for penalty in (squares, absolute, orthogonality)]
+    of_losses = [(plan, kind, penalty, "loss") for penalty in (squares, consolidation, without_gradient)]
+    assert ranks(2, outcomes, [*of_loops, *of_losses]) == [6 * REFUSED] * 2
+
+
+def test_a_penalty_over_parameters_that_every_rank_holds_is_right(ranks: Ranks) -> None:
+    kinds = [("tp=2", "gpt"), ("ep=2", "moe")]
+    cases = [(plan, kind, of_norms, where) for plan, kind in kinds for where in ("loop", "loss")]
+    cases.append(("cp=2", "gpt", of_norms, "loss"))
+    alone = [train("dp=1", *case) for _, *case in cases]  # type: ignore[arg-type]
+    for found in ranks(2, outcomes, cases):
+        for case, losses, expected in zip(cases, found, alone, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-9), case
 
 
 def test_a_penalty_over_parameters_of_several_stages_is_refused(ranks: Ranks) -> None:
@@ -152,22 +143,22 @@ def test_a_penalty_over_parameters_of_several_stages_is_refused(ranks: Ranks) ->
     assert isinstance(found[0], str)
 
 
-@pytest.mark.parametrize("plan", ["pp=2", "cp=2"])
-def test_a_loop_without_a_loss_is_refused_by_setup_under_plans_that_compute_the_output(ranks: Ranks, plan: str) -> None:
-    assert ranks(2, outcome, plan, "gpt", of_norms, "loop") == ["PlanError"] * 2
+def test_a_loop_without_a_loss_is_refused_by_setup_under_plans_that_compute_the_output(ranks: Ranks) -> None:
+    cases = [(plan, "gpt", of_norms, "loop") for plan in ("pp=2", "cp=2")]
+    assert ranks(2, outcomes, cases) == [2 * REFUSED] * 2
 
 
 @pytest.mark.parametrize("plan", ["fsdp=2", "tp=2", "pp=2 microbatches=2"])
-@pytest.mark.parametrize("penalty", [squares, consolidation, without_gradient])
-def test_a_penalty_in_the_forward_pass_is_right(ranks: Ranks, plan: str, penalty: Penalty) -> None:
-    alone = train("dp=1", "gpt", penalty, "forward")
-    for found in ranks(2, outcome, plan, "gpt", penalty, "forward"):
-        assert found == pytest.approx(alone, rel=1e-9)
+def test_a_penalty_in_the_forward_pass_is_right(ranks: Ranks, plan: str) -> None:
+    alone = [train("dp=1", "gpt", penalty, "forward") for penalty in IN_FORWARD]
+    for found in ranks(2, outcomes, [(plan, "gpt", penalty, "forward") for penalty in IN_FORWARD]):
+        for losses, expected in zip(found, alone, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("penalty", [squares, consolidation, without_gradient])
-def test_experts_that_other_modules_read_are_refused(ranks: Ranks, penalty: Penalty) -> None:
-    assert ranks(2, outcome, "ep=2", "moe", penalty, "forward") == ["PlanError"] * 2
+def test_experts_that_other_modules_read_are_refused(ranks: Ranks) -> None:
+    cases = [("ep=2", "moe", penalty, "forward") for penalty in IN_FORWARD]
+    assert ranks(2, outcomes, cases) == [3 * REFUSED] * 2
 
 
 def keep(kept: list[Tensor], _: nn.Module, __: Any, output: Tensor) -> None:
@@ -215,16 +206,20 @@ def in_loops(plan: str, way: str) -> list[float] | str:
     return losses
 
 
-@pytest.mark.parametrize("way", ["a gradient penalty", "layers by hand", "the loss calls the model"])
-def test_calls_and_derivatives_of_the_model_are_no_reads_of_shards(ranks: Ranks, way: str) -> None:
-    alone = in_loops("dp=1", way)
-    for found in ranks(2, in_loops, "tp=2", way):
-        assert found == pytest.approx(alone, rel=1e-9)
+def each_in_loops(plan: str, ways: list[str]) -> list[list[float] | str]:
+    return [in_loops(plan, way) for way in ways]
 
 
-@pytest.mark.parametrize("way", ["a measure", "a tied weight by hand"])
-def test_other_reads_of_shards_are_refused(ranks: Ranks, way: str) -> None:
-    assert ranks(2, in_loops, "tp=2", way) == ["PlanError"] * 2
+def test_calls_and_derivatives_of_the_model_are_no_reads_of_shards(ranks: Ranks) -> None:
+    ways = ["a gradient penalty", "layers by hand", "the loss calls the model"]
+    alone = each_in_loops("dp=1", ways)
+    for found in ranks(2, each_in_loops, "tp=2", ways):
+        for way, losses, expected in zip(ways, found, alone, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-9), way
+
+
+def test_other_reads_of_shards_are_refused(ranks: Ranks) -> None:
+    assert ranks(2, each_in_loops, "tp=2", ["a measure", "a tied weight by hand"]) == [2 * REFUSED] * 2
 
 
 OWN = """
