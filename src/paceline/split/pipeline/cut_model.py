@@ -26,7 +26,7 @@ from paceline.planning.limits import even_cuts, too_many_stages, wrong_cuts
 from paceline.planning.model.forward_pass import find_blocks
 from paceline.planning.model.recorder import restored
 from paceline.planning.plan import Plan
-from paceline.split.pipeline.exported import StageGraph, exported
+from paceline.split.pipeline.exported import ExportedStage, StageGraph, exported
 from paceline.split.pipeline.forward_trace import (
     IN_TRANSFORM,
     Cut,
@@ -36,7 +36,7 @@ from paceline.split.pipeline.forward_trace import (
     refuse_unsupported_code,
 )
 from paceline.split.pipeline.record_forward import Call, trace_forward
-from paceline.split.pipeline.stages import Stage, StageBounds
+from paceline.split.pipeline.stages import Stage, StageBounds, TracedBounds, TracedStage
 
 _SHAPES_KEPT = 8
 
@@ -71,23 +71,31 @@ class CutModel:
         self._stages, self._device = stages, device
         self._whole = {name.rsplit(".", i)[0] for name in self.blocks for i in range(1, name.count(".") + 1)}
         self._remembered: dict[str, Any] = {}
-        self._bounds = NewestByShape[Sequence[StageBounds | StageGraph]](device)
+        self._bounds = NewestByShape[Sequence[StageBounds]](device)
         self.by_export, self.names = self._choose(example, plan)
 
-    def bounds(self, batch: Batch, *, training: bool) -> Sequence[StageBounds | StageGraph]:
+    def bounds(self, batch: Batch, *, training: bool) -> Sequence[StageBounds]:
         """Each stage's bounds for batches of this shape.
 
         `training`: the mode of the modules; a graph of `torch.export` holds for one.
         """
 
-        def traced() -> Sequence[StageBounds | StageGraph]:
+        def traced() -> Sequence[StageBounds]:
             if self.by_export:
                 return self._export(batch, self.names, training)
             trace = self._trace(batch)
             ends = [None, *_cuts(trace, self.names), None]
-            return [StageBounds(trace, first, last) for first, last in itertools.pairwise(ends)]
+            return [TracedBounds(trace, first, last) for first, last in itertools.pairwise(ends)]
 
         return self._bounds.of(batch, training and self.by_export, traced)
+
+    def stage(
+        self, i: int, stage_bounds: Sequence[Any], bounds_of: Callable[[Batch], Sequence[Any]], own: set[str]
+    ) -> Stage:
+        """Make stage `i` with the parameters `own`. `bounds_of` gives all stages' bounds for a batch of any shape."""
+        if self.by_export:
+            return ExportedStage(self.model, i, stage_bounds, lambda b: bounds_of(b)[i], self._device, own)
+        return TracedStage(self.model, stage_bounds[i], lambda b: bounds_of(b)[i], self.call, self._device, own)
 
     def segments(self, example: Batch) -> tuple[list[str], list[float]]:
         """Modules that could begin a stage, in order, and seconds of the segments around them.
@@ -303,7 +311,7 @@ def costs(
     measured: dict[Any, float] = {}
     found = []
     for first, last in pairwise(ends):
-        bounds = StageBounds(trace, first, last)
+        bounds = TracedBounds(trace, first, last)
         likeness = _likeness(model, bounds)
         if likeness not in measured:
             with restored(model):
@@ -312,7 +320,7 @@ def costs(
     return found
 
 
-def _likeness(model: nn.Module, bounds: StageBounds) -> Any:
+def _likeness(model: nn.Module, bounds: TracedBounds) -> Any:
     parameters = dict(model.named_parameters())
     modules = tuple(
         type(model.get_submodule(v.name)).__qualname__
@@ -323,10 +331,12 @@ def _likeness(model: nn.Module, bounds: StageBounds) -> Any:
     return modules, tuple(shapes), tuple(bounds.received), tuple(bounds.sent)
 
 
-def _measure(model: nn.Module, bounds: StageBounds, batch: Batch, call: Call, device: torch.device, runs: int) -> float:
+def _measure(
+    model: nn.Module, bounds: TracedBounds, batch: Batch, call: Call, device: torch.device, runs: int
+) -> float:
     seconds = []
     try:
-        stage = Stage(model, bounds, lambda _: bounds, call, device, bounds.parameters())
+        stage = TracedStage(model, bounds, lambda _: bounds, call, device, bounds.parameters())
         batch = place(batch, device, dtype=None, channels_last=False)
         _fill(stage.module, device)
         with forked_random(device):
@@ -354,7 +364,7 @@ def _measure(model: nn.Module, bounds: StageBounds, batch: Batch, call: Call, de
     return min(seconds)
 
 
-def _received(bounds: StageBounds, device: torch.device) -> list[Tensor]:
+def _received(bounds: TracedBounds, device: torch.device) -> list[Tensor]:
     received = [shape.on(device) for shape in bounds.received]
     with torch.no_grad():
         for t in received:

@@ -20,7 +20,7 @@ from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.split.pipeline.forward_trace import TensorShape
 from paceline.split.pipeline.record_forward import Call, quiet
-from paceline.split.pipeline.stages import Finish, copied, drop_buffers, drop_parameters, identity
+from paceline.split.pipeline.stages import Stage, copied, drop_buffers
 
 # torch.export's mark on the name of a module in its second and later calls
 _CALL = re.compile(r"@\d+(?=\.|$)")
@@ -46,6 +46,11 @@ class StageGraph:
     received: list[TensorShape]
     sent: list[TensorShape]
     output: Callable[[Sequence[Any]], Any]
+    trace: None = None
+
+    def calls_module_of(self, parameter: str) -> bool:
+        """False: a graph calls no modules."""
+        return False
 
     def parameters(self) -> set[str]:
         """The parameters that the stage computes with, some by a later one of their names."""
@@ -120,34 +125,25 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
     return stage_graphs
 
 
-class ExportedStage:
-    """Like `Stage`, for a `StageGraph`.
-
-    It has no blocks; its graph computes with the parameters of `module`, sharded or not.
-    """
+class ExportedStage(Stage):
+    """A stage that runs a `StageGraph`, with the parameters of `module`, sharded or not. It has no blocks."""
 
     def __init__(
         self,
         model: nn.Module,
-        graphs_of: Callable[[Batch], Sequence[StageGraph]],
-        example: Batch,
         i: int,
+        stage_graphs: Sequence[StageGraph],
+        graph_of: Callable[[Batch], StageGraph],
         device: torch.device,
         own: set[str],
     ) -> None:
-        stage_graphs = graphs_of(example)
-        self.finish: Finish = identity
-        self._graph_of, self._last = (lambda batch: graphs_of(batch)[i]), i == len(stage_graphs) - 1
-        self.module = copied(model)
-        drop_parameters(self.module, model, own, device)
-        drop_buffers(
-            self.module,
-            set().union(*(stage_graph.buffers() for stage_graph in stage_graphs)) - stage_graphs[i].buffers(),
-            device,
-        )
+        super().__init__(model, own, device, is_last=i == len(stage_graphs) - 1)
+        self._graph_of = graph_of
+        buffers = [stage_graph.buffers() for stage_graph in stage_graphs]
+        drop_buffers(self.module, set().union(*buffers) - buffers[i], device)
         self.module.__dict__["forward"] = self._forward
 
-    def _forward(self, *received: Tensor, batch: Batch) -> Any:
+    def _compute(self, received: tuple[Tensor, ...], batch: Batch) -> Any:
         stage_graph = self._graph_of(batch)
         tensors = _named_tensors(self.module)
         if missing := sorted(set(stage_graph.names.values()) - tensors.keys()):
@@ -156,10 +152,9 @@ class ExportedStage:
                 "give all batches the same shape, or train without pp."
             )
         known = stage_graph.run(batch, received, {name: tensors[own] for name, own in stage_graph.names.items()})
-        if self._last:
-            return self.finish(stage_graph.output([known[node] for node in stage_graph.results]))
-        sent = tuple(known[node].contiguous() for node in stage_graph.outgoing)
-        return sent if len(sent) > 1 else sent[0]
+        if self._is_last:
+            return stage_graph.output([known[node] for node in stage_graph.results])
+        return [known[node] for node in stage_graph.outgoing]
 
 
 class _Output:

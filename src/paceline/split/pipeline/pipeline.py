@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,9 @@ from paceline.planning.limits import microbatches_fit, sharded_twice
 from paceline.planning.plan import V_SCHEDULES, Plan, stages_per_rank
 from paceline.split.layout import Parts, local
 from paceline.split.pipeline.cut_model import CutModel, NewestByShape
-from paceline.split.pipeline.exported import ExportedStage, StageGraph
 from paceline.split.pipeline.forward_trace import TensorShape
 from paceline.split.pipeline.record_forward import Call
-from paceline.split.pipeline.stages import Stage, StageBounds, identity
+from paceline.split.pipeline.stages import StageBounds, identity
 
 # (output, microbatch, its index) -> the scaled scalar to run the backward pass from
 Loss = Callable[[Any, Batch, int], Tensor]
@@ -87,9 +86,10 @@ class Pipeline:
         stage_bounds = self._bounds_of(example)
         owners = self._owners(stage_bounds)
         self._refuse_shards_of_shared(owners, plan)
-        self.trace = next((bounds.trace for bounds in stage_bounds if isinstance(bounds, StageBounds)), None)
-        self._stages: dict[int, Stage | ExportedStage] = {
-            i: self._stage(i, stage_bounds[i], example, owners) for i in self._own
+        self.trace = stage_bounds[0].trace
+        self._stages = {
+            i: self._cut.stage(i, stage_bounds, self._bounds_of, {n for n, stages in owners.items() if i in stages})
+            for i in self._own
         }
         splits_backward = plan.schedule in V_SCHEDULES
         self._deferred = (
@@ -244,7 +244,7 @@ class Pipeline:
 
     # Stages
 
-    def _owners(self, stage_bounds: Sequence[StageBounds | StageGraph]) -> dict[str, set[int]]:
+    def _owners(self, stage_bounds: Sequence[StageBounds]) -> dict[str, set[int]]:
         """Stages that compute with each parameter; for an unused one, the stage of its module."""
         owners: dict[str, set[int]] = {name: set() for name, _ in self._cut.model.named_parameters()}
         for i, bounds in enumerate(stage_bounds):
@@ -252,33 +252,13 @@ class Pipeline:
                 owners[self._names[name]].add(i)
         for name, stages in owners.items():
             if not stages:
-                stages.add(
-                    next(
-                        (
-                            i
-                            for i, bounds in enumerate(stage_bounds)
-                            if isinstance(bounds, StageBounds) and bounds.calls_module_of(name)
-                        ),
-                        0,
-                    )
-                )
+                stages.add(next((i for i, bounds in enumerate(stage_bounds) if bounds.calls_module_of(name)), 0))
         return owners
 
     def _refuse_shards_of_shared(self, owners: dict[str, set[int]], plan: Plan) -> None:
         for name, stages in owners.items():
             if plan.fsdp > 1 and len({self._rank_of(i) for i in stages}) < len(stages):
                 raise PlanError(f"plan {plan} {sharded_twice(name, plan.schedule)}")
-
-    def _stage(
-        self, i: int, bounds: StageBounds | StageGraph, example: Batch, owners: dict[str, set[int]]
-    ) -> Stage | ExportedStage:
-        own = {name for name, stages in owners.items() if i in stages}
-        model, call = self._cut.model, self._cut.call
-        if isinstance(bounds, StageGraph):
-            return ExportedStage(
-                model, lambda b: cast(Sequence[StageGraph], self._bounds_of(b)), example, i, self._device, own
-            )
-        return Stage(model, bounds, lambda b: cast(StageBounds, self._bounds_of(b)[i]), call, self._device, own)
 
     def _note(self, parts: Parts, owners: dict[str, set[int]]) -> dict[str, list[int]]:
         """Mark in `parts` what this rank holds; returns the ranks of every shared parameter."""
@@ -293,7 +273,7 @@ class Pipeline:
                 parts[name].stages, parts[name].writes = len(ranks), self._pp.rank == ranks[0]
         return shared
 
-    def _described(self, stage_bounds: Sequence[StageBounds | StageGraph]) -> list[str]:
+    def _described(self, stage_bounds: Sequence[StageBounds]) -> list[str]:
         shapes = [" + ".join(str(list(shape.size)) for shape in bounds.received) for bounds in stage_bounds[1:]]
         cuts = zip(self._cut.names, shapes, strict=True)
         crossing = "; ".join(f"{name} (takes over {shape})" for name, shape in cuts)
@@ -314,7 +294,7 @@ class Pipeline:
         size = self._pp.size
         return 2 * size - 1 - stage if self._schedule_name in V_SCHEDULES and stage >= size else stage % size
 
-    def _bounds_of(self, batch: Batch) -> Sequence[StageBounds | StageGraph]:
+    def _bounds_of(self, batch: Batch) -> Sequence[StageBounds]:
         training = self.stages[0].training if self.stages else self._cut.model.training
         return self._cut.bounds(batch, training=training)
 
@@ -330,7 +310,7 @@ class Pipeline:
 
         return self._schedules.of(microbatch, microbatches, made)
 
-    def _timed(self, i: int, bounds: StageBounds | StageGraph) -> TimedStage:
+    def _timed(self, i: int, bounds: StageBounds) -> TimedStage:
         last = i == self._count - 1
         sent = (
             (torch.empty((), device="meta", requires_grad=True),) if last else tuple(s.on("meta") for s in bounds.sent)

@@ -1,4 +1,11 @@
-"""A pipeline stage: the model's own forward pass, with placeholders for other stages' modules."""
+"""A pipeline stage: the model's own forward pass, with placeholders for other stages' modules.
+
+There are two kinds of stage, because neither cuts every model. A `TracedStage` runs the model's own code, and is used
+wherever modules return all that later modules need. It follows control flow that depends on data (a mixture of experts'
+routing), and its blocks can be recomputed, compiled and sharded one by one. An `ExportedStage` (`exported.py`) runs a
+graph of `torch.export`. It is used only if the code cannot be cut at the blocks: modules leave tensors in a list for
+later ones, or code between them draws random numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +48,60 @@ _HOOKS = (
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
+class StageBounds(Protocol):
+    """What a stage computes for one shape of batch: `TracedBounds`, or a `StageGraph` of `torch.export`.
+
+    Attributes:
+        trace: the trace of the forward pass; None for a graph.
+        received, sent: the tensors that come in and go out.
+    """
+
+    @property
+    def trace(self) -> ForwardTrace | None: ...
+    @property
+    def received(self) -> list[TensorShape]: ...
+    @property
+    def sent(self) -> list[TensorShape]: ...
+
+    def parameters(self) -> set[str]:
+        """Parameters that the stage computes with."""
+
+    def calls_module_of(self, parameter: str) -> bool:
+        """True if the stage calls the innermost called module around a parameter."""
+
+
+class Stage:
+    """The `forward` of a stage's module: `TracedStage` or `ExportedStage`.
+
+    It maps `(*received, batch)` to the tensors that the next stage needs, or to `finish(output)` on the last one.
+
+    Attributes:
+        module: a copy of the model's structure that holds this stage's parameters only, under their names. Calling it
+            calls this.
+        finish: applied to the model's output on the last stage.
+    """
+
+    def __init__(self, model: nn.Module, own: set[str], device: torch.device, *, is_last: bool) -> None:
+        self.finish: Finish = identity
+        self._device, self._is_last = device, is_last
+        self.module = copied(model)
+        drop_parameters(self.module, model, own, device)
+
+    def _forward(self, *received: Tensor, batch: Batch) -> Any:
+        computed = self._compute(received, batch)
+        if self._is_last:
+            return self.finish(computed)
+        sent = tuple(t.contiguous() for t in computed)
+        return sent if len(sent) > 1 else sent[0]
+
+    def _compute(self, received: tuple[Tensor, ...], batch: Batch) -> Any:
+        """Return the model's output on the last stage, and the tensors to send on all others."""
+        raise NotImplementedError
+
+
 @dataclass
-class StageBounds:
-    """Bounds of a stage in a forward pass for one shape of batch.
+class TracedBounds:
+    """Bounds of a stage in a traced forward pass for one shape of batch.
 
     `first` and `last` are its cuts, None at the ends of the model.
 
@@ -140,63 +198,53 @@ class _End(BaseException):
 class _Pass:
     """The forward pass under way."""
 
-    bounds: StageBounds
+    bounds: TracedBounds
     received: tuple[Tensor, ...]
     call_counts: Counter[str] = field(default_factory=Counter)
     returned: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
 
 
-class Stage:
-    """The `forward` of a stage's module.
+class TracedStage(Stage):
+    """A stage that runs the model's own code, with placeholders for the modules of other stages.
 
-    It maps `(*received, batch)` to the tensors that the next stage needs, or to `finish(output)` on the last one.
-
-    Attributes:
-        module: a copy of the model's structure that holds this stage's parameters only, under their names. Calling it
-            calls this.
-        finish: applied to the model's output on the last stage.
+    Hooks, counters, activation checkpoints and blocks that are sharded or compiled stay as they are.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        bounds: StageBounds,
-        bounds_of: Callable[[Batch], StageBounds],
+        bounds: TracedBounds,
+        bounds_of: Callable[[Batch], TracedBounds],
         call: Call,
         device: torch.device,
         own: set[str],
     ) -> None:
-        self.call, self.device, self.bounds_of = call, device, bounds_of
-        self.finish: Finish = identity
+        super().__init__(model, own, device, is_last=bounds.last is None)
+        self.call, self.bounds_of = call, bounds_of
         self._observed = bounds.trace.observed
-        self._is_last = bounds.last is None
         self._pass: _Pass | None = None
-        self.module = copied(model)
-        drop_parameters(self.module, model, own, device)
         self._install_placeholders(bounds)
         drop_buffers(self.module, bounds.trace.buffers_changed_after(bounds.stop), device)
         root = self.module.__dict__
         self._as_model = {"forward": self.module.forward} | {kind: root[kind] for kind in _HOOKS}
         root.update({"forward": self._forward} | {kind: type(root[kind])() for kind in _HOOKS})
 
-    def _forward(self, *received: Tensor, batch: Batch) -> Any:
+    def _compute(self, received: tuple[Tensor, ...], batch: Batch) -> Any:
         bounds = self.bounds_of(batch)
         self._pass = current = _Pass(bounds, received)
         if self._observed.writes_input:
             batch = tree_map(torch.clone, batch)
+        output = None
         try:
             with self._the_model(), without_reentrant_checkpoints() if self._observed.reentrant else nullcontext():
                 output = self.call(self.module, batch)
         except _End:
-            output = None
+            pass
         finally:
             self._pass = None
         if self._is_last:
-            return self.finish(output)
-        sent = tuple(
-            (received[s] if isinstance(s, int) else _returned(current, s)).contiguous() for s in bounds.sources()
-        )
-        return sent if len(sent) > 1 else sent[0]
+            return output
+        return [received[s] if isinstance(s, int) else _returned(current, s) for s in bounds.sources()]
 
     @contextmanager
     def _the_model(self) -> Iterator[None]:
@@ -209,13 +257,13 @@ class Stage:
         finally:
             root.update(stage)
 
-    def _install_placeholders(self, bounds: StageBounds) -> None:
+    def _install_placeholders(self, bounds: TracedBounds) -> None:
         modules = dict(self.module.named_modules())
         calls = Counter(module_call.name for module_call in bounds.trace.module_calls)
         away = bounds.placeholders.keys() | bounds.ends
         # never computed on this stage
         never = {n for n in {n for n, _ in away} if sum(n == name for name, _ in away) == calls[n]}
-        _forget([modules[n] for n in never], self.module, self.device)
+        _forget([modules[n] for n in never], self.module, self._device)
         for name in {name for name, _ in away}:
             modules[name].__dict__["forward"] = partial(self._run_or_replace, name, modules[name].forward)
         for name in {s[0] for s in bounds.sources() if not isinstance(s, int)}:
@@ -241,7 +289,7 @@ class Stage:
             for attribute, i in current.bounds.attributes(name):
                 kept = current.received[i] if attribute.requires_grad else current.received[i].detach()
                 setattr(self.module.get_submodule(attribute.module), attribute.name, kept)
-            return current.bounds.placeholder_output(key, current.received, self.device)
+            return current.bounds.placeholder_output(key, current.received, self._device)
         return forward(*args, **kwargs)
 
     def _keep(self, name: str, counted: bool, module: nn.Module, args: Any, output: Any) -> None:
