@@ -126,21 +126,21 @@ _WAITS = (
     ),
     Mistake(
         "tied gradients of stages are added before they have come",
-        "split/pipeline/pipeline.py",
+        "split/pipeline.py",
         "        for work in dist.batch_isend_irecv(operations):\n            work.wait()",
         "        dist.batch_isend_irecv(operations)",
         (_PIPELINE,),
     ),
     Mistake(
         "a stage evaluates what it has not received",
-        "split/pipeline/pipeline.py",
+        "split/pipeline.py",
         "dist.recv(t, group=self._pp.backend, group_src=source)",
         "dist.irecv(t, group=self._pp.backend, group_src=source)",
         ("gpt pp=2 microbatches=2 + resume + evaluate",),
     ),
     Mistake(
         "what a stage sends in an evaluation is let go early",
-        "split/pipeline/pipeline.py",
+        "split/pipeline.py",
         "        for work, _ in self._sending:\n            work.wait()\n",
         "",
         ("gpt pp=2 microbatches=2 + resume + evaluate",),
@@ -179,7 +179,7 @@ _WAITS = (
     ),
     Mistake(
         "the pipeline's timer reads an event that has not come",
-        "split/pipeline/pipeline.py",
+        "split/pipeline.py",
         "        self._clock.reach(self._whole[1])\n",
         "",
         (_PIPELINE,),

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from measure import our_steps
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.data.whole import held_out_batches
+from paceline.data.samples import held_out_batches
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
 from paceline.planning.plan import Plan

@@ -19,7 +19,7 @@ from paceline.comm import Group
 from paceline.job.zoo.models import GPT
 from paceline.planning.plan import Plan
 from paceline.split.layout import Parts, whole_parts
-from paceline.split.pipeline.pipeline import Pipeline
+from paceline.split.pipeline import Pipeline
 
 Weights = dict[str, Tensor]
 ROWS, STEPS, CPU = 8, 3, torch.device("cpu")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.cluster.discover import discover
-from paceline.data.whole import held_out_batches
+from paceline.data.samples import held_out_batches
 from paceline.engine.evaluation import Measured
 from paceline.engine.meter import PARTS
 from paceline.errors import CheckpointError, JobError, RunError

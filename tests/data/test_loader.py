@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Subset
 
 from paceline.data.loader import Loader, Position
 from paceline.data.loader_processes import Workers
-from paceline.data.whole import held_out_batches
+from paceline.data.samples import held_out_batches
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
 

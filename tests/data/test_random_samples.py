@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.data.loader import Loader
-from paceline.data.whole import held_out_batches
+from paceline.data.samples import held_out_batches
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.job.samples import Collated, Selection

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.data.whole import held_out_batches
+from paceline.data.samples import held_out_batches
 from paceline.engine.engine import Engine
 from paceline.errors import DataError, NonFiniteError, PlanError, SyncError
 from paceline.generation import GenerationOver

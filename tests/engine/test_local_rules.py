@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from model_families import family_job
 from paceline.comm.backend import joined
-from paceline.data.whole import held_out_batches
+from paceline.data.samples import held_out_batches
 from paceline.engine.engine import Engine
 from paceline.job.loss import LossSpec, build_metrics
 from paceline.planning.plan import Plan

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.split.pipeline.cut_model import costs
-from paceline.split.pipeline.forward_trace import Cut
-from paceline.split.pipeline.record_forward import trace_forward
+from paceline.split.cut_model import costs
+from paceline.split.forward_trace import Cut
+from paceline.split.record_forward import trace_forward
 from pipelines import CPU
 
 

@@ -22,10 +22,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.data.loader_processes import Workers
-from paceline.data.sampler_state import name_of, samplers
 from paceline.data.samples import RequestedSamples
-from paceline.data.stream import Flow, SamplerStream
-from paceline.data.whole import Items, Iterated
+from paceline.data.stream import SamplerStream, name_of, samplers
+from paceline.data.whole import Flow, Items, Iterated
 from paceline.device import has_pinned_memory
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec

@@ -20,8 +20,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, failed, make_room_for_sockets
 from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest, Shortened
-from paceline.data.stream import Flow, SamplerStream
-from paceline.data.whole import BatchPart, digest_of
+from paceline.data.stream import SamplerStream
+from paceline.data.whole import BatchPart, Flow, digest_of
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import on_device
 from paceline.job.partition import Partition, Place

@@ -5,20 +5,30 @@ Rank means data-parallel rank.
 
 from __future__ import annotations
 
+import base64
 import json
 import operator
+import random
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, count, islice
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from paceline.comm import Group
-from paceline.data import sampler_state
-from paceline.data.whole import BatchPart
 from paceline.errors import DataError
 from paceline.job.partition import even_shares
 from paceline.own_random import OwnRandom
@@ -77,18 +87,18 @@ class SamplerStream:
         self.replica, self.replicas = data_group.rank, data_group.size
         self.batch_size, self.single = batch_size, single
         self._generator, self._persistent = generator, persistent
-        self._pure = sampler_state.is_pure(sampler)
+        self._pure = is_pure(sampler)
         self._epoch: _Epoch | None = None
         self._iterator: Iterator[Any] | None = None
         self._random = OwnRandom(seed)
         self._begun = 0  # epochs that the sampler of this process has begun
         self._compared = world.size == 1  # whether the ranks' samplers were found to draw alike
-        self._resume: dict[str, Any] | None = {"state": sampler_state.save(sampler, dataset), "digest": 0}
+        self._resume: dict[str, Any] | None = {"state": saved_states(sampler, dataset), "digest": 0}
 
     @property
     def name(self) -> str:
         """The sampler, as an error names it."""
-        return f"sampler {sampler_state.name_of(sampler_state.author_of(self.sampler))}"
+        return f"sampler {name_of(author_of(self.sampler))}"
 
     # What a Partition tells as well
 
@@ -162,7 +172,7 @@ class SamplerStream:
         """
         epoch = self._epoch
         if epoch is not None and self._pure and self._resume is None and self.world.rank == 0:
-            sampler_state.load(self.sampler, self.dataset, epoch.state)
+            load_states(self.sampler, self.dataset, epoch.state)
             self._random, self._iterator = OwnRandom(self.seed, epoch.number), None
             self._take(step)
 
@@ -238,13 +248,13 @@ class SamplerStream:
             try:
                 self._replay(epoch)
                 if resume is not None:
-                    sampler_state.load(self.sampler, self.dataset, resume["state"])
-                state = sampler_state.save(self.sampler, self.dataset)
+                    load_states(self.sampler, self.dataset, resume["state"])
+                state = saved_states(self.sampler, self.dataset)
             except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to be told
                 problem = self._problem(error)
         told = self._tell({"problem": problem, "state": state})
         if drawing and self.world.rank and problem is None:
-            sampler_state.load(self.sampler, self.dataset, told["state"])
+            load_states(self.sampler, self.dataset, told["state"])
         self._epoch = _Epoch(epoch, told["state"])
         self._random = OwnRandom(self.seed, epoch)
         self._iterator = None
@@ -253,7 +263,7 @@ class SamplerStream:
 
     def _replay(self, epoch: int) -> None:
         """Draw the epochs before this one, if the sampler may have hidden state from them."""
-        if self._pure or sampler_state.keeps_its_state(self.sampler):
+        if self._pure or keeps_its_state(self.sampler):
             return
         for before in range(self._begun, epoch):
             with OwnRandom(self.seed, before):
@@ -272,7 +282,7 @@ class SamplerStream:
                 batches, ended = self._take(at_once)
                 message |= {"batches": batches, "ended": ended}
                 if ended:
-                    message["state"] = sampler_state.save(self.sampler, self.dataset)
+                    message["state"] = saved_states(self.sampler, self.dataset)
             except Exception as error:  # noqa: BLE001 - as above
                 message["problem"] = self._problem(error)
         told = self._tell(message)
@@ -322,7 +332,7 @@ class SamplerStream:
         return taken, len(taken) < batches
 
     def _iterate(self, epoch: int) -> Iterator[Any]:
-        for sampler in sampler_state.samplers(self.sampler):
+        for sampler in samplers(self.sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         if self._generator is not None and not (epoch and self._persistent):
@@ -424,149 +434,171 @@ def _decoded(index: Any) -> Any:
     return [_decoded(part) for part in index] if isinstance(index, list) else index
 
 
-class Flow:
-    """The global batches of an iterable data set; stands where a `Partition` does.
+_PURE = (BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)
+_WITHOUT = (
+    Dataset,
+    nn.Module,
+    Tensor,
+    np.ndarray,
+    str,
+    bytes,
+    int,
+    float,
+    type,
+    ModuleType,
+)  # nothing of a sampler's is looked for in these
+_DEPTH, _LONGEST = 6, 64  # how deep generators are looked for, and in how long a container
 
-    A batch's size is known when it was read.
 
-    Args:
-        length: batches of an epoch as the data set tells it, None where it does not.
-        batch_size: samples of a full batch, None where they are not known.
-        workers: loader processes, which take turns.
+def saved_states(root: object, dataset: object) -> list[Any]:
+    """The states of everything in a sampler of `dataset` that has one, as JSON values.
+
+    Raises:
+        DataError: the sampler's own `state_dict` holds something else than plain values.
     """
+    return [_saved(part) for part in _parts(root, dataset)]
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        data_group: Group,
-        world: Group,
-        seed: int,
-        length: int | None,
-        batch_size: int | None,
-        workers: int,
-    ) -> None:
-        self.name, self.world, self.seed = name, world, seed
-        self.replica, self.replicas = data_group.rank, data_group.size
-        self.length, self.batch_size, self.workers = length, batch_size, workers
-        self._totals: dict[int, int] = {}
-        self._digests: dict[int, int] = {}  # of each loader process's first batch
-        self._ended: set[int] = set()
-        self._chain = 0  # digest of all pieces that this process has read
-        self._last: int | None = None  # digest of the piece before the one to come
-        self._expected: int | None = None  # the same in a position that is found again
-        self._known = 0  # pieces before this turn were trained on
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches of an epoch, as the data set tells.
+def load_states(root: object, dataset: object, states: list[Any]) -> None:
+    """Put back what `saved_states` gave.
 
-        Raises:
-            DataError: it does not.
-        """
-        if self.length is None:
-            raise DataError(f"{self.name} is an IterableDataset without a length; give it a __len__, or count steps")
-        return self.length
+    Raises:
+        DataError: the sampler is not built like the one that was saved.
+    """
+    parts = list(_parts(root, dataset))
+    if [_kind(part) for part in parts] != [state["kind"] for state in states]:
+        raise DataError(
+            f"{name_of(root)} is not the sampler of the saved position: it holds {_kinds(map(_kind, parts))}, "
+            "and that one held "
+            f"{_kinds(state['kind'] for state in states)}. Resume with the loader that the run was started with"
+        )
+    for part, state in zip(parts, states, strict=True):
+        _load(part, state["state"])
 
-    def size(self, step: int) -> int:
-        """Samples of all ranks in the last step read; of a full batch for others."""
-        found = self._totals.get(step, self.batch_size)
-        if found is None:
-            raise DataError(f"the samples of batch {step} of {self.name} are known only when it was read")
-        return found
 
-    def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
-        """Samples of each data-parallel rank in that step."""
-        return even_shares(self.size(step), self.replicas)
+def is_pure(root: object) -> bool:
+    """True if its draws depend on its generators alone: torch's own samplers, and plain sequences."""
+    return all(type(part) in _PURE for part in samplers(root))
 
-    def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[Any]]:
-        """One request after the other, for as long as the stream flows."""
-        return ([] for _ in count(start_step))
 
-    @property
-    def ended(self) -> bool:
-        """True if the current epoch has no more batches."""
-        return len(self._ended) == max(self.workers, 1)
+def keeps_its_state(root: object) -> bool:
+    """True if every sampler that may have state has a `state_dict` for it."""
+    return all(type(part) in _PURE or _has_state(part) for part in samplers(root))
 
-    def begin(self, turn: int, *, again: bool) -> int:
-        """The turn to begin with.
 
-        Where what was read is read `again`, that is an earlier one, to see that it is the same.
-        """
-        if turn == 0:
-            self._ended, self._digests, self._last = set(), {}, None
-        if not turn or not (again or self._expected is not None):
-            return turn
-        self._expected = self._last if self._expected is None else self._expected
-        self._known = turn
-        each = max(self.workers, 1)
-        return (turn - 1) // each * each  # the first request goes to the first loader process
+def samplers(root: object) -> Iterator[object]:
+    """A sampler and those that it draws from."""
+    while root is not None:
+        yield root
+        inner = getattr(root, "sampler", None)
+        root = inner if inner is not None else getattr(root, "batch_sampler", None)
 
-    def state_dict(self, turn: int) -> dict[str, Any]:
-        """State that `load_state_dict` needs besides the turn's number."""
-        if turn == 0:
-            return {"last": None, "ended": []}
-        return {"last": self._last if self._expected is None else self._expected, "ended": sorted(self._ended)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken."""
-        self._expected, self._ended = state["last"], set(state["ended"])
+def author_of(root: object) -> object:
+    """The sampler that decides on the order: the user's own, or else the innermost."""
+    chain = list(samplers(root))
+    return next((sampler for sampler in chain if type(sampler) not in _PURE), chain[-1])
 
-    def take(self, turn: int, piece: BatchPart) -> bool | None:
-        """True if a piece has a batch; None at the end of the stream.
 
-        All ranks compare their pieces here.
+def name_of(root: object) -> str:
+    """The type of a sampler, as an error names it."""
+    return f"{type(root).__module__}.{type(root).__qualname__}".removeprefix("builtins.")
 
-        Raises:
-            DataError: ranks, or loader processes, read something else, or the same twice. On all ranks.
-        """
-        self._chain = zlib.crc32(f"{self._chain} {piece.digest} {piece.samples}".encode())
-        self._compare_ranks(turn)
-        if turn < self._known:
-            self._check_known(turn, piece)
-            return False
-        self._last = piece.digest
-        if not piece.samples:
-            self._ended.add(piece.worker)
-            return None if len(self._ended) == max(self.workers, 1) else False
-        if turn < self.workers:
-            if piece.varied and piece.digest in self._digests.values():
-                raise DataError(
-                    f"every loader process reads the whole of {self.name}: two of the {self.workers} began with the "
-                    "same batch, and each sample would be trained several times. Divide the stream by "
-                    "torch.utils.data.get_worker_info(), or set num_workers=1"
-                )
-            self._digests[turn] = piece.digest
-        return True
 
-    def found(self, step: int, samples: int) -> None:
-        """Note the samples of a step."""
-        self._totals = {step: samples}
+def _parts(root: object, dataset: object) -> Iterator[Any]:
+    """All that has a state, in an order that depends on the sampler's structure only."""
+    seen = {id(dataset)}
 
-    def _check_known(self, turn: int, piece: BatchPart) -> None:
-        """Refuse a stream whose last piece before the saved position is another one now."""
-        if turn + 1 < self._known:
+    def walk(value: Any, depth: int) -> Iterator[Any]:
+        if depth > _DEPTH or id(value) in seen or isinstance(value, _WITHOUT):
             return
-        expected, self._expected, self._last, self._known = self._expected, None, piece.digest, 0
-        if piece.digest != expected:
-            raise DataError(
-                f"{self.name} does not give again what it gave before: batch {turn} differs, and training cannot go on "
-                "there. Have iter() begin the same stream anew in each process, and draw random numbers from a "
-                "generator with a seed"
-            )
-
-    def _compare_ranks(self, turn: int) -> None:
-        if self.world.size == 1:
+        seen.add(id(value))
+        if _kind(value) is not None:
+            yield value
+        if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
             return
-        # an evaluation may read the stream, and ranks cannot sum what that mode allocates
-        with torch.inference_mode(False):
-            extremes = torch.tensor([self._chain, -self._chain], dtype=torch.int64, device=self.world.device)
-            self.world.all_reduce(extremes, "max")
-        highest, lowest = extremes.tolist()
-        if highest != -lowest:
+        for inner in _inside(value):
+            yield from walk(inner, depth + 1)
+
+    return walk(root, 0)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        return value if len(value) <= _LONGEST else ()
+    if isinstance(value, dict):
+        return list(value.values()) if len(value) <= _LONGEST else ()
+    return list(vars(value).values()) if hasattr(value, "__dict__") else ()
+
+
+def _kind(value: object) -> str | None:
+    if isinstance(value, torch.Generator):
+        return "torch.Generator"
+    if isinstance(value, np.random.Generator):
+        return "numpy.random.Generator"
+    if isinstance(value, np.random.RandomState):
+        return "numpy.random.RandomState"
+    if isinstance(value, random.Random):
+        return "random.Random"
+    return f"{name_of(value)}.state_dict" if hasattr(value, "__iter__") and _has_state(value) else None
+
+
+def _has_state(value: object) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _saved(part: Any) -> dict[str, Any]:
+    state: Any
+    if isinstance(part, torch.Generator):
+        state = base64.b64encode(bytes(part.get_state().tolist())).decode()
+    elif isinstance(part, np.random.Generator):
+        state = _plain(part.bit_generator.state)
+    elif isinstance(part, np.random.RandomState):
+        state = _plain(part.get_state(legacy=False))
+    elif isinstance(part, random.Random):
+        state = part.getstate()
+    else:
+        state = part.state_dict()
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
             raise DataError(
-                f"the ranks read different streams from {self.name}: batch {turn} is not the same on all of them. "
-                "paceline deals the batches, so let every rank read the whole stream in one order: leave out any split "
-                "by rank (split_dataset_by_node, split_by_node, RANK) and draw random numbers from a generator with a "
-                "seed"
-            )
+                f"the state_dict of sampler {name_of(part)} holds more than plain values (numbers, texts, "
+                f"lists): {error}"
+            ) from error
+    return {"kind": _kind(part), "state": state}
+
+
+def _load(part: Any, state: Any) -> None:
+    if isinstance(part, torch.Generator):
+        part.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+    elif isinstance(part, np.random.Generator):
+        part.bit_generator.state = _arrays(state)
+    elif isinstance(part, np.random.RandomState):
+        part.set_state(_arrays(state))
+    elif isinstance(part, random.Random):
+        version, numbers, gauss = state
+        part.setstate((version, tuple(numbers), gauss))
+    else:
+        part.load_state_dict(state)
+
+
+def _plain(state: Any) -> Any:
+    """NumPy's state with its arrays as lists, and their types beside them."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"dtype": str(state.dtype), "values": state.tolist()}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        if set(state) == {"dtype", "values"}:
+            return np.array(state["values"], dtype=state["dtype"])
+        return {key: _arrays(value) for key, value in state.items()}
+    return state
+
+
+def _kinds(kinds: Iterable[str | None]) -> str:
+    return ", ".join(str(kind) for kind in kinds) or "no generator"

@@ -12,7 +12,7 @@ from typing import Any, cast
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.data.loader import Position
-from paceline.data.whole import held_out_batches, most_batches, padded
+from paceline.data.samples import held_out_batches, most_batches, padded
 from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.reduction import UnreadStep

@@ -31,7 +31,7 @@ from paceline.split.layout import (
     whole_parts,
 )
 from paceline.split.mesh import Mesh
-from paceline.split.pipeline.pipeline import Pipeline
+from paceline.split.pipeline import Pipeline
 from paceline.split.remat import compile_blocks, rematerialise
 from paceline.split.tensor_parallel import TensorReport, shard_tensors
 

@@ -36,9 +36,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.device import uploaded
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.split.forward_trace import ForwardTrace, ModuleCall, Node, Observed, is_in
 from paceline.split.layout import Parts
-from paceline.split.pipeline.forward_trace import ForwardTrace, ModuleCall, Node, Observed, is_in
-from paceline.split.pipeline.record_forward import Call, trace_forward
+from paceline.split.record_forward import Call, trace_forward
 
 
 class FullySharded:

@@ -31,7 +31,7 @@ from paceline.run.build import build_engine
 from paceline.run.dry_run.preflight import Preflight
 from paceline.split.context_parallel import examine
 from paceline.split.fsdp import watched
-from paceline.split.pipeline.record_forward import trace_forward
+from paceline.split.record_forward import trace_forward
 from small_jobs import small_job
 
 BODY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.split.pipeline.forward_trace import Cut, ForwardTrace
-from paceline.split.pipeline.record_forward import trace_forward
-from paceline.split.pipeline.stages import copied
+from paceline.split.forward_trace import Cut, ForwardTrace
+from paceline.split.record_forward import trace_forward
+from paceline.split.stages import copied
 from pipelines import CASES, CPU, on_meta
 
 

@@ -17,7 +17,7 @@ from paceline.errors import DataError, PlanError
 from paceline.planning.limits import fitting_microbatches
 from paceline.planning.plan import Plan
 from paceline.split.layout import whole_parts
-from paceline.split.pipeline.pipeline import Pipeline
+from paceline.split.pipeline import Pipeline
 from pipelines import CASES, CPU, alone, assert_same, fill, logits_of, on_meta, piped, vectors
 from ranks import Backend, RankError, Ranks
 

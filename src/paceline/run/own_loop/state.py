@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from paceline.comm import Group
 from paceline.data.deal import check, deal
 from paceline.data.loader import Loader, changed_data
-from paceline.data.whole import padded
+from paceline.data.samples import padded
 from paceline.device import widened
 from paceline.errors import CheckpointError, DataError, JobError, PlanError, RunError
 from paceline.files import short_name

@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter
 
 from paceline.data.loader import Loader
-from paceline.data.whole import held_out_batches
+from paceline.data.samples import held_out_batches
 from paceline.errors import DataError, JobError
 from paceline.job.data import DataSpec
 from paceline.job.job import Job

@@ -26,8 +26,8 @@ from paceline.planning.limits import even_cuts, too_many_stages, wrong_cuts
 from paceline.planning.model.forward_pass import find_blocks
 from paceline.planning.model.recorder import restored
 from paceline.planning.plan import Plan
-from paceline.split.pipeline.exported import ExportedStage, StageGraph, exported
-from paceline.split.pipeline.forward_trace import (
+from paceline.split.exported_stages import ExportedStage, StageGraph, exported
+from paceline.split.forward_trace import (
     IN_TRANSFORM,
     Cut,
     ForwardTrace,
@@ -35,8 +35,8 @@ from paceline.split.pipeline.forward_trace import (
     can_be_exported,
     refuse_unsupported_code,
 )
-from paceline.split.pipeline.record_forward import Call, trace_forward
-from paceline.split.pipeline.stages import Stage, StageBounds, TracedBounds, TracedStage
+from paceline.split.record_forward import Call, trace_forward
+from paceline.split.stages import Stage, StageBounds, TracedBounds, TracedStage
 
 _SHAPES_KEPT = 8
 

@@ -18,9 +18,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import TensorShape
-from paceline.split.pipeline.record_forward import Call, quiet
-from paceline.split.pipeline.stages import Stage, copied, drop_buffers
+from paceline.split.forward_trace import TensorShape
+from paceline.split.record_forward import Call, quiet
+from paceline.split.stages import Stage, copied, drop_buffers
 
 # torch.export's mark on the name of a module in its second and later calls
 _CALL = re.compile(r"@\d+(?=\.|$)")

@@ -30,11 +30,11 @@ from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.planning.limits import microbatches_fit, sharded_twice
 from paceline.planning.plan import V_SCHEDULES, Plan, stages_per_rank
+from paceline.split.cut_model import CutModel, NewestByShape
+from paceline.split.forward_trace import TensorShape
 from paceline.split.layout import Parts, local
-from paceline.split.pipeline.cut_model import CutModel, NewestByShape
-from paceline.split.pipeline.forward_trace import TensorShape
-from paceline.split.pipeline.record_forward import Call
-from paceline.split.pipeline.stages import StageBounds, identity
+from paceline.split.record_forward import Call
+from paceline.split.stages import StageBounds, identity
 
 # (output, microbatch, its index) -> the scaled scalar to run the backward pass from
 Loss = Callable[[Any, Batch, int], Tensor]

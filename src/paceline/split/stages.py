@@ -2,9 +2,9 @@
 
 There are two kinds of stage, because neither cuts every model. A `TracedStage` runs the model's own code, and is used
 wherever modules return all that later modules need. It follows control flow that depends on data (a mixture of experts'
-routing), and its blocks can be recomputed, compiled and sharded one by one. An `ExportedStage` (`exported.py`) runs a
-graph of `torch.export`. It is used only if the code cannot be cut at the blocks: modules leave tensors in a list for
-later ones, or code between them draws random numbers.
+routing), and its blocks can be recomputed, compiled and sharded one by one. An `ExportedStage` runs a graph of
+`torch.export`. It is used only if the code cannot be cut at the blocks: modules leave tensors in a list for later ones,
+or code between them draws random numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.pipeline.forward_trace import (
+from paceline.split.forward_trace import (
     Attribute,
     CallKey,
     Cut,
@@ -34,7 +34,7 @@ from paceline.split.pipeline.forward_trace import (
     is_in,
     without_reentrant_checkpoints,
 )
-from paceline.split.pipeline.record_forward import Call
+from paceline.split.record_forward import Call
 
 # applied to the model's output on the last stage
 Finish = Callable[[Any], Any]

@@ -21,7 +21,7 @@ from paceline.job.batch import Batch
 from paceline.planning.model.record import OperationMode
 from paceline.planning.model.recorder import restored, tensors_in, without_logs
 from paceline.split.layout import KEPT_UP_TO_DATE
-from paceline.split.pipeline.forward_trace import (
+from paceline.split.forward_trace import (
     Attribute,
     ForwardTrace,
     ModuleCall,
@@ -32,6 +32,7 @@ from paceline.split.pipeline.forward_trace import (
     in_transform,
     strange_type,
 )
+from paceline.split.layout import KEPT_UP_TO_DATE
 
 # (model, batch) -> the model's output
 Call = Callable[[Any, Batch], Any]
