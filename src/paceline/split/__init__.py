@@ -1,4 +1,4 @@
-"""Splits of a model over the ranks of a replica: fsdp, tp, pp, cp and ep.
+"""Splits of a model over a replica's ranks: fsdp, tp, pp, cp and ep.
 
 Read `apply.py` first (all splits of a plan on one mesh), then the file of the axis that you change: `fsdp.py`,
 `tensor_parallel.py`, `pipeline.py` (then `stages.py` and `cut_model.py`), `context_parallel.py` or `expert.py`. Nothing

@@ -1,4 +1,4 @@
-"""A model's construction on shapes: operations are recorded, and replayed with little memory."""
+"""A model's construction on shapes, recorded and replayed with little memory."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Stage:
         return sent if len(sent) > 1 else sent[0]
 
     def _compute(self, received: tuple[Tensor, ...], batch: Batch) -> Any:
-        """Return the model's output on the last stage, and the tensors to send on all others."""
+        """Return the model's output on the last stage, else the tensors to send."""
         raise NotImplementedError
 
 
@@ -205,7 +205,7 @@ class _Pass:
 
 
 class TracedStage(Stage):
-    """A stage that runs the model's own code, with placeholders for the modules of other stages.
+    """A stage that runs the model's code, with placeholders for other stages' modules.
 
     Hooks, counters, activation checkpoints and blocks that are sharded or compiled stay as they are.
     """

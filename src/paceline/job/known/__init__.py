@@ -31,25 +31,23 @@ def family(
     source: str,
     columns: str,
     rows: Mapping[str, Sequence[Any]],
-    also: Mapping[str, tuple[str, ...]] | None = None,
-    **common: Any,
+    common: Mapping[str, Any],
+    *,
+    also: Mapping[str, str] | None = None,
 ) -> tuple[KnownModel, ...]:
     """Entries of a family.
 
-    `columns` name the values of each row but the last, which is its billions of parameters.
+    `columns` name the values of each row. Its billions of parameters follow, and its other names where it has any (in
+    `also`, if they do not fit the line). `common` holds the values of all rows.
     """
     names = columns.split()
-    return tuple(
-        KnownModel(
-            name,
-            title,
-            source,
-            common | {key: value for key, value in zip(names, row[:-1], strict=True) if value is not None},
-            row[-1],
-            (also or {}).get(name, ()),
-        )
-        for name, row in rows.items()
-    )
+    found = []
+    for name, row in rows.items():
+        *values, parameters = row[: len(names) + 1]
+        own = {key: value for key, value in zip(names, values, strict=True) if value is not None}
+        others = row[-1] if len(row) > len(names) + 1 else (also or {}).get(name, "")
+        found.append(KnownModel(name, title, source, {**common, **own}, parameters, tuple(others.split())))
+    return tuple(found)
 
 
 # RMS norms, three matrices, rotary positions, no biases
