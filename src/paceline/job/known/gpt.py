@@ -5,6 +5,8 @@ OPT, BLOOM, Pythia, Falcon, MPT, PaLM, Megatron's series, StarCoder and others.
 
 from __future__ import annotations
 
+from typing import Any
+
 from paceline.job.known import KnownModel, family
 
 _CONFIG = "config.json of the model's Hugging Face repository"
@@ -266,7 +268,7 @@ _BERT: tuple[KnownModel, ...] = (
 )
 
 
-def _both(rows: dict[str, tuple[float | None, ...]]) -> dict[str, tuple[float | None, ...]]:
+def _both(rows: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
     """Rows with as many layers of the encoder as of the decoder."""
     return {name: (row[0], *row) for name, row in rows.items()}
 
