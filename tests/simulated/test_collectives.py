@@ -138,10 +138,7 @@ def wrong_collectives() -> list[str]:
 
     def ring() -> Tensor:
         out = torch.empty(4, device=device)
-        messages = [
-            dist.P2POp(dist.isend, own(), (rank + 1) % size),
-            dist.P2POp(dist.irecv, out, (rank - 1) % size),
-        ]
+        messages = [dist.P2POp(dist.isend, own(), (rank + 1) % size), dist.P2POp(dist.irecv, out, (rank - 1) % size)]
         for work in dist.batch_isend_irecv(messages):
             work.wait()
         return out

@@ -405,10 +405,7 @@ class Loader:
         self._end_processes = Finalize(self, _end_processes, (self._loader,), exitpriority=20)
 
     def _check_order(self, state: dict[str, Any]) -> None:
-        """Refuse a position within an epoch that is now divided differently.
-
-        It would mean other samples.
-        """
+        """Refuse a position within an epoch that is now divided differently. It would mean other samples."""
         assert isinstance(self.partition, Partition)
         now, saved = _order_of(self.partition), state.get("order")
         if saved is None or saved == now or not state["step"]:

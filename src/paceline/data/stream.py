@@ -141,10 +141,7 @@ class SamplerStream:
             yield self._part(self._epoch.batches[step])
 
     def first(self, samples: int) -> list[Any]:
-        """`samples` indices for inspecting data: those of the first batch, repeated.
-
-        All ranks ask together.
-        """
+        """`samples` indices for inspecting data: those of the first batch, repeated. All ranks ask together."""
         self.prepare(self._epoch.number if self._epoch is not None else 0, 1)
         assert self._epoch is not None
         known = next(iter(self._epoch.batches.values()), [])

@@ -355,10 +355,7 @@ def _order(partition: Partition, count: int, epoch: int, host: int = 0) -> NDArr
 
 
 def _ranks_in_runs(lengths: Ints) -> Ints:
-    """Position of each item within its run, for runs of these lengths.
-
-    For lengths [2, 3] it gives 0 1 0 1 2.
-    """
+    """Position of each item within its run, for runs of these lengths. For lengths [2, 3] it gives 0 1 0 1 2."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 

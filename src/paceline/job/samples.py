@@ -67,10 +67,7 @@ class TensorSamples(Dataset[Batch]):
 
 
 class Selection(Dataset[Any]):
-    """A subset of a data set, in the order of `rows`.
-
-    It keeps the data set's batched access, labels and epochs.
-    """
+    """A subset of a data set, in the order of `rows`. It keeps the data set's batched access, labels and epochs."""
 
     def __init__(self, dataset: Dataset[Any], rows: Labels) -> None:
         self.dataset = dataset

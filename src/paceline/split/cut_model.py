@@ -5,7 +5,6 @@ A batch of another shape may take another way through the model's code, so it is
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import OrderedDict
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.device import forked_random, synchronize
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, place
+from paceline.job.loss_items import first_line
 from paceline.partition import contiguous, starts
 from paceline.planning.limits import even_cuts, too_many_stages, wrong_cuts
 from paceline.planning.model.forward_pass import find_blocks
@@ -35,10 +35,12 @@ from paceline.split.forward_trace import (
     can_be_exported,
     refuse_unsupported_code,
 )
+from paceline.split.layout import replace_tensors
 from paceline.split.record_forward import Call, trace_forward
 from paceline.split.stages import Stage, StageBounds, TracedBounds, TracedStage
 
 _SHAPES_KEPT = 8
+Device = torch.device
 
 T = TypeVar("T")
 
@@ -84,8 +86,7 @@ class CutModel:
             if self.by_export:
                 return self._export(batch, self.names, training)
             trace = self._trace(batch)
-            ends = [None, *_cuts(trace, self.names), None]
-            return [TracedBounds(trace, first, last) for first, last in itertools.pairwise(ends)]
+            return [TracedBounds(trace, *ends) for ends in pairwise([None, *_cuts(trace, self.names), None])]
 
         return self._bounds.of(batch, training and self.by_export, traced)
 
@@ -174,23 +175,13 @@ class CutModel:
         seconds = torch.tensor(own, dtype=torch.float64, device=self._device)
         # over all ranks, as every replica and every shard of a stage must be cut alike
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        found: list[float] = seconds.tolist()
-        return found
+        return list(seconds.tolist())
 
     def _trace(self, batch: Batch) -> ForwardTrace:
         observed = Observed()
-        try:
-            return trace_forward(
-                self.model,
-                batch,
-                self.call,
-                self._device,
-                whole=self._whole,
-                remembered=self._remembered,
-                observed=observed,
-            )
-        finally:
-            self._observed = observed
+        self._observed = observed
+        known = self._whole, self._remembered, observed
+        return trace_forward(self.model, batch, self.call, self._device, *known)
 
     def _export(self, batch: Batch, names: Sequence[str], training: bool) -> list[StageGraph]:
         with restored(self.model):
@@ -296,21 +287,19 @@ def costs(
     *,
     runs: int = _RUNS,
 ) -> list[float]:
-    """Seconds of a forward and a backward pass of each segment between two cuts.
+    """Seconds of a forward and a backward pass of each of the `len(cuts) + 1` segments.
 
-    There are `len(cuts) + 1` segments. Each is computed alone, with random weights of its own, as a stage of a pipeline
-    would be; equal segments (the same types of modules, parameters and activations) are measured once. At most one
-    segment is in memory at a time. The loss is not included in the last one.
+    Each is computed alone, with random weights of its own, as a stage of a pipeline would be; equal segments (the same
+    types of modules, parameters and activations) are measured once. The loss is not included in the last one.
 
     Ranks that split the inside of a segment (tensor parallel) must call this together, for its collectives.
 
     Raises:
         PlanError: a segment cannot be computed apart from the others.
     """
-    ends = [None, *cuts, None]
     measured: dict[Any, float] = {}
     found = []
-    for first, last in pairwise(ends):
+    for first, last in pairwise([None, *cuts, None]):
         bounds = TracedBounds(trace, first, last)
         likeness = _likeness(model, bounds)
         if likeness not in measured:
@@ -343,23 +332,18 @@ def _measure(
             for _ in range(runs):
                 received = _received(bounds, device)
                 started = _now(device)
-                outputs = [
-                    t
-                    for t in tree_leaves(stage.module(*received, batch=batch))
-                    if isinstance(t, Tensor) and t.requires_grad
-                ]
-                torch.autograd.backward(list(outputs), [torch.ones_like(t) for t in outputs])
+                leaves = tree_leaves(stage.module(*received, batch=batch))
+                outputs = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+                torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
                 seconds.append(_now(device) - started)
     except (PlanError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
         where = f"from {bounds.first.before}" if bounds.first else "from the beginning"
         until = f"to before {bounds.last.before}" if bounds.last else "to the end"
         raise PlanError(
-            f"pp: the part of the model {where} {until} cannot be computed apart ({type(error).__name__}: "
-            f"{first}). Its code may reach "
-            "other modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model)."
+            f"pp: the part of the model {where} {until} cannot be computed apart ({first_line(error)}). Its code may "
+            "reach other modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model)."
         ) from error
     return min(seconds)
 
@@ -367,26 +351,20 @@ def _measure(
 def _received(bounds: TracedBounds, device: torch.device) -> list[Tensor]:
     received = [shape.on(device) for shape in bounds.received]
     with torch.no_grad():
-        for t in received:
-            _ = t.normal_(std=0.02) if t.is_floating_point() else t.zero_()
-    return received
+        return [t.normal_(std=0.02) if t.is_floating_point() else t.zero_() for t in received]
 
 
 def _fill(module: nn.Module, device: torch.device) -> None:
     """Give parameters random values, and buffers without values zeros."""
-    made: dict[int, Tensor] = {}
-    for part in module.modules():
-        for name, p in part._parameters.items():
-            if p is not None:
-                value = torch.empty(p.shape, dtype=p.dtype, device=device).normal_(std=0.02)
-                part._parameters[name] = made.setdefault(id(p), nn.Parameter(value, requires_grad=p.requires_grad))  # type: ignore[assignment]
-        for name, b in part._buffers.items():
-            if b is not None:
-                part._buffers[name] = (
-                    torch.zeros(b.shape, dtype=b.dtype, device=device)
-                    if b.is_meta
-                    else b.detach().to(device, copy=True)
-                )
+
+    def random(p: nn.Parameter) -> Tensor:
+        value = torch.empty(p.shape, dtype=p.dtype, device=device).normal_(std=0.02)
+        return nn.Parameter(value, requires_grad=p.requires_grad)
+
+    def filled(b: Tensor) -> Tensor:
+        return torch.zeros(b.shape, dtype=b.dtype, device=device) if b.is_meta else b.detach().to(device, copy=True)
+
+    replace_tensors(module, random, filled)
 
 
 def _now(device: torch.device) -> float:

@@ -18,7 +18,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.job.loss_items import first_line
 from paceline.split.forward_trace import TensorShape
+from paceline.split.layout import replace_tensors
 from paceline.split.record_forward import Call, quiet
 from paceline.split.stages import Stage, copied, drop_buffers
 
@@ -64,9 +66,8 @@ class StageGraph:
         self, batch: Batch, received: Sequence[Tensor], tensors: Mapping[str, Tensor] | None = None
     ) -> dict[fx.Node, Any]:
         """Run the stage; returns the values of all nodes known after it."""
-        known: dict[fx.Node, Any] = dict(zip(self.incoming, received, strict=True)) | dict(
-            zip(self.inputs, _tensors(batch), strict=True)
-        )
+        given = zip((*self.incoming, *self.inputs), (*received, *_tensors(batch)), strict=True)
+        known: dict[fx.Node, Any] = dict(given)
         args = fx.node.map_arg(self.node.args, lambda node: known[node])
         made = self.graph(*args) if tensors is None else torch.func.functional_call(self.graph, dict(tensors), args)
         known[self.node] = made
@@ -88,8 +89,9 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
         with fakes:
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 
-    output = _Output()
-    flat = _Flat(_with_fakes(model, fake), call, batch, output)
+    output, without_memory = _Output(), copied(model)
+    replace_tensors(without_memory, lambda p: nn.Parameter(fake(p), requires_grad=p.requires_grad), fake)
+    flat = _Flat(without_memory, call, batch, output)
     try:
         with quiet():
             annotate_split_points(flat, {f"model.{c}": SplitPoint.BEGINNING for c in cuts})
@@ -99,9 +101,8 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
     except PlanError:
         raise
     except Exception as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
         raise PlanError(
-            f"pp: torch.export cannot trace the model ({type(error).__name__}: {first}). Control flow that depends on "
+            f"pp: torch.export cannot trace the model ({first_line(error)}). Control flow that depends on "
             "data (an `if` on a tensor's value, .item()) cannot be traced; write it with torch.where, or train without "
             "pp (fsdp divides any model)."
         ) from error
@@ -117,9 +118,8 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
             stage_graphs, tree_map(fake, tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch))
         )
     except Exception as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
         raise PlanError(
-            f"pp: the stages that torch.export makes of the model cannot be run ({type(error).__name__}: {first}). Cut "
+            f"pp: the stages that torch.export makes of the model cannot be run ({first_line(error)}). Cut "
             "elsewhere (cut=), or train without pp (fsdp divides any model)."
         ) from error
     return stage_graphs
@@ -218,43 +218,23 @@ def _stage_graphs(
 
 def _model_names(graph: nn.Module, known: set[str]) -> dict[str, str]:
     """The model's names of a graph's parameters and buffers. The graph's own constants have none."""
-    found = {}
-    for name in _named_tensors(graph):
-        own = name.removeprefix("model.")
-        own = own if own in known else _CALL.sub("", own)
-        if own in known:
-            found[name] = own
-    return found
+    plain = ((name, name.removeprefix("model.")) for name in _named_tensors(graph))
+    own = ((name, first if first in known else _CALL.sub("", first)) for name, first in plain)
+    return {name: first for name, first in own if first in known}
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
 
 
 def _infer_shapes(stage_graphs: Sequence[StageGraph], batch: tuple[Tensor, ...]) -> None:
     carried: list[Tensor] = []
+    shapes: list[TensorShape] = []
     for stage_graph in stage_graphs:
-        stage_graph.received = [TensorShape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
+        stage_graph.received = shapes
         known = stage_graph.run(batch, carried)
         carried = [known[node] for node in stage_graph.outgoing]
-        stage_graph.sent = [TensorShape(tuple(t.shape), t.dtype, t.requires_grad) for t in carried]
-
-
-def _with_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of the model with fake parameters and buffers; tied ones stay tied."""
-    model = copied(model)
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                module._parameters[name] = made.setdefault(id(p), nn.Parameter(fake(p), requires_grad=p.requires_grad))
-        for name, b in module._buffers.items():
-            if b is not None:
-                module._buffers[name] = made.setdefault(id(b), fake(b))
-    return model
+        stage_graph.sent = shapes = [TensorShape.of(t) for t in carried]
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint as checkpointing
@@ -110,11 +110,6 @@ def without_reentrant_checkpoints(note: Callable[[], None] = lambda: None) -> It
         checkpointing.CheckpointFunction = original  # type: ignore[misc]
 
 
-def in_transform() -> bool:
-    """True within a transform of `torch.func`."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
 IN_TRANSFORM = (
     "pp: the model calls its modules within a transform of torch.func (vmap, grad), whose tensors cannot be sent from "
     "stage to stage: pp=1 (fsdp divides such a model)."
@@ -151,6 +146,7 @@ def can_be_exported(model: nn.Module, observed: Observed) -> bool:
     return not any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
 
 
+Key = TypeVar("Key")
 # identity of a tensor: (storage, shape, stride, offset)
 Node = tuple[int, tuple[int, ...], tuple[int, ...], int]
 # (module, number of its earlier calls in this forward pass)
@@ -159,11 +155,15 @@ CallKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class TensorShape:
-    """TensorShape, dtype and `requires_grad` of a contiguous tensor."""
+    """Size, dtype and `requires_grad` of a contiguous tensor."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+    @classmethod
+    def of(cls, t: Tensor) -> TensorShape:
+        return cls(tuple(t.shape), t.dtype, t.requires_grad)
 
     def on(self, device: torch.device | str) -> Tensor:
         """An uninitialised tensor of this shape."""
@@ -202,7 +202,6 @@ class ModuleCall:
         return self.name, self.call_index
 
     def output(self, leaves: Sequence[Any]) -> Any:
-        """An output of the same structure."""
         assert self.spec is not None
         return tree_unflatten(list(leaves), self.spec)
 
@@ -304,8 +303,9 @@ class ForwardTrace:
             for i, node in enumerate(module_call.nodes):
                 if node is not None:
                     sources[node].append((module_call, i))
-        needed, parameters, problem = self._needed(time, sources)
-        if problem:
+        try:
+            needed, parameters = self._needed(time, sources)
+        except _NoCut as problem:
             return f"a cut before {before}: {problem}"
         changed = {
             storage for step in self.steps if not self._within(step.module_call, time) for storage in step.changes
@@ -328,33 +328,27 @@ class ForwardTrace:
         """Reason why a model cannot be cut at a time, whatever crosses there; or None."""
         if before in self.observed.transformed or any(v.name in self.observed.transformed for v in done):
             return "the model calls modules inside of a transform of torch.func, whose tensors cannot be sent"
-        if any(
-            start < time < stop and any(v.enter > start for v in done) for start, stop in self.observed.checkpointed
+        for spans, what in (
+            (self.observed.checkpointed, "as one activation checkpoint"),
+            (self.observed.functions, "in one torch.autograd.Function, whose backward pass is its own"),
         ):
-            return "it would divide what the model computes as one activation checkpoint"
-        if any(start < time < stop and any(v.enter > start for v in done) for start, stop in self.observed.functions):
-            return (
-                "it would divide what the model computes in one torch.autograd.Function, whose backward pass is its own"
-            )
+            if any(start < time < stop and any(v.enter > start for v in done) for start, stop in spans):
+                return f"it would divide what the model computes {what}"
         for name, key in self.observed.keeps:
             if any(is_in(name, v.name) for v in done):
                 return f"{name} keeps tensors in its {key}, from where later modules may take them"
-        late = self.buffers_changed_after(time)
-        if (
-            read := {self.buffers[n[0]] for s in self.steps if s.time < time for n in s.reads if n[0] in self.buffers}
-            & late
-        ):
-            return f"the buffer {min(read)} is read before it, and changed after it for the next forward pass"
+        read = {self.buffers[n[0]] for s in self.steps if s.time < time for n in s.reads if n[0] in self.buffers}
+        if late := read & self.buffers_changed_after(time):
+            return f"the buffer {min(late)} is read before it, and changed after it for the next forward pass"
         for module_call in self.module_calls:
             if module_call.enter < time < module_call.leave and module_call.name in self.hooked:
                 return f"{module_call.name or 'the model'} has a backward hook, which would see gradients of two stages"
         for module_call in done:
-            if module_call.name in self.hooked and self.model.get_submodule(module_call.name)._forward_hooks:
-                return f"{module_call.name} has forward and backward hooks"
-            if module_call.name in self.hooked and any(
-                v.name == module_call.name and v.enter > time for v in self.module_calls
-            ):
-                return f"{module_call.name} has a backward hook, and is called on both sides"
+            if (name := module_call.name) in self.hooked:
+                if self.model.get_submodule(name)._forward_hooks:
+                    return f"{name} has forward and backward hooks"
+                if any(v.name == name and v.enter > time for v in self.module_calls):
+                    return f"{name} has a backward hook, and is called on both sides"
         return None
 
     def enters(self, module: str) -> int:
@@ -395,10 +389,10 @@ class ForwardTrace:
     def _ended(self, module_call: int, time: int) -> bool:
         return module_call >= 0 and self.module_calls[module_call].leave <= time
 
-    def _needed(self, time: int, sources: dict[Node, Any]) -> tuple[set[Node], set[str], str | None]:
-        """Nodes of `sources` used after `time`, parameters needed for them, and a problem or None.
+    def _needed(self, time: int, sources: dict[Node, Any]) -> tuple[set[Node], set[str]]:
+        """Nodes of `sources` used after `time`, and the parameters needed for them.
 
-        Uses by the code between modules count, since every stage runs it.
+        Uses by the code between modules count, since every stage runs it. Raises `_NoCut`.
         """
         outside = [s for s in self.steps if s.time < time and not self._within(s.module_call, time)]
         updates = [s for s in outside if any(c in self.buffers for c in s.changes)]
@@ -423,8 +417,7 @@ class ForwardTrace:
             seen.add((node, read))
             if node in sources:
                 crossing.add(node)
-                if problem := self._changed_since(node, read, time, [v for v, _ in sources[node]]):
-                    return crossing, parameters, problem
+                self._refuse_changed_since(node, read, time, [v for v, _ in sources[node]])
                 changes = [
                     s for s in self._changers[node[0]] if s.time < time and not self._within(s.module_call, time)
                 ]
@@ -435,30 +428,22 @@ class ForwardTrace:
             makers = [s for s in makers if not self._within(s.module_call, time)] or makers[-1:]
             for step in makers + [s for s in self._changers[node[0]] if s.time < time]:
                 if inside := self._within(step.module_call, time):
-                    strange = strange_type(inside.leaves)
-                    returns = f", but a {strange}" if strange else ""
-                    return (
-                        crossing,
-                        parameters,
-                        f"{inside.name} keeps a tensor {list(node[1])} for later and does not return it{returns}",
+                    returns = f", but a {strange}" if (strange := strange_type(inside.leaves)) else ""
+                    raise _NoCut(
+                        f"{inside.name} keeps a tensor {list(node[1])} for later and does not return it{returns}"
                     )
                 if step.random and only_looked_at:
                     continue
                 if step.random:
-                    return (
-                        crossing,
-                        parameters,
-                        f"what {step.name} draws before it is used after it, and each stage would draw its own",
+                    raise _NoCut(
+                        f"what {step.name} draws before it is used after it, and each stage would draw its own"
                     )
                 open_ += [(n, step.time) for n in step.reads]
                 parameters |= {self.parameters[n[0]] for n in step.reads if n[0] in self.parameters}
-        return crossing, parameters, None
+        return crossing, parameters
 
-    def _changed_since(self, node: Node, read: int, time: int, sources: Sequence[ModuleCall]) -> str | None:
-        """Problem with reading a tensor again in a later stage, or None.
-
-        Code between modules read it at `read`, and a module may have changed it since.
-        """
+    def _refuse_changed_since(self, node: Node, read: int, time: int, sources: Sequence[ModuleCall]) -> None:
+        """Refuse a tensor that code between modules read at `read`, and that a module has changed since."""
         before = [s for s in self._changers[node[0]] if s.time < time]
         inside = [self._within(s.module_call, time) for s in before]
         late = [v for s, v in zip(before, inside, strict=True) if v is not None and read < time and s.time > read]
@@ -467,8 +452,7 @@ class ForwardTrace:
         )
         if late or mixed:
             name = next(v for v in (*late, *inside) if v is not None).name
-            return f"{name} changes in place a tensor {list(node[1])} that the code between modules uses, too"
-        return None
+            raise _NoCut(f"{name} changes in place a tensor {list(node[1])} that the code between modules uses, too")
 
     def _read_after(self, time: int) -> list[tuple[Node, int]]:
         """Tensors that are read after `time` and were made before it, each with its time."""
@@ -492,19 +476,22 @@ class ForwardTrace:
 
     @cached_property
     def _makers(self) -> dict[Node, list[TracedOperation]]:
-        found: dict[Node, list[TracedOperation]] = defaultdict(list)
-        for step in self.steps:
-            for node in step.makes:
-                found[node].append(step)
-        return found
+        return _by((node, step) for step in self.steps for node in step.makes)
 
     @cached_property
     def _changers(self) -> dict[int, list[TracedOperation]]:
-        found: dict[int, list[TracedOperation]] = defaultdict(list)
-        for step in self.steps:
-            for storage in step.changes:
-                found[storage].append(step)
-        return found
+        return _by((storage, step) for step in self.steps for storage in step.changes)
+
+
+class _NoCut(Exception):
+    """Raised with the reason why a model cannot be cut at a time."""
+
+
+def _by(pairs: Iterable[tuple[Key, TracedOperation]]) -> dict[Key, list[TracedOperation]]:
+    found: dict[Key, list[TracedOperation]] = defaultdict(list)
+    for key, step in pairs:
+        found[key].append(step)
+    return found
 
 
 def is_in(module: str, outer: str) -> bool:
@@ -513,11 +500,5 @@ def is_in(module: str, outer: str) -> bool:
 
 def strange_type(leaves: Sequence[Any]) -> str | None:
     """Type name of the first leaf of an output that could hide tensors, or None."""
-    return next(
-        (
-            type(leaf).__name__
-            for leaf in leaves
-            if not isinstance(leaf, (Tensor, TensorShape, int, float, str, type(None)))
-        ),
-        None,
-    )
+    plain = (Tensor, TensorShape, int, float, str, type(None))
+    return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, plain)), None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from paceline.job.optimizer import OptimizerSpec
 from paceline.planning.plan import Plan
 
 Interval = tuple[int, int]  # (start, stop)
+Sections = Sequence[int] | None  # sizes of the sections of a dimension, such as query, key and value
 
 
 class Box(NamedTuple):
@@ -72,20 +73,20 @@ class ShardLayout:
         """Number of elements that the rank holds."""
         return prod(self.shape)
 
-    def divide(self, dim: int, part: int, parts: int, sections: Sequence[int] | None = None) -> ShardLayout:
-        """Layout of part `part` of `parts` equal parts along `dim`.
+    def divide(self, dim: int, index: int, of: int, sections: Sections = None) -> ShardLayout:
+        """Layout of shard `index` of `of` equal shards along `dim`.
 
         With `sections` (sizes that sum to the shard's size), each section is divided.
 
         Raises:
-            ValueError: a section is not a multiple of `parts`.
+            ValueError: a section is not a multiple of `of`.
         """
         kept: list[Interval] = []
         start = 0
         for size in sections or (self.shape[dim],):
-            if size % parts:
-                raise ValueError(f"{size} is not a multiple of {parts}")
-            kept += self._intervals(dim, start + size // parts * part, start + size // parts * (part + 1))
+            if size % of:
+                raise ValueError(f"{size} is not a multiple of {of}")
+            kept += self._intervals(dim, start + size // of * index, start + size // of * (index + 1))
             start += size
         if start != self.shape[dim]:
             raise ValueError(f"the sections sum to {start}, not to {self.shape[dim]}")
@@ -100,14 +101,8 @@ class ShardLayout:
         if tuple(full.shape) != self.full:
             raise ValueError(f"the tensor has shape {tuple(full.shape)}, not {self.full}")
         for dim, intervals in enumerate(self.kept):
-            if len(intervals) == 1:
-                full = full.narrow(dim, intervals[0][0], intervals[0][1] - intervals[0][0])
-            else:
-                full = (
-                    torch.cat([full.narrow(dim, start, stop - start) for start, stop in intervals], dim)
-                    if intervals
-                    else full.narrow(dim, 0, 0)
-                )
+            blocks = [full.narrow(dim, start, stop - start) for start, stop in intervals or ((0, 0),)]
+            full = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
         return full
 
     def put(self, own: Tensor, full: Tensor) -> None:
@@ -122,13 +117,12 @@ class ShardLayout:
         # per dimension: (own start, full start, length)
         placed: list[list[tuple[int, int, int]]] = []
         for intervals in self.kept:
-            own, entries = 0, []
-            for start, stop in intervals:
-                entries.append((own, start, stop - start))
-                own += stop - start
-            placed.append(entries)
+            lengths = [stop - start for start, stop in intervals]
+            starts = [start for start, _ in intervals]
+            placed.append(list(zip(accumulate(lengths, initial=0), starts, lengths, strict=False)))
         for choice in product(*placed):
-            yield Box(tuple(c[0] for c in choice), tuple(c[1] for c in choice), tuple(c[2] for c in choice))
+            own, full, shape = zip(*choice, strict=True) if choice else ((), (), ())
+            yield Box(own, full, shape)
 
     def _intervals(self, dim: int, start: int, stop: int) -> list[Interval]:
         """The intervals of the full tensor that the shard's interval [start, stop) covers."""
@@ -194,17 +188,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def shard_parameter(
-    module: nn.Module,
-    name: str,
-    part: Part,
-    *,
-    axis: str,
-    dim: int,
-    index: int,
-    of: int,
-    sections: tuple[int, ...] | None = None,
+    module: nn.Module, name: str, part: Part, *, axis: str, dim: int, index: int, of: int, sections: Sections = None
 ) -> None:
-    """Replace parameter `name` of `module` by part `index` of `of` along `dim`, and note it.
+    """Replace parameter `name` of `module` by shard `index` of `of` along `dim`, and note it.
 
     A parameter on the meta device stays there; a real one is copied, so that the full one can be freed.
 
@@ -252,7 +238,11 @@ def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -
         optimizer: over them, or over their local tensors.
     """
     own = list(parameters)
-    gradients = [part for p in own if p.grad is not None for part in _parts(p.grad)]
+    gradients = [
+        tensor
+        for grad in (p.grad for p in own if p.grad is not None)
+        for tensor in ((grad._values(), grad._indices()) if grad.is_sparse else (grad,))
+    ]
     state = [x for x in tree_leaves(list(optimizer.state.values())) if isinstance(x, Tensor)]
     return StateBytes(_bytes(own), _bytes(gradients), _bytes(state))
 
@@ -278,14 +268,24 @@ def predicted_bytes(parts: Parts, like: Mapping[str, Tensor], optimizer: Optimiz
     return StateBytes(parameters, gradients, state)
 
 
-def _parts(gradient: Tensor) -> tuple[Tensor, ...]:
-    """The tensors behind a gradient: of a sparse one its rows and their numbers."""
-    return (gradient._values(), gradient._indices()) if gradient.is_sparse else (gradient,)
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
     storages = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def replace_tensors(
+    model: nn.Module, parameter: Callable[[nn.Parameter], Tensor] | None, buffer: Callable[[Tensor], Tensor] | None
+) -> None:
+    """Replace the parameters and buffers of all modules in place. Tied ones stay tied."""
+    made: dict[Tensor, Any] = {}  # tensors are hashed by identity
+    for module in model.modules():
+        tables: tuple[tuple[Any, Any], ...] = (module._parameters, parameter), (module._buffers, buffer)
+        for tensors, make in tables:
+            for name, old in tensors.items():
+                if old is not None and make is not None:
+                    if old not in made:
+                        made[old] = make(old)
+                    tensors[name] = made[old]
 
 
 # torch.nn.RNNBase rebuilds these in a forward pass if the parameters were replaced

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from paceline.device import forked_random
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
+from paceline.job.loss_items import first_line
 from paceline.planning.model.record import OperationMode
 from paceline.planning.model.recorder import restored, tensors_in, without_logs
-from paceline.split.layout import KEPT_UP_TO_DATE
 from paceline.split.forward_trace import (
     Attribute,
     ForwardTrace,
@@ -29,10 +29,9 @@ from paceline.split.forward_trace import (
     Observed,
     TensorShape,
     TracedOperation,
-    in_transform,
     strange_type,
 )
-from paceline.split.layout import KEPT_UP_TO_DATE
+from paceline.split.layout import KEPT_UP_TO_DATE, replace_tensors
 
 # (model, batch) -> the model's output
 Call = Callable[[Any, Batch], Any]
@@ -43,7 +42,6 @@ def trace_forward(
     batch: Batch,
     call: Call,
     device: torch.device,
-    *,
     whole: set[str],
     remembered: dict[str, Any] | None = None,
     observed: Observed | None = None,
@@ -87,17 +85,13 @@ class _Recorder:
         self._whole, self._remembered = whole, remembered
         self._clock, self._current, self._call_counts = 0, -1, Counter[str]()
         self._watching, self._stuck = True, ""
-        # each module's fake parameters
-        self._own: dict[nn.Module, dict[str, Any]] = {}
+        self._own: dict[nn.Module, dict[str, Any]] = {}  # each module's fake parameters
         self._inputs: set[int] = set()
-        # active calls, by `__call__`
-        self._open = Counter[nn.Module]()
-        # active calls, by `forward`, with those that bypass `__call__`
-        self._running = Counter[nn.Module]()
+        self._open = Counter[nn.Module]()  # active calls, by `__call__`
+        self._running = Counter[nn.Module]()  # active calls, by `forward`, with those that bypass `__call__`
         self._undecided: list[tuple[ModuleCall, int, Tensor]] = []
         self._storages: dict[int, int] = {}
-        # storages, so that no address is used twice
-        self._kept: list[Any] = []
+        self._kept: list[Any] = []  # storages, so that no address is used twice
         self._depends: set[int] = set()
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -121,7 +115,7 @@ class _Recorder:
                 output = call(self.model, batch)
             self._note_attributes(before)
         for module_call, i, leaf in self._undecided:
-            module_call.leaves[i] = _shape(leaf)
+            module_call.leaves[i] = TensorShape.of(leaf)
         self._undecided.clear()
         self.trace.result = [self._node(t) for t in _tensors_of(output)]
         self.trace.end = self._clock
@@ -129,23 +123,21 @@ class _Recorder:
 
     def _without_memory(self) -> None:
         """Replace parameters by fakes and buffers by copies, until `restored` restores them."""
-        made: dict[int, Tensor] = {}
-        names, buffers = (
-            {id(t): n for n, t in named} for named in (self.model.named_parameters(), self.model.named_buffers())
-        )
-        for module in self.model.modules():
-            for name, p in module._parameters.items():
-                if p is not None and id(p) not in made:
-                    made[id(p)] = fake = self._fake(p)
-                    self.trace.parameters[storage := self._storage(fake)] = names[id(p)]
-                    self._depends.add(storage)
-                module._parameters[name] = None if p is None else made[id(p)]  # type: ignore[assignment]
-            for name, b in module._buffers.items():
-                if b is not None and id(b) not in made:
-                    made[id(b)] = copy_ = self._fake(b) if b.is_meta else b.detach().to(self.device, copy=True)
-                    self.trace.buffers[self._storage(copy_)] = buffers[id(b)]
-                module._buffers[name] = None if b is None else made[id(b)]
-            self._own[module] = dict(module._parameters)
+        names = {t: n for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
+
+        def fake(p: Tensor) -> Tensor:
+            made = self._fake(p)
+            self.trace.parameters[storage := self._storage(made)] = names[p]
+            self._depends.add(storage)
+            return made
+
+        def copied(b: Tensor) -> Tensor:
+            made = self._fake(b) if b.is_meta else b.detach().to(self.device, copy=True)
+            self.trace.buffers[self._storage(made)] = names[b]
+            return made
+
+        replace_tensors(self.model, fake, copied)
+        self._own = {module: dict(module._parameters) for module in self.model.modules()}
 
     def _note_attributes(self, before: Mapping[str, Mapping[str, Any]]) -> None:
         """Record the tensors that modules kept as attributes, and other state that they keep."""
@@ -199,7 +191,7 @@ class _Recorder:
             self._current = module_call.parent
             self._running[module] -= 1
         leaves, module_call.spec = tree_flatten(output)
-        module_call.leaves = [_shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        module_call.leaves = [TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         module_call.nodes = [self._node(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         module_call.uses_parameters |= any(node is not None and node[0] in self._depends for node in module_call.nodes)
         # a re-entrant checkpoint may set requires_grad later
@@ -209,7 +201,7 @@ class _Recorder:
         return output
 
     def _observe(self, name: str, module: nn.Module) -> None:
-        if in_transform():
+        if torch._C._functorch.maybe_current_level() is not None:
             self.observed.transformed.add(name)
         if any(p is not self._own[module].get(key) for key, p in module._parameters.items()):
             self.observed.substituted.add(name)
@@ -219,13 +211,12 @@ class _Recorder:
     def _looks_at_values(self, error: RuntimeError) -> BaseException:
         if isinstance(error, PlanError):
             return error
-        first = next(iter(str(error).splitlines()), type(error).__name__)
         kind = type(self.model.get_submodule(self._stuck)).__name__
         where = f"{self._stuck} ({kind})" if self._stuck else f"the model ({kind})"
         return PlanError(
             f"pp: {where} cannot be followed without its weights, as its own code decides by values that depend on "
-            f"them, takes something else than tensors, or fails: {first}. Move that decision into a module that takes "
-            "and returns tensors, below the blocks, or train without pp."
+            f"them, takes something else than tensors, or fails: {first_line(error)}. Move that decision into a module "
+            "that takes and returns tensors, below the blocks, or train without pp."
         )
 
     def _run_alone(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -242,17 +233,13 @@ class _Recorder:
                     f"pp: {name} returns a {strange}; what a stage passes on are tensors, alone or in tuples "
                     "and dictionaries"
                 )
-            like = [
-                next((i for i, t in enumerate(inputs) if t.shape == leaf.shape and t.dtype == leaf.dtype), None)
-                if isinstance(leaf, Tensor)
-                else None
-                for leaf in leaves
-            ]
+            kinds = {(t.shape, t.dtype): i for i, t in reversed(list(enumerate(inputs)))}
+            like = [kinds.get((leaf.shape, leaf.dtype)) if isinstance(leaf, Tensor) else None for leaf in leaves]
             if None not in like:
                 self._remembered[name] = spec, like
             output = tree_map(lambda leaf: self._fake(leaf) if isinstance(leaf, Tensor) else leaf, output)
         made = [t.requires_grad_(t.is_floating_point()) for t in tree_leaves(output) if isinstance(t, Tensor)]
-        self._note(name, [*inputs, *module.parameters()], made, [], random=False)
+        self._note(name, [*inputs, *module.parameters()], made, [])
         return output
 
     def _random_output(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -274,16 +261,11 @@ class _Recorder:
             self._watching = True
 
     def _note(
-        self,
-        name: str,
-        read: Sequence[Tensor],
-        made: Sequence[Tensor],
-        changed: Sequence[Tensor],
-        *,
-        random: bool,
-        looks: bool = False,
+        self, name: str, read: Sequence[Tensor], made: Sequence[Tensor], changed: Sequence[Tensor], *tags: torch.Tag
     ) -> None:
         """Record an operation."""
+        random = torch.Tag.nondeterministic_seeded in tags
+        looks = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
         reads = [self._node(t) for t in read]
         changes = [self._storage(t) for t in changed]
         self.observed.written |= {self.trace.parameters[s]: name for s in changes if s in self.trace.parameters}
@@ -309,11 +291,7 @@ class _Recorder:
         places = [
             args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments) if written[i]
         ]
-        looks = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        self._note(
-            str(func), tensors_in((args, kwargs)), tensors_in(output), tensors_in(places), random=random, looks=looks
-        )
+        self._note(str(func), tensors_in((args, kwargs)), tensors_in(output), tensors_in(places), *func.tags)
 
     def _tick(self) -> int:
         self._clock += 1
@@ -333,10 +311,6 @@ class _Recorder:
         with self._fakes:
             made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device)
         return nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else made
-
-
-def _shape(t: Tensor) -> TensorShape:
-    return TensorShape(tuple(t.shape), t.dtype, t.requires_grad)
 
 
 def _real(t: Any, device: torch.device) -> Any:

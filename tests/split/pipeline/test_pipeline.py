@@ -101,10 +101,7 @@ def test_model_families(ranks: Ranks, name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cut"),
-    [
-        ("t5", "decoder.block.1"),
-        pytest.param("resnet", "resnet.encoder.stages.1.layers.0", marks=pytest.mark.slow),
-    ],
+    [("t5", "decoder.block.1"), pytest.param("resnet", "resnet.encoder.stages.1.layers.0", marks=pytest.mark.slow)],
 )
 def test_what_is_more_than_a_chain_of_blocks(ranks: Ranks, name: str, cut: str) -> None:
     """T5: four tensors cross, one of them by way of the stage; ResNet: buffers stay with their stage."""

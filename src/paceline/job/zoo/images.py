@@ -244,10 +244,7 @@ def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
 
 
 def _to_bytes(image: Image) -> Image:
-    """Convert a 16-bit grey image to 8 bits.
-
-    Pillow's own conversion would clip everything above 255 to white.
-    """
+    """Convert a 16-bit grey image to 8 bits. Pillow's own conversion would clip everything above 255 to white."""
     from PIL.Image import fromarray
 
     if image.mode.startswith("I;16"):

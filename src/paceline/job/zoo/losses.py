@@ -109,10 +109,7 @@ class CrossEntropy:
         return (of_each * counted).sum()
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Check `target` by `check_labels` against the output's number of classes.
-
-        Only the output's shape is used.
-        """
+        """Check `target` by `check_labels` against the output's number of classes. Only the output's shape is used."""
         logits = logits_of(output)
         if logits.dim() > 1:  # else the loss says that the shapes do not fit
             check_labels(target, logits.shape[2 if logits.dim() == 3 else 1], where, samples)
@@ -147,10 +144,7 @@ class BinaryCrossEntropy(Elementwise):
         return super().__call__(output, target)
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Raise DataError for a target outside 0 to 1.
-
-        torch's loss has no minimum for such a target.
-        """
+        """Raise DataError for a target outside 0 to 1. torch's loss has no minimum for such a target."""
         outside = (target < 0) | (target > 1)
         if outside.any():
             place = outside.nonzero()[0].tolist()
@@ -376,10 +370,7 @@ def _error(output: Any, target: Tensor, *, name: str, of: Callable[..., Tensor])
 
 
 def _partner_found(output: Any, target: Any) -> tuple[Tensor, int]:
-    """Share of views whose nearest other view of the batch is their partner.
-
-    The larger the batch, the harder.
-    """
+    """Share of views whose nearest other view of the batch is their partner. The larger the batch, the harder."""
     similarity, partner = view_similarity(output)
     return (similarity.argmax(dim=1) == partner).sum(), len(partner)
 
