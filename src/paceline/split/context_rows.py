@@ -21,6 +21,7 @@ from paceline.errors import PlanError
 from paceline.planning.model.record import record_graph
 from paceline.planning.model.recorder import Entry, Graph, PythonCall, Ref
 from paceline.split.layout import Parts
+from paceline.split.tensor_layers import copy
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 # Further functions that mix the tokens of a sequence. By name, since each exists as a function, a method and an
@@ -154,7 +155,6 @@ class _OwnAttention(TorchFunctionMode):
         return (self.attend if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
 
 
-_POINTWISE = torch.Tag.pointwise
 _OF_LAST_DIM = (
     "softmax",
     "_softmax",
@@ -216,14 +216,9 @@ def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
     found: list[str] = []
     for path, entries in by_path.items():
         inside = any(path.startswith(f"{other}.") for other in found)
-        if (
-            not path
-            or inside
-            or path in graph.opaque
-            or not all(_treats_tokens_alone(graph, entry) for entry in entries)
-        ):
+        if not path or inside or path in graph.opaque or not all(_treats_tokens_alone(graph, e) for e in entries):
             continue
-        if all(_asks_for_no_length(graph, model.get_submodule(path), entry) for entry in entries[:1]):
+        if _asks_for_no_length(graph, model.get_submodule(path), entries[0]):
             found.append(path)
     while True:
         spans = [(entry.start, entry.stop) for path in found for entry in by_path[path]]
@@ -319,7 +314,7 @@ def _keeps_tokens(graph: Graph, node: Any, alone: set[int], weights: set[int], g
     if node.name in _OF_LAST_DIM:
         dim = node.kwargs.get("dim", node.args[-1] if node.name in ("glu", "cat") else _dim_of(node))
         return dim in (-1, 2)
-    pointwise = not isinstance(node.op, str) and _POINTWISE in node.op.tags
+    pointwise = not isinstance(node.op, str) and torch.Tag.pointwise in node.op.tags
     return pointwise and all(len(shape_of(v)) <= 1 for v in weights)
 
 
@@ -372,8 +367,8 @@ def _own_queries(
         attn_mask = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
         whole = attn_mask.dim() < 2 or attn_mask.shape[-2] == 1
-        attn_mask = _Summed.apply(attn_mask, group) if whole else _Own.apply(attn_mask, attn_mask.dim() - 2, group)
-    key, value = _Summed.apply(key, group), _Summed.apply(value, group)
+        attn_mask = copy(attn_mask, group) if whole else _Own.apply(attn_mask, attn_mask.dim() - 2, group)
+    key, value = copy(key, group), copy(value, group)
     own = _Own.apply(query, query.dim() - 2, group)
     mixed = F.scaled_dot_product_attention(own, key, value, attn_mask, dropout_p, **kwargs)
     whole_output: Tensor = _Gathered.apply(mixed, mixed.dim() - 2, tokens, group)
@@ -412,21 +407,6 @@ class _Gathered(torch.autograd.Function):
         if missing:
             own = F.pad(own, (0, 0) * (own.dim() - 1 - ctx.dim) + (0, missing))
         return own.contiguous(), None, None, None
-
-
-class _Summed(torch.autograd.Function):
-    """A replicated tensor used for each rank's own rows; its gradients are partial sums."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad.contiguous().clone()
-        ctx.group.all_reduce(grad)
-        return grad, None
 
 
 def _gathered(own: Tensor, dim: int, rows: int, group: Group) -> Tensor:

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from paceline.errors import JobError, PlanError
 from paceline.split.construction_log import ConstructionRecorder, NotRecordable, OperationLog, Take
-from paceline.split.layout import carry_hooks, refuse_kept_parameters
+from paceline.split.layout import carry_hooks, refuse_kept_parameters, replace_tensors
 
 # fraction of the model's bytes brought along by its construction that is worth a note
 _MUCH = 1 / 8
@@ -69,7 +69,6 @@ def record(build: Callable[[], nn.Module]) -> DeferredModel:
     """
     others = random.getstate(), np.random.get_state()
     recorder = ConstructionRecorder()
-    problem: str | None
     try:
         with recorder.recording():
             model = build()
@@ -110,7 +109,7 @@ def deferred_from(model: nn.Module) -> DeferredModel:
     return DeferredModel(model, None, replay)
 
 
-def _built_whole(build: Callable[[], nn.Module], why: str) -> DeferredModel:
+def _built_whole(build: Callable[[], nn.Module], why: str | None) -> DeferredModel:
     start = torch.get_rng_state()
     model = build()
     end = torch.get_rng_state()
@@ -153,14 +152,7 @@ def _from_log(model: nn.Module, recorder: ConstructionRecorder) -> DeferredModel
 def _without_memory(model: nn.Module) -> dict[str, Tensor]:
     """Replace every real parameter by its shape and return the tensors under their first names."""
     full = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
-    shapes: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter.is_meta:
-                continue
-            if parameter not in shapes:
-                shapes[parameter] = _shape(parameter)
-            module._parameters[name] = shapes[parameter]
+    replace_tensors(model, lambda p: p if p.is_meta else _shape(p), None)
     return full
 
 
@@ -233,41 +225,24 @@ def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) 
             to `device`.
     """
     sharded_on = torch.device("cpu") if offload else device
-    made: dict[Tensor, Tensor] = {}  # tensors are hashed by identity
-    for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                submodule._parameters[name] = _parameter(parameter, device, sharded_on, made)
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None:
-                submodule._buffers[name] = made.setdefault(buffer, _on(buffer, device))
+
+    def allocated(parameter: nn.Parameter) -> nn.Parameter:
+        sharded = isinstance(parameter, DTensor)
+        own = _on(parameter.detach(), sharded_on if sharded else device)
+        new = nn.Parameter(own, requires_grad=parameter.requires_grad)
+        new.__dict__.update(parameter.__dict__)
+        if sharded:  # FSDP2 holds this very object
+            torch.utils.swap_tensors(parameter, new)
+            return parameter
+        carry_hooks(parameter, new)
+        return new
+
+    replace_tensors(module, allocated, lambda buffer: _on(buffer, device))
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             # FSDP2 looks up its shards anew after every `_apply`
-            submodule._apply(_identity, recurse=False)
-
-
-def _parameter(
-    parameter: nn.Parameter, device: torch.device, sharded_on: torch.device, made: dict[Tensor, Tensor]
-) -> nn.Parameter:
-    if parameter in made:
-        return made[parameter]  # type: ignore[return-value]
-    sharded = isinstance(parameter, DTensor)
-    own = _on(parameter.detach(), sharded_on if sharded else device)
-    new = nn.Parameter(own, requires_grad=parameter.requires_grad)
-    new.__dict__.update(parameter.__dict__)
-    if sharded:  # FSDP2 holds this very object
-        torch.utils.swap_tensors(parameter, new)
-        new = parameter
-    else:
-        carry_hooks(parameter, new)
-    made[parameter] = made[new] = new
-    return new
+            submodule._apply(lambda tensor: tensor, recurse=False)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -496,6 +496,18 @@ def _by(pairs: Iterable[tuple[Key, TracedOperation]]) -> dict[Key, list[TracedOp
 
 def is_in(module: str, outer: str) -> bool:
     return module == outer or module.startswith(f"{outer}.")
+
+
+def reachable(modules: Iterable[nn.Module], without: Collection[nn.Module]) -> set[nn.Module]:
+    """All modules in `modules` that can be reached without passing through those of `without`."""
+    found: set[nn.Module] = set()
+    open_ = list(modules)
+    while open_:
+        module = open_.pop()
+        if module not in without and module not in found:
+            found.add(module)
+            open_ += module.children()
+    return found
 
 
 def strange_type(leaves: Sequence[Any]) -> str | None:

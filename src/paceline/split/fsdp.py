@@ -23,7 +23,7 @@ weights once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.device import uploaded
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
-from paceline.split.forward_trace import ForwardTrace, ModuleCall, Node, Observed, is_in
-from paceline.split.layout import Parts
+from paceline.split.forward_trace import ForwardTrace, ModuleCall, Node, Observed, is_in, reachable
+from paceline.split.layout import Parts, replace_tensors
 from paceline.split.record_forward import Call, trace_forward
 
 
@@ -54,8 +54,8 @@ class FullySharded:
         self,
         stages: Sequence[nn.Module],
         devices: DeviceMesh,
-        *,
         zero: int,
+        *,
         pipelined: bool,
         casts: bool,
         offload: bool,
@@ -140,8 +140,12 @@ def shard_fully(
     offloads = offload and devices.device_type != "cpu"
     scalars = {parameter for parameter in named.values() if parameter.dim() == 0}
     _note_slices(named, parts, devices, scalars)
-    _make_contiguous(named.values())
-    _move_buffers(stages, torch.device(devices.device_type))
+    for parameter in named.values():
+        # FSDP2 supports no other memory order
+        parameter.data = parameter.data.contiguous()
+    # FSDP2 assigns to the `data` of buffers, which torch allows between the CPU and some devices only
+    there = devices.device_type
+    replace_tensors(nn.ModuleList(stages), None, lambda b: b if b.is_meta or b.device.type == there else b.to(there))
     options: dict[str, Any] = {
         "mesh": devices,
         "ignored_params": scalars,
@@ -157,15 +161,26 @@ def shard_fully(
     for stage in stages:
         fully_shard(stage, reshard_after_forward=None if again else False, mp_policy=outer, **options)
         _sum_only(stage)
-    sharded = FullySharded(stages, devices, zero=zero, pipelined=pipelined, casts=casts, offload=offloads)
+    sharded = FullySharded(stages, devices, zero, pipelined=pipelined, casts=casts, offload=offloads)
     whole = f"; {len(scalars)} without dimensions stay whole" if scalars else ""
     sharded.notes.append(
         f"fsdp: {len(set(named.values())) - len(scalars)} parameters in {devices.size()} shards along dimension 0, "
         f"gathered as {len(pieces) + len(stages)} units{whole}"
     )
-    sharded.notes += _notes(
-        zero=zero, offload=offload, offloads=offloads, pipelined=pipelined, autocast=precision == "bf16" and not casts
-    )
+    if offload and not offloads:
+        sharded.notes.append(
+            "offload: this rank computes on the CPU, so parameters and optimizer state lie in host memory as they are"
+        )
+    if precision == "bf16" and not casts:
+        sharded.notes.append(
+            "precision=bf16: the model has batch norms, which need float32 weights; fsdp gathers float32 and "
+            "autocast casts"
+        )
+    if pipelined and zero != 1:
+        sharded.notes.append(
+            f"zero={zero}: a pipeline keeps parameters gathered, and gradients whole, within a step; between "
+            "steps they are slices"
+        )
     return sharded
 
 
@@ -188,53 +203,21 @@ def _note_slices(
         part.sharded.add("fsdp")
 
 
-def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        # FSDP2 supports no other memory order
-        parameter.data = parameter.data.contiguous()
-
-
-def _move_buffers(stages: Sequence[nn.Module], device: torch.device) -> None:
-    """Put buffers that have values on the device.
-
-    FSDP2 assigns to their `data`, which torch allows between the CPU and some devices only.
-    """
-    moved: dict[torch.Tensor, torch.Tensor] = {}
-    for stage in stages:
-        for module in stage.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
-                    module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
-
-
 def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Blocks that share no parameter with a module outside of them. FSDP2 gathers each parameter with one unit only."""
-    places: dict[nn.Parameter, set[tuple[nn.Module, str]]] = {}
-    for stage in stages:
-        for module in stage.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    places.setdefault(parameter, set()).add((module, name))
+    holding: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in (module for stage in stages for module in stage.modules()):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holding.setdefault(parameter, set()).add(module)
     own = []
     for block in blocks:
         # some may be in another block as well
         inside = set(block.modules())
-        holders = {module for p in block.parameters() for module, _ in places[p]}
-        if block not in stages and holders <= inside and holders.isdisjoint(_reached(stages, without=block)):
+        holders = {module for p in block.parameters() for module in holding[p]}
+        if block not in stages and holders <= inside and holders.isdisjoint(reachable(stages, without=[block])):
             own.append(block)
     return own
-
-
-def _reached(modules: Iterable[nn.Module], without: nn.Module) -> set[nn.Module]:
-    """All modules in `modules` that can be reached without passing through `without`."""
-    found: set[nn.Module] = set()
-    open_ = list(modules)
-    while open_:
-        module = open_.pop()
-        if module is not without and module not in found:
-            found.add(module)
-            open_ += module.children()
-    return found
 
 
 def _refuse_mixed_types(
@@ -271,25 +254,6 @@ def _sum_only(stage: nn.Module) -> None:
     stage.set_reduce_scatter_unused_params(True)
 
 
-def _notes(*, zero: int, offload: bool, offloads: bool, pipelined: bool, autocast: bool) -> list[str]:
-    notes = []
-    if offload and not offloads:
-        notes.append(
-            "offload: this rank computes on the CPU, so parameters and optimizer state lie in host memory as they are"
-        )
-    if autocast:
-        notes.append(
-            "precision=bf16: the model has batch norms, which need float32 weights; fsdp gathers float32 and "
-            "autocast casts"
-        )
-    if pipelined and zero != 1:
-        notes.append(
-            f"zero={zero}: a pipeline keeps parameters gathered, and gradients whole, within a step; between "
-            "steps they are slices"
-        )
-    return notes
-
-
 def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:
     """Reshard after a forward pass without a backward pass. The next step then gathers current weights."""
     if not torch.is_grad_enabled():
@@ -308,11 +272,8 @@ class _Used:
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         self.flags: dict[Any, bool] = {}
-        self.groups: list[Any] = []
-        for stage in stages:
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    self.groups += module._get_fsdp_state()._fsdp_param_groups
+        modules = [module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)]
+        self.groups: list[Any] = [g for module in modules for g in module._get_fsdp_state()._fsdp_param_groups]
         for group in self.groups:
             self.flags |= {one: False for one in group.fsdp_params if one.sharded_param.requires_grad}
             group.post_backward = self._noting(group)
@@ -331,9 +292,7 @@ class _Used:
         return note_and_reduce
 
     def agree(self, devices: DeviceMesh) -> None:
-        flags = uploaded(
-            [float(used) for used in self.flags.values()], torch.float32, torch.device(devices.device_type)
-        )
+        flags = uploaded([float(f) for f in self.flags.values()], torch.float32, torch.device(devices.device_type))
         dist.all_reduce(flags, group=devices.get_group())
         for one, used in zip(self.flags, flags.tolist(), strict=True):
             if not used:
@@ -385,12 +344,10 @@ def inseparable(blocks: Sequence[str], trace: ForwardTrace | None, observed: Obs
         elif block in observed.direct:
             found[block] = "its forward is called past its hooks"
     if trace is not None:
-        for module_call in trace.module_calls:
-            if module_call.name in blocks and any(
-                start < module_call.enter < stop for start, stop in observed.functions
-            ):
+        for v in trace.module_calls:
+            if v.name in blocks and any(start < v.enter < stop for start, stop in observed.functions):
                 found.setdefault(
-                    module_call.name, "it is called within a torch.autograd.Function, whose backward pass is its own"
+                    v.name, "it is called within a torch.autograd.Function, whose backward pass is its own"
                 )
         for block, reason in (*_in_operations(blocks, trace), *_changed_views(blocks, trace)):
             found.setdefault(block, reason)

@@ -29,9 +29,9 @@ from paceline.split.forward_trace import (
     CallKey,
     Cut,
     ForwardTrace,
-    ModuleCall,
     TensorShape,
     is_in,
+    reachable,
     without_reentrant_checkpoints,
 )
 from paceline.split.record_forward import Call
@@ -56,12 +56,11 @@ class StageBounds(Protocol):
         received, sent: the tensors that come in and go out.
     """
 
+    received: list[TensorShape]
+    sent: list[TensorShape]
+
     @property
     def trace(self) -> ForwardTrace | None: ...
-    @property
-    def received(self) -> list[TensorShape]: ...
-    @property
-    def sent(self) -> list[TensorShape]: ...
 
     def parameters(self) -> set[str]:
         """Parameters that the stage computes with."""
@@ -106,43 +105,27 @@ class TracedBounds:
     `first` and `last` are its cuts, None at the ends of the model.
 
     Attributes:
+        start, stop: times of the trace's clock.
         placeholders: the calls before the stage, with the outputs they had.
         ends: the calls after the stage.
         changed_before_sending: the outputs that are sent as returned, although later code changes them in place.
-        received, sent: the tensors that come in and go out.
     """
 
     trace: ForwardTrace
     first: Cut | None
     last: Cut | None
-    placeholders: dict[CallKey, ModuleCall] = field(init=False)
-    ends: set[CallKey] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.placeholders = {v.key: v for v in self.trace.done(self.start)} if self.first else {}
-        self.ends = {v.key for v in self.trace.to_come(self.stop)} if self.last else set()
-        self._given = {s: i for i, value in enumerate(self.first.values) for s in value.sources} if self.first else {}
-        self._changed = {key: self.trace.changed_elsewhere(v) for key, v in self.placeholders.items()}
-        self._received_nodes = {value.node: i for i, value in enumerate(self.first.values)} if self.first else {}
-        self.changed_before_sending = (
-            {s for value in self.last.values if value.changed for s in value.sources} if self.last else set()
-        )
-
-    @property
-    def start(self) -> int:
-        return self.first.time if self.first else -1
-
-    @property
-    def stop(self) -> int:
-        return self.last.time if self.last else ForwardTrace.END
-
-    @property
-    def received(self) -> list[TensorShape]:
-        return [value.shape for value in self.first.values] if self.first else []
-
-    @property
-    def sent(self) -> list[TensorShape]:
-        return [value.shape for value in self.last.values] if self.last else []
+        trace, first, last = self.trace, self.first, self.last
+        self.start, self.stop = first.time if first else -1, last.time if last else ForwardTrace.END
+        self.placeholders = {v.key: v for v in trace.done(self.start)} if first else {}
+        self.ends = {v.key for v in trace.to_come(self.stop)} if last else set()
+        self._arriving, self._leaving = first.values if first else (), last.values if last else ()
+        self.received, self.sent = [v.shape for v in self._arriving], [v.shape for v in self._leaving]
+        self._given = {s: i for i, value in enumerate(self._arriving) for s in value.sources}
+        self._changed = {key: trace.changed_elsewhere(v) for key, v in self.placeholders.items()}
+        self._received_nodes = {value.node: i for i, value in enumerate(self._arriving)}
+        self.changed_before_sending = {s for value in self._leaving if value.changed for s in value.sources}
 
     def parameters(self) -> set[str]:
         """Parameters that the stage computes with."""
@@ -162,8 +145,7 @@ class TracedBounds:
         leaves = list(module_call.leaves)
         for i, leaf in enumerate(leaves):
             if (place := self._given.get((*key, i))) is not None:
-                assert self.first is not None
-                leaves[i] = received[place].clone() if self.first.values[place].changed else received[place]
+                leaves[i] = received[place].clone() if self._arriving[place].changed else received[place]
             elif isinstance(leaf, TensorShape):
                 leaves[i] = (
                     torch.zeros(leaf.size, dtype=leaf.dtype, device=device)
@@ -180,11 +162,10 @@ class TracedBounds:
 
     def sources(self) -> list[tuple[str, int, int] | int]:
         """Source of each sent tensor: (module, call index, leaf) of this stage, or a received tensor's index."""
-        found: list[tuple[str, int, int] | int] = []
-        for value in self.last.values if self.last else ():
-            passed = next((self._given[s] for s in value.sources if s in self._given), None)
-            found.append(value.sources[-1] if passed is None else passed)
-        return found
+        return [
+            next((self._given[s] for s in value.sources if s in self._given), value.sources[-1])
+            for value in self._leaving
+        ]
 
 
 class _End(BaseException):
@@ -196,8 +177,6 @@ class _End(BaseException):
 
 @dataclass
 class _Pass:
-    """The forward pass under way."""
-
     bounds: TracedBounds
     received: tuple[Tensor, ...]
     call_counts: Counter[str] = field(default_factory=Counter)
@@ -386,20 +365,18 @@ def _bound_function(function: FunctionType, copies: Mapping[int, nn.Module]) -> 
 def _forget(away: Sequence[nn.Module], root: nn.Module, device: torch.device) -> None:
     """Remove buffers and hooks from placeholder modules, and from submodules that only they use.
 
-    Forward hooks of a placeholder itself stay, as they may pass on its output; of its pre-forward hooks only the users'
-    stay.
+    A placeholder's own forward hooks stay, as they may pass on its output; so do users' pre-forward hooks.
     """
-    others: set[nn.Module] = set()
-    _reachable(root, set(away), others)
+    others = reachable([root], without=away)
     for module in away:
         for part in module.modules():
             if part in others:
                 continue
             for hooks in _HOOKS if part is not module else ("_forward_pre_hooks",):
                 kept = () if part is not module else part.__dict__[hooks].items()
-                made = type(part.__dict__[hooks])()
-                made.update({k: hook for k, hook in kept if not _is_a_librarys(hook)})
-                part.__dict__[hooks] = made
+                part.__dict__[hooks] = type(part.__dict__[hooks])(
+                    (key, hook) for key, hook in kept if not _is_a_librarys(hook)
+                )
             for hooks in _BACKWARD_HOOKS:
                 part.__dict__[hooks] = type(part.__dict__[hooks])()
             for name in list(part._buffers):
@@ -420,13 +397,6 @@ def _is_a_librarys(hook: Any) -> bool:
     made_by = hook.func if isinstance(hook, partial) else hook
     where = str(getattr(made_by, "__module__", None) or type(made_by).__module__)
     return where.startswith(("torch.nn.utils", "paceline."))
-
-
-def _reachable(module: nn.Module, without: set[nn.Module], found: set[nn.Module]) -> None:
-    if module not in without and module not in found:
-        found.add(module)
-        for child in module.children():
-            _reachable(child, without, found)
 
 
 def _then(forward: Callable[..., Any], keep: Callable[[Any], None], *args: Any, **kwargs: Any) -> Any:
