@@ -130,10 +130,7 @@ def _ring_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value.
-
-    Those of keys and values travel one step behind them, and end on their own rank.
-    """
+    """Gradients of query, key and value. Those of keys and values travel one step behind, and end on their rank."""
     neighbours = _Neighbours(_RINGS[ring])
     tokens, pair = query.shape[2], _Pair.of(key, value)
     # the kernels want the last dimension dense
@@ -146,16 +143,8 @@ def _ring_attention_backward(
         seen = _seen(tokens, neighbours.rank, neighbours.owner(step), causal)
         if seen is not None:
             rows, columns = (slice(None), slice(None), seen.rows), (slice(None), slice(None), seen.columns)
-            added = attend_backward(
-                grad[rows],
-                query[rows],
-                pair.key[columns],
-                pair.value[columns],
-                mixed[rows],
-                log_sum[rows],
-                seen.causal,
-                scale,
-            )
+            own, other = (grad[rows], query[rows]), (pair.key[columns], pair.value[columns])
+            added = attend_backward(*own, *other, mixed[rows], log_sum[rows], seen.causal, scale)
         if travelling is not None:
             gradients = gradients.with_packed(travelling.wait())
         if seen is not None:
@@ -199,10 +188,7 @@ _ring_attention.register_autograd(_backward, setup_context=_save)
 
 @dataclass(frozen=True)
 class _Seen:
-    """Part of a block that a rank's queries attend to.
-
-    Its queries `rows` attend to keys `columns`: all, or with `causal` those up to their own.
-    """
+    """Queries `rows` of a rank attend to keys `columns` of a block: all, or if `causal` those up to their own."""
 
     rows: slice
     columns: slice
@@ -236,7 +222,7 @@ _PAIRS, _GRADIENTS = 0, 1
 
 @dataclass(frozen=True)
 class _Pair:
-    """Keys and values (or their gradients) as one piece of memory, which is one message."""
+    """Keys and values (or their gradients) in one block of memory, which is one message."""
 
     packed: Tensor
     key: Tensor
@@ -264,16 +250,12 @@ class _Neighbours:
         return (self.rank - step) % self.size
 
     def pass_on(self, packed: Tensor, tag: int) -> _Message:
-        """Start to send a tensor to the next rank while receiving another."""
+        """Start to send a tensor to the next rank while receiving another from the previous one."""
         received, backend = torch.empty_like(packed), self.group.backend
-        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        send = dist.P2POp(dist.isend, packed, group=backend, tag=tag, group_peer=(self.rank + 1) % self.size)
+        receive = dist.P2POp(dist.irecv, received, group=backend, tag=tag, group_peer=(self.rank - 1) % self.size)
         with self.group._named("ring attention"):
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, packed, group=backend, tag=tag, group_peer=following),
-                    dist.P2POp(dist.irecv, received, group=backend, tag=tag, group_peer=before),
-                ]
-            )
+            works = dist.batch_isend_irecv([send, receive])
         return _Message(self.group, packed, received, works)
 
 
@@ -337,23 +319,8 @@ def attend_backward(
     elif _flash_fits(query):
         # the random state of dropout, which is off
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)
-        grads = _aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            mixed,
-            log_sum.contiguous(),
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            causal,
-            unused,
-            unused,
-            scale=scale,
-        )
+        given = grad, query, key, value, mixed, log_sum.contiguous(), None, None, query.shape[2], key.shape[2]
+        grads = _aten._scaled_dot_product_flash_attention_backward(*given, 0.0, causal, unused, unused, scale=scale)
     else:
         grads = attend_by_matrices_backward(grad, query, key, value, mixed, log_sum, causal, scale)
     of_query, of_key, of_value = grads
@@ -390,9 +357,8 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
     """Attention scores (n, key heads, heads per key head, queries, keys)."""
     scores: Tensor = query.unflatten(1, (key.shape[1], -1)).to(state_dtype(query)) @ _grouped(key).mT * scale
     if causal:
-        scores.masked_fill_(
-            torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1), float("-inf")
-        )
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(later, float("-inf"))
     return scores
 
 

@@ -71,7 +71,7 @@ def gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
 
 
 def take(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
-    """This rank's part of a replicated `x`; the gradients of the parts are all-gathered."""
+    """This rank's shard of a replicated `x`; the gradients of the shards are all-gathered."""
     return _applied("take", x, group, dim)
 
 
@@ -84,7 +84,7 @@ def gather_partial(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
-    """Reduce-scattered sum of `x`; the gradients of the parts are all-gathered."""
+    """Reduce-scattered sum of `x`; the gradients of the shards are all-gathered."""
     return _applied("reduce_scatter", x, group, dim)
 
 
@@ -118,10 +118,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Conjugate(torch.autograd.Function):
-    """A collective of `_CONJUGATES`, with the other of its pair as backward pass.
-
-    So gradients of gradients are exact, too.
-    """
+    """A collective of `_CONJUGATES`, with its conjugate as backward pass, so that double gradients are exact."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, name: str) -> Tensor:
@@ -139,10 +136,7 @@ def _applied(name: str, x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _only_traced(x: Tensor, group: Group) -> bool:
-    """True if a trace has shapes only, so that nothing is sent.
-
-    A dry run sends its shapes all the same, to ranks that do not exist.
-    """
+    """True in a trace of shapes, where nothing is sent. A dry run sends its shapes, to ranks that do not exist."""
     return without_values(x) and not group.is_fake
 
 
@@ -164,13 +158,9 @@ def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
         whole: Tensor = functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, _torch_group(group)))
         return whole
     # gloo supports this shape only
-    parts = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    _all_gather(parts, x.contiguous(), group=group.backend)
-    return (
-        parts.view(group.size, *x.shape)
-        .movedim(0, dim)
-        .reshape(*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :])
-    )
+    shards = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    _all_gather(shards, x.contiguous(), group=group.backend)
+    return shards.view(group.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _scattered(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -181,9 +171,9 @@ def _scattered(x: Tensor, group: Group, dim: int) -> Tensor:
             functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, _torch_group(group))
         )
         return cut
-    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
-    own = torch.empty_like(parts[0])
-    _reduce_scatter(own, parts.flatten(0, 1), group=group.backend)
+    shards = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    own = torch.empty_like(shards[0])
+    _reduce_scatter(own, shards.flatten(0, 1), group=group.backend)
     return own
 
 
@@ -232,11 +222,7 @@ def row_forward(module: nn.Module, join: Callable[[Tensor], Tensor]) -> Forward:
 def column_forward(module: nn.Module) -> Forward:
     """Forward of a `Conv1D` with sharded outputs; its own code uses the full width."""
     layer = weighted(module)
-
-    def forward(input: Tensor) -> Tensor:
-        return F.linear(input, layer.weight.T, layer.bias)
-
-    return forward
+    return lambda input: F.linear(input, layer.weight.T, layer.bias)
 
 
 def part_forward(module: nn.Module, weight: ShardLayout, bias: ShardLayout | None) -> Forward:
@@ -282,13 +268,7 @@ def vocabulary_forward(module: nn.Module, group: Group, rows: int) -> Forward:
 
 
 def parallel_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    tp: Group,
-    *,
-    ignore_index: int = IGNORED,
-    label_smoothing: float = 0.0,
-    weight: Tensor | None = None,
+    logits: Tensor, target: Tensor, tp: Group, *, label_smoothing: float = 0.0, weight: Tensor | None = None
 ) -> Tensor:
     """Mean cross-entropy over all classes, like `F.cross_entropy`, the same on every rank.
 
@@ -297,15 +277,13 @@ def parallel_cross_entropy(
     Args:
         logits: (..., classes / ranks), from class rank * classes / ranks on. Types below 32 bits are computed in 32
             bits.
-        target: (...), whole numbers below the number of classes, or `ignore_index`.
+        target: (...), whole numbers below the number of classes, or -100.
         tp: the ranks that divide the classes. Sends two numbers for each label and one more, whatever the number of
             classes.
         label_smoothing: the part of a label that is spread over all classes.
         weight: (classes,), one for each class; the mean is then over the weights of the labels.
     """
-    loss: Tensor = _CrossEntropy.apply(
-        logits.flatten(0, -2), target.flatten(), tp, ignore_index, label_smoothing, weight
-    )
+    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), target.flatten(), tp, label_smoothing, weight)
     return loss
 
 
@@ -341,18 +319,14 @@ class ParallelLoss:
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
         if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-            raise DataError(
-                f"the model returned logits {list(logits.shape)} for labels {list(labels.shape)}; one label "
-                "per sample or token"
-            )
+            sizes = f"logits {list(logits.shape)} for labels {list(labels.shape)}"
+            raise DataError(f"the model returned {sizes}; one label per sample or token")
         # on a GPU this would wait; `check` has looked before
         if labels.device.type == "cpu":
             check_labels(labels, self._classes(logits), "in a batch")
-        if self.loss.weight is not None:
-            self.loss.weight = self.loss.weight.to(logits.device)
-        return parallel_cross_entropy(
-            logits, labels, self.tp, label_smoothing=self.loss.label_smoothing, weight=self.loss.weight
-        )
+        smoothing, weight = self.loss.label_smoothing, self.loss.weight
+        weight = self.loss.weight = None if weight is None else weight.to(logits.device)
+        return parallel_cross_entropy(logits, labels, self.tp, label_smoothing=smoothing, weight=weight)
 
     def items(self, target: Tensor) -> Tensor:
         """Number of items that the mean is over, as in the undivided loss."""
@@ -371,8 +345,7 @@ class ParallelLoss:
 class _CrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of rows of logits (m, c) and labels (m,).
 
-    Keeps the logits and recomputes the probabilities in the backward pass, since they would be another copy, of 32
-    bits.
+    The backward pass recomputes the probabilities from the logits, since they would be another copy, of 32 bits.
 
     With weights w, smoothing e over C classes and the log-sum-exp Z of a row, a label y costs (1 - e) w_y (Z - x_y) + e
     / C sum_c w_c (Z - x_c), and the mean divides the sum of that by the sum of w_y, as torch does.
@@ -380,19 +353,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        tp: Group,
-        ignore_index: int,
-        label_smoothing: float,
-        weight: Tensor | None,
+        ctx: Any, logits: Tensor, target: Tensor, tp: Group, label_smoothing: float, weight: Tensor | None
     ) -> Tensor:
         rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
         part = rows.shape[1]
         # each label as an index of this rank's classes
         own = target - tp.rank * part
-        counted = (target != ignore_index).to(rows.dtype)
+        counted = (target != IGNORED).to(rows.dtype)
         here = counted * ((own >= 0) & (own < part))
         own = own.clamp(0, part - 1).unsqueeze(1)
         weights = None if weight is None else weight.to(rows.dtype)[tp.rank * part : (tp.rank + 1) * part]
@@ -430,7 +397,7 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.label_smoothing:
             gradient -= ctx.spread * counted.unsqueeze(1) * (1 if weights is None else weights)
         scale = torch.where(total > 0, grad.to(total.dtype) / total, 0.0)
-        return gradient.mul_(scale).to(logits.dtype), None, None, None, None, None
+        return gradient.mul_(scale).to(logits.dtype), None, None, None, None
 
 
 # the common stream of a device, for the active modules that draw for themselves
@@ -468,9 +435,8 @@ def _draws(node: Node) -> bool:
 
 
 def _with_own_masks(forward: Callable[..., Any], module: nn.Module, rank: int, *args: Any, **kwargs: Any) -> Any:
-    device = next(
-        (x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not without_values(x)), None
-    )
+    tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not without_values(x))
+    device = next((x.device for x in tensors), None)
     if device is None or not module.training or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     number = int(torch.randint(1 << 62, (), device="cpu"))

@@ -33,7 +33,6 @@ from paceline.planning.model.recorder import (
     Entry,
     Graph,
     Node,
-    TracedTensor,
     Unfollowable,
     is_embedding,
     is_transposed,
@@ -71,6 +70,8 @@ from paceline.split.tensor_layers import (
     take,
     vocabulary_forward,
 )
+
+Convert = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -112,7 +113,7 @@ def shard_tensors(
     Args:
         parts: the part that the rank holds of each parameter so far; updated.
         example: a batch as the engine gives it to `call`, of real or meta tensors.
-        call: spans the model on a batch, as the engine does.
+        call: runs the model on a batch, as the engine does.
         sequence: also divide the activations between the matrices along the tokens, within the repeated blocks.
         vocabulary: also divide embeddings and the output head, along the vocabulary.
 
@@ -127,22 +128,19 @@ def shard_tensors(
         raise PlanError("\n".join(proof.refused))
     report = TensorReport(whole=dict(proof.why_whole), notes=proof.notes)
     region = prove_sequence(proof, model, tp.size, example, call) if sequence else None
-    if region is None:
-        unpaired = find_unpaired(model, proof, tp.size, vocabulary=vocabulary)
-    else:
+    inside: dict[str, Any] = {}
+    if region is not None:
         report.notes.append(f"between the matrices, {region} divides the tokens")
-        unpaired = find_unpaired(
-            model, proof, tp.size, vocabulary=vocabulary, partial=region.parameters, own=region.inside
-        )
+        inside = {"partial": region.parameters, "own": region.inside}
+    unpaired = find_unpaired(model, proof, tp.size, vocabulary=vocabulary, **inside)
     _divide_regions(model, parts, tp, proof, region, report)
     _join_regions(model, tp, proof, region)
     if proof.graph is not None:
         graph, labels = (proof.graph, proof.labels) if region is None else (region.graph, region.labels)
         separate_random_streams(model, graph, labels, tp.rank)
-    divided = divide_unpaired(model, parts, tp, unpaired)
-    report.done |= divided.done
-    report.whole = {path: why for path, why in (unpaired.whole | report.whole).items() if path not in divided.done}
-    report.vocabulary_head = divided.head
+    done = _divide_unpaired(model, parts, tp, unpaired, report)
+    report.done |= done
+    report.whole = {path: why for path, why in (unpaired.whole | report.whole).items() if path not in done}
     if not report.done:
         report.notes.append(
             f"nothing can be divided: all {tp.size} ranks of tp compute the same, so use dp or fsdp instead"
@@ -167,8 +165,7 @@ def _divide_regions(
             for path in paths:
                 from_plan = ", as in the model's own tp_plan" if proof.hints.get(path, "").startswith(style[:3]) else ""
                 report.done[path] = f"{style}{from_plan}"
-    for path in {path for region in proof.regions for path in region.columns}:
-        module = model.get_submodule(path)
+    for module in {model.get_submodule(path) for region in proof.regions for path in region.columns}:
         if is_transposed(module):
             module.forward = column_forward(module)
     _use_rows_of_heads(model, parts, owners, tp, proof, report)
@@ -199,18 +196,15 @@ def _use_rows_of_heads(
 
 
 def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceRegion | None) -> None:
-    """Install the collectives at the ends of the regions.
-
-    Copies where replicated tensors enter, sums behind row-parallel layers.
-    """
+    """Install copies where replicated tensors enter regions, and sums behind row-parallel layers."""
     if proof.graph is None:
         return
     for entry, value in proof.boundaries.copies:
         if sequence is not None and (entry.path, value) in sequence.gathers:
-            convert: Callable[[Tensor], Tensor] = partial(gather_partial, group=tp)
+            convert: Convert = partial(gather_partial, group=tp)
         else:
             convert = partial(copy, group=tp, fresh=_fresh(proof.graph, entry, value))
-        convert_arguments(model.get_submodule(entry.path), places_of(entry, value), convert)
+        convert_arguments(model, entry, value, convert)
     for path in {path for region in proof.regions for path in region.rows}:
         module = model.get_submodule(path)
         join = partial(reduce_scatter if sequence is not None and path in sequence.scatters else reduce, group=tp)
@@ -219,17 +213,8 @@ def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceR
         convert_result(model.get_submodule(path), partial(copy, group=tp))
     if sequence is not None:
         for entry, value in sequence.more_copies:
-            convert_arguments(model.get_submodule(entry.path), places_of(entry, value), partial(copy, group=tp))
-        for full in sequence.full_modules:
-            module = model.get_submodule(full.entry.path)
-            for value in full.enters:
-                convert_arguments(module, places_of(full.entry, value), partial(gather, group=tp, dim=TOKENS))
-            convert_result(module, partial(take, group=tp))
-        for span in sequence.spans:
-            convert_arguments(
-                model.get_submodule(span.first.path), places_of(span.first, span.enters), partial(take, group=tp)
-            )
-            convert_result(model.get_submodule(span.last.path), partial(gather, group=tp, dim=TOKENS))
+            convert_arguments(model, entry, value, partial(copy, group=tp))
+        sequence.exchange(model, partial(gather, group=tp, dim=TOKENS), partial(take, group=tp))
 
 
 def _fresh(graph: Graph, entry: Entry, value: int) -> bool:
@@ -238,47 +223,28 @@ def _fresh(graph: Graph, entry: Entry, value: int) -> bool:
     return all(node.name == "linear" and isinstance(node.op, str) for node in inside)
 
 
-@dataclass
-class DividedUnpaired:
-    """Result of `divide_unpaired`.
-
-    Attributes:
-        done: path of a layer -> the division that was made.
-        head: the switch of the output head.
-    """
-
-    done: dict[str, str] = field(default_factory=dict)
-    head: HeadSwitch | None = None
-
-
-def divide_unpaired(model: nn.Module, parts: Parts, tp: Group, found: Unpaired) -> DividedUnpaired:
-    """Divide the weights of unpaired layers over the ranks of `tp`, in place."""
-    owners, report = owners_of(model), DividedUnpaired()
+def _divide_unpaired(
+    model: nn.Module, parts: Parts, tp: Group, found: Unpaired, report: TensorReport
+) -> dict[str, str]:
+    """Divide the weights of unpaired layers in place; returns the division of each layer, by its path."""
+    owners, done = owners_of(model), dict[str, str]()
     for name, paths in found.divided.items():
         layers = [model.get_submodule(path) for path in paths]
         shard(parts, owners, name, tp, 1 if is_transposed(layers[0]) else 0, (rows_of(layers[0]),))
         for module, path in zip(layers, paths, strict=True):
-            _divide_layer(module, path, parts, owners, tp, report, head=path in found.heads)
-    return report
-
-
-def _divide_layer(
-    module: nn.Module, path: str, parts: Parts, owners: Owners, tp: Group, report: DividedUnpaired, *, head: bool
-) -> None:
-    """Let an embedding or linear layer compute with its part of the rows."""
-    own = rows_of(module)
-    if is_embedding(module):
-        module.forward = vocabulary_forward(module, tp, own)
-        report.done[path] = "vocabulary: each rank looks up the tokens of its rows"
-        return
-    bias = bias_of(owners, module)
-    if bias is not None and "tp" not in parts[bias].sharded:
-        shard(parts, owners, bias, tp, 0, (own * tp.size,))
-    switch = HeadSwitch(tp.rank * own, (tp.rank + 1) * own) if head else None
-    if switch is not None:
-        report.head = switch
-    module.forward = gathered_forward(module, tp, switch)
-    report.done[path] = "gathered: column-parallel, its outputs put together"
+            own = rows_of(module)
+            if is_embedding(module):
+                module.forward = vocabulary_forward(module, tp, own)
+                done[path] = "vocabulary: each rank looks up the tokens of its rows"
+                continue
+            bias = bias_of(owners, module)
+            if bias is not None and "tp" not in parts[bias].sharded:
+                shard(parts, owners, bias, tp, 0, (own * tp.size,))
+            switch = HeadSwitch(tp.rank * own, (tp.rank + 1) * own) if path in found.heads else None
+            report.vocabulary_head = switch or report.vocabulary_head
+            module.forward = gathered_forward(module, tp, switch)
+            done[path] = "gathered: column-parallel, its outputs put together"
+    return done
 
 
 def shard(parts: Parts, owners: Owners, name: str, tp: Group, dim: int, sections: Iterable[int]) -> None:
@@ -342,6 +308,17 @@ class SequenceRegion:
 
     def __str__(self) -> str:
         return " and ".join(f"{span.first.path} to {span.last.path}" for span in self.spans)
+
+    def exchange(self, model: nn.Module, gather: Convert, cut: Convert) -> list[Any]:
+        """Gather and cut the tokens around spans and the modules that need all of them. Returns the hooks."""
+        hooks = []
+        for full in self.full_modules:
+            hooks += [convert_arguments(model, full.entry, value, gather) for value in full.enters]
+            hooks.append(convert_result(model.get_submodule(full.entry.path), cut))
+        for span in self.spans:
+            hooks.append(convert_arguments(model, span.first, span.enters, cut))
+            hooks.append(convert_result(model.get_submodule(span.last.path), gather))
+        return hooks
 
 
 def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, call: Call) -> SequenceRegion:
@@ -437,14 +414,10 @@ def _full_modules(graph: Graph, blocks: list[str], names: set[str]) -> list[Full
     full_modules = []
     for entry in graph.entries:
         if any(entry.path == f"{block}.{name}" for block in blocks for name in names):
-            leaves = [v for v in entry.results if _is_activation(graph.values[v])]
+            enters, leaves = _activations(graph, set(entry.arguments.values())), _activations(graph, entry.results)
             if not leaves:
                 raise Unfollowable(f"{entry.path} needs all tokens, and returns no (samples, tokens, features)")
-            full_modules.append(
-                FullSequenceModule(
-                    entry, [v for v in set(entry.arguments.values()) if _is_activation(graph.values[v])], leaves[0]
-                )
-            )
+            full_modules.append(FullSequenceModule(entry, enters, leaves[0]))
     return full_modules
 
 
@@ -463,8 +436,8 @@ def _spans(blocks: list[str], graph: Graph) -> list[BlockSpan]:
         entries = [entry for path in paths for entry in graph.entries if entry.path == path]
         if len(entries) != len(paths):
             continue
-        enters = [v for v in entries[0].arguments.values() if _is_activation(graph.values[v])]
-        leaves = [v for v in entries[-1].results if _is_activation(graph.values[v])]
+        enters = _activations(graph, entries[0].arguments.values())
+        leaves = _activations(graph, entries[-1].results)
         if enters and leaves:
             spans.append(BlockSpan(entries[0], entries[-1], enters[0], leaves[0]))
     if not spans:
@@ -472,8 +445,8 @@ def _spans(blocks: list[str], graph: Graph) -> list[BlockSpan]:
     return spans
 
 
-def _is_activation(value: TracedTensor) -> bool:
-    return len(value.shape) == 3 and value.floating
+def _activations(graph: Graph, values: Iterable[int]) -> list[int]:
+    return [v for v in values if len(graph.values[v].shape) == 3 and graph.values[v].floating]
 
 
 @dataclass
@@ -588,7 +561,7 @@ def simulated(model: nn.Module, region: SequenceRegion, ranks: int) -> Iterator[
     """Context in which traces of the model see the shapes after the collectives."""
     hooks = []
 
-    def scaled(times: int, of: int) -> Callable[[Tensor], Tensor]:
+    def scaled(times: int, of: int) -> Convert:
         def change(x: Tensor) -> Tensor:
             with unrecorded():
                 return torch.empty((x.shape[0], x.shape[1] * times // of, *x.shape[2:]), dtype=x.dtype, device="meta")
@@ -597,34 +570,21 @@ def simulated(model: nn.Module, region: SequenceRegion, ranks: int) -> Iterator[
 
     gather, cut = scaled(ranks, 1), scaled(1, ranks)
     try:
-        for span in region.spans:
-            hooks.append(
-                convert_arguments(model.get_submodule(span.first.path), places_of(span.first, span.enters), cut)
-            )
-            hooks.append(convert_result(model.get_submodule(span.last.path), gather))
         for path, value in region.gathers:
-            for entry in {
-                e.path: e for e in region.graph.entries if e.path == path and value in e.arguments.values()
-            }.values():
-                hooks.append(convert_arguments(model.get_submodule(path), places_of(entry, value), gather))
+            entries = [e for e in region.graph.entries if e.path == path and value in e.arguments.values()]
+            hooks += [convert_arguments(model, entry, value, gather) for entry in entries[-1:]]
         hooks += [convert_result(model.get_submodule(path), cut) for path in region.scatters]
-        for full in region.full_modules:
-            module = model.get_submodule(full.entry.path)
-            hooks += [convert_arguments(module, places_of(full.entry, value), gather) for value in full.enters]
-            hooks.append(convert_result(module, cut))
+        hooks += region.exchange(model, gather, cut)
         yield
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def places_of(entry: Entry, value: int) -> tuple[int | str, ...]:
-    """Positions and keywords of a value in a call's arguments."""
-    return tuple(place for place, v in entry.arguments.items() if v == value)
-
-
-def convert_arguments(module: nn.Module, places: tuple[int | str, ...], convert: Callable[[Tensor], Tensor]) -> Any:
-    """Convert the arguments of `module` at `places` (one tensor, perhaps passed several times). Returns the hook."""
+def convert_arguments(model: nn.Module, entry: Entry, value: int, convert: Convert) -> Any:
+    """Convert a value among the arguments of a call, where it may be passed several times. Returns the hook."""
+    module = model.get_submodule(entry.path)
+    places = [place for place, v in entry.arguments.items() if v == value]
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
@@ -644,7 +604,7 @@ def convert_arguments(module: nn.Module, places: tuple[int | str, ...], convert:
     return module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def convert_result(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> Any:
+def convert_result(module: nn.Module, convert: Convert) -> Any:
     """Convert the tensor that `module` returns, alone or first in a tuple. Returns the hook."""
 
     def after(_: nn.Module, __: Any, result: Any) -> Any:
