@@ -8,9 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,16 +33,11 @@ class View:
     offset: int
 
 
-@dataclass(frozen=True)
-class StorageSpec:
+class StorageSpec(NamedTuple):
     """A storage in the log: size in bytes and device."""
 
     nbytes: int
     device: torch.device
-
-    def allocate(self) -> torch.UntypedStorage:
-        """Uninitialised memory for the storage."""
-        return torch.UntypedStorage(self.nbytes, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -81,9 +75,14 @@ class LoggedOperation:
     draw_index: int = 0
 
     @property
+    def creates(self) -> frozenset[int]:
+        """Storages that the operation makes."""
+        return frozenset(view.storage for _, view in self.made)
+
+    @property
     def changes(self) -> frozenset[int]:
         """Storages whose values differ after this step."""
-        return frozenset([view.storage for view in self.writes] + [view.storage for _, view in self.made])
+        return self.creates | {view.storage for view in self.writes}
 
     @property
     def touches(self) -> frozenset[int]:
@@ -129,15 +128,11 @@ class OperationLog:
     def value(self, view: View) -> Tensor | None:
         """Value of a tensor after the log, or None if it is random."""
         memory = _Memory(self.storages)
-        needed = [
-            step
-            for step, action in zip(self.steps, self._actions({view.storage}, draw=False), strict=True)
-            if action == "run"
-        ]
-        for step in needed:
-            if not isinstance(step, LoggedOperation) or step.draws is not None:
-                return None
-            memory.run(step)
+        for step, action in zip(self.steps, self._actions({view.storage}, draw=False), strict=True):
+            if action == "run":
+                if not isinstance(step, LoggedOperation) or step.draws is not None:
+                    return None
+                memory.run(step)
         return memory.tensor(view)
 
     def _actions(self, live: set[int], *, draw: bool = True) -> list[Action]:
@@ -154,7 +149,7 @@ class OperationLog:
             drawn = draw and step.draws is not None
             if step.changes & live or (drawn and step.reads):
                 actions.append("run")
-                live = (live - step.covers - {view.storage for _, view in step.made}) | step.reads
+                live = (live - step.covers - step.creates) | step.reads
                 live |= {view.storage for view in step.writes} - step.covers
             else:
                 actions.append("draw" if drawn else "skip")
@@ -165,12 +160,10 @@ class OperationLog:
         names: dict[int, list[str]] = defaultdict(list)
         for name, view in wanted.items():
             names[view.storage].append(name)
-        last = {
-            s: i
-            for i, (step, action) in enumerate(zip(self.steps, actions, strict=True))
-            if action == "run"
-            for s in _touched(step)
-        }
+        last: dict[int, int] = {}
+        for i, (step, action) in enumerate(zip(self.steps, actions, strict=True)):
+            if action == "run" and isinstance(step, LoggedOperation):
+                last |= dict.fromkeys(step.touches, i)
         finished: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
         for storage, index in last.items():
             finished[index].append((storage, names[storage]))
@@ -185,10 +178,9 @@ class _Memory:
         self._held: dict[int, torch.UntypedStorage] = {}
 
     def run(self, step: LoggedOperation) -> None:
-        for storage in step.changes - {view.storage for _, view in step.made}:
+        for storage in step.changes - step.creates - self._held.keys():
             # not allocated before, since this step covers all of it
-            if storage not in self._held:
-                self._held[storage] = self._storages[storage].allocate()
+            self._allocate(storage)
         given = tree_map(lambda x: self.tensor(x) if isinstance(x, View) else x, (step.args, step.kwargs))
         results = tree_leaves(step.call(*given[0], **given[1]))
         theirs = {x.untyped_storage()._cdata for x in tree_leaves(given) if isinstance(x, Tensor)}
@@ -221,17 +213,16 @@ class _Memory:
         A real operation may return another layout than one on shapes.
         """
         storage = result.untyped_storage()
-        same = (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype) == (
-            view.shape,
-            view.stride,
-            view.offset,
-            view.dtype,
-        )
-        if same and storage._cdata not in theirs:
+        layout = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype
+        if layout == (view.shape, view.stride, view.offset, view.dtype) and storage._cdata not in theirs:
             return storage
-        self._held[view.storage] = self._storages[view.storage].allocate()
+        self._allocate(view.storage)
         self.tensor(view).copy_(result)
         return self._held[view.storage]
+
+    def _allocate(self, storage: int) -> None:
+        nbytes, device = self._storages[storage]
+        self._held[storage] = torch.UntypedStorage(nbytes, device=device)
 
 
 class _Draws:
@@ -261,10 +252,6 @@ class _Draws:
             self._saved[generator, number] = generator.get_state()
 
 
-def _touched(step: LoggedOperation | RestoreRNG) -> frozenset[int]:
-    return step.touches if isinstance(step, LoggedOperation) else frozenset()
-
-
 # Floating-point results of these operations get no memory while recording; the value is their fill value. Others
 # (arange, linspace, tensor(...)) stay real: constructions compute and read layer counts, drop rates and rotary
 # frequencies with them.
@@ -276,18 +263,8 @@ _FILLED: dict[str, float | None] = {
     **dict.fromkeys(("full", "full_like", "new_full")),
 }
 # These operations do not read the tensor that they write to.
-_OVERWRITE = {
-    "normal_",
-    "uniform_",
-    "random_",
-    "exponential_",
-    "log_normal_",
-    "cauchy_",
-    "geometric_",
-    "fill_",
-    "zero_",
-    "copy_",
-}
+_DRAWS_INTO = {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_"}
+_OVERWRITE = _DRAWS_INTO | {"fill_", "zero_", "copy_"}
 _CPU = torch.device("cpu")
 
 
@@ -307,10 +284,8 @@ class ConstructionRecorder:
         self.log = OperationLog()
         self.problem: str | None = None
         self.constant_bytes = 0
-        # storage numbers by address
-        self._numbers: dict[int, int] = {}
-        # keeps the storages alive, so that no address is used twice
-        self._storages: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}  # of storages, by their addresses
+        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is used twice
         self._constants: dict[int, torch.UntypedStorage] = {}
         self._streams: dict[torch.Generator, _GeneratorStates] = {}
 
@@ -353,8 +328,6 @@ class ConstructionRecorder:
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation of torch: on shapes, and logged, unless all values are known.
 
-        If they are known it runs as it is.
-
         Raises:
             NotRecordable: the operation cannot be logged.
         """
@@ -380,12 +353,8 @@ class ConstructionRecorder:
                 "it makes values that it knows already, such as those of torch.tensor(...), depend on random ones"
             )
         result = self._shaped(func, args, kwargs, written, create=not recorded)
-        if (
-            fills
-            and not recorded
-            and not beside
-            and not (result.numel() and (result.is_floating_point() or result.is_complex()))
-        ):
+        real = fills and not recorded and not beside
+        if real and not (result.numel() and (result.is_floating_point() or result.is_complex())):
             return self._known(func, args, kwargs)
         self._note(func, name, args, kwargs, written, result)
         return result
@@ -394,11 +363,8 @@ class ConstructionRecorder:
         """Log a function that fills `tensor` with random numbers in any way."""
         view = self.view(tensor)
         covers = frozenset([view.storage]) if self._is_all(tensor) else frozenset()
-        kwargs = {"generator": generator}
-        self._add(
-            LoggedOperation(func, (view, *args), kwargs, frozenset(), (view,), covers, ()),
-            generator or torch.default_generator,
-        )
+        step = LoggedOperation(func, (view, *args), {"generator": generator}, frozenset(), (view,), covers, ())
+        self._add(step, generator or torch.default_generator)
 
     def _known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(x.untyped_storage()._cdata in self._constants for x in _written(func, args, kwargs)):
@@ -514,10 +480,7 @@ class ConstructionRecorder:
 
 
 class _RecordingMode(TorchDispatchMode):
-    """Dispatch mode that hands every operation to the recorder.
-
-    The first failure is kept as its problem, even if the construction goes on.
-    """
+    """Dispatch mode that hands operations to the recorder, and keeps the first failure as its problem."""
 
     def __init__(self, recorder: ConstructionRecorder) -> None:
         super().__init__()
@@ -526,7 +489,6 @@ class _RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operation through the recorder."""
         try:
             # the answers of `_Attributes` are not meant for the recorder
             with torch._C.DisableTorchFunction():
@@ -547,7 +509,6 @@ class _Attributes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer questions about a tensor's device; run everything else."""
         if func in _ANSWERS and self._recorder.holds(args[0]):
             return _ANSWERS[func](self._recorder.device(args[0]))
         if _is_meta((kwargs or {}).get("device")):
@@ -609,10 +570,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _deep_copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Deep copy of a logged tensor, without copying its storage.
-
-    PyTorch copies the storage, which has no memory here.
-    """
+    """Deep copy of a logged tensor. PyTorch would copy its storage, which has no memory here."""
     if id(tensor) not in memo:
         memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     copied: Tensor = memo[id(tensor)]
