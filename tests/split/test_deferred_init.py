@@ -237,7 +237,7 @@ class Refuses(nn.Module):
 @pytest.mark.parametrize(
     ("build", "why"),
     [
-        (Reads, r"reads random numbers \(.item\(\).*test_initialise.py:\d+"),
+        (Reads, r"reads random numbers \(.item\(\).*test_deferred_init.py:\d+"),
         (Refuses, "nonzero"),
         (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), "random numbers|allclose"),
         (lambda: nn.ParameterList([torch.from_numpy(torch.randn(3).numpy() * 2)]), "numpy"),
