@@ -50,14 +50,9 @@ def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int, *,
         DataError: the loader cannot be dealt, with what to write instead.
     """
     check(loader, world)
-    workers = Workers(
-        loader.num_workers,
-        loader.prefetch_factor if loader.num_workers else None,
-        loader.persistent_workers,
-        loader.timeout,
-        loader.worker_init_fn,
-        loader.multiprocessing_context,
-    )
+    ahead = loader.prefetch_factor if loader.num_workers else None
+    own = loader.persistent_workers, loader.timeout, loader.worker_init_fn, loader.multiprocessing_context
+    workers = Workers(loader.num_workers, ahead, *own)
     partition = _partition(loader, data_group, world, seed)
     samples = _samples(loader, partition, data_group, seed)
     if not tells_epochs:
@@ -75,18 +70,11 @@ def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int, *,
 
 def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: int) -> Partition | SamplerStream | Flow:
     dataset: Any = loader.dataset
+    ranks: dict[str, Any] = {"data_group": data_group, "world": world, "seed": seed}
     if isinstance(dataset, IterableDataset):
         length = len(loader) if hasattr(dataset, "__len__") else None
         name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-        return Flow(
-            name,
-            data_group=data_group,
-            world=world,
-            seed=seed,
-            length=length,
-            batch_size=loader.batch_size,
-            workers=loader.num_workers,
-        )
+        return Flow(name, **ranks, length=length, batch_size=loader.batch_size, workers=loader.num_workers)
     if _is_plain(loader):
         batch_size = loader.batch_size
         assert batch_size is not None
@@ -103,45 +91,26 @@ def _partition(loader: DataLoader[Any], data_group: Group, world: Group, seed: i
         )
     single = loader.batch_sampler is None and not _is_bulk(loader)
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return SamplerStream(
-        sampler,
-        dataset,
-        data_group=data_group,
-        world=world,
-        seed=seed,
-        batch_size=loader.batch_size,
-        single=single,
-        generator=loader.generator,
-        persistent=loader.persistent_workers,
-    )
+    own = {"generator": loader.generator, "persistent": loader.persistent_workers}
+    return SamplerStream(sampler, dataset, **ranks, batch_size=loader.batch_size, single=single, **own)
 
 
 def _samples(
     loader: DataLoader[Any], partition: Partition | SamplerStream | Flow, data_group: Group, seed: int
 ) -> RequestedSamples:
+    read = loader.dataset, loader.collate_fn, data_group.rank
     if isinstance(partition, Flow):
-        return Iterated(
-            loader.dataset,
-            loader.collate_fn,
-            data_group.rank,
-            data_group.size,
-            seed,
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-        )
+        return Iterated(*read, data_group.size, seed, batch_size=loader.batch_size, drop_last=loader.drop_last)
     if isinstance(partition, SamplerStream) and partition.single:
-        return Items(loader.dataset, loader.collate_fn, data_group.rank, data_group.size, seed)
-    return RequestedSamples(loader.dataset, loader.collate_fn, data_group.rank, seed, bulk=_is_bulk(loader))
+        return Items(*read, data_group.size, seed)
+    return RequestedSamples(*read, seed, bulk=_is_bulk(loader))
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
     """True if its order is the data set's own, or `shuffle=True` and no more."""
-    sampler, dataset = loader.sampler, loader.dataset
-    if (
-        loader.batch_size is None
-        or type(loader.batch_sampler) is not BatchSampler
-        or getattr(sampler, "data_source", None) is not dataset
-    ):
+    sampler = loader.sampler
+    by_size = loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
+    if not by_size or getattr(sampler, "data_source", None) is not loader.dataset:
         return False
     if type(sampler) is RandomSampler:
         return sampler.generator is None and not sampler.replacement and sampler._num_samples is None

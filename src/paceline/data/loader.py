@@ -1,4 +1,4 @@
-"""Batches of one replica: its part of each global batch, resumable at any step.
+"""Batches of one replica: its shard of each global batch, resumable at any step.
 
 They are read through torchdata's `StatefulDataLoader`.
 """
@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from paceline.data.loader_processes import Begin, SmallBatch, Workers, as_sent, failed, make_room_for_sockets
 from paceline.data.samples import Collate, LoaderFailure, RequestedSamples, SampleRequest, Shortened
 from paceline.data.stream import SamplerStream
-from paceline.data.whole import BatchPart, Flow, digest_of
+from paceline.data.whole import BatchShard, Flow, digest_of
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import on_device
 from paceline.job.partition import Partition, Place
@@ -103,7 +103,7 @@ class Loader:
         self._read_by = [partition.replica, partition.replicas, self.num_workers]
         self._needs_samples = ""
         self._next: tuple[int, int]  # epoch and step of the batch to come
-        self._turn = 0  # pieces of a `Flow` that were asked for, with those that were its end
+        self._turn = 0  # shards of a `Flow` that were asked for, with those that were its end
         self._fingerprint: list[int] | None = None  # not read yet; empty: none
         self._open((0, 0), None)
 
@@ -481,8 +481,8 @@ class Loader:
         self.left_out = []
         if isinstance(batch, Shortened):
             batch, self.left_out = batch.batch, batch.left_out
-        read_whole = isinstance(batch, BatchPart)
-        if isinstance(batch, BatchPart):
+        read_whole = isinstance(batch, BatchShard)
+        if isinstance(batch, BatchShard):
             if isinstance(self.partition, Flow):
                 taken = self.partition.take(self._turn, batch)
                 self._turn += 1

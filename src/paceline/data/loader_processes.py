@@ -86,7 +86,7 @@ def make_room_for_sockets() -> None:
 
 @dataclass(frozen=True)
 class SmallBatch:
-    """A batch that is sent by value. torch would make, map and free shared memory for each of its tensors."""
+    """A batch that is sent by value. Otherwise torch would make, map and free shared memory for each of its tensors."""
 
     pickled: bytes
 

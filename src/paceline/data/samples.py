@@ -54,8 +54,7 @@ class RequestedSamples(Dataset[Any]):
     ) -> None:
         """Reader of a dataset's batches.
 
-        `bulk`: `dataset[indices]` is a whole batch, which `collate_fn` gets (a sampler of batches and
-        `batch_size=None`).
+        With `bulk`, `dataset[indices]` is a whole batch, which `collate_fn` gets.
         """
         if collate_fn is None and isinstance(dataset, Collated):
             collate_fn = dataset.collate_fn
@@ -114,7 +113,7 @@ class RequestedSamples(Dataset[Any]):
     def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
         """Read these samples as one collated batch; None without samples.
 
-        The random numbers follow from `at`, the epoch and step of the batch. None: the process's own random states.
+        The random numbers follow from `at`, the batch's epoch and step, or from the process's own random states.
         """
         if not indices:
             return None
@@ -126,7 +125,7 @@ class RequestedSamples(Dataset[Any]):
                 if not states.drew():
                     return batch
                 self.draws = True  # read this batch again; from now on each sample has its own random states
-            samples = self._each_on_its_own(indices, at[0])
+            samples = self._samples(indices, at[0])
             states.start(self.seed, *at, self.replica)
             if not self.has_own_collate:
                 return self._collate(samples, indices)
@@ -148,40 +147,26 @@ class RequestedSamples(Dataset[Any]):
             states.start(self.seed if seed is None else seed, epoch, _number(index))
             return self._samples([index])
 
-    def _each_on_its_own(self, indices: list[Any], epoch: int) -> Any:
-        """Read the samples, each with random states that follow from the epoch and its index."""
-        if self.bulk or self.read_many is not None:
+    def _samples(self, indices: list[Any], epoch: int | None = None) -> Any:
+        """Read the samples. Given an epoch, each has random states that follow from the epoch and its index."""
+        if self.read_many is None and not self.bulk:
+            return self._read_each(indices, epoch)
+        if epoch is not None:
             parts = []
             for index in indices:
                 SampleRandom.start(self.seed, epoch, _number(index))
                 parts.append(self._samples([index]))
             return _joined(parts)
-        samples: list[Any] = []
-        try:
-            for index in indices:
-                SampleRandom.start(self.seed, epoch, _number(index))
-                samples.append(self.dataset[index])
-        except Exception as error:
-            raise self._error([indices[len(samples)]], error) from error
-        return samples
-
-    def _samples(self, indices: list[Any]) -> Any:
-        if self.bulk:
+        if self.bulk or self.read_many is None:
             return self._read_one(indices)
-        if self.read_many is None:
-            return self._read_each(indices)
         try:
             return self.read_many(indices)
         except Exception as error:
             raise self._error(self._culprit(indices), error) from error
 
     def _collate(self, samples: Any, indices: list[Any]) -> Any:
-        if (
-            self.read_many is not None
-            and not self.bulk
-            and not self.has_own_collate
-            and are_columns(samples, indices, self.read_many)
-        ):
+        own_batches = self.read_many is not None and not self.bulk and not self.has_own_collate
+        if own_batches and are_columns(samples, indices, self.read_many):
             return samples
         self.left_out = []
         if self.has_own_collate and isinstance(samples, list) and not self.bulk:
@@ -200,10 +185,12 @@ class RequestedSamples(Dataset[Any]):
         """A batch of `count` samples for inspecting data, with these indices if it has any."""
         return self.read(indices)
 
-    def _read_each(self, indices: list[Any]) -> list[Any]:
+    def _read_each(self, indices: list[Any], epoch: int | None) -> list[Any]:
         samples: list[Any] = []
         try:
             for index in indices:  # without a call for each, which takes as long as many a dataset's own
+                if epoch is not None:
+                    SampleRandom.start(self.seed, epoch, _number(index))
                 samples.append(self.dataset[index])
         except Exception as error:
             raise self._error([indices[len(samples)]], error) from error
@@ -263,10 +250,7 @@ class LoaderFailure:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error with its traceback as text, ready to be sent to the rank.
-
-    One that cannot be pickled becomes a RuntimeError with the same text.
-    """
+    """The error with its traceback as text. It becomes a RuntimeError if it cannot be pickled."""
     told = "".join(traceback.format_exception(error))
     portable: BaseException = RuntimeError(f"{type(error).__name__}: {error}")
     with suppress(Exception):
@@ -308,12 +292,12 @@ def _listed(indices: Sequence[int]) -> str:
 def held_out_batches(
     dataset: Dataset[Any], *, batch: int, replica: int, replicas: int, in_turn: bool = False
 ) -> Iterator[Any]:
-    """A replica's part of a validation set in batches of `batch` samples.
+    """A replica's shard of a validation set in batches of `batch` samples.
 
     The last one may be smaller. Collated as by `Loader`.
 
-    The part is contiguous; or, `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do not
-    depend on the number of replicas. All parts together have every sample once. Replicas may have different numbers of
+    The shard is contiguous; or, `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do not
+    depend on the number of replicas. All shards together have every sample once. Replicas may have different numbers of
     batches, even none. A sample's random numbers follow from its index, so every evaluation measures the same samples.
 
     Raises:

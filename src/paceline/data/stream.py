@@ -52,7 +52,7 @@ class _Epoch:
 
 
 class SamplerStream:
-    """Global batches of a user's (batch) sampler, and this rank's part of each.
+    """Global batches of a user's (batch) sampler, and this rank's shard of each.
 
     It stands where a `Partition` does.
 
@@ -138,7 +138,7 @@ class SamplerStream:
                 return
             assert self._epoch is not None
             assert self._epoch.number == epoch
-            yield self._part(self._epoch.batches[step])
+            yield self._shard(self._epoch.batches[step])
 
     def first(self, samples: int) -> list[Any]:
         """`samples` indices for inspecting data: those of the first batch, repeated. All ranks ask together."""
@@ -354,7 +354,7 @@ class SamplerStream:
             return str(error)
         return f"{self.name} raised {type(error).__name__}: {error}. Iterate it alone to see why"
 
-    def _part(self, batch: list[Any]) -> list[Any]:
+    def _shard(self, batch: list[Any]) -> list[Any]:
         if self.single:
             return batch
         ends = (0, *accumulate(even_shares(len(batch), self.replicas)))

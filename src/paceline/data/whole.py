@@ -1,6 +1,6 @@
 """Data whose batches are known only when read: iterable data sets and whole-batch samples.
 
-Every data-parallel rank reads the whole of it and keeps its part of each batch.
+Every data-parallel rank reads the whole of it and keeps its shard of each batch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _LOOKED_AT = 64  # numbers of a tensor that its digest is made of
 
 
 @dataclass
-class BatchPart:
-    """A rank's part of a batch that was read whole.
+class BatchShard:
+    """A rank's share of a batch that was read whole.
 
     Attributes:
-        batch: collated; None where the part is empty.
+        batch: collated; None where the share is empty.
         samples: of the whole batch.
         digest: of what the whole batch holds.
         varied: whether the batch's samples differ from one another.
         worker: the loader process that read it, 0 in the rank itself.
-        filler: where the part is empty, one of the batch's samples, collated.
+        filler: where the share is empty, one of the batch's samples, collated.
     """
 
     batch: Any
@@ -59,7 +59,7 @@ class Items(RequestedSamples):
     def _read(self, request: SampleRequest) -> Any:
         with OwnRandom(self.seed, request.epoch, request.step):  # alike on all ranks, which read the same
             item = self._read_one(request.indices[0])
-            return self._piece(item, f"item {request.indices[0]} of {self.name}")
+            return self._shared(item, f"item {request.indices[0]} of {self.name}")
 
     def example(self, count: int, indices: list[Any]) -> Any:
         """The first row of the first item, so many times."""
@@ -74,7 +74,7 @@ class Items(RequestedSamples):
             )
         return self._collated(cut(item, [0] * count), f"an item of {self.name}")
 
-    def _piece(self, item: Any, where: str) -> BatchPart:
+    def _shared(self, item: Any, where: str) -> BatchShard:
         samples = rows_of(item)
         if samples is None and self.replicas > 1:
             raise DataError(
@@ -83,18 +83,13 @@ class Items(RequestedSamples):
                 "and give the DataLoader a batch_size, or return tensors (in tuples, lists or dicts) with one row for "
                 "each sample"
             )
-        part = item
+        own = item
         if samples is not None and self.replicas > 1:
             ends = (0, *accumulate(even_shares(samples, self.replicas)))
             first, end = ends[self.replica : self.replica + 2]
-            part = cut(item, slice(first, end)) if end > first else None
-        return BatchPart(
-            None if part is None else self._collated(part, where),
-            1 if samples is None else samples,
-            digest_of(item),
-            True,
-            _worker(),
-        )
+            own = cut(item, slice(first, end)) if end > first else None
+        info, batch = get_worker_info(), None if own is None else self._collated(own, where)
+        return BatchShard(batch, 1 if samples is None else samples, digest_of(item), True, info.id if info else 0)
 
     def _collated(self, part: Any, where: str) -> Any:
         try:
@@ -106,7 +101,7 @@ class Items(RequestedSamples):
 
 
 class Iterated(Items):
-    """An `IterableDataset`: every rank reads the same stream, and of each batch keeps its part.
+    """An `IterableDataset`: every rank reads the same stream, and keeps its shard of each batch.
 
     Loader processes take turns, each with an iterator of its own, as in a DataLoader. A position is found again by
     reading up to it.
@@ -151,9 +146,9 @@ class Iterated(Items):
                 self._take(self._stream[2])
             taken = self._take(self._stream[2])
         if taken is None:
-            return BatchPart(None, 0, 0, False, worker)
+            return BatchShard(None, 0, 0, False, worker)
         if self.batch_size is None:
-            return self._piece(taken[0], f"an item of {self.name}")
+            return self._shared(taken[0], f"an item of {self.name}")
         if self.has_own_collate:  # which may leave out samples that are None
             taken = [sample for sample in taken if sample is not None] or taken
         return self._share(taken, worker)
@@ -174,7 +169,7 @@ class Iterated(Items):
             return self._repeated(first, count)
         return self._collated([first] * count, f"a batch of {self.name}")
 
-    def _share(self, samples: list[Any], worker: int) -> BatchPart:
+    def _share(self, samples: list[Any], worker: int) -> BatchShard:
         ends = (0, *accumulate(even_shares(len(samples), self.replicas)))
         part = samples[ends[self.replica] : ends[self.replica + 1]]
         digests = [digest_of(sample) for sample in samples]
@@ -182,7 +177,7 @@ class Iterated(Items):
         batch = self._collated(part or samples[:1], f"a batch of {self.name}")
         varied = len(set(digests)) > 1
         kept, filler = (batch, None) if part else (None, batch)
-        return BatchPart(kept, len(samples), whole, varied, worker, filler)
+        return BatchShard(kept, len(samples), whole, varied, worker, filler)
 
     def _take(self, stream: Iterator[Any]) -> list[Any] | None:
         self._read_so_far += 1
@@ -233,10 +228,10 @@ class Flow:
         self._totals: dict[int, int] = {}
         self._digests: dict[int, int] = {}  # of each loader process's first batch
         self._ended: set[int] = set()
-        self._chain = 0  # digest of all pieces that this process has read
-        self._last: int | None = None  # digest of the piece before the one to come
+        self._chain = 0  # digest of all shards that this process has read
+        self._last: int | None = None  # digest of the shard before the one to come
         self._expected: int | None = None  # the same in a position that is found again
-        self._known = 0  # pieces before this turn were trained on
+        self._known = 0  # shards before this turn were trained on
 
     @property
     def steps_per_epoch(self) -> int:
@@ -293,43 +288,43 @@ class Flow:
         """Go on where the state was taken."""
         self._expected, self._ended = state["last"], set(state["ended"])
 
-    def take(self, turn: int, piece: BatchPart) -> bool | None:
-        """True if a piece has a batch; None at the end of the stream.
+    def take(self, turn: int, shard: BatchShard) -> bool | None:
+        """True if a shard has a batch; None at the end of the stream.
 
-        All ranks compare their pieces here.
+        All ranks compare their shards here.
 
         Raises:
             DataError: ranks, or loader processes, read something else, or the same twice. On all ranks.
         """
-        self._chain = zlib.crc32(f"{self._chain} {piece.digest} {piece.samples}".encode())
+        self._chain = zlib.crc32(f"{self._chain} {shard.digest} {shard.samples}".encode())
         self._compare_ranks(turn)
         if turn < self._known:
-            self._check_known(turn, piece)
+            self._check_known(turn, shard)
             return False
-        self._last = piece.digest
-        if not piece.samples:
-            self._ended.add(piece.worker)
+        self._last = shard.digest
+        if not shard.samples:
+            self._ended.add(shard.worker)
             return None if len(self._ended) == max(self.workers, 1) else False
         if turn < self.workers:
-            if piece.varied and piece.digest in self._digests.values():
+            if shard.varied and shard.digest in self._digests.values():
                 raise DataError(
                     f"every loader process reads the whole of {self.name}: two of the {self.workers} began with the "
                     "same batch, and each sample would be trained several times. Divide the stream by "
                     "torch.utils.data.get_worker_info(), or set num_workers=1"
                 )
-            self._digests[turn] = piece.digest
+            self._digests[turn] = shard.digest
         return True
 
     def found(self, step: int, samples: int) -> None:
         """Note the samples of a step."""
         self._totals = {step: samples}
 
-    def _check_known(self, turn: int, piece: BatchPart) -> None:
-        """Refuse a stream whose last piece before the saved position is another one now."""
+    def _check_known(self, turn: int, shard: BatchShard) -> None:
+        """Refuse a stream whose last shard before the saved position is another one now."""
         if turn + 1 < self._known:
             return
-        expected, self._expected, self._last, self._known = self._expected, None, piece.digest, 0
-        if piece.digest != expected:
+        expected, self._expected, self._last, self._known = self._expected, None, shard.digest, 0
+        if shard.digest != expected:
             raise DataError(
                 f"{self.name} does not give again what it gave before: batch {turn} differs, and training cannot go on "
                 "there. Have iter() begin the same stream anew in each process, and draw random numbers from a "
@@ -423,8 +418,3 @@ def _is_column(values: Any) -> bool:
         and not hasattr(values, "_fields")
         and all(isinstance(value, (str, bytes, int, float)) for value in values)
     )
-
-
-def _worker() -> int:
-    info = get_worker_info()
-    return info.id if info is not None else 0

@@ -18,7 +18,7 @@ def rows(batch: Batch | None) -> int:
     """Samples in the batch (dim 0); 0 for None, which is an empty share."""
     if batch is None:
         return 0
-    whole = _parts(batch) if isinstance(batch, (tuple, list, Mapping)) else ()
+    whole = _tensors(batch) if isinstance(batch, (tuple, list, Mapping)) else ()
     *_, last = whole or [None]
     if not isinstance(last, Tensor):
         inside = f" that ends with a {type(last).__name__}" if whole else ""
@@ -30,20 +30,19 @@ def rows(batch: Batch | None) -> int:
     return len(last)
 
 
-def split(batch: Batch, parts: int) -> Iterator[Batch]:
-    """`parts` microbatches of nearly equal size, in order; empty ones are left out."""
-    if parts == 1:
+def split(batch: Batch, microbatches: int) -> Iterator[Batch]:
+    """`microbatches` of nearly equal size, in order; empty ones are left out."""
+    if microbatches == 1:
         yield batch
-    elif isinstance(batch, Mapping):
-        pieces = {k: v.tensor_split(parts) for k, v in batch.items()}
-        yield from ({k: v[i] for k, v in pieces.items()} for i in range(min(parts, rows(batch))))
-    else:
-        columns = [t.tensor_split(parts) for t in batch]
-        yield from (tuple(c[i] for c in columns) for i in range(min(parts, rows(batch))))
+        return
+    columns = [t.tensor_split(microbatches) for t in _tensors(batch)]
+    for i in range(min(microbatches, rows(batch))):
+        own = [column[i] for column in columns]
+        yield dict(zip(batch, own, strict=True)) if isinstance(batch, Mapping) else tuple(own)
 
 
 def target_of(batch: Batch) -> Any:
-    """The part of a batch that the loss compares the output with.
+    """The tensor of a batch that the loss compares the output with.
 
     Raises:
         DataError: a mapping without "labels", or a tuple without a target.
@@ -63,7 +62,7 @@ def target_of(batch: Batch) -> Any:
 def place(batch: Batch, device: torch.device, *, dtype: torch.dtype | None, channels_last: bool) -> Batch:
     """The batch on `device`.
 
-    Floating-point parts become `dtype` if one is given; images (4-D) become channels-last if `channels_last`.
+    Floating-point tensors become `dtype` if one is given; images (4-D) become channels-last if `channels_last`.
     """
     if device.type == "cpu" and dtype is None and not channels_last:
         return batch
@@ -94,15 +93,15 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def nonfinite_rows(batch: Batch | None) -> list[int]:
-    """The rows of the batch that hold NaN or Inf in any floating-point part."""
+    """The rows of the batch that hold NaN or Inf in any floating-point tensor."""
     if batch is None:
         return []
     bad: set[int] = set()
-    for part in _parts(batch):
-        if part.is_floating_point():
-            bad.update((~part.reshape(len(part), -1).isfinite().all(dim=1)).nonzero().flatten().tolist())
+    for column in _tensors(batch):
+        if column.is_floating_point():
+            bad.update((~column.reshape(len(column), -1).isfinite().all(dim=1)).nonzero().flatten().tolist())
     return sorted(bad)
 
 
-def _parts(batch: Batch) -> Iterable[Any]:
+def _tensors(batch: Batch) -> Iterable[Any]:
     return batch.values() if isinstance(batch, Mapping) else batch

@@ -481,7 +481,7 @@ class ConstructionRecorder:
 
 
 class _RecordingMode(TorchDispatchMode):
-    """Dispatch mode that hands operations to the recorder, and keeps the first failure as its problem."""
+    """Dispatch mode that hands operations to the recorder. The first failure becomes its problem."""
 
     def __init__(self, recorder: ConstructionRecorder) -> None:
         super().__init__()

@@ -443,7 +443,7 @@ class ForwardTrace:
         return crossing, parameters
 
     def _refuse_changed_since(self, node: Node, read: int, time: int, sources: Sequence[ModuleCall]) -> None:
-        """Refuse a tensor that code between modules read at `read`, and that a module has changed since."""
+        """Refuse a tensor that a module has changed since the code between modules read it."""
         before = [s for s in self._changers[node[0]] if s.time < time]
         inside = [self._within(s.module_call, time) for s in before]
         late = [v for s, v in zip(before, inside, strict=True) if v is not None and read < time and s.time > read]

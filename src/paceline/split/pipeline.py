@@ -103,13 +103,10 @@ class Pipeline:
 
     def blocks(self) -> list[nn.Module]:
         """Repeated blocks on this rank, in order; none with `torch.export`. Its graph does not call them."""
-        found: list[nn.Module] = []
         if self.by_export:
-            return found
-        for stage in self.stages:
-            modules = dict(stage.named_modules())
-            found += [modules[name] for name in self._cut.blocks if any(True for _ in modules[name].parameters())]
-        return found
+            return []
+        found = (stage.get_submodule(name) for stage in self.stages for name in self._cut.blocks)
+        return [block for block in found if any(True for _ in block.parameters())]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by their names in the undivided model. Tied ones have their first name."""
@@ -155,8 +152,8 @@ class Pipeline:
         """Forward and backward passes of one step; gradients accumulate in `.grad`.
 
         Args:
-            batch: this replica's part, the same on all ranks of the pipeline.
-            microbatches: number of equal parts of the batch; it divides the rows (see `fitting_microbatches`).
+            batch: this replica's shard of the global batch, the same on all ranks of the pipeline.
+            microbatches: their number; it divides the rows (see `fitting_microbatches`).
             loss: called on the last stage.
             autocast: context of every forward pass; the backward passes run outside of it.
 
@@ -169,15 +166,15 @@ class Pipeline:
             )
         self._settle()
         batch = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
-        parts = list(split(batch, microbatches))
+        divided = list(split(batch, microbatches))
         self._autocast = autocast
         with autocast():
-            schedule = self._schedule(parts[0], microbatches)
-        waiting = iter(enumerate(parts))
+            schedule = self._schedule(divided[0], microbatches)
+        waiting = iter(enumerate(divided))
 
         def finish(output: Any) -> Tensor:
-            number, part = next(waiting)
-            return loss(output, part, number)
+            number, microbatch = next(waiting)
+            return loss(output, microbatch, number)
 
         for stage in self._stages.values():
             stage.finish = finish
@@ -264,8 +261,7 @@ class Pipeline:
         """Mark in `parts` what this rank holds; returns the ranks of every shared parameter."""
         shared = {}
         for name, stages in owners.items():
-            ranks = sorted({self._rank_of(i) for i in stages})
-            if len(ranks) > 1:
+            if len(ranks := sorted({self._rank_of(i) for i in stages})) > 1:
                 shared[name] = ranks
             if self._pp.rank not in ranks:
                 parts.pop(name, None)
@@ -275,8 +271,7 @@ class Pipeline:
 
     def _described(self, stage_bounds: Sequence[StageBounds]) -> list[str]:
         shapes = [" + ".join(str(list(shape.size)) for shape in bounds.received) for bounds in stage_bounds[1:]]
-        cuts = zip(self._cut.names, shapes, strict=True)
-        crossing = "; ".join(f"{name} (takes over {shape})" for name, shape in cuts)
+        crossing = "; ".join(f"{name} (takes over {s})" for name, s in zip(self._cut.names, shapes, strict=True))
         how = " traced by torch.export (blocks cannot be recomputed or compiled one by one)," if self.by_export else ""
         tied = [
             f"{name} is on ranks {', '.join(map(str, ranks))}, its gradients are summed"
@@ -311,21 +306,11 @@ class Pipeline:
         return self._schedules.of(microbatch, microbatches, made)
 
     def _timed(self, i: int, bounds: StageBounds) -> TimedStage:
-        last = i == self._count - 1
-        sent = (
-            (torch.empty((), device="meta", requires_grad=True),) if last else tuple(s.on("meta") for s in bounds.sent)
-        )
+        loss = torch.empty((), device="meta", requires_grad=True)
+        sent = (loss,) if i == self._count - 1 else tuple(s.on("meta") for s in bounds.sent)
         received = tuple(s.on("meta") for s in bounds.received)
-        stage = TimedStage(
-            self._stages[i].module,
-            i,
-            self._count,
-            self._device,
-            received,
-            sent,
-            group=self._pp.backend,
-            dw_builder=self._deferred.get(i),
-        )
+        made = self._stages[i].module, i, self._count, self._device, received, sent
+        stage = TimedStage(*made, group=self._pp.backend, dw_builder=self._deferred.get(i))
         stage.timer, stage.autocast = self._timer, lambda: self._autocast()
         return stage
 
@@ -348,19 +333,15 @@ class Pipeline:
     def _sum(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
         """Sum a shared gradient over its ranks, in rank order. Every holder sends its own to all others."""
         own = torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
-        others = [r for r in holders if r != self._pp.rank]
         own_gradient = own.contiguous()
-        received = {r: torch.empty_like(own_gradient) for r in others}
-        operations = [dist.P2POp(dist.isend, own_gradient, group=self._pp.backend, group_peer=r) for r in others]
+        received = {r: torch.empty_like(own_gradient) for r in holders if r != self._pp.rank}
+        operations = [dist.P2POp(dist.isend, own_gradient, group=self._pp.backend, group_peer=r) for r in received]
         operations += [dist.P2POp(dist.irecv, t, group=self._pp.backend, group_peer=r) for r, t in received.items()]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         received[self._pp.rank] = own_gradient.clone()
-        total = (
-            torch.stack([received[r] for r in holders]).sum(0)
-            if len(holders) > 2
-            else received[holders[0]] + received[holders[1]]
-        )
+        first, second, *others = [received[r] for r in holders]
+        total = torch.stack([first, second, *others]).sum(0) if others else first + second
         if parameter.grad is None:
             # of the parameter's own kind, since a DTensor needs a DTensor gradient
             parameter.grad = parameter.detach().clone()
@@ -470,12 +451,12 @@ class DeferredWeights:
         """A function that computes the gradients deferred since the last call."""
         taken = list(self._pending)
         self._pending.clear()
-        return partial(_compute, taken)
 
+        def compute() -> None:
+            for one in taken:
+                one()
 
-def _compute(pending: list[Callable[[], None]]) -> None:
-    for compute in pending:
-        compute()
+        return compute
 
 
 def _linear(module: nn.Linear, pending: list[Callable[[], None]], x: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class BinaryCrossEntropy(Elementwise):
         return super().__call__(output, target)
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Raise DataError for a target outside 0 to 1. torch's loss has no minimum for such a target."""
+        """Raise DataError for a target outside 0 to 1, where the loss has no minimum."""
         outside = (target < 0) | (target > 1)
         if outside.any():
             place = outside.nonzero()[0].tolist()
