@@ -188,7 +188,7 @@ _ring_attention.register_autograd(_backward, setup_context=_save)
 
 @dataclass(frozen=True)
 class _Seen:
-    """Queries `rows` of a rank attend to keys `columns` of a block: all, or if `causal` those up to their own."""
+    """Queries `rows` attend to keys `columns` of a block. If `causal`, later keys are left out."""
 
     rows: slice
     columns: slice
@@ -250,7 +250,7 @@ class _Neighbours:
         return (self.rank - step) % self.size
 
     def pass_on(self, packed: Tensor, tag: int) -> _Message:
-        """Start to send a tensor to the next rank while receiving another from the previous one."""
+        """Start to send a tensor to the next rank, and to receive one."""
         received, backend = torch.empty_like(packed), self.group.backend
         send = dist.P2POp(dist.isend, packed, group=backend, tag=tag, group_peer=(self.rank + 1) % self.size)
         receive = dist.P2POp(dist.irecv, received, group=backend, tag=tag, group_peer=(self.rank - 1) % self.size)

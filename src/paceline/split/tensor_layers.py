@@ -118,7 +118,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Conjugate(torch.autograd.Function):
-    """A collective of `_CONJUGATES`, with its conjugate as backward pass, so that double gradients are exact."""
+    """A collective of `_CONJUGATES`. Its conjugate is the backward pass, so double gradients are exact."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, name: str) -> Tensor:

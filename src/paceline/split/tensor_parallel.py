@@ -226,7 +226,7 @@ def _fresh(graph: Graph, entry: Entry, value: int) -> bool:
 def _divide_unpaired(
     model: nn.Module, parts: Parts, tp: Group, found: Unpaired, report: TensorReport
 ) -> dict[str, str]:
-    """Divide the weights of unpaired layers in place; returns the division of each layer, by its path."""
+    """Divide the weights of unpaired layers in place. Returns the divisions by path."""
     owners, done = owners_of(model), dict[str, str]()
     for name, paths in found.divided.items():
         layers = [model.get_submodule(path) for path in paths]
@@ -582,7 +582,7 @@ def simulated(model: nn.Module, region: SequenceRegion, ranks: int) -> Iterator[
 
 
 def convert_arguments(model: nn.Module, entry: Entry, value: int, convert: Convert) -> Any:
-    """Convert a value among the arguments of a call, where it may be passed several times. Returns the hook."""
+    """Convert a value wherever a call takes it as argument. Returns the hook."""
     module = model.get_submodule(entry.path)
     places = [place for place, v in entry.arguments.items() if v == value]
 
