@@ -1,5 +1,4 @@
-from paceline_lab.systems.system import SystemInfo
-from paceline_lab.systems.torch_system import TorchSystem
+from paceline_lab.systems.system import SystemInfo, TorchSystem
 from paceline_lab.systems.work import Work
 
 INFO = SystemInfo("one_bucket:SYSTEM")

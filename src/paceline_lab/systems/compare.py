@@ -29,11 +29,8 @@ from paceline.units import seconds
 from paceline_lab.scaling.protocol import rounds
 from paceline_lab.scaling.result import Scaling
 from paceline_lab.scaling.summary import MEASURED, REPORT, BenchmarkDirectory
-from paceline_lab.systems.compared import Comparison, TakenRun, step_time_s, time_to
-from paceline_lab.systems.environments import python_of
-from paceline_lab.systems.plain import REFERENCE
-from paceline_lab.systems.started import Finished, Kill, run
-from paceline_lab.systems.summary import (
+from paceline_lab.systems.compared import Comparison, TakenRun, step_time_s, summary, time_to
+from paceline_lab.systems.proof import (
     Proof,
     Reference,
     References,
@@ -42,10 +39,10 @@ from paceline_lab.systems.summary import (
     must_be_cpus_of_this_machine,
     must_draw_nothing,
     normalises_apart,
-    summary,
 )
-from paceline_lab.systems.system import SYSTEMS, Start, System
-from paceline_lab.systems.task import JOB, Task
+from paceline_lab.systems.started import Finished, Kill, python_of, run
+from paceline_lab.systems.system import JOB, SYSTEMS, Start, System, Task
+from paceline_lab.systems.table import REFERENCE
 
 OURS, PLAIN = "paceline", "plain"
 PROOF_STEPS = 12  # of the first run of each way, whose losses are compared before anything is timed

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from paceline.cluster.emulate import EmulatedHost
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.emulate import EmulatedHost
 from paceline.errors import RunError
 from paceline.extensions import ExtensionPoint
+from paceline.files import write_whole
 from paceline.job.job import Job
-from paceline_lab.systems.task import Steps, Task
+
+JOB, TASK = "job.yaml", "task.json"
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class System(ABC):
         tuned: settings of its own that are tried as well, with paceline's settings for memory and data.
         takes_channels_last: it trains weights that are laid out so.
         is_killed: a rank is killed where that is asked for; False where outliving it needs another script than this.
+        one_machine: the reason why it cannot run on emulated hosts; None where it can.
+        train: import path of its script for one rank, in which changed lines are counted; None without one.
     """
 
     name: str
@@ -88,15 +95,12 @@ class System(ABC):
     tuned: Mapping[str, object] = field(default_factory=dict)
     takes_channels_last: bool = True
     is_killed: bool = True
-
-    @property
-    def script(self) -> Path | None:
-        """File with its `train`, in which changed lines are counted; None without one."""
-        return None
+    one_machine: str | None = None
+    train: str | None = None
 
     def refuses(self, job: Job, cluster: Cluster) -> str | None:
         """The reason why it cannot train this job here; None where it can."""
-        return None
+        return self.one_machine if cluster.emulate else None
 
     @abstractmethod
     def commands(self, start: Start) -> Sequence[Command]:
@@ -107,23 +111,104 @@ class System(ABC):
         """The steps of a run that has ended."""
 
 
-def _built_in() -> dict[str, str]:
-    return {
-        "paceline": "ours",
-        "plain": "plain",
-        "ddp": "ddp",
-        "fsdp": "fsdp",
-        "horovod": "horovod",
-        "tf-mirrored": "tf_mirrored",
-        "tf-multiworker": "tf_multiworker",
-        "tf-server": "tf_server",
-        "deepspeed": "deepspeed",
-        "accelerate": "accelerate",
-        "lightning": "lightning",
-        "ray-train": "ray_train",
-        "torchft": "torchft",
-        "flower": "flower",
-    }
+@dataclass(frozen=True, kw_only=True)
+class TorchSystem(System):
+    """A `System` whose function `train` is a script of PyTorch, which torchrun starts for each rank."""
+
+    train: str
+
+    def program(self, start: Start) -> list[str]:
+        """Words that call `train` in the system's environment, after the interpreter."""
+        return ["-m", "paceline_lab.systems.run", self.train, str(start.folder)]
+
+    def commands(self, start: Start) -> Sequence[Command]:
+        """torchrun on each host; over several, the first one's serves the rendezvous."""
+        return [
+            Command(
+                [
+                    *(str(start.python), "-m", "torch.distributed.run"),
+                    *(f"--nnodes={len(start.places)}", f"--node-rank={number}"),
+                    f"--nproc-per-node={start.ranks_per_host}",
+                    *(f"--master-addr={start.address}", f"--master-port={start.port}"),
+                    *self.program(start),
+                ],
+                host,
+            )
+            for number, host in enumerate(start.places)
+        ]
+
+    def steps(self, start: Start) -> Steps:
+        """Steps that the ranks left in the folder."""
+        return Steps.of_ranks(start.folder, start.task.ranks)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Task of a run, which every process of it reads.
+
+    Attributes:
+        ranks: processes that train; `hosts` on how many hosts.
+        steps: that are taken, the warm-up included.
+        threads: of torch's operations in each rank.
+        settings: of the system's own, beside what its documentation shows.
+        tuned: the job is read and laid out as paceline's ranks do it: batches copied at once out of a data set in
+            memory, a fused optimizer, images and convolutions with channels last if `channels_last`, and so many loader
+            processes.
+        parts: a batch is computed in so many parts, as by replicas that normalise each its own part.
+        disturbed: the first weights are a rounding apart.
+        global_batch: of the job as this run trains it, where it is not the comparison's.
+    """
+
+    ranks: int
+    hosts: int
+    steps: int
+    threads: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    tuned: bool = False
+    channels_last: bool = False
+    num_workers: int = 0
+    parts: int = 1
+    disturbed: bool = False
+    global_batch: int | None = None
+
+    def write(self, folder: Path) -> None:
+        """Lay the task out in a folder."""
+        write_whole(folder / TASK, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Task:
+        """The task of a folder."""
+        return cls(**json.loads((folder / TASK).read_text()))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of one rank, or of all together.
+
+    Attributes:
+        losses: of each step, in the mean over a rank's samples.
+        ended_s: when each had ended, in Unix seconds.
+        wire_bytes: that the busiest link carried, where the system counts them itself.
+    """
+
+    losses: list[float]
+    ended_s: list[float]
+    wire_bytes: float | None = None
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Leave the steps of a rank in the task's folder."""
+        write_whole(folder / f"rank-{rank}.json", json.dumps(asdict(self)))
+
+    @classmethod
+    def of_ranks(cls, folder: Path, ranks: int) -> Steps:
+        """Steps of all ranks: losses in their mean, ends of the latest.
+
+        Raises:
+            FileNotFoundError: a rank left none.
+        """
+        each = [cls(**json.loads((folder / f"rank-{rank}.json").read_text())) for rank in range(ranks)]
+        losses = [sum(of_ranks) / len(each) for of_ranks in zip(*(steps.losses for steps in each), strict=True)]
+        return cls(losses, [max(of_ranks) for of_ranks in zip(*(steps.ended_s for steps in each), strict=True)])
 
 
 @dataclass(frozen=True)
@@ -140,10 +225,15 @@ class SystemInfo:
         return system
 
 
+_TABLE = "paceline_lab.systems.table"
+_NAMES = (
+    *("paceline", "plain", "ddp", "fsdp", "horovod", "tf-mirrored", "tf-multiworker", "tf-server", "deepspeed"),
+    *("accelerate", "lightning", "ray-train", "torchft", "flower"),
+)
 SYSTEMS = ExtensionPoint(
     "system",
     "paceline.systems",
     SystemInfo,
-    {name: SystemInfo(f"paceline_lab.systems.{module}:SYSTEM") for name, module in _built_in().items()},
+    {name: SystemInfo(f"{_TABLE}:{name.replace('-', '_').upper()}") for name in _NAMES},
     RunError,
 )

@@ -26,7 +26,7 @@ from paceline.job.batch import Batch, place, split, target_of
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.run.build import load_published, seed_all
-from paceline_lab.systems.task import JOB, Steps, Task
+from paceline_lab.systems.system import JOB, Steps, Task
 
 
 class Work:

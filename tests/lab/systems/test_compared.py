@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_lab.systems import ddp, fsdp, horovod, plain
-from paceline_lab.systems.compared import TakenRun, difference, ratio_of, step_time_s, time_to
-from paceline_lab.systems.summary import changed_lines
+from paceline_lab.systems.compared import TakenRun, changed_lines, ratio_of, step_time_s, time_to
+from paceline_lab.systems.proof import difference
+
+SCRIPTS = "paceline_lab.systems.scripts"
 
 
 def ends(each_s: list[float]) -> list[float]:
@@ -57,9 +57,9 @@ def test_a_ratio_is_of_runs_of_the_same_round() -> None:
 
 
 def test_lines_are_counted_where_a_script_is_not_the_plain_one() -> None:
-    assert changed_lines(Path(plain.__file__)) == 0
-    of_ddp = changed_lines(Path(ddp.__file__))
+    assert changed_lines(f"{SCRIPTS}:plain") == 0
+    of_ddp = changed_lines(f"{SCRIPTS}:ddp")
     assert of_ddp == 6, "two imports, start, wrapping, the ranks' batches, end"
-    assert (changed_lines(Path(fsdp.__file__)) or 0) > of_ddp
-    assert (changed_lines(Path(horovod.__file__)) or 0) > 0
+    assert (changed_lines(f"{SCRIPTS}:fsdp") or 0) > of_ddp
+    assert (changed_lines(f"{SCRIPTS}:horovod") or 0) > 0
     assert changed_lines(None) is None

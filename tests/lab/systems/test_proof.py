@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.job.job import Job
-from paceline_lab.systems import reference
+from paceline_lab.systems import scripts
 from paceline_lab.systems.compare import Compare
-from paceline_lab.systems.compared import TakenRun
-from paceline_lab.systems.summary import Proof, Reference, References, summary
-from paceline_lab.systems.task import JOB, Steps, Task
+from paceline_lab.systems.compared import TakenRun, summary
+from paceline_lab.systems.proof import Proof, Reference, References
+from paceline_lab.systems.system import JOB, Steps, Task
 from paceline_lab.systems.work import Work
 
 HERE = str(Path(__file__).resolve())
@@ -41,7 +41,7 @@ def losses(folder: Path, **changes: Any) -> list[float]:
     (folder / JOB).write_text(job().to_yaml())
     Task(**{"ranks": 1, "hosts": 1, "steps": 6} | changes).write(folder)
     work = Work(folder)
-    reference.train(work)
+    scripts.reference(work)
     work.write()
     return Steps.of_ranks(folder, 1).losses
 

@@ -14,7 +14,7 @@ from paceline.cluster.host import Device, Emulate, Host
 from paceline.errors import RunError
 from paceline.job.job import Job
 from paceline_lab.systems.compare import Compare
-from paceline_lab.systems.summary import as_compared, must_be_cpus_of_this_machine, must_draw_nothing
+from paceline_lab.systems.proof import as_compared, must_be_cpus_of_this_machine, must_draw_nothing
 from paceline_lab.systems.system import SYSTEMS, System
 
 DIGITS: dict[str, Any] = {

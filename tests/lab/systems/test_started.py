@@ -13,8 +13,7 @@ import pytest
 from paceline.cluster.discover import discover
 from paceline.errors import RunError
 from paceline_lab.systems.started import MARK, run
-from paceline_lab.systems.system import Command, Start, System
-from paceline_lab.systems.task import Steps, Task
+from paceline_lab.systems.system import Command, Start, Steps, System, Task
 
 LEAVES = """
 import json, pathlib, sys, time

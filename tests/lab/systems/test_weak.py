@@ -13,8 +13,8 @@ from paceline.errors import RunError
 from paceline.job.job import Job
 from paceline_lab.report.systems_view import write_systems_page
 from paceline_lab.systems.compare import Compare
-from paceline_lab.systems.compared import ComparedWay, Comparison, TakenRun, figures, show
-from paceline_lab.systems.summary import Proof, grown, summary
+from paceline_lab.systems.compared import ComparedWay, Comparison, TakenRun, figures, show, summary
+from paceline_lab.systems.proof import Proof, grown
 
 SMALL: dict[str, Any] = {
     "model": {"zoo": "mlp", "args": {"hidden": 8}},

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.job.job import Job
-from paceline_lab.systems.task import JOB, Steps, Task
+from paceline_lab.systems.system import JOB, Steps, Task
 from paceline_lab.systems.work import Work
 
 HERE = str(Path(__file__).resolve())

@@ -1,0 +1,187 @@
+"""Which jobs all systems can train alike, and whether a system did: its losses beside those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn.modules.dropout import _DropoutNd
+
+from paceline.cluster.cluster import Cluster
+from paceline.device import DEVICE_VARIABLE
+from paceline.errors import RunError
+from paceline.job.job import EvaluateSpec, Job
+from paceline.job.stop import StopSpec
+from paceline.sync.batchnorm import has_batch_norm
+from paceline.units import count
+
+AGREE = 1e-3  # relative difference of losses up to which two systems compute the same
+# of `AGREE`: up to there a step is compared, for rounding of another size may move it further
+_SURE = 0.1
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One process that a way to train is compared with.
+
+    Attributes:
+        batch: samples of a step; None: the comparison's.
+        parts: in which a batch is computed, as by replicas that normalise each its own part.
+        disturbed: whether its first weights are a rounding apart, which tells what rounding does to the losses.
+    """
+
+    batch: int | None = None
+    parts: int = 1
+    disturbed: bool = False
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Largest relative difference of a way's first losses from those of one process.
+
+    Attributes:
+        steps: that were compared; None: all that both took. Later ones are moved by rounding alone. After one step
+            no gradient is compared, so it proves nothing.
+    """
+
+    apart: float
+    steps: int | None = None
+
+    @property
+    def same(self) -> bool:
+        """True if the way computes what one process computes."""
+        return self.apart <= AGREE and not self.is_open
+
+    @property
+    def is_open(self) -> bool:
+        """True if rounding moves the losses so early that nothing can be told."""
+        return self.steps is not None and self.steps < 2
+
+    def __str__(self) -> str:
+        if self.is_open:
+            return (
+                f"losses that differ by up to {self.apart:.1%}, as they may by rounding alone: what it computes is open"
+            )
+        if not self.same:
+            return f"OTHER losses, by up to {self.apart:.1%}"
+        if self.steps is None:
+            return f"the same losses (to {self.apart:.0e})"
+        return (
+            f"the same losses (to {self.apart:.0e}) in the first {self.steps} steps; later ones are moved by rounding "
+            "alone"
+        )
+
+
+class References:
+    """Courses of losses of one process, each taken when it is first asked for.
+
+    Args:
+        take: trains as a reference says, and returns its losses.
+    """
+
+    def __init__(self, take: Callable[[Reference], list[float]]) -> None:
+        self._take = take
+        self._taken: dict[Reference, list[float]] = {}
+
+    def prove(self, losses: list[float], batch: int | None, parts: int) -> Proof:
+        """Compare losses with those of one process, as far as rounding lets them be compared."""
+        wanted = self._losses(Reference(batch, parts))
+        apart = difference(losses, wanted)
+        if apart <= AGREE:
+            return Proof(apart)
+        moved = self._losses(Reference(batch, parts, disturbed=True))
+        pairs = zip(wanted, moved, strict=True)
+        sure = next((n for n, pair in enumerate(pairs) if difference(pair[:1], pair[1:]) > _SURE * AGREE), len(wanted))
+        if sure == len(wanted):
+            return Proof(apart)
+        compared = difference(losses[:sure], wanted[:sure])
+        return Proof(apart, sure) if sure < 2 and compared <= AGREE else Proof(compared, sure if sure > 1 else None)
+
+    def _losses(self, reference: Reference) -> list[float]:
+        if reference not in self._taken:
+            self._taken[reference] = self._take(reference)
+        return self._taken[reference]
+
+
+def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference of two courses of losses; infinite where one is not finite."""
+    worst = 0.0
+    for loss, other in zip(losses, reference, strict=False):
+        apart = abs(loss - other) / max(abs(other), 1e-12)
+        worst = max(worst, apart) if apart == apart else float("inf")
+    return worst
+
+
+def as_compared(job: Job, steps: int, ranks: int) -> Job:
+    """The job of so many steps, each of a whole batch that is dealt evenly.
+
+    Raises:
+        RunError: systems would not do the same work; says what to change.
+    """
+    if job.global_batch % ranks:
+        raise RunError(
+            f"global_batch {job.global_batch} cannot be dealt evenly to {count(ranks, 'rank')}, as the other systems "
+            f"need it: let it be {job.global_batch // ranks * ranks or ranks}"
+        )
+    if job.precision != "fp32":
+        raise RunError(f"systems are compared in fp32, and the job says precision: {job.precision}: leave it out")
+    stop = {"stop": StopSpec(steps=steps), "evaluate": EvaluateSpec(every_steps=steps), "drop_last": True}
+    return job.model_copy(update={**stop, "trackers": ()})
+
+
+def grown(job: Job, ranks: int) -> Job:
+    """The job with its batch for each rank, as weak scaling has it.
+
+    Raises:
+        RunError: there is one rank, the data is too short, or the work would grow by another factor.
+    """
+    if ranks == 1:
+        raise RunError("weak scaling compares several ranks with one, and there is one rank here: leave --weak out")
+    if job.loss.is_over_whole_batch:
+        raise RunError(
+            f"the loss {job.loss.name} compares all samples of a batch with each other, so {ranks} times the batch is "
+            "more than as many times the work: leave --weak out"
+        )
+    batch = ranks * job.global_batch
+    train: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
+    samples = len(train)
+    if samples < batch:
+        raise RunError(
+            f"with --weak each of {count(ranks, 'rank')} has a batch of {job.global_batch}, {batch} in all, and the "
+            f"training set has {samples} samples: give more data, or a smaller global_batch"
+        )
+    return job.model_copy(update={"global_batch": batch})
+
+
+def must_draw_nothing(job: Job) -> None:
+    """Refuse dropout, of which every system draws its own.
+
+    Raises:
+        RunError: the model has some; names the first.
+    """
+    for name, module in job.model.build().named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            raise RunError(
+                f'"{name}" of the model drops out with p={module.p:g}, and every system draws on its own, so their '
+                "losses cannot be compared: set it to 0 in model.args"
+            )
+
+
+def must_be_cpus_of_this_machine(cluster: Cluster) -> None:
+    """Refuse machines on which paceline would train elsewhere than the others do.
+
+    Raises:
+        RunError: they have accelerators, or are other hosts.
+    """
+    if cluster.has_accelerators:
+        raise RunError(
+            f"systems are compared on CPUs, and {cluster.describe()}: set {DEVICE_VARIABLE}=cpu to compare them there"
+        )
+    if len(cluster.hosts) > 1 and cluster.emulate is None:
+        raise RunError("systems are compared on this machine, or on hosts that it emulates (--cluster): no other hosts")
+
+
+def normalises_apart(job: Job) -> bool:
+    """True if replicas normalise each its own part of a batch."""
+    return job.batch_norm == "local" and has_batch_norm(job.model.build())

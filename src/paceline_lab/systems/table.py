@@ -1,0 +1,367 @@
+"""The systems, each with its installation and what differs in how it is started and read."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.cluster.cluster import Cluster
+from paceline.files import write_whole
+from paceline.job.job import Job
+from paceline.job.partition import Partition
+from paceline.run.record.run import Run
+from paceline_lab.systems.system import JOB, Command, Start, Steps, System, TorchSystem
+
+_SCRIPTS = "paceline_lab.systems.scripts"
+_TF_SCRIPT = Path(__file__).with_name("tensorflow_scripts") / "strategies.py"
+_TF_MODELS = ("mlp", "cifar_cnn", "gpt")
+_TF_DOCUMENTATION = "https://www.tensorflow.org/guide/distributed_training"
+_TUNED_DDP = {"gradient_as_bucket_view": True, "static_graph": True}
+
+
+class _Ours(System):
+    """The command that its documentation shows; the job file takes the place of a script."""
+
+    def commands(self, start: Start) -> Sequence[Command]:
+        """One command, which starts the ranks itself, on emulated hosts too."""
+        where = start.folder / "cluster.yaml"
+        write_whole(where, start.cluster.to_yaml())
+        train = [sys.executable, "-m", "paceline", "train", str(start.folder / JOB), "--cluster", str(where)]
+        return [Command([*train, "--plan", str(start.task.settings["plan"]), "--run", str(start.folder / "run")])]
+
+    def steps(self, start: Start) -> Steps:
+        """Steps that the run recorded, with losses of the global batch."""
+        run = Run(start.folder / "run")
+        lines = run.steps(0)
+        links = [event["links"].values() for event in run.events() if event["event"] == "links"]
+        wire = [max(link["sent_bytes"], link["received_bytes"]) for each in links for link in each]
+        return Steps(run.losses, [line["time"] for line in lines], max(wire, default=None))
+
+
+class _Plain(TorchSystem):
+    """One process, whatever the number of ranks."""
+
+    def commands(self, start: Start) -> Sequence[Command]:
+        """Python alone."""
+        return [Command([str(start.python), *self.program(start)], start.places[0])]
+
+    def steps(self, start: Start) -> Steps:
+        """Steps that the process left in the folder."""
+        return Steps.of_ranks(start.folder, 1)
+
+
+class _Horovod(TorchSystem):
+    """Its own launcher starts the ranks."""
+
+    def commands(self, start: Start) -> Sequence[Command]:
+        """Ranks by horovodrun."""
+        python, ranks = str(start.python), str(start.task.ranks)
+        launcher = [python, "-m", "horovod.runner.launch", "--gloo", "-np", ranks, "-H", f"localhost:{ranks}"]
+        return [Command([*launcher, python, *self.program(start)])]
+
+
+class _RayTrain(TorchSystem):
+    """A driver, which starts a cluster of its own on this machine."""
+
+    def commands(self, start: Start) -> Sequence[Command]:
+        """The driver."""
+        environment = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(start.scratch)}
+        write_whole(token := start.folder / "token", secrets.token_hex(32))
+        environment["RAY_AUTH_TOKEN_PATH"] = str(token)  # else Ray makes one in the user's home
+        return [Command([str(start.python), *self.program(start)], environment=environment)]
+
+
+class _Torchft(TorchSystem):
+    """A lighthouse, and torchrun for every replica group."""
+
+    def commands(self, start: Start) -> Sequence[Command]:
+        """The lighthouse on the first host, and one group for each rank."""
+        port, bind = start.port + 1, start.address if start.hosts else "127.0.0.1"
+        binary = str(start.python.with_name("torchft_lighthouse"))
+        options = ["--min_replicas", str(start.task.ranks), "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+        serves = Command([binary, "--bind", f"{bind}:{port}", *options], start.places[0], serves=True)
+        return [serves, *(self._group(start, rank, f"http://{bind}:{port}") for rank in range(start.task.ranks))]
+
+    def _group(self, start: Start, rank: int, lighthouse: str) -> Command:
+        host = start.places[rank // start.ranks_per_host]
+        port = start.port + 2 + rank
+        address = host.address if host else "127.0.0.1"
+        words = [str(start.python), "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1"]
+        words += [f"--master-addr={address}", f"--master-port={port}", *self.program(start)]
+        variables = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(rank), "REPLICA_HOST": address}
+        return Command(words, host, variables)
+
+
+class _Flower(_Plain):
+    """One command, which starts Ray and the clients in it; the server leaves the steps."""
+
+    def refuses(self, job: Job, cluster: Cluster) -> str | None:
+        """Averaged weights are those of synchronous training for plain SGD alone."""
+        if reason := super().refuses(job, cluster):
+            return reason
+        if job.optimizer.name != "sgd" or job.optimizer.momentum or job.clip_norm is not None:
+            return "averaged weights are those of synchronous training only for sgd without momentum and clipping"
+        return None
+
+    def commands(self, start: Start) -> Sequence[Command]:
+        """The simulation."""
+        environment = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_TMPDIR": str(start.scratch), "FLWR_HOME": str(start.folder)}
+        return [Command([str(start.python), *self.program(start)], environment=environment)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TensorFlow(System):
+    """A strategy of TensorFlow, which runs in an environment of its own."""
+
+    strategy: str
+    requirements: Sequence[str] = ("tensorflow.txt",)
+    apart: bool = True
+
+    def refuses(self, job: Job, cluster: Cluster) -> str | None:
+        """The first thing of the job that has no counterpart here."""
+        if reason := super().refuses(job, cluster):
+            return reason
+        if job.model.zoo not in _TF_MODELS:
+            return f"the model would have to be written again for TensorFlow; here that are {', '.join(_TF_MODELS)}"
+        if job.loss.name != "cross_entropy" or job.loss.args:
+            return "the loss would have to be written again for TensorFlow; here that is plain cross_entropy"
+        if job.model.args.get("dropout"):
+            return "its dropout draws other numbers than torch's"
+        if job.clip_norm is not None:
+            return "Keras clips the gradient of each replica before they are summed, which is another computation"
+        if job.optimizer.name not in ("sgd", "adam", "adamw") or (
+            job.optimizer.name != "adamw" and job.optimizer.weight_decay
+        ):
+            return f"Keras has no {job.optimizer.name} of these settings"
+        return None
+
+    def commands(self, start: Start) -> Sequence[Command]:
+        """The script once, on this machine."""
+        _lay_out(start)
+        return [self.command(start)]
+
+    def command(
+        self, start: Start, place: int = 0, config: dict[str, Any] | None = None, *, serves: bool = False
+    ) -> Command:
+        """The script in a place, with the configuration of a cluster where there is one."""
+        words = [str(start.python), str(_TF_SCRIPT), self.strategy, str(start.folder)]
+        environment = {"TF_CONFIG": json.dumps(config)} if config else {}
+        return Command(words, start.places[place], environment, serves=serves)
+
+    def steps(self, start: Start) -> Steps:
+        """Steps that the script left; losses are of the whole batch."""
+        return Steps.of_ranks(start.folder, 1)
+
+
+class _TensorFlowWorkers(_TensorFlow):
+    def commands(self, start: Start) -> Sequence[Command]:
+        """The script once for each worker, each with its TF_CONFIG."""
+        _lay_out(start)
+        cluster = {"worker": _addresses(start, start.task.ranks)}
+        configs = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(start.task.ranks)]
+        return [self.command(start, rank // start.ranks_per_host, config) for rank, config in enumerate(configs)]
+
+
+class _TensorFlowServer(_TensorFlow):
+    def commands(self, start: Start) -> Sequence[Command]:
+        """Workers, a server and the coordinator; the last two are on the first host."""
+        _lay_out(start)
+        ranks = start.task.ranks
+        server, chief = (address for address in _addresses(start, ranks + 2)[ranks:])
+        host = _addresses(start, 1)[0].partition(":")[0]
+        server, chief = (f"{host}:{address.partition(':')[2]}" for address in (server, chief))
+        cluster = {"worker": _addresses(start, ranks), "ps": [server], "chief": [chief]}
+
+        def task(kind: str, number: int, place: int) -> Command:
+            config = {"cluster": cluster, "task": {"type": kind, "index": number}}
+            return self.command(start, place, config, serves=kind != "chief")
+
+        workers = [task("worker", rank, rank // start.ranks_per_host) for rank in range(ranks)]
+        return [*workers, task("ps", 0, 0), task("chief", 0, 0)]
+
+
+def _addresses(start: Start, ranks: int, first: int = 0) -> list[str]:
+    """An address and a port for each of so many ranks, host by host."""
+    each = start.ranks_per_host
+    hosts = [host.address if host else "127.0.0.1" for host in start.places for _ in range(each)]
+    return [f"{hosts[rank % len(hosts)]}:{start.port + first + rank}" for rank in range(ranks)]
+
+
+def _lay_out(start: Start) -> None:
+    """Write samples, their order, first weights and settings where the scripts read them."""
+    from paceline.run.build import load_published, seed_all
+
+    job = Job.load(start.folder / JOB)
+    seed_all(job.seed)
+    data: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
+    order = np.asarray(list(islice(_batches(job, len(data)), start.task.steps)))
+    inputs, target = data.__getitems__(list(range(len(data))))
+    if inputs.dim() == 4:
+        inputs = inputs.permute(0, 2, 3, 1).contiguous()
+    np.save(start.folder / "inputs.npy", inputs.numpy())
+    np.save(start.folder / "target.npy", target.numpy())
+    np.save(start.folder / "order.npy", order)
+    seed_all(job.seed)
+    model = job.model.build()
+    load_published(job, model)
+    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    np.savez(start.folder / "weights.npz", **weights)
+    write_whole(start.folder / "tensorflow.json", json.dumps(_about(start, job)))
+
+
+def _batches(job: Job, samples: int) -> Any:
+    part = Partition(
+        job.partition,
+        samples=samples,
+        global_batch=job.global_batch,
+        seed=job.seed,
+        replica=0,
+        replicas=1,
+        drop_last=True,
+    )
+    return (batch for epoch in count() for batch in part.batches(epoch))
+
+
+def _about(start: Start, job: Job) -> dict[str, Any]:
+    spec = job.optimizer
+    arguments: dict[str, Any] = {"momentum": spec.momentum, "nesterov": spec.nesterov}
+    if spec.name != "sgd":
+        # Keras adds epsilon before it corrects the second moment's bias, torch after it: a tenth is nearly the same
+        # over the first hundred steps
+        arguments = {"beta_1": spec.betas[0], "beta_2": spec.betas[1], "epsilon": spec.eps / 10}
+    if spec.name == "adamw":
+        arguments["weight_decay"] = spec.weight_decay
+    rates = [spec.lr * job.schedule.factor_at(step, job.stop.steps) for step in range(start.task.steps + 1)]
+    return {
+        "ranks": start.task.ranks,
+        "steps": start.task.steps,
+        "threads": start.task.threads,
+        "model": job.model.zoo,
+        "args": job.model.args,
+        "optimizer": {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[spec.name],
+        "optimizer_args": arguments,
+        "rates": rates,
+    }
+
+
+PACELINE = _Ours(name="paceline", title="paceline", documentation="docs/tutorial.md")
+PLAIN = _Plain(
+    name="plain",
+    title="PyTorch, one process",
+    documentation="https://docs.pytorch.org/tutorials/beginner/basics/optimization_tutorial.html",
+    train=f"{_SCRIPTS}:plain",
+)
+# Its losses are those that every system's are compared with.
+REFERENCE = replace(PLAIN, name="reference", train=f"{_SCRIPTS}:reference")
+DDP = TorchSystem(
+    name="ddp",
+    title="PyTorch DDP",
+    documentation="https://docs.pytorch.org/docs/stable/notes/ddp.html",
+    train=f"{_SCRIPTS}:ddp",
+    tuned=_TUNED_DDP,
+)
+FSDP = TorchSystem(
+    name="fsdp",
+    title="PyTorch FSDP2",
+    documentation="https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html",
+    train=f"{_SCRIPTS}:fsdp",
+    tuned={"reshard_after_forward": False},
+    takes_channels_last=False,  # it refuses parameters that are not contiguous
+)
+ACCELERATE = TorchSystem(
+    name="accelerate",
+    title="Accelerate",
+    documentation="https://huggingface.co/docs/accelerate/quicktour",
+    train=f"{_SCRIPTS}:accelerate",
+    requirements=["accelerate.txt"],
+    tuned=_TUNED_DDP,
+)
+LIGHTNING = TorchSystem(
+    name="lightning",
+    title="Lightning",
+    documentation="https://lightning.ai/docs/pytorch/stable/starter/introduction.html",
+    train=f"{_SCRIPTS}:lightning",
+    requirements=["lightning.txt"],
+    tuned=_TUNED_DDP,
+)
+DEEPSPEED = TorchSystem(
+    name="deepspeed",
+    title="DeepSpeed",
+    documentation="https://www.deepspeed.ai/getting-started/",
+    train=f"{_SCRIPTS}:deepspeed",
+    requirements=["build.txt", "deepspeed.txt"],
+    tuned={"zero_optimization": {"stage": 0}},
+    takes_channels_last=False,  # it fails where it broadcasts them
+)
+HOROVOD = _Horovod(
+    name="horovod",
+    title="Horovod",
+    documentation="https://horovod.readthedocs.io/en/stable/pytorch.html",
+    train=f"{_SCRIPTS}:horovod",
+    one_machine="its launcher starts ranks on other hosts by ssh, which emulated hosts lack",
+    is_killed=False,  # see benchmarks/faults.py
+    requirements=["build.txt", "horovod.txt"],
+    takes_channels_last=False,  # it refuses tensors that are not contiguous
+    build_environment={
+        "CXX": str(Path(__file__).with_name("cxx20")),
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITHOUT_MPI": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "MAKEFLAGS": "-j2",
+    },
+)
+RAY_TRAIN = _RayTrain(
+    name="ray-train",
+    title="Ray Train",
+    documentation="https://docs.ray.io/en/latest/train/getting-started-pytorch.html",
+    train=f"{_SCRIPTS}:ray_train",
+    one_machine="its driver starts a cluster of Ray on one machine alone",
+    requirements=["ray-train.txt"],
+    tuned=_TUNED_DDP,
+)
+TORCHFT = _Torchft(
+    name="torchft",
+    title="torchft",
+    documentation="https://github.com/meta-pytorch/torchft",
+    train=f"{_SCRIPTS}:torchft",
+    one_machine="its ranks find each other by the host's name, which emulated hosts share",
+    is_killed=False,  # see benchmarks/faults.py
+    requirements=["torchft.txt"],
+)
+FLOWER = _Flower(
+    name="flower",
+    title="Flower",
+    documentation="https://flower.ai/docs/framework/tutorial-quickstart-pytorch.html",
+    train=f"{_SCRIPTS}:flower",
+    one_machine="its simulation runs on one machine",
+    requirements=["flower.txt"],
+)
+TF_MIRRORED = _TensorFlow(
+    name="tf-mirrored",
+    title="TF Mirrored",
+    documentation=f"{_TF_DOCUMENTATION}#mirroredstrategy",
+    strategy="mirrored",
+    one_machine="MirroredStrategy is for one host",
+)
+TF_MULTIWORKER = _TensorFlowWorkers(
+    name="tf-multiworker",
+    title="TF MultiWorker",
+    documentation=f"{_TF_DOCUMENTATION}#multiworkermirroredstrategy",
+    strategy="multiworker",
+)
+TF_SERVER = _TensorFlowServer(
+    name="tf-server",
+    title="TF ParameterServer",
+    documentation=f"{_TF_DOCUMENTATION}#parameterserverstrategy",
+    strategy="server",
+)
