@@ -29,8 +29,7 @@ import numpy as np
 
 from measure import environment_line
 from paceline.planning.machines import Adjustment
-from paceline_lab.simulated.measured_here import HIGH, LOW, ScaleError
-from paceline_lab.simulated.published import HeldAgainst, held_against
+from paceline_lab.simulated.measured_here import HIGH, LOW, HeldAgainst, ScaleError, held_against
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from typing import Any
 
 from paceline.engine.meter import PARTS
 from paceline.planning.plan import Plan
-from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse
-from paceline_lab.scaling.settings import ONE, Setting
+from paceline_lab.scaling.result import ONE, Curve, MeasuredSetting, RankUse, Setting
 from paceline_lab.scaling.summary import FinishedRun, measured
 
 STEPS = 20

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline_lab.simulated.published import held_against
+from paceline_lab.simulated.measured_here import held_against
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -17,8 +17,8 @@ from paceline.stats import LEAST_REPEATS, Interval
 from paceline.units import Shown, digits
 from paceline_lab.report import template_named
 from paceline_lab.report.figures import DEFINITIONS
-from paceline_lab.scaling.limits import excess_s
 from paceline_lab.scaling.result import AUTO, Curve, MeasuredSetting, Report
+from paceline_lab.scaling.table import excess_s
 
 _TIMES = {"time_to_target": "time_to_target_s", "training_time": "training_time_s", "step_time": "step_time_s"}
 _VISIBLE = 0.02  # by what part a speedup may miss the ratio of the figures beside it without a word

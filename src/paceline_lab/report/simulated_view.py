@@ -23,7 +23,7 @@ from paceline.units import Shown, digits, percent, seconds, size
 from paceline_lab.report import template_named
 from paceline_lab.report.figures import DEFINITIONS
 from paceline_lab.simulated.curve import PAYS, Point, SimulatedCurve, limits, sentences
-from paceline_lab.simulated.published import Likeness
+from paceline_lab.simulated.measured_here import Likeness
 from paceline_lab.simulated.simulation import Simulation
 
 PAGE, DATA = "simulated.html", "simulated.json"

@@ -30,10 +30,9 @@ from paceline.run.record.run import WARM_UP_STEPS, read_lines
 from paceline.run.train import train
 from paceline.run.tuning.auto import choose
 from paceline.units import clock, count, on_cores
-from paceline_lab.scaling.limits import caveats, limits_of
-from paceline_lab.scaling.result import Report
-from paceline_lab.scaling.settings import ONE, Setting, settings_for, target_of
+from paceline_lab.scaling.result import ONE, Report, Setting, settings_for, target_of
 from paceline_lab.scaling.summary import REPORT, BenchmarkDirectory, FinishedRun, OtherLoad, finished, kept_at, measured
+from paceline_lab.scaling.table import caveats, limits_of
 
 T = TypeVar("T")
 BENCHES = Path("bench")  # under the current directory, where no other is named

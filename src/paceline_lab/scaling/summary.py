@@ -29,8 +29,7 @@ from paceline.report.run_record import typical, typical_parts
 from paceline.run.record.run import WARM_UP_STEPS, JsonLines, Run, Speed, differences, read_lines
 from paceline.stats import Interval, differ, median_interval
 from paceline.storage.url import is_url
-from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse
-from paceline_lab.scaling.settings import Setting
+from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse, Setting
 
 PROOF_STEPS = 60  # whose losses are compared between settings: later, rounding alone drives them apart
 FINAL_STEPS = 10  # over which the last loss is averaged: that of a single batch says little

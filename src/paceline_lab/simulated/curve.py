@@ -22,8 +22,15 @@ from paceline.planning.search.result import Candidate
 from paceline.stats import Interval
 from paceline.units import count, digits, listed, percent
 from paceline_lab.scaling.result import Scaling
-from paceline_lab.simulated.measured_here import HIGH, Floats, Jitter, ScaleError, drawn_goodput, interval_of
-from paceline_lab.simulated.published import held_against
+from paceline_lab.simulated.measured_here import (
+    HIGH,
+    Floats,
+    Jitter,
+    ScaleError,
+    drawn_goodput,
+    held_against,
+    interval_of,
+)
 
 if TYPE_CHECKING:
     from paceline.planning.machines import Basis

@@ -30,8 +30,7 @@ from paceline_lab.simulated.curve import (
     sentences,
     simulated_curve,
 )
-from paceline_lab.simulated.measured_here import MeasuredHere, ReadingSpeed
-from paceline_lab.simulated.published import Likeness, alike, kind_of
+from paceline_lab.simulated.measured_here import Likeness, MeasuredHere, ReadingSpeed, alike, kind_of
 
 if TYPE_CHECKING:
     from paceline.planning.machines import Basis

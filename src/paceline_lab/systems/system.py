@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.emulate import EmulatedHost
-
 from paceline.cluster.cluster import Cluster
+from paceline.cluster.emulate import EmulatedHost
 from paceline.errors import RunError
 from paceline.extensions import ExtensionPoint
 from paceline.files import write_whole

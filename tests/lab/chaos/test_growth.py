@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_lab.chaos.growth import Growth, Sizes, courses
+from paceline_lab.chaos.play import Growth, Sizes, courses
 
 STEADY = Sizes(memory_mb=500, processes=9, descriptors=80, threads=12, files=20)
 

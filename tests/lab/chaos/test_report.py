@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paceline_lab.chaos.faults import Injected
-from paceline_lab.chaos.report import is_about, named_until
 from paceline_lab.chaos.schedule import Fault
+from paceline_lab.chaos.session import is_about, named_until
 
 
 def made(time: float, kind: Any, target: Any = "rank", number: int = 0) -> Injected:

@@ -12,7 +12,7 @@ from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.errors import PlanError
 from paceline.planning.tables.layouts import Row
 from paceline.run.tuning.calibrate import read_runs
-from paceline_lab.configurations.logs import run_of_log
+from paceline_lab.configurations.systems import run_of_log
 
 ARGUMENTS = {
     "bf16": True,

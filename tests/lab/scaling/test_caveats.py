@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from handmade_runs import STEPS, runs_of, setting
-from paceline_lab.scaling.limits import caveats
-from paceline_lab.scaling.settings import Setting
+from paceline_lab.scaling.result import Setting
 from paceline_lab.scaling.summary import FinishedRun
+from paceline_lab.scaling.table import caveats
 from small_jobs import small_job
 
 ONE, TWO, TWO_WEAK = setting(), setting(2), setting(2, "weak")

@@ -9,8 +9,8 @@ import pytest
 from handmade_runs import result, runs_of, setting
 from paceline.engine.meter import PARTS
 from paceline.planning.plan import Plan
-from paceline_lab.scaling.limits import excess_s, limits_of
 from paceline_lab.scaling.result import MeasuredSetting
+from paceline_lab.scaling.table import excess_s, limits_of
 
 ALONE = {"data": 0.4, "compute": 8.0, "optimizer": 1.6}
 

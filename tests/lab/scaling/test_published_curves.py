@@ -7,7 +7,7 @@ import pytest
 from paceline.cluster.named import accelerator
 from paceline.job.job import Job
 from paceline.planning.model.model_info import trace
-from paceline_lab.simulated.published import PublishedCurve, alike, held_against, kind_of, published_curves
+from paceline_lab.simulated.measured_here import PublishedCurve, alike, held_against, kind_of, published_curves
 
 LLAMA = {"transformer": {"name": "llama-3.1-8b"}}
 

@@ -11,7 +11,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Device, Host
 from paceline.errors import PlanError
 from paceline.planning.plan import Plan, on_devices
-from paceline_lab.scaling.settings import DEFAULT_STEPS, settings_for, target_of
+from paceline_lab.scaling.result import DEFAULT_STEPS, settings_for, target_of
 from small_jobs import points, small_job
 
 CORES = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**33),))

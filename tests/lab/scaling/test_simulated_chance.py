@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.planning.cost.estimate import FailureCosts
 from paceline.planning.explain.training_run import straggler_slowdown
-from paceline_lab.simulated.measured_here import Jitter, ScaleError, drawn_goodput, interval_of
-from paceline_lab.simulated.published import held_against
+from paceline_lab.simulated.measured_here import Jitter, ScaleError, drawn_goodput, held_against, interval_of
 
 DAY_S = 86_400.0
 
