@@ -1,5 +1,5 @@
 """Other training systems beside paceline, on one job: `paceline bench job.yaml --systems ddp,fsdp,…`.
 
-Read first `system.py`, the protocol, then `plain.py` and `ddp.py`: a script of one process, and the lines that a system
-changes in it. `compare.py` starts them in turn.
+Read first `system.py`, the protocol, then `scripts.py`: a script of one process, and the lines that each system changes
+in it. `table.py` names the systems; `compare.py` starts them in turn.
 """

@@ -451,7 +451,7 @@ def changed_lines(train: str | None) -> int | None:
 
 
 def _code(train: str) -> list[str]:
-    """Lines of a function and of those that it calls in its file, without blank lines and docstrings."""
+    """Code lines of a function and of those in its file that it calls."""
     found: Any = load_object(train)
     tree = ast.parse(Path(inspect.getfile(found)).read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -1,4 +1,4 @@
-"""Which jobs all systems can train alike, and whether a system did: its losses beside those of one process."""
+"""Proof that a system does the same work: its losses beside those of one process."""
 
 from __future__ import annotations
 

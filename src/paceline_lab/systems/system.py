@@ -112,7 +112,7 @@ class System(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSystem(System):
-    """A `System` whose function `train` is a script of PyTorch, which torchrun starts for each rank."""
+    """A `System` whose `train` is a script of PyTorch that torchrun starts for each rank."""
 
     train: str
 

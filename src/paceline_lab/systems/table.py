@@ -1,4 +1,4 @@
-"""The systems, each with its installation and what differs in how it is started and read."""
+"""The systems: how each is installed, started and read."""
 
 from __future__ import annotations
 
