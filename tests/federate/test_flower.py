@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -150,6 +151,67 @@ def deploy_command(made: Deployment) -> list[object]:
 def steps(run: Path) -> int:
     file = run / "steps" / "rank-0.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What server and clients say to each case of `flower_refusals.py`."""
+    script = Path(__file__).with_name("flower_refusals.py")
+    command = [str(FLOWER), str(script), str(tmp_path_factory.mktemp("refusals"))]
+    environment = os.environ | {"FLWR_TELEMETRY_ENABLED": "0"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert shown.returncode == 0, shown.stderr
+    return json.loads(shown.stdout.splitlines()[-1])
+
+
+@pytest.mark.needs_flower
+@pytest.mark.parametrize(
+    "case",
+    [
+        "weights that are not finite",
+        "weights of another shape",
+        "weights without a name",
+        "weights of another model",
+        "nothing",
+        "more samples than it has",
+        "no samples",
+        "no steps",
+        "no tensors of the rule",
+        "tensors of the rule of another shape",
+        "tensors of the rule that are not finite",
+        "an error",
+    ],
+)
+def test_a_bad_update_is_refused_with_its_reason_and_the_others_count(case: str, refusals: Any) -> None:
+    assert refusals["server"]["proper"] == {"clients": 4, "refused": 0, "reasons": []}
+    found = refusals["server"][case]
+    assert (found["clients"], found["refused"]) == (3, 1)
+    (reasons,) = found["reasons"]
+    assert reasons.keys() == {"3"}
+    assert reasons["3"]
+
+
+@pytest.mark.needs_flower
+def test_two_nodes_that_are_one_client_end_the_run(refusals: Any) -> None:
+    assert refusals["server"]["two nodes are one client"]["error"]
+
+
+@pytest.mark.needs_flower
+@pytest.mark.parametrize(
+    "case",
+    [
+        "weights that are not finite",
+        "weights of another shape",
+        "weights without a name",
+        "a server without the rule",
+        "a node without a number",
+        "a client that the job does not have",
+        "another number of nodes",
+    ],
+)
+def test_a_client_refuses_what_is_no_task_of_its_job(case: str, refusals: Any) -> None:
+    assert refusals["client"]["proper"] == ""
+    assert refusals["client"][case]
 
 
 @pytest.mark.slow

@@ -187,8 +187,10 @@ class JobStrategy(Strategy):
         for number, why in sorted(refused.items()):
             _log.warning("\t> the update of client %s is refused: %s", number, why)
         agreed = aggregator.agree() if aggregator.clients >= self.spec.least else None
-        if agreed is not None and self.spec.privacy is not None:
-            agreed = replace(agreed, clipped=self._clipped)  # by Flower, before they came here
+        if agreed is not None:
+            # Flower clips under privacy, before they came here
+            clipped = agreed.clipped if self.spec.privacy is None else self._clipped
+            agreed = replace(agreed, refused=refused, clipped=clipped)
         self.record.step(server, server_round, agreed, self._chosen, refused)
         more = {"epsilon": server.privacy.epsilon} if server.privacy is not None else {}
         missing, took_s = self._chosen - self._answered, time.monotonic() - self._round_began_s

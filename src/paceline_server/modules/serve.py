@@ -20,7 +20,7 @@ from paceline.nearest import nearest
 from paceline.wire.key import RunKey, own_key
 from paceline_server.modules.held import HeldObjects, Lane, Leases
 from paceline_server.modules.host import place_of
-from paceline_server.modules.served_module import ForwardCall, RandomState, ServedModule, ServedOptimizer
+from paceline_server.modules.served_module import ForwardCall, ServedModule, ServedOptimizer
 from paceline_server.service import Caller, Limits, Service
 from paceline_server.talk import quick
 from paceline_server.values import Held, mapped
@@ -59,18 +59,17 @@ def serve(
     allowed = {path: load_object(resolved) for path, resolved in map(_path_of, what)}
     if not allowed:
         raise PacelineError("there is nothing to serve: name what clients may use by its import path, pkg.mod:name")
-    return Serving(
-        allowed,
-        place_of(where),
-        key or own_key(),
-        threads,
-        grace_s,
-        limits or Limits(calls_at_once=max(1, threads // 2)),
-    )
+    limits = limits or Limits(calls_at_once=max(1, threads // 2))
+    return Serving(allowed, place_of(where), key or own_key(), threads, grace_s, limits)
 
 
 class Serving:
     """A service of modules and objects. A context manager, which ends it.
+
+    Args:
+        allowed: what clients may name, by import path.
+        threads: one of them stays free of clients whose steps wait for one another.
+        grace_s: seconds that a client whose connection was lost has to come back.
 
     Attributes:
         address: where clients reach it.
@@ -78,20 +77,30 @@ class Serving:
 
     def __init__(
         self,
-        allowed: dict[str, Any],
+        allowed: Mapping[str, Any],
         where: tuple[str, int] | Path | socket.socket,
         key: RunKey | None,
         threads: int,
         grace_s: float,
         limits: Limits,
     ) -> None:
-        self._served = Served(allowed, most_together=threads - 1, grace_s=grace_s)
+        self._allowed, self._most_together = allowed, threads - 1
+        self._held = HeldObjects()
+        self._process = secrets.token_hex(8)
+        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._lock = threading.Lock()
+        self._leases = Leases(grace_s, self._forget)
+        # those that change anything run once, in the order of their lane
+        once = (
+            self.make, self.attach, self.release, self.call, self.method, self.forward, self.backward, self.free,
+            self.state, self.load, self.optimizer, self.step, self.of_optimizer, self.drop,
+        )  # fmt: skip
+        functions = {function.__name__: self._once(function) for function in once}
+        functions |= {"hello": self.hello, "leave": self.leave, "skip": self.skip, "stream": self.stream}
         try:
-            self._service = Service(
-                where, key, self._served.functions(), threads=threads, limits=limits, on_leave=self._served.leases.left
-            )
+            self._service = Service(where, key, functions, threads=threads, limits=limits, on_leave=self._leases.left)
         except BaseException:
-            self._served.close()
+            self._leases.close()
             raise
         self.address = self._service.address
 
@@ -103,11 +112,15 @@ class Serving:
     @property
     def objects(self) -> int:
         """Number of objects that are held."""
-        return len(self._served.objects)
+        return len(self._held)
 
     def close(self) -> None:
         """End the service; calls under way get an error."""
-        self._served.close()
+        self._leases.close()
+        with self._lock:
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.end()
         self._service.close()
 
     def __enter__(self) -> Self:
@@ -116,65 +129,16 @@ class Serving:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-
-def _path_of(what: str | Callable[..., Any]) -> tuple[str, str]:
-    """A path as clients name it, and as it is loaded here."""
-    path = what if isinstance(what, str) else import_path_of(what)
-    try:
-        return path, resolve_import_path(path, None)
-    except ValueError as error:
-        raise PacelineError(str(error)) from error
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "sparse_adam": torch.optim.SparseAdam,
-}
-
-
-class Served:
-    """Objects of a serving process, and its clients' calls on them.
-
-    Args:
-        allowed: what clients may name, by import path.
-        most_together: clients whose steps may wait for one another; each takes a thread.
-        grace_s: seconds that a client whose connection was lost has to come back.
-    """
-
-    def __init__(self, allowed: Mapping[str, Any], most_together: int, grace_s: float) -> None:
-        self.allowed, self.most_together = allowed, most_together
-        self.objects = HeldObjects()
-        self._process = secrets.token_hex(8)
-        self._lanes: dict[tuple[str, str], Lane] = {}
-        self._lock = threading.Lock()
-        self.leases = Leases(grace_s, self._forget)
-
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """By the name that calls carry. Those that change anything run once, in the order of their lane."""
-        once = (
-            self.make, self.attach, self.release, self.call, self.method, self.forward, self.backward, self.free,
-            self.state, self.load, self.optimizer, self.step, self.of_optimizer, self.drop,
-        )  # fmt: skip
-        plain: dict[str, Callable[..., Any]] = {
-            "hello": self.hello,
-            "leave": self.leave,
-            "skip": self.skip,
-            "stream": self.stream,
-        }
-        return plain | {function.__name__: self._once(function) for function in once}
+    # Functions by the names that calls carry
 
     @quick
     def hello(self, caller: Caller) -> tuple[str, bool]:
         """Name of this process, and True if the client was here before."""
-        return self._process, self.leases.came(caller)
+        return self._process, self._leases.came(caller)
 
     def leave(self, caller: Caller) -> None:
         """Forget a client, as it wishes."""
-        self.leases.forget(caller.identity)
+        self._leases.forget(caller.identity)
 
     def skip(self, caller: Caller, lane: str, numbers: list[int]) -> None:
         """Wait no more for calls that a client has given up."""
@@ -193,10 +157,10 @@ class Served:
                 what = factory(*self._received(caller, args), **self._received(caller, kwargs))
             if not isinstance(what, nn.Module):
                 return what
-            return ServedModule(what, None if seed is None else RandomState(seed))
+            return ServedModule(what, None if seed is None else torch.Generator().manual_seed(seed))
 
         recipe = f"{path}, arguments {args!r} {kwargs!r}" if name is not None else path
-        number, lease = self.objects.make(caller.identity, recipe[:1000], name, made)
+        number, lease = self._held.make(caller.identity, recipe[:1000], name, made)
         answer = {"object": number, "lease": lease}
         if module:
             answer |= self._about(caller, number, path)
@@ -204,11 +168,11 @@ class Served:
 
     def attach(self, caller: Caller, number: str) -> dict[str, Any]:
         """Have a client hold an object that another one has told it of."""
-        return {"object": number, "lease": self.objects.attach(caller.identity, number)}
+        return {"object": number, "lease": self._held.attach(caller.identity, number)}
 
     def release(self, caller: Caller, leases: list[str]) -> None:
         """End leases."""
-        self.objects.release(caller.identity, leases)
+        self._held.release(caller.identity, leases)
 
     def call(self, caller: Caller, path: str, args: Any, kwargs: Any) -> Any:
         """Call a function by its import path."""
@@ -257,14 +221,14 @@ class Served:
     ) -> dict[str, Any]:
         """Make an optimizer over modules."""
         make = OPTIMIZERS.get(path) or self._named(path, OPTIMIZERS)
-        if together > self.most_together:
+        if together > self._most_together:
             raise RemoteError(
-                f"together={together}, and the threads here are enough for {self.most_together} clients that wait for "
+                f"together={together}, and the threads here are enough for {self._most_together} clients that wait for "
                 f"one another; serve with threads={together + 1} or more"
             )
         modules = [self._module(caller, number) for number in numbers]
         recipe = f"{path} {settings!r} over {', '.join(numbers)}, together={together}"
-        number, lease = self.objects.make(
+        number, lease = self._held.make(
             caller.identity, recipe, name, lambda: ServedOptimizer(modules, make, settings, together)
         )
         return {"object": number, "lease": lease}
@@ -291,17 +255,9 @@ class Served:
 
     def drop(self, caller: Caller, context: str) -> None:
         """Forget the gradients of a context."""
-        for what in self.objects.all():
+        for what in self._held.all():
             if isinstance(what, ServedModule):
                 what.drop((caller.identity, context))
-
-    def close(self) -> None:
-        """Let calls that wait end."""
-        self.leases.close()
-        with self._lock:
-            lanes = list(self._lanes.values())
-        for lane in lanes:
-            lane.end()
 
     def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(caller: Caller, lane: str, number: int, floor: int, *args: Any) -> Any:
@@ -319,18 +275,18 @@ class Served:
             lanes = [self._lanes.pop(key) for key in list(self._lanes) if key[0] == client]
         for lane in lanes:
             lane.end()
-        for what in self.objects.all():
+        for what in self._held.all():
             if isinstance(what, ServedModule):
                 what.leave(client)
-        self.objects.leave(client)
+        self._held.leave(client)
 
     def _named(self, path: str, more: Mapping[str, Any] = {}) -> Any:
-        if path not in self.allowed:
-            raise RemoteError(f'"{path}" is not served here. {nearest(path, [*self.allowed, *more])}')
-        return self.allowed[path]
+        if path not in self._allowed:
+            raise RemoteError(f'"{path}" is not served here. {nearest(path, [*self._allowed, *more])}')
+        return self._allowed[path]
 
     def _method(self, caller: Caller, number: str, name: str) -> Callable[..., Any]:
-        what = self.objects.get(caller.identity, number)
+        what = self._held.get(caller.identity, number)
         what = what.module if isinstance(what, ServedModule) else what
         if name.startswith("_") or not inspect.isfunction(inspect.getattr_static(type(what), name, None)):
             raise RemoteError(f"{name!r} is no public method of {type(what).__name__}")
@@ -338,19 +294,19 @@ class Served:
         return method
 
     def _module(self, caller: Caller, number: str) -> ServedModule:
-        what = self.objects.get(caller.identity, number)
+        what = self._held.get(caller.identity, number)
         if not isinstance(what, ServedModule):
             raise RemoteError(f"object {number} is a {type(what).__name__}, and no module")
         return what
 
     def _optimizer(self, caller: Caller, number: str) -> ServedOptimizer:
-        what = self.objects.get(caller.identity, number)
+        what = self._held.get(caller.identity, number)
         if not isinstance(what, ServedOptimizer):
             raise RemoteError(f"object {number} is a {type(what).__name__}, and no optimizer")
         return what
 
     def _about(self, caller: Caller, number: str, path: str) -> dict[str, Any]:
-        what = self.objects.get(caller.identity, number)
+        what = self._held.get(caller.identity, number)
         if not isinstance(what, ServedModule):
             raise RemoteError(f"{path} made a {type(what).__name__}, and no nn.Module; `remote.create` is for others")
         return {
@@ -365,7 +321,7 @@ class Served:
         def found(leaf: Any) -> Any:
             if not isinstance(leaf, Held):
                 return leaf
-            what = self.objects.get(caller.identity, leaf.number)
+            what = self._held.get(caller.identity, leaf.number)
             return what.module if isinstance(what, ServedModule) else what
 
         return mapped(found, value)
@@ -373,3 +329,22 @@ class Served:
     def _sent(self, value: Any) -> Any:
         """Results without graphs: gradients go through modules alone."""
         return mapped(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "sparse_adam": torch.optim.SparseAdam,
+}
+
+
+def _path_of(what: str | Callable[..., Any]) -> tuple[str, str]:
+    """A path as clients name it, and as it is loaded here."""
+    path = what if isinstance(what, str) else import_path_of(what)
+    try:
+        return path, resolve_import_path(path, None)
+    except ValueError as error:
+        raise PacelineError(str(error)) from error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,6 @@ class HasAnchor:
     """A module whose parameters are elsewhere. Autograd reaches them by its anchor, a tensor that requires grad."""
 
     anchor: Tensor
-
-
-class FollowsParameters(Protocol):
-    """An optimizer over parameters that may be replaced."""
-
-    def follow(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Go on with new parameters in the places of old ones."""
 
 
 Context = tuple[str, str]  # client, and its name for one accumulation of gradients
@@ -62,12 +56,12 @@ class ServedModule:
     (`make_writable`), so that a backward pass sees those of its forward pass.
     """
 
-    def __init__(self, module: nn.Module, random: RandomState | None) -> None:
-        self.module, self._random = module, random
+    def __init__(self, module: nn.Module, seeds: torch.Generator | None) -> None:
+        self.module, self._seeds = module, seeds
         self.lock = threading.RLock()  # forward passes, steps, state
         self._books = threading.Lock()  # graphs and gradients; a forward pass that hangs does not hold it
         self.version = 0  # of parameters and buffers: steps and loads
-        self.optimizers: weakref.WeakSet[FollowsParameters] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[ServedOptimizer] = weakref.WeakSet()
         self._training = module.training
         self._graphs: dict[tuple[str, int], _Graph] = {}
         self._gradients: dict[Context, dict[str, Tensor]] = {}
@@ -78,7 +72,8 @@ class ServedModule:
         device = self._device()
         inputs = [tensor.to(device).requires_grad_(position in how.needs) for position, tensor in enumerate(given)]
         args, kwargs = with_tensors((args, kwargs), inputs)
-        with self.lock, self._randomness(), torch.set_grad_enabled(how.gradients), _autocast(device, how.autocast):
+        autocast = torch.autocast(device.type, getattr(torch, how.autocast)) if how.autocast else nullcontext()
+        with self.lock, drawing_from(self._seeds), torch.set_grad_enabled(how.gradients), autocast:
             self._set_mode(how.training)
             result = self.module(*args, **kwargs)
             outputs = tensors_of(result)
@@ -120,11 +115,8 @@ class ServedModule:
             if not keep:
                 self._graphs.pop((client, number), None)
         of_inputs, of_parameters = found[: len(graph.inputs)], found[len(graph.inputs) :]
-        with self._books:
-            sums = self._gradients.setdefault(graph.context, {})
-            for (name, _), gradient in zip(trained, of_parameters, strict=False):
-                if gradient is not None:
-                    sums[name] = sums[name] + gradient if name in sums else gradient
+        named = zip(trained, of_parameters, strict=False)
+        self.add_gradients(graph.context, {name: gradient for (name, _), gradient in named if gradient is not None})
         return list(of_inputs)
 
     def release(self, client: str, graphs: list[int]) -> None:
@@ -137,8 +129,8 @@ class ServedModule:
         with self._books:
             return self._gradients.pop(context, {})
 
-    def give_back(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
-        """Add gradients that were taken, and not applied, to those of the context."""
+    def add_gradients(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
+        """Add gradients to those of the context."""
         with self._books:
             sums = self._gradients.setdefault(context, {})
             for name, gradient in gradients.items():
@@ -212,13 +204,6 @@ class ServedModule:
     def _device(self) -> torch.device:
         tensors = (*self.module.parameters(), *self.module.buffers())
         return tensors[0].device if tensors else torch.device("cpu")
-
-    def _randomness(self) -> AbstractContextManager[None]:
-        return self._random.drawing() if self._random else ordinary_randomness()
-
-
-def _autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, getattr(torch, dtype)) if dtype else nullcontext()
 
 
 def _squares(gradient: Tensor) -> float:
@@ -349,7 +334,7 @@ class ServedOptimizer:
                         for gradients, scale in given
                         if name in gradients[position]
                     ]
-                    parameter.grad = _sum(parts) if parts else None
+                    parameter.grad = functools.reduce(torch.add, parts) if parts else None
             try:
                 self.optimizer.step()
             finally:
@@ -359,68 +344,32 @@ class ServedOptimizer:
 
     def _give_back(self, context: Context, gradients: Gradients) -> None:
         for module, given in zip(self.modules, gradients, strict=True):
-            module.give_back(context, given)
+            module.add_gradients(context, given)
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-class RandomState:
-    """A stream of random numbers of one module's own, from a seed.
-
-    It depends on the module's own forward passes alone, however many others this process runs.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seeds = torch.Generator().manual_seed(seed)
-
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Draw from this stream; no other forward pass of this process runs meanwhile."""
-        with _Passes.alone(), torch.random.fork_rng():
-            torch.manual_seed(int(torch.randint(2**62, (), generator=self._seeds)))
-            yield
+_passes = threading.Condition()
+_under_way = {"ordinary": 0, "alone": 0}  # forward passes of this process
 
 
 @contextmanager
-def ordinary_randomness() -> Iterator[None]:
-    """Draw from the process's stream, not while a module draws from its own."""
-    with _Passes.together():
-        yield
+def drawing_from(seeds: torch.Generator | None) -> Iterator[None]:
+    """Draw from a module's own stream, or without one from the process's.
 
-
-class _Passes:
-    """Forward passes under way in this process."""
-
-    turn = threading.Condition()
-    ordinary, with_own_stream = 0, 0
-
-    @classmethod
-    @contextmanager
-    def alone(cls) -> Iterator[None]:
-        with cls.turn:
-            cls.turn.wait_for(lambda: not cls.with_own_stream and not cls.ordinary)
-            cls.with_own_stream = 1
-        try:
+    Torch has one generator a process, which its threads share: while one draws from a stream of its own, no other
+    forward pass runs. That stream depends on the module's own passes alone, however many others the process runs.
+    """
+    kind = "ordinary" if seeds is None else "alone"
+    with _passes:
+        _passes.wait_for(lambda: not _under_way["alone"] and (seeds is None or not _under_way["ordinary"]))
+        _under_way[kind] += 1
+    try:
+        if seeds is None:
             yield
-        finally:
-            with cls.turn:
-                cls.with_own_stream = 0
-                cls.turn.notify_all()
-
-    @classmethod
-    @contextmanager
-    def together(cls) -> Iterator[None]:
-        with cls.turn:
-            cls.turn.wait_for(lambda: not cls.with_own_stream)
-            cls.ordinary += 1
-        try:
-            yield
-        finally:
-            with cls.turn:
-                cls.ordinary -= 1
-                cls.turn.notify_all()
+        else:
+            with torch.random.fork_rng():
+                torch.manual_seed(int(torch.randint(2**62, (), generator=seeds)))
+                yield
+    finally:
+        with _passes:
+            _under_way[kind] -= 1
+            _passes.notify_all()
