@@ -12,10 +12,7 @@ from paceline.printable import printable
 
 
 class Console(console.Console):
-    """A rich console that escapes control characters in text.
-
-    rich's own control codes pass.
-    """
+    """A rich console that escapes control characters in text. rich's own control codes pass."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments of something to print."""

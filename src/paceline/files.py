@@ -61,10 +61,7 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> N
 
 
 def short_name(path: Path, limit_bytes: int) -> str:
-    """Cut a file's name for use in a temporary name.
-
-    File systems limit the bytes of a name, not its characters.
-    """
+    """Cut a file's name for use in a temporary name. File systems limit the bytes of a name, not its characters."""
     return os.fsdecode(os.fsencode(path.name)[:limit_bytes])
 
 

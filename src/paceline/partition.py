@@ -1,7 +1,4 @@
-"""Partition of a sequence into contiguous parts.
-
-Pipeline stages of a model's blocks, fragments of its parameters.
-"""
+"""Partition of a sequence into contiguous parts. Pipeline stages of a model's blocks, fragments of its parameters."""
 
 from __future__ import annotations
 

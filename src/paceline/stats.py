@@ -23,10 +23,7 @@ class Interval:
         return f"{self.middle:.4f} ({self.low:.4f} to {self.high:.4f})"
 
     def overlaps(self, other: Interval) -> bool:
-        """True if two intervals have a value in common.
-
-        No difference between them is claimed then.
-        """
+        """True if two intervals have a value in common. No difference between them is claimed then."""
         return self.low <= other.high and other.low <= self.high
 
     def times(self, factor: float) -> Interval:
@@ -66,8 +63,5 @@ def _exp(x: float) -> float:
 
 
 def differ(one: Interval, other: Interval, *, repeats: int) -> bool:
-    """True if the intervals are disjoint, with at least 3 repeats each.
-
-    Only then a difference is claimed.
-    """
+    """True if the intervals are disjoint, with at least 3 repeats each. Only then a difference is claimed."""
     return repeats >= LEAST_REPEATS and not one.overlaps(other)

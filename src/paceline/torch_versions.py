@@ -16,10 +16,7 @@ def release(torch: str) -> tuple[int, int]:
 
 
 def untested() -> str | None:
-    """Return a note if the installed torch is newer than the tested versions, else None.
-
-    Does not import torch.
-    """
+    """Return a note if the installed torch is newer than the tested versions, else None. Does not import torch."""
     try:
         installed = version("torch")
     except PackageNotFoundError:

@@ -31,10 +31,7 @@ _LARGE = ((1e6, 1.0, ""), (1e9, 1e-6, "million"), (1e12, 1e-9, "billion"), (math
 
 @dataclass(frozen=True)
 class Shown:
-    """A figure as it is shown.
-
-    Its text and unit, its interval's text if it has one, and the number itself.
-    """
+    """A figure as it is shown. Its text and unit, its interval's text if it has one, and the number itself."""
 
     value: float
     text: str
@@ -98,10 +95,7 @@ def ratio(x: float | Interval) -> Shown:
 
 
 def percent(x: float | Interval, places: int | None = None) -> Shown:
-    """A share such as `15.2 %` or `80 %`.
-
-    One decimal place below 20 % and with an interval, unless given.
-    """
+    """A share such as `15.2 %` or `80 %`. One decimal place below 20 % and with an interval, unless given."""
     middle = x.middle if isinstance(x, Interval) else x
     if places is None:
         places = 1 if isinstance(x, Interval) or abs(middle) < 0.2 else 0

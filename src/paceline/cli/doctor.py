@@ -138,10 +138,7 @@ def _checked(host: Host, driver: str | None, torch: Mapping[str, Any] | str) -> 
 
 
 def _measured(console: Console, host: Host, process: Probe, problems: list[Finding]) -> ProbeResults:
-    """Measure everything possible.
-
-    No ranks are started if a known problem keeps them from training.
-    """
+    """Measure everything possible. No ranks are started if a known problem keeps them from training."""
     from paceline.errors import PacelineError
 
     started, measured = time.monotonic(), ProbeResults()

@@ -95,10 +95,7 @@ def command(
 
 
 def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
-    """Measure as one of torchrun's ranks, which can join over one transport only.
-
-    Returns None except on rank 0.
-    """
+    """Measure as one of torchrun's ranks, which can join over one transport only. Returns None except on rank 0."""
     from paceline.comm.measure.links import LinksRequest, measure_on_rank
     from paceline.rank_environment import own_rank
     from paceline.run.links import LinkResults

@@ -1,7 +1,4 @@
-"""Screen of `paceline links`: a table per collective, with sizes as columns.
-
-Transports and algorithms are rows.
-"""
+"""Screen of `paceline links`: a table per collective, with sizes as columns. Transports and algorithms are rows."""
 
 from __future__ import annotations
 

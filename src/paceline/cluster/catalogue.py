@@ -358,10 +358,7 @@ def neuron(
     host_gib: float,
     source: str,
 ) -> Accelerator:
-    """Entry of a core of a Trainium chip as torch sees it.
-
-    The 16 chips of an instance are a torus of 4 × 4.
-    """
+    """Entry of a core of a Trainium chip as torch sees it. The 16 chips of an instance are a torus of 4 × 4."""
     return Accelerator(
         name,
         NEURON,
@@ -380,10 +377,7 @@ def neuron(
 
 
 def core(name: str, fp32_per_cycle: int, bf16_per_cycle: int | None = None) -> Accelerator:
-    """Entry of one core of a processor.
-
-    A job that runs on CPUs had better be measured.
-    """
+    """Entry of one core of a processor. A job that runs on CPUs had better be measured."""
     fp32 = fp32_per_cycle * 2.5e-3
     return Accelerator(
         name,

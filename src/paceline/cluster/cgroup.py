@@ -78,10 +78,7 @@ def held_group(folder: Path, cores: float) -> Iterator[Path]:
 
 
 def remove_group(folder: Path) -> None:
-    """Remove a control group once it is empty.
-
-    The kernel refuses while its last process is ending.
-    """
+    """Remove a control group once it is empty. The kernel refuses while its last process is ending."""
     until = time.monotonic() + _EMPTY_S
     while folder.exists() and time.monotonic() < until:
         with suppress(OSError):

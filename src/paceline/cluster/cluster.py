@@ -125,10 +125,7 @@ class Cluster(Part):
 
     @property
     def devices_per_host(self) -> tuple[int, ...]:
-        """Number of ranks that fit on each host.
-
-        It is 0 for a host without GPUs in a cluster that has some.
-        """
+        """Number of ranks that fit on each host. It is 0 for a host without GPUs in a cluster that has some."""
         return tuple(len(host.devices) if host.has_accelerators == self.has_accelerators else 0 for host in self.hosts)
 
     def describe(self) -> str:

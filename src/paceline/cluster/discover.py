@@ -81,10 +81,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The commit of the current folder, or None outside a repository.
-
-    It ends in `-dirty` if files differ from it.
-    """
+    """The commit of the current folder, or None outside a repository. It ends in `-dirty` if files differ from it."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip() or None

@@ -100,10 +100,7 @@ def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Findin
 
 
 def check_load(cores: int, seconds: float = 0.5) -> Finding:
-    """Finding about other load on this machine over `seconds`.
-
-    This process and its children do not count.
-    """
+    """Finding about other load on this machine over `seconds`. This process and its children do not count."""
     busy, steal, others = other_load(seconds)
     if steal > 0.05 * cores:
         advice = "measure again when the physical host is quiet, or on dedicated cores"

@@ -99,10 +99,7 @@ def _cpu() -> tuple[str, set[str]]:
 
 
 def _interfaces() -> list[Link]:
-    """Network interfaces that are up and have an address.
-
-    A speed that the driver does not state (0) is None.
-    """
+    """Network interfaces that are up and have an address. A speed that the driver does not state (0) is None."""
     import psutil
 
     addresses = psutil.net_if_addrs()

@@ -262,10 +262,7 @@ class Relay(threading.Thread):
     """
 
     def __init__(self, bridge: str, links: Sequence[Wire], delay_s: float) -> None:
-        """Open the ports, which must exist and belong to no bridge.
-
-        Packets are carried from `start` on.
-        """
+        """Open the ports, which must exist and belong to no bridge. Packets are carried from `start` on."""
         super().__init__(name="relay", daemon=True)
         self.cut: set[int] = set()
         self._delay_s = delay_s

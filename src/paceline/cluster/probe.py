@@ -1,7 +1,4 @@
-"""Measured speed of this machine: matrix products and memory copies, in a fresh process.
-
-It takes a few seconds.
-"""
+"""Measured speed of this machine: matrix products and memory copies, in a fresh process. It takes a few seconds."""
 
 from __future__ import annotations
 
@@ -170,10 +167,7 @@ def copy_bytes(memory_bytes: int, root: Path = Path("/")) -> int:
 
 
 def main() -> None:
-    """Describe torch, read the request, and answer with a line per speed.
-
-    An empty line ends the answer.
-    """
+    """Describe torch, read the request, and answer with a line per speed. An empty line ends the answer."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     print(json.dumps(_describe_torch()), file=answers, flush=True)
@@ -335,10 +329,7 @@ def cpu_energy(root: Path = Path("/")) -> Energy:
 
 
 def gpu_energy(nvml: Any, handle: Any) -> Energy:
-    """Energy counter of the GPU `handle` of an initialised NVML (the module `pynvml`).
-
-    GPUs have one since Volta.
-    """
+    """Energy counter of the GPU `handle` of an initialised NVML (the module `pynvml`). GPUs have one since Volta."""
 
     def read_uj() -> int:
         try:

@@ -90,19 +90,13 @@ class Measured:
 
     @cached_property
     def even_parts(self) -> dict[str, float]:
-        """Parts of a rank that is as fast as the fastest.
-
-        All that slower ones take longer is waiting for them.
-        """
+        """Parts of a rank that is as fast as the fastest. All that slower ones take longer is waiting for them."""
         lag_s = self.parts["compute"] - self.compute_s
         return self.parts | {"compute": self.compute_s, "imbalance": self.parts["imbalance"] + lag_s}
 
     @property
     def one_compute_s(self) -> float:
-        """Compute of a whole step at the pace of these ranks, one after another.
-
-        It is at most that of one device.
-        """
+        """Compute of a whole step at the pace of these ranks, one after another. It is at most that of one device."""
         each = max(len(self.ranks), 1)
         if not self._alike:
             return sum(parts["compute"] for parts in self.ranks.values()) * self.plan.ranks / each
@@ -218,10 +212,7 @@ class Model:
         return parts
 
     def one_device(self) -> dict[str, float]:
-        """Predicted parts of a step on one device.
-
-        There is no more compute than the ranks of the run did together.
-        """
+        """Predicted parts of a step on one device. There is no more compute than the ranks of the run did together."""
         parts = self.parts_of(one_device_plan(self.run))
         if not self.run.served:
             parts["compute"] = min(parts["compute"], self.run.one_compute_s)

@@ -124,10 +124,7 @@ def steps_per_point(steps: int) -> int:
 
 
 def thinned(line: Line, middle: Middle) -> tuple[list[float], list[float | None]]:
-    """At most `POINTS` points, each the middle of a stretch of the line.
-
-    A stretch without any value is a gap.
-    """
+    """At most `POINTS` points, each the middle of a stretch of the line. A stretch without any value is a gap."""
     size = steps_per_point(len(line.x))
     if size == 1:
         return list(line.x), list(line.y)

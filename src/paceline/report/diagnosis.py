@@ -277,10 +277,7 @@ def _results(
 
 
 def _ratios(rows: list[Trial]) -> dict[str, Interval]:
-    """Step time of each plan over that of the first one.
-
-    Each was measured beside the plan that was the best then.
-    """
+    """Step time of each plan over that of the first one. Each was measured beside the plan that was the best then."""
     best = Interval(1.0, 1.0, 1.0)
     found = {rows[0].knob: best}
     for row in rows[1:]:

@@ -324,10 +324,7 @@ class Bar:
 
 
 def breakdown(bars: Sequence[Bar], noun: str = "step") -> Figure:
-    """One step of each rank as stacked bars of its parts, under group headings.
-
-    A tick marks the ideal.
-    """
+    """One step of each rank as stacked bars of its parts, under group headings. A tick marks the ideal."""
     longest = max(sum(bar.parts_s.values()) for bar in bars)
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
     places, headings, rows = _rows(bars)

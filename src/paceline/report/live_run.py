@@ -34,10 +34,7 @@ _COUNTS = ("step", "epoch", "local_samples")  # of a step's line, that runs of s
 
 @dataclass
 class Curve:
-    """Losses of a whole run, few enough to draw.
-
-    When they are too many, each two become their mean.
-    """
+    """Losses of a whole run, few enough to draw. When they are too many, each two become their mean."""
 
     each: int = 1  # steps of a value
     values: list[float] = field(default_factory=list)

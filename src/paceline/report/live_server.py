@@ -200,10 +200,7 @@ class LiveServer:
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes) -> None:
-    """Answer, and take for a while what is still on its way.
-
-    To close before that would take the answer back.
-    """
+    """Answer, and take for a while what is still on its way. To close before that would take the answer back."""
     writer.write(answer)
     writer.write_eof()
     with suppress(TimeoutError):

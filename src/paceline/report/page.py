@@ -1,7 +1,4 @@
-"""A self-contained HTML file, and the blocks that pages are made of.
-
-A page asks no host for anything.
-"""
+"""A self-contained HTML file, and the blocks that pages are made of. A page asks no host for anything."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Card:
-    """A big figure at the top of a page.
-
-    Has a definition's name, a figure or words, and a comparison.
-    """
+    """A big figure at the top of a page. Has a definition's name, a figure or words, and a comparison."""
 
     term: str
     cell: Cell
@@ -227,8 +221,5 @@ def _source(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """The hash by which the page's policy allows this script and no other.
-
-    Others might slip in with a job's name.
-    """
+    """The hash by which the page's policy allows this script and no other. Others might slip in with a job's name."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -494,10 +494,7 @@ def stacked_figure(
     what: str,
     room: float | None = None,
 ) -> Figure:
-    """A bar of parts for each plan, from the top, under its text.
-
-    `room`: a line at the upper limit.
-    """
+    """A bar of parts for each plan, from the top, under its text. `room`: a line at the upper limit."""
     rows = list(range(len(plans)))
     figure = Figure(
         Axis(what, from_zero=True),

@@ -83,10 +83,7 @@ class RunRecord:
 
     @cached_property
     def clock_s(self) -> list[float]:
-        """Seconds of training at the end of each step of rank 0.
-
-        The time between two attempts is left out.
-        """
+        """Seconds of training at the end of each step of rank 0. The time between two attempts is left out."""
         steps = self.ranks[0]
         attempts = [e["time"] for e in self.events if e["event"] in ("start", "resume")]
         clock = [steps[0]["step_s"]]

@@ -255,10 +255,7 @@ def _ends(written_s: Sequence[float], lengths_s: Sequence[float]) -> list[float]
 
 
 def _agreed(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) -> frozenset[int]:
-    """Steps in which the ranks agreed.
-
-    Replicas that take local steps have a loss of their own in every other step.
-    """
+    """Steps in which the ranks agreed. Replicas that take local steps have a loss of their own in every other step."""
     losses: dict[int, list[Any]] = {}
     for steps in placed.values():
         for step in steps:
@@ -318,10 +315,7 @@ def _waits_by_clock(placed: Mapping[int, Sequence[RankStep]], agreed: Iterable[i
 
 
 def _waiting(step: RankStep, until_s: float | None) -> RankStep:
-    """Step whose wait for others ends at a moment.
-
-    What follows of it is communication.
-    """
+    """Step whose wait for others ends at a moment. What follows of it is communication."""
     if until_s is None:
         return step
     whole_s = step.parts_s["imbalance"] + step.parts_s["comm"]
