@@ -50,7 +50,7 @@ class Case:
     Attributes:
         job: its name in `JOBS`.
         plan: without the precision; that of most is the most exact that the devices have.
-        needs: capability of the device, by its name in `paceline.device_info.Capabilities`.
+        needs: capability of the device, by its name in `paceline.device.Capabilities`.
     """
 
     group: str

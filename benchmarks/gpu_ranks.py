@@ -26,7 +26,6 @@ import paceline
 from gpu_results import Described
 from measure import our_steps
 from paceline import device as devices
-from paceline import device_info
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.job.job import Job
@@ -43,7 +42,7 @@ Loops = Literal["plain PyTorch", "setup", "setup fp16", "GradScaler"]
 def describe(local_rank: int) -> Described:
     """The device of this rank."""
     device = devices.use(local_rank)
-    memory = device_info.memory(device)
+    memory = devices.memory(device)
     module = torch.get_device_module(device)
     built_for = [f"{name} {found}" for name in ("cuda", "hip", "xpu") if (found := getattr(torch.version, name, None))]
     versions = {"torch is built for": ", ".join(built_for) or "the CPU"}
@@ -53,10 +52,10 @@ def describe(local_rank: int) -> Described:
         versions["cuDNN"] = str(torch.backends.cudnn.version())
     return Described(
         device.type,
-        device_info.name(device) if devices.is_accelerator(device) else "CPU",
+        devices.name(device) if devices.is_accelerator(device) else "CPU",
         memory.total if memory is not None else None,
         _has_float64(device),
-        vars(device_info.capabilities(device)),
+        vars(devices.capabilities(device)),
         versions,
     )
 
@@ -193,14 +192,14 @@ class _Watch:
     def __init__(self, steps: Generator[float | Tensor], group: Group) -> None:
         self.steps, self.group = steps, group
         devices.synchronize(group.device)
-        before = device_info.memory(group.device)
-        device_info.reset_peak_memory(group.device)
+        before = devices.memory(group.device)
+        devices.reset_peak_memory(group.device)
         found = [float(next(steps)) for _ in range(PROOF_STEPS)]
         for _ in range(WARM_UP):
             next(steps)
         self.losses = [statistics.fmean(step) for step in zip(*group.gather_json(found), strict=True)]
         devices.synchronize(group.device)
-        after = device_info.memory(group.device)
+        after = devices.memory(group.device)
         self.peak_bytes = -1 if before is None or after is None else after.peak - before.allocated
 
     def timed(self, steps: int) -> float:

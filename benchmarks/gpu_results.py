@@ -33,7 +33,7 @@ class Described:
         name: the maker's.
         memory_bytes: of the hardware of one; None where torch does not count it.
         float64: True if it computes in double precision.
-        capabilities: `paceline.device_info.Capabilities` by name.
+        capabilities: `paceline.device.Capabilities` by name.
         versions: of the libraries that compute and communicate, where torch names them.
     """
 

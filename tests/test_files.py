@@ -22,7 +22,7 @@ from paceline.files import (
     whole_lines,
     write_whole,
 )
-from paceline.printable import printable
+from paceline.text import printable
 from small_jobs import small_job, train_here
 
 

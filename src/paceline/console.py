@@ -8,7 +8,7 @@ from rich import console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from paceline.printable import printable
+from paceline.text import printable
 
 
 class Console(console.Console):

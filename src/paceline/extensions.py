@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from paceline.errors import PacelineError
-from paceline.nearest import nearest
+from paceline.text import nearest
 
 T = TypeVar("T")
 

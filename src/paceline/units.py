@@ -10,7 +10,6 @@ digits count.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -151,17 +150,3 @@ def _scaled(x: float | Interval, scales: Sequence[tuple[float, float, str]]) -> 
     _, factor, unit = next((scale for scale in scales if abs(middle) < scale[0]), scales[-1])
     interval = f"{digits(x.low * factor)} to {digits(x.high * factor)}" if isinstance(x, Interval) else None
     return Shown(middle, digits(middle * factor), unit, interval)
-
-
-# Not options such as --devices, nor names of classes and files.
-_DEVICE = re.compile(r"""(?<!=")(?<!=')(?<![-\w.#/=])([Dd])evice(s?)(?!-(?!seconds)|[\w=])""")
-
-
-def listed(words: Sequence[str]) -> str:
-    """`a, b and c`."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def on_cores(text: str) -> str:
-    """A text for people about a machine without GPUs, whose devices are cores."""
-    return _DEVICE.sub(lambda found: ("C" if found[1] == "D" else "c") + f"ore{found[2]}", text)

@@ -42,7 +42,7 @@ def simulate(
     """Train with simulated clients, thousands in one process."""
     from paceline.cli.train import last
     from paceline.job.job import Job
-    from paceline.printable import printable
+    from paceline.text import printable
     from paceline_federated.record import directory_of
     from paceline_federated.simulation import simulate as simulated
 
@@ -86,8 +86,8 @@ def deploy(
 ) -> None:
     """Run the job on Flower, with clients that keep their data."""
     from paceline.job.job import Job
-    from paceline.printable import printable
     from paceline.run.record.run import Run
+    from paceline.text import printable
     from paceline_federated.flower.app import SuperLink, run_app, write_app
 
     what = Job.load(job)

@@ -21,8 +21,8 @@ from paceline.job.batch import place, target_of
 from paceline.job.job import Job
 from paceline.job.loss_items import call
 from paceline.job.zoo.losses import build_loss
-from paceline.nearest import nearest
 from paceline.run.build import seed_all
+from paceline.text import nearest
 from paceline_federated.rules import FederatedRule, Local, Task, Update
 from paceline_federated.section import FederatedRuleSpec, FederateSpec, federate_spec
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from paceline.errors import ChannelError, DeadlineError, RemoteError
-from paceline.printable import printable
+from paceline.text import printable
 from paceline.wire.connection import connect
 from paceline.wire.key import RunKey, name_of
 from paceline_server.talk import (

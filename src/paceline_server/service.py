@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from paceline.errors import ChannelError, DeadlineError, RemoteError
-from paceline.nearest import nearest
+from paceline.text import nearest
 from paceline.wire.connection import HANDSHAKE_S, Connection
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener, Where

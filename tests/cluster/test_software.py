@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cluster.doctor import Finding, check_capabilities, check_software, check_variables
 from paceline.cluster.host import Device, Host
-from paceline.device_info import Capabilities
+from paceline.device import Capabilities
 
 CORES = Host(name="host", cores=4, memory_bytes=2**34)
 GPUS = CORES.model_copy(update={"gpus": tuple(Device(index=i, name="H200", memory_bytes=2**37) for i in range(2))})

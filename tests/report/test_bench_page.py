@@ -19,7 +19,7 @@ from handmade_reports import alike, around, rank_use, report, setting
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from paceline.report import figures
-from paceline.units import on_cores
+from paceline.text import on_cores
 from paceline_lab.report import figures as of_the_lab
 from paceline_lab.report.bench_view import write_bench_page
 from paceline_lab.scaling.result import MeasuredSetting, RankUse, Report

@@ -225,8 +225,8 @@ def scale(
     """
     from paceline.elastic.scaling import ask
     from paceline.errors import RunError
-    from paceline.printable import printable
     from paceline.storage.url import is_url
+    from paceline.text import printable
 
     if by not in ("+1", "-1"):
         raise typer.BadParameter(f"{by} is neither +1 nor -1: a run grows or shrinks by one at a time")

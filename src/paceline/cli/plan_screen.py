@@ -13,7 +13,8 @@ from rich.text import Text
 from paceline.planning.cost.layout import PART_NAMES
 from paceline.planning.explain.explain import LEAST
 from paceline.planning.search.result import equals
-from paceline.units import count, digits, large, on_cores, percent, seconds, size
+from paceline.text import on_cores
+from paceline.units import count, digits, large, percent, seconds, size
 
 if TYPE_CHECKING:
     from paceline.planning.explain.batch_advice import BatchAdvice

@@ -37,12 +37,12 @@ def command(
     if operations:
         _operations(run, wanted, out)
         return
-    from paceline.printable import printable
     from paceline.report.critical_path import critical_path
     from paceline.report.page import not_by_paceline
     from paceline.report.timeline import timeline_of
     from paceline.report.traces import write_trace
     from paceline.run.record.run import Run
+    from paceline.text import printable
 
     read = Run(run)
     with not_by_paceline(read.path, "run"):
@@ -57,11 +57,11 @@ def command(
 
 def _operations(where: str, wanted: StepRange, out: Path | None) -> None:
     from paceline.errors import RunError
-    from paceline.printable import printable
     from paceline.report.advice import measured
     from paceline.report.traces import operations_in_words, write_operations
     from paceline.run.record.run import Run
     from paceline.run.tuning.calibrate import operations_of
+    from paceline.text import printable
 
     run = Run(where)
     count = wanted.newest or wanted.last - wanted.first + 1

@@ -63,7 +63,7 @@ def command(
 
             fail(error)
         raise
-    from paceline.printable import printable
+    from paceline.text import printable
 
     if own_rank() != 0:  # of a torchrun, where rank 0 speaks for all
         return

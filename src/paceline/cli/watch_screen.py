@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from paceline.engine.meter import PARTS
-from paceline.printable import printable
 from paceline.report.live_run import Happened, LiveRun, RankNow
+from paceline.text import printable
 from paceline.units import clock, seconds, size
 
 _BARS = "▁▂▃▄▅▆▇█"

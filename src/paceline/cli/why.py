@@ -37,10 +37,10 @@ def command(
     """
     if tries and not predict:
         raise typer.BadParameter("it measures what was predicted: leave --no-predict out", param_hint="--try")
-    from paceline.printable import printable
     from paceline.report.diagnosis import diagnosis_of
     from paceline.report.page import not_by_paceline
     from paceline.run.record.run import Run
+    from paceline.text import printable
 
     read = Run(run)
     with not_by_paceline(read.path, "run"):
@@ -53,7 +53,7 @@ def command(
 
 
 def _suggest(found: Diagnosis) -> None:
-    from paceline.printable import printable
+    from paceline.text import printable
 
     advice = found.advice
     if advice:
@@ -69,8 +69,8 @@ def _suggest(found: Diagnosis) -> None:
 
 
 def _try(found: Diagnosis, tries: int) -> None:
-    from paceline.printable import printable
     from paceline.report.diagnosis import try_suggestions
+    from paceline.text import printable
 
     for line in try_suggestions(found, tries, lambda text: typer.echo(printable(text), err=True)).lines:
         typer.echo(printable(line))

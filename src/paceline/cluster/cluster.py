@@ -15,9 +15,8 @@ from paceline.cluster.host import Emulate, Host, Kind, Listed, Part
 from paceline.cluster.machine import emulated_hosts
 from paceline.cluster.named import described, domains, hosts_of, known, read_name
 from paceline.errors import ClusterError
-from paceline.messages import explain
 from paceline.units import count, size
-from paceline.yaml_file import FileKind, read_yaml, to_yaml
+from paceline.yaml_file import FileKind, explain, read_yaml, to_yaml
 
 _FILES = (".yaml", ".yml", ".json")
 

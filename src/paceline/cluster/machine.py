@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline import device, device_info
+from paceline import device
 from paceline.cluster.cgroup import cpu_quota, memory_limit_bytes
 from paceline.cluster.host import Device, Emulate, Host, Link
 from paceline.cluster.launch_engines import HOST_DEVICES
@@ -358,10 +358,10 @@ def accelerators() -> list[dict[str, Any]]:
         {
             "index": place.index,
             "kind": place.type,
-            "name": device_info.name(place),
+            "name": device.name(place),
             # one that states none shares the host's
-            "memory_bytes": device_info.total_memory(place) or psutil.virtual_memory().total,
-            "bf16": device_info.states_bf16(place),
+            "memory_bytes": device.total_memory(place) or psutil.virtual_memory().total,
+            "bf16": device.states_bf16(place),
             "graphs": device.has_graphs(place),
         }
         for place in places

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from paceline import device as accelerator
-from paceline import device_info
 from paceline.cluster.host import Host
 from paceline.device import nvidia_uuid
 from paceline.errors import ClusterError
@@ -87,7 +86,7 @@ class Probe:
         """torch's description of itself: `version`, `built_for`, `capability` (of the CPU), `gloo`.
 
         And of the accelerators that it can use: `kind`, the number of `devices`, and what they `can` do
-        (`device_info.Capabilities`); None, 0 and {} without any.
+        (`device.Capabilities`); None, 0 and {} without any.
 
         Raises:
             ClusterError: it cannot be imported.
@@ -193,7 +192,7 @@ def _describe_torch() -> dict[str, Any]:
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "kind": kind,
         "devices": accelerator.count(),
-        "can": asdict(device_info.capabilities(torch.device(kind, 0))) if kind else {},
+        "can": asdict(accelerator.capabilities(torch.device(kind, 0))) if kind else {},
     }
 
 
@@ -237,7 +236,7 @@ def _copy_rate(device: str, copy_bytes: int) -> float:
     import torch
 
     if device != "cpu":
-        memory = device_info.memory(torch.device(device))
+        memory = accelerator.memory(torch.device(device))
         copy_bytes = min(2**30, memory.free // 8) if memory else _SMALLEST_COPY_BYTES
     # every page is touched: untouched ones are all the same page of zeros
     source = torch.ones(copy_bytes // 4, device=device)

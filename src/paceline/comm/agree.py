@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.comm.group import Group, Messages, Op, Pending
 from paceline.device import is_accelerator, widest_float
-from paceline.device_info import name as device_name
+from paceline.device import name as device_name
 from paceline.errors import SyncError
 
 

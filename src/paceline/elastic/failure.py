@@ -18,8 +18,8 @@ from pathlib import Path
 
 from paceline.errors import LaunchError, PacelineError, lost_a_peer
 from paceline.files import write_traceback
-from paceline.printable import printable
 from paceline.rank_environment import HostEntry
+from paceline.text import printable
 from paceline.wire.status import RankStatus
 
 HOST = socket.gethostname()

@@ -26,8 +26,8 @@ from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
 from paceline.job.partition import PartitionSpec
 from paceline.job.spec import Args, Spec, import_path_of, read_sections, with_sections
 from paceline.job.stop import SpikeSpec, StopSpec
-from paceline.messages import explain
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
+from paceline.yaml_file import explain
 
 Precision = Literal["fp32", "bf16", "fp64"]
 _ACCUMULATION = 'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".'

@@ -18,8 +18,8 @@ from pydantic_core import ErrorDetails
 
 from paceline.errors import JobError
 from paceline.extensions import ExtensionPoint
-from paceline.messages import wrong_value
-from paceline.nearest import nearest
+from paceline.text import nearest
+from paceline.yaml_file import wrong_value
 
 # keywords for a user's or a built-in object: plain values, for a job is also a file
 Args: TypeAlias = dict[str, JsonValue]

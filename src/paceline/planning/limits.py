@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import TYPE_CHECKING
 
-from paceline.nearest import nearest
 from paceline.partition import contiguous, starts
 from paceline.planning.plan import DEGREES, V_SCHEDULES, stages_per_rank
 from paceline.planning.sync_info import sync_info
+from paceline.text import nearest
 from paceline.units import count
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Host
 from paceline.errors import PlanError
 from paceline.job.job import Job, Precision
-from paceline.nearest import nearest
 from paceline.planning.sync_info import devices_of_ranks, problem_with, problem_with_transport, sync_info
+from paceline.text import nearest
 
 
 class Axis(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from paceline.errors import ClusterError, PlanError
 from paceline.extensions import ExtensionPoint
-from paceline.nearest import nearest
+from paceline.text import nearest
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from paceline.planning.plan import AXES
 from paceline.planning.sync_info import sync_info
 from paceline.report.figures import PARTS
 from paceline.report.timeline import RankStep, Timeline
-from paceline.units import count, listed, percent, seconds
+from paceline.text import listed
+from paceline.units import count, percent, seconds
 
 BETWEEN, LATE = "between", "late"
 _SHARED = ("comm", BETWEEN)  # what no single rank is to blame for

@@ -33,7 +33,7 @@ from paceline.run.record.run import Run
 from paceline.run.tuning.auto import measure, reason_of
 from paceline.run.tuning.result import TuningResult
 from paceline.stats import Interval
-from paceline.units import listed, on_cores
+from paceline.text import listed, on_cores
 
 _LEAST = 0.005  # of a step, for a part to be named
 _ALIKE = 0.02  # closer to one than this is no difference

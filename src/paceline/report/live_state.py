@@ -11,10 +11,10 @@ from typing import Any
 from paceline.cluster.host import Host
 from paceline.engine.meter import PARTS
 from paceline.errors import PacelineError
-from paceline.printable import printable
 from paceline.report.live_run import STATES, LiveRun, RankNow
 from paceline.report.page import not_by_paceline
 from paceline.run.record.goodput import PARTS as WALL
+from paceline.text import printable
 from paceline.units import bandwidth, clock, digits, percent, rate, seconds, size
 
 Section = Any  # of JSON's types

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from paceline import units
+from paceline import text as words
 from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.report.charts import SERIES, Figure
@@ -142,7 +142,7 @@ def write_page(
     fixed = {"define": _UsedDefinitions(definitions), "policy": policy, "script": place}
     listed = described(facts, environment)
     text = _templates().get_template(look).render(fixed, facts=listed, **values)
-    text = units.on_cores(text) if on_cores else text
+    text = words.on_cores(text) if on_cores else text
     text = text.replace(place, script)
     try:
         write_whole(file, text)
@@ -154,9 +154,9 @@ def write_page(
 def live_page() -> tuple[bytes, str]:
     """The page of runs that train, without any run, and the policy for its header."""
     parts = [(part, about.name, about.colour, about.text) for part, about in PARTS.items()]
-    words = {"parts": parts, "wall": {part: about.colour for part, about in WALL.items()}, "series": SERIES}
+    known = {"parts": parts, "wall": {part: about.colour for part, about in WALL.items()}, "series": SERIES}
     script, style = _source("charts.js") + _source("live.js"), _source("style.css") + _source("live.css")
-    text = _templates().get_template("live.html.j2").render(style=Markup(style), script=Markup(script), words=words)
+    text = _templates().get_template("live.html.j2").render(style=Markup(style), script=Markup(script), words=known)
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -24,7 +24,8 @@ from paceline.report.run_record import RunRecord, typical_parts
 from paceline.run.record.goodput import USEFUL, Failure, Goodput
 from paceline.run.record.progress import event_sentence
 from paceline.run.record.run import WARM_UP_STEPS, Run, Speed, timed
-from paceline.units import Shown, digits, listed, percent, seconds, size
+from paceline.text import listed
+from paceline.units import Shown, digits, percent, seconds, size
 
 TROUBLE = (
     "nonfinite",

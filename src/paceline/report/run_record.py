@@ -17,7 +17,8 @@ from paceline.planning.sync_info import sync_info
 from paceline.report.figures import PARTS
 from paceline.run.record.goodput import Goodput, goodput_of
 from paceline.run.record.run import Run, timed
-from paceline.units import listed, percent
+from paceline.text import listed
+from paceline.units import percent
 
 _NONE_WAITED = {"bubble_s": 0.0}  # what runs of before there were pipelines do not say
 FILE_LIMIT = 2**28  # bytes of each file that are read: half a million steps

@@ -21,7 +21,8 @@ from paceline.report.figures import PARTS
 from paceline.report.timeline import RankStep, Timeline
 from paceline.run.record.progress import event_sentence
 from paceline.run.tuning.calibrate import PHASE, STEP
-from paceline.units import count, listed, percent, seconds
+from paceline.text import listed
+from paceline.units import count, percent, seconds
 
 # Processes of the trace. Perfetto keeps 0 for a process of its own.
 _PATH, _RUN, _FIRST_RANK = 1, 2, 10

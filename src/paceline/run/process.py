@@ -14,8 +14,8 @@ from typing import NoReturn
 from paceline.cluster.launch_engines import own_engine
 from paceline.elastic.failure import ErrorRecord, below
 from paceline.files import write_traceback
-from paceline.printable import printable
 from paceline.rank_environment import own_rank
+from paceline.text import printable
 
 
 @contextmanager

@@ -37,7 +37,6 @@ from paceline.files import (
     read_text,
     write_whole,
 )
-from paceline.printable import printable
 from paceline.storage.url import (
     DATA_VERSIONS,
     cache_name,
@@ -47,6 +46,7 @@ from paceline.storage.url import (
     protocol_of,
     without_secrets,
 )
+from paceline.text import printable
 
 STALL_S = 120.0  # after so long without a byte, a connection counts as lost
 PART_BYTES = 5 << 20  # the smallest that S3 takes; one has to get through in `STALL_S`

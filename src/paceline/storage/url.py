@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from paceline.errors import StorageError
-from paceline.nearest import nearest
+from paceline.text import nearest
 
 DATA_VERSIONS = "PACELINE_DATA"  # of a rank's environment: versions of its data by URL, as JSON
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)

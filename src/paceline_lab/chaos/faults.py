@@ -21,9 +21,9 @@ from paceline.cluster.emulate import processes_in as processes_of_hosts
 from paceline.cluster.network import OTHER_SIDE, Wire, call_libc, move, plug, unplug, wires
 from paceline.errors import ClusterError, RunError
 from paceline.files import private_folder
-from paceline.nearest import nearest
 from paceline.run.record.run import read_lines
 from paceline.state.manifest import MANIFEST
+from paceline.text import nearest
 from paceline_lab.chaos.schedule import KINDS, OF_HOSTS, Fault, Kind
 
 FILLER = "filler"  # file beside the run, which takes what room the disk has left

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from paceline.errors import PlanError
 from paceline.job.job import Job, Precision
 from paceline.job.model import Dimensions
-from paceline.messages import explain
 from paceline.planning.plan import Plan
+from paceline.yaml_file import explain
 
 # a degree that takes all ranks that are left
 REST = -1

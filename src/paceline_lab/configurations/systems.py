@@ -20,7 +20,6 @@ from paceline.files import read_text
 from paceline.job.job import Job
 from paceline.job.known.names import must_find_model
 from paceline.job.model import Dimensions
-from paceline.nearest import nearest
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.frameworks import (
@@ -43,6 +42,7 @@ from paceline.planning.search.search import search
 from paceline.planning.tables.layouts import Row
 from paceline.run.record.run import WARM_UP_STEPS
 from paceline.run.tuning.calibrate import LogReader
+from paceline.text import nearest
 from paceline.units import percent, seconds, size
 from paceline_lab.configurations import accelerate, deepspeed, megatron, torchtitan
 from paceline_lab.configurations.configuration import Configuration, Planned, Written, planned, text_of, with_batch

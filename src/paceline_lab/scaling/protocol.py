@@ -29,7 +29,8 @@ from paceline.planning.plan import Plan, spelled_out
 from paceline.run.record.run import WARM_UP_STEPS, read_lines
 from paceline.run.train import train
 from paceline.run.tuning.auto import choose
-from paceline.units import clock, count, on_cores
+from paceline.text import on_cores
+from paceline.units import clock, count
 from paceline_lab.scaling.result import ONE, Report, Setting, settings_for, target_of
 from paceline_lab.scaling.summary import REPORT, BenchmarkDirectory, FinishedRun, OtherLoad, finished, kept_at, measured
 from paceline_lab.scaling.table import caveats, limits_of

@@ -20,7 +20,8 @@ from paceline.job.job import Job
 from paceline.report.run_record import excess_of, where_it_goes
 from paceline.run.record.run import WARM_UP_STEPS
 from paceline.stats import LEAST_REPEATS, Interval, differ, median_interval
-from paceline.units import count, digits, joules, on_cores, percent, seconds, size
+from paceline.text import on_cores
+from paceline.units import count, digits, joules, percent, seconds, size
 from paceline_lab.scaling.result import AUTO, DEFAULT_STEPS, ONE, MeasuredSetting, Report, Setting
 from paceline_lab.scaling.summary import FINAL_STEPS, WARN_CORES, FinishedRun, stolen_share
 

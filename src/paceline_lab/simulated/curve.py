@@ -20,7 +20,8 @@ from paceline.planning.explain.explain import costs_of, interval_s
 from paceline.planning.plan import Plan
 from paceline.planning.search.result import Candidate
 from paceline.stats import Interval
-from paceline.units import count, digits, listed, percent
+from paceline.text import listed
+from paceline.units import count, digits, percent
 from paceline_lab.scaling.result import Scaling
 from paceline_lab.simulated.measured_here import (
     HIGH,

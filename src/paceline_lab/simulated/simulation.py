@@ -16,7 +16,8 @@ from rich.text import Text
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
 from paceline.stats import Interval
-from paceline.units import count, digits, on_cores, percent, seconds, size
+from paceline.text import on_cores
+from paceline.units import count, digits, percent, seconds, size
 from paceline_lab.scaling.result import Scaling
 from paceline_lab.simulated.curve import (
     PAYS,

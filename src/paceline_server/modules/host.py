@@ -18,7 +18,7 @@ from torch import nn
 
 from paceline.errors import ChannelError, DeadlineError, PacelineError, RemoteError
 from paceline.job.spec import import_path_of
-from paceline.nearest import nearest
+from paceline.text import nearest
 from paceline.wire.key import RunKey, own_key
 from paceline_server.client import Client, Pending
 from paceline_server.values import Held, mapped

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError, RemoteError
 from paceline.job.spec import import_path_of, load_object, resolve_import_path
-from paceline.nearest import nearest
+from paceline.text import nearest
 from paceline.wire.key import RunKey, own_key
 from paceline_server.modules.held import HeldObjects, Lane, Leases
 from paceline_server.modules.host import place_of

@@ -11,7 +11,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from handmade_reports import alike, report, setting
-from paceline.units import on_cores
+from paceline.text import on_cores
 from paceline_lab.scaling.result import Report
 from paceline_lab.scaling.table import WIDTH, definitions, figures, show
 

@@ -31,7 +31,7 @@ from paceline.elastic.hosts.measure import measured_cluster
 from paceline.elastic.hosts.messages import Dismiss, Elsewhere, Held, Joining, Refused, ToHost, Welcome
 from paceline.elastic.signals import exit_code_of
 from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
-from paceline.printable import printable
+from paceline.text import printable
 from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener

@@ -17,8 +17,8 @@ from paceline.elastic.hosts.returns import Returns
 from paceline.elastic.hosts.takeover import met_again
 from paceline.elastic.signals import exit_code_of, sigterm_as_exit
 from paceline.errors import LaunchError
-from paceline.printable import printable
 from paceline.rank_environment import KEY_FILE
+from paceline.text import printable
 from paceline.wire.key import RunKey, default_key_file, own_key, read_key
 
 

@@ -17,7 +17,7 @@ from paceline.elastic.hosts.link import AbsentLink, Link, Meeting
 from paceline.elastic.hosts.messages import Elsewhere, Looked, Refused, ToHost, Welcome
 from paceline.elastic.hosts.same_files import differences
 from paceline.errors import ChannelError, LaunchError, PacelineError
-from paceline.printable import printable
+from paceline.text import printable
 from paceline.wire.connection import Connection, connect
 
 _NOTED_S = 10.0  # for this process to see that a host is lost which is there again

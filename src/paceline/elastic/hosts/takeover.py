@@ -36,8 +36,8 @@ from paceline.elastic.signals import exit_code_of
 from paceline.errors import ChannelError, DeadlineError, LaunchError
 from paceline.files import whole_lines
 from paceline.generation import Generation
-from paceline.printable import printable
 from paceline.storage.url import is_url
+from paceline.text import printable
 from paceline.wire.connection import HANDSHAKE_S, Connection, connect
 from paceline.wire.key import RunKey
 

@@ -16,8 +16,7 @@ import msgspec
 
 from paceline.errors import LaunchError
 from paceline.files import home_folder, private_folder, read_text, write_whole
-from paceline.nearest import nearest
-from paceline.printable import printable
+from paceline.text import nearest, printable
 
 Phase = Literal["queued", "running", "done", "failed", "cancelled", "unknown"]
 ENDED: frozenset[Phase] = frozenset(("done", "failed", "cancelled"))

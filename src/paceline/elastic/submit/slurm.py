@@ -13,7 +13,7 @@ from typing import ClassVar
 from paceline.elastic.submit.scheduler import Phase, Request, Scheduler, State, Submission, ask, folder
 from paceline.errors import LaunchError
 from paceline.files import create_private, read_text
-from paceline.printable import printable
+from paceline.text import printable
 from paceline.wire.key import RunKey, write_key
 
 _ADVICE = "Submit from a login node of the cluster, or load its module of Slurm."

@@ -8,7 +8,7 @@ from paceline.elastic.submit.scheduler import Scheduler
 from paceline.elastic.submit.sky import Sky
 from paceline.elastic.submit.slurm import Slurm
 from paceline.errors import LaunchError
-from paceline.nearest import nearest
+from paceline.text import nearest
 
 SCHEDULERS: dict[str, type[Scheduler]] = {kind.name: kind for kind in (Slurm, Ray, Kubernetes, Sky)}
 

@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from paceline.job.known import KnownModel, gpt, llama, qwen
-from paceline.nearest import nearest
+from paceline.text import nearest
 
 # words that name a training run, a framework or a form of a model, not its dimensions
 _OTHER = re.compile(

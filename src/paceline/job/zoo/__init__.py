@@ -11,7 +11,7 @@ from paceline.errors import JobError
 from paceline.job.spec import check_call, checked_args, load_object
 from paceline.job.zoo.huggingface import SimCLR, bert, from_config, image_shape, resnet50
 from paceline.job.zoo.models import GPT, MoE, cifar_cnn, mlp
-from paceline.nearest import nearest
+from paceline.text import nearest
 
 if TYPE_CHECKING:
     from paceline.job.model import ModelSpec

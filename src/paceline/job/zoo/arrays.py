@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from paceline.errors import DataError
 from paceline.job.samples import DataSets, TensorSamples, held_out_samples, split
-from paceline.nearest import nearest
+from paceline.text import nearest
 
 if TYPE_CHECKING:
     from paceline.job.data import Arrays, Text

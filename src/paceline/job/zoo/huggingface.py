@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job.zoo.models import CIFAR_FEATURES, cifar_convolutions
-from paceline.nearest import nearest
+from paceline.text import nearest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.errors import DataError, JobError
 from paceline.job.loss_items import IGNORED, ModelsOwn, check_labels, classes_on_dim_1, described, logits_of, same_shape
 from paceline.job.spec import check_call, checked_args, load_object
-from paceline.nearest import nearest
+from paceline.text import nearest
 
 if TYPE_CHECKING:
     from paceline.job.loss import Loss, LossSpec, Metric

@@ -11,12 +11,12 @@ from typing import Any
 from paceline.cluster.cluster import Cluster, devices_of_a_domain
 from paceline.errors import JobError, PlanError
 from paceline.job.job import Job
-from paceline.nearest import closest
 from paceline.planning.check.plan_context import Check, PlanContext
 from paceline.planning.check.rules import CHECKS, MEMORY, reasons_against
 from paceline.planning.limits import fitting_microbatches
 from paceline.planning.plan import DATA_AXES, DEGREES, Plan
 from paceline.planning.sync_info import SyncSpec
+from paceline.text import closest
 from paceline.units import count
 
 

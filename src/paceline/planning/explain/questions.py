@@ -10,7 +10,6 @@ from typing import Any, get_args
 from paceline.cluster.cluster import cluster_from
 from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Precision
-from paceline.nearest import closest
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.layout import Products
 from paceline.planning.explain.advice import (
@@ -30,6 +29,7 @@ from paceline.planning.machines import Adjustment
 from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.predict import Layouts
 from paceline.planning.search.result import Candidate
+from paceline.text import closest
 from paceline.units import digits, percent, seconds, size
 
 _NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}

@@ -15,7 +15,6 @@ from paceline.cluster.named import read_name
 from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Job
 from paceline.job.spec import Spec
-from paceline.messages import explain
 from paceline.planning.explain.training_run import (
     JOBS_OWN,
     NO_CONDITIONS,
@@ -33,7 +32,7 @@ from paceline.planning.model.model_info import trace
 from paceline.planning.search.result import Candidate
 from paceline.planning.search.search import search
 from paceline.units import count, money, span
-from paceline.yaml_file import FileKind, read_yaml
+from paceline.yaml_file import FileKind, explain, read_yaml
 
 if TYPE_CHECKING:
     from paceline.planning.machines import Basis

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from paceline.engine.meter import PARTS
 from paceline.files import LINE_LIMIT, opened_to_read
-from paceline.printable import printable
+from paceline.text import printable
 from paceline.units import clock, size
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ import psutil
 import torch
 
 from paceline.cluster.probe import Energy, Telemetry, cpu_energy, telemetry_of
-from paceline.device import is_accelerator
-from paceline.device_info import memory
+from paceline.device import is_accelerator, memory
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError

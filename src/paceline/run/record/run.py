@@ -26,8 +26,8 @@ from paceline.errors import JobError, RunError
 from paceline.files import open_to_append, private_folder, read_text, whole_lines, write_whole
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
-from paceline.printable import printable
 from paceline.storage.url import checked_url, is_url
+from paceline.text import printable
 
 DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # what ranks read before they start
 FOLDERS = ("steps", "checkpoints")

@@ -23,8 +23,8 @@ from paceline.cluster.discover import environment
 from paceline.errors import JobError
 from paceline.extensions import ExtensionPoint
 from paceline.job.spec import load_object
-from paceline.printable import printable
 from paceline.rank_environment import own_rank
+from paceline.text import printable
 
 if TYPE_CHECKING:
     from paceline.engine.engine import StepResult

@@ -24,10 +24,10 @@ from typing import Any, cast
 from paceline.engine.meter import PARTS
 from paceline.files import write_whole
 from paceline.job.job import Job
-from paceline.printable import printable
 from paceline.run.record.progress import NewLines
 from paceline.run.record.run import JsonLines, Run
 from paceline.run.trackers import CLOSE_S, Status, TrackedRun, check, make, told_of
+from paceline.text import printable
 
 EVERY_S = 1.0  # of the steps of this time the newest is logged
 _NICE = 10  # training goes first where cores are few

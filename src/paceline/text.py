@@ -1,11 +1,11 @@
-"""The hint for an unknown name: the most likely one, or all known ones."""
+"""Text for people: hints for unknown names, lists, and text of others made safe."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # known names of the field that look like other names but mean something else
 _MEAN_OTHER_THINGS = {"radam", "nadam", "qadam", "adamp", "adan", "adamax", "asgd", "rmse", "mape"}
@@ -49,3 +49,30 @@ def _is_misspelled(given: str, meant: str) -> bool:
         if (word, other) in _OPPOSITES or (other, word) in _OPPOSITES:
             return False
     return True
+
+
+# Control characters but for tab and line feed (a carriage return may hide what stands before it), and those that
+# reorder or hide text.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters escaped, e.g. `\x1b[2J`.
+
+    No input can steer a terminal then.
+    """
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+# Not options such as --devices, nor names of classes and files.
+_DEVICE = re.compile(r"""(?<!=")(?<!=')(?<![-\w.#/=])([Dd])evice(s?)(?!-(?!seconds)|[\w=])""")
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def on_cores(text: str) -> str:
+    """A text for people about a machine without GPUs, whose devices are cores."""
+    return _DEVICE.sub(lambda found: ("C" if found[1] == "D" else "c") + f"ore{found[2]}", text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.nearest import closest
+from paceline.text import closest
 
 KNOWN = ["fp32", "fp64", "bf16", "metric_above", "loss_below", "adam", "adamw", "sgd", "accuracy"]
 
