@@ -465,15 +465,13 @@ _reduction = cache(Reduction)
 
 
 class Collectives(Protocol):
-    """The collectives of one group. Reductions have the same bits on every rank."""
+    """The collectives of one group, on flat and contiguous tensors; those that are not, the process group copies.
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
+    Each is a generator that yields while it waits. Reductions have the same bits on every rank.
+    """
 
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
+    rank: int
+    size: int
 
     def waits_for(self) -> Sequence[Any]:
         """The peers that the current collective waits for, in the transport's own terms."""

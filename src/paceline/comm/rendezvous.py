@@ -9,10 +9,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -143,6 +143,7 @@ def _listen(address: str, port: int) -> int:
         return listener.detach()
 
 
+T = TypeVar("T")
 _LOOK_S = 0.05  # between two looks at whether the generation is over
 
 
@@ -163,68 +164,46 @@ class ChannelStore(Store):
         self._client.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a value."""
-        with _as_torch_tells():
-            self._client.set(key, _bytes(value), self._deadline_s)
+        self._ask(self._client.set, key, _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """A value, waited for until it is there."""
         if generations_are_watched():
             self.wait([key])
-        with _as_torch_tells():
-            return self._client.get(key, self._deadline_s)
+        return self._ask(self._client.get, key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there."""
         deadline_s = self._deadline_s if timeout is None else timeout.total_seconds()
-        with _as_torch_tells():
-            if not generations_are_watched():
-                self._client.wait(keys, deadline_s)
-                return
-            until = time.monotonic() + deadline_s
-            while not self._came(keys, until - time.monotonic()):
-                if generation_is_over():
-                    raise DeadlineError(f"{', '.join(keys[:3])} is waited for no more: the generation is over")
+        if not generations_are_watched():
+            return self._ask(self._client.wait, keys, deadline_s=deadline_s)
+        until = time.monotonic() + deadline_s
+        while not self._ask(self._came, keys, deadline_s=until - time.monotonic()):
+            if generation_is_over():
+                raise dist.DistStoreError(f"{', '.join(keys[:3])} is waited for no more: the generation is over")
+        return None
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all keys are there."""
-        with _as_torch_tells():
-            return self._client.check(keys, self._deadline_s)
+        return self._ask(self._client.check, keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 where there is none; returns the sum."""
-        with _as_torch_tells():
-            return self._client.add(key, amount, self._deadline_s)
+        return self._ask(self._client.add, key, amount)
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to a value, empty where there is none."""
-        with _as_torch_tells():
-            self._client.append(key, _bytes(value), self._deadline_s)
+        self._ask(self._client.append, key, _bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a value if it is the expected one; returns the value then."""
-        with _as_torch_tells():
-            return self._client.compare_set(key, _bytes(expected), _bytes(desired), self._deadline_s)
+        return self._ask(self._client.compare_set, key, _bytes(expected), _bytes(desired))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Several values, waited for until all are there."""
-        with _as_torch_tells():
-            return self._client.get_all(keys, self._deadline_s)
+        return self._ask(self._client.get_all, keys)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several values."""
-        with _as_torch_tells():
-            self._client.set_all(dict(zip(keys, map(_bytes, values), strict=True)), self._deadline_s)
+        self._ask(self._client.set_all, dict(zip(keys, map(_bytes, values), strict=True)))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; True if it was there."""
-        with _as_torch_tells():
-            return self._client.delete(key, self._deadline_s)
+        return self._ask(self._client.delete, key)
 
     def num_keys(self) -> int:
-        """The number of keys."""
-        with _as_torch_tells():
-            return self._client.num_keys(self._deadline_s)
+        return self._ask(self._client.num_keys)
 
     def has_extended_api(self) -> bool:
         """True: `append`, `multi_get` and `multi_set` are there."""
@@ -233,12 +212,12 @@ class ChannelStore(Store):
     # by these names torch's C++ calls them
     deleteKey, getNumKeys = delete_key, num_keys
 
-    def _came(self, keys: Sequence[str], left_s: float) -> bool:
+    def _came(self, keys: Sequence[str], *, deadline_s: float) -> bool:
         """True once all keys are there; False after a short wait."""
         try:
-            self._client.wait(keys, max(0.0, min(left_s, _LOOK_S)))
+            self._client.wait(keys, max(0.0, min(deadline_s, _LOOK_S)))
         except DeadlineError:
-            if left_s <= _LOOK_S:
+            if deadline_s <= _LOOK_S:
                 raise
             return False
         return True
@@ -247,15 +226,14 @@ class ChannelStore(Store):
     def _deadline_s(self) -> float:
         return float(self.timeout.total_seconds())  # type: ignore[attr-defined]
 
-
-@contextmanager
-def _as_torch_tells() -> Iterator[None]:
-    try:
-        yield
-    except DeadlineError as error:
-        raise dist.DistStoreError(str(error)) from error
-    except ChannelError as error:
-        raise dist.DistNetworkError(str(error)) from error
+    def _ask(self, call: Callable[..., T], *arguments: Any, deadline_s: float | None = None) -> T:
+        """Call with a deadline, this store's by default, and fail as torch's store does."""
+        try:
+            return call(*arguments, deadline_s=self._deadline_s if deadline_s is None else deadline_s)
+        except DeadlineError as error:
+            raise dist.DistStoreError(str(error)) from error
+        except ChannelError as error:
+            raise dist.DistNetworkError(str(error)) from error
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -89,7 +89,7 @@ class Memory:
     """Tensors in shared memory: at the same place on all ranks, at another on each, or with gaps."""
 
     def __init__(self, group: ShmProcessGroup) -> None:
-        arena = group.empty(ARENA_BYTES, torch.uint8)
+        arena = group.transport.empty(ARENA_BYTES, torch.uint8)
         assert arena is not None
         self.arena, self.rank = arena, dist.get_rank()
         self.used = self.kept = 0  # bytes; the first `kept` belong to calls that are still under way
@@ -355,7 +355,7 @@ def random_sums(dtype: torch.dtype) -> str:
     digest = hashlib.sha256()
     for numel in (5, _SMALL_BYTES, CHUNK_BYTES + 7):
         own = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
-        shared = group.empty(numel, dtype)
+        shared = group.transport.empty(numel, dtype)
         assert shared is not None
         for tensor in (own.clone(), shared.copy_(own)):
             dist.all_reduce(tensor)

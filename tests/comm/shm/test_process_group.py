@@ -25,7 +25,7 @@ def traces() -> None:
     found = of_the_transport()
     assert not any(name == "/memfd:paceline-group (deleted)" for name in _open()), "only the mappings remain"
     assert any("memfd:paceline-group" in name for name in found)
-    shared = group.empty(100_000, torch.float32)
+    shared = group.transport.empty(100_000, torch.float32)
     assert shared is not None
     work = dist.all_reduce(shared, async_op=True)
     work.wait()

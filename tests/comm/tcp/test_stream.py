@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline.comm.tcp.stream as stream_module
-from paceline.comm.tcp.stream import FRAME_BYTES, WINDOW_BYTES, ByteStream, PlainWire, SealedWire
+from paceline.comm.tcp.stream import FRAME_BYTES, WINDOW_BYTES, ByteStream, SealedWire, Wire
 from paceline.errors import SyncError
 
 
@@ -40,8 +40,8 @@ def connect(a: ByteStream, b: ByteStream, sealed: bool = True) -> None:
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**13)
     received, keys = (a.received, b.received), (os.urandom(32), os.urandom(32))
-    a.attach(SealedWire(one, *keys) if sealed else PlainWire(one), received[1])
-    b.attach(SealedWire(other, *reversed(keys)) if sealed else PlainWire(other), received[0])
+    a.attach(SealedWire(one, *keys) if sealed else Wire(one), received[1])
+    b.attach(SealedWire(other, *reversed(keys)) if sealed else Wire(other), received[0])
 
 
 def carry(streams: tuple[ByteStream, ByteStream], limit: int) -> bool:
@@ -125,7 +125,7 @@ def test_no_more_is_on_its_way_than_the_window() -> None:
     one, other = socket.socketpair()
     with other:
         one.setblocking(False)
-        stream.attach(PlainWire(one), 0)
+        stream.attach(Wire(one), 0)
         stream.give(memoryview(bytes(WINDOW_BYTES + 2 * FRAME_BYTES)), lent=False)
         taken = 0
         while stream.wants_to_write:
@@ -153,4 +153,4 @@ def test_an_end_that_is_not_the_one_from_before_is_refused() -> None:
     stream = ByteStream(Tape(1))
     one, other = socket.socketpair()
     with one, other, pytest.raises(SyncError, match="claims to have received 5 bytes, of 0 sent and 0 acknowledged"):
-        stream.attach(PlainWire(one), 5)
+        stream.attach(Wire(one), 5)

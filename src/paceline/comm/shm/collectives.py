@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.operation import Steps
-from paceline.comm.process_group import Reduction
+from paceline.comm.process_group import Collectives, Reduction
 from paceline.comm.shm.progress import Peer, ShmProgress, fence
 from paceline.comm.shm.segment import Handle, OwnedSegment, Segment, attach, create
 from paceline.errors import SyncError
@@ -36,11 +36,8 @@ _SMALL_BYTES = 2**15  # up to here every rank combines all; beyond, it pays to s
 _CACHED_BYTES = 2**18
 
 
-class ShmCollectives:
-    """The collectives of one group.
-
-    Every tensor is flat and contiguous; those that are not, the process group copies.
-    """
+class ShmCollectives(Collectives):
+    """The collectives of one group."""
 
     def __init__(self, rounds: Rounds) -> None:
         self.rounds, self.rank, self.size = rounds, rounds.rank, rounds.size
@@ -49,7 +46,6 @@ class ShmCollectives:
         self._shares: dict[tuple[int, int, int, torch.dtype], list[list[Tensor]]] = {}
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
-        """Replace `tensor` by the combination of all ranks'."""
         nbytes = tensor.numel() * tensor.element_size()
         call = self._call("all_reduce", reduction.name, tensor)
         if nbytes <= _SMALL_BYTES:
@@ -105,7 +101,6 @@ class ShmCollectives:
             before = chunk
 
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> Steps:
-        """Replace `tensor` on rank `root` by the combination of all ranks'."""
         yield from self._meet(self._call("reduce", f"{reduction.name} to rank {root}", tensor))
         for chunk in tensor.split(CHUNK_BYTES // tensor.element_size()):
             slots = self.rounds.slots(tensor.dtype)
@@ -117,7 +112,6 @@ class ShmCollectives:
                 reduction.into(chunk, [chunk, *theirs])
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        """Replace `tensor` by that of rank `root`."""
         yield from self._meet(self._call("broadcast", f"from rank {root}", tensor))
         for chunk in _bytes(tensor).split(CHUNK_BYTES):
             slot = self.rounds.slots(torch.uint8)[root][0][: len(chunk)]
@@ -128,12 +122,10 @@ class ShmCollectives:
                 chunk.copy_(slot)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
-        """Give every rank the tensors of all."""
         yield from self._meet(self._call("all_gather", "", tensor))
         yield from self._gather([_bytes(output) for output in outputs], _bytes(tensor))
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
-        """Give rank `root` the tensors of all; the others have no outputs."""
         yield from self._meet(self._call("gather", f"to rank {root}", tensor))
         yield from self._gather([_bytes(output) for output in outputs], _bytes(tensor))
 
@@ -148,7 +140,6 @@ class ShmCollectives:
                 output[start : start + len(chunk)].copy_(part)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
-        """Send `tensors[r]` of rank `root` to each rank r; other ranks have no tensors."""
         yield from self._meet(self._call("scatter", f"from rank {root}", output))
         flat, sources, piece = _bytes(output), [_bytes(t) for t in tensors], CHUNK_BYTES // self.size
         for start in range(0, len(flat), piece):
@@ -161,7 +152,6 @@ class ShmCollectives:
             target.copy_(slot[self.rank * piece : self.rank * piece + len(target)])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
-        """Give rank r the reduction of all ranks' `inputs[r]`, each of `output`'s size."""
         yield from self._meet(self._call("reduce_scatter", reduction.name, output))
         piece = CHUNK_BYTES // output.element_size() // self.size
         for start in range(0, len(output), piece):
@@ -177,7 +167,6 @@ class ShmCollectives:
             reduction.into(output[start : start + piece], [own, *theirs])
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
-        """Give rank r this rank's `inputs[r]`, and get `outputs[r]` from it. Sizes may differ from pair to pair."""
         sources, targets = [_bytes(t) for t in inputs], [_bytes(t) for t in outputs]
         slots = self.rounds.slots(torch.int64)
         slots[self.rank][0][: 2 * self.size] = torch.tensor([len(t) for t in (*sources, *targets)])
@@ -202,11 +191,9 @@ class ShmCollectives:
                 part.copy_(slots[rank][0][self.rank * piece : self.rank * piece + len(part)])
 
     def barrier(self) -> Steps:
-        """Wait until all ranks are here."""
         yield from self._meet(b"barrier")
 
     def waits_for(self) -> Sequence[Peer]:
-        """The peers that have not come to this round."""
         return self.rounds.missing()
 
     def forget(self, arena: int) -> None:

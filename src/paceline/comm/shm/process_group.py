@@ -52,57 +52,7 @@ class ShmProcessGroup(DrivenProcessGroup):
 
     @property
     def transport(self) -> Transport:
-        """This group's memory, for `Group`."""
-        return _SharedMemory(self)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A flat tensor of zeros in shared memory; all ranks ask for it together.
-
-        Reductions of it, or of contiguous parts of it that are at the same place on all ranks, move each byte once. It
-        lives until `release`, or the end of the group. None on every rank if one of them is refused the memory.
-        """
-        own = None
-        try:
-            own = create(max(64, -(-numel * dtype.itemsize // 64) * 64), "tensor")
-        except ClusterError as error:
-            _log.warning("%s", error)
-        try:
-            mine = torch.frombuffer(bytearray((own.handle.to_bytes() if own else b"").ljust(256)), dtype=torch.uint8)
-            handles = [torch.empty_like(mine) for _ in range(self.size())]
-            self.allgather([handles], [mine]).wait()
-            found = [bytes(handle.tolist()).strip() for handle in handles]
-            if own is None or not all(found):
-                return None
-            arena = self._rounds.add_arena(own, [Handle.from_bytes(handle) for handle in found])
-            self.barrier().wait()  # all have mapped it
-        finally:
-            if own is not None:
-                own.close_descriptor()
-        return arena.segments[self.rank()].bytes[: numel * dtype.itemsize].view(dtype)
-
-    def release(self, tensor: Tensor) -> None:
-        """Free the shared memory of a tensor from `empty`.
-
-        It ends when all ranks have, and no view is left.
-        """
-        if self._closed:
-            return
-        number, _ = self._rounds.place_of(tensor, tensor.nbytes)
-        self._rounds.arenas.pop(number, None)
-        self._collectives.forget(number)
-
-    def place_of(self, tensor: Tensor) -> tuple[int, int]:
-        """Arena and byte offset of a contiguous tensor, equal on ranks with the same place."""
-        return self._rounds.place_of(tensor, tensor.nbytes)
-
-    def everywhere(self, tensor: Tensor) -> list[Tensor]:
-        """All ranks' memory at the place of this rank's tensor, as tensors like it.
-
-        The tensor is contiguous and in shared memory.
-        """
-        number, start = self.place_of(tensor)
-        parts = (segment.bytes[start : start + tensor.nbytes] for segment in self._rounds.arenas[number].segments)
-        return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
+        return SharedMemory(self)
 
     # Messages
 
@@ -167,26 +117,59 @@ class ShmProcessGroup(DrivenProcessGroup):
         return "shm"
 
 
-class _SharedMemory(Transport):
+class SharedMemory(Transport):
     """Memory that the processes of one host share."""
 
     shares_memory = True
 
     def __init__(self, group: ShmProcessGroup) -> None:
         super().__init__("shm")
-        self.group = group
+        self._group = group
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return self.group.empty(numel, dtype)
+        """A flat tensor of zeros in shared memory; all ranks ask for it together.
+
+        Reductions of it, or of contiguous parts of it that are at the same place on all ranks, move each byte once. It
+        lives until `release`, or the end of the group. None on every rank if one of them is refused the memory.
+        """
+        own = None
+        try:
+            own = create(max(64, -(-numel * dtype.itemsize // 64) * 64), "tensor")
+        except ClusterError as error:
+            _log.warning("%s", error)
+        try:
+            mine = torch.frombuffer(bytearray((own.handle.to_bytes() if own else b"").ljust(256)), dtype=torch.uint8)
+            handles = [torch.empty_like(mine) for _ in range(self._group.size())]
+            self._group.allgather([handles], [mine]).wait()
+            found = [bytes(handle.tolist()).strip() for handle in handles]
+            if own is None or not all(found):
+                return None
+            arena = self._group._rounds.add_arena(own, [Handle.from_bytes(handle) for handle in found])
+            self._group.barrier().wait()  # all have mapped it
+        finally:
+            if own is not None:
+                own.close_descriptor()
+        return arena.segments[self._group.rank()].bytes[: numel * dtype.itemsize].view(dtype)
 
     def release(self, tensor: Tensor) -> None:
-        self.group.release(tensor)
+        """Free the shared memory of a tensor from `empty`.
+
+        It ends when all ranks have, and no view is left.
+        """
+        if self._group._closed:
+            return
+        number, _ = self._group._rounds.place_of(tensor, tensor.nbytes)
+        self._group._rounds.arenas.pop(number, None)
+        self._group._collectives.forget(number)
 
     def place_of(self, tensor: Tensor) -> tuple[int, int]:
-        return self.group.place_of(tensor)
+        return self._group._rounds.place_of(tensor, tensor.nbytes)
 
     def everywhere(self, tensor: Tensor) -> list[Tensor]:
-        return self.group.everywhere(tensor)
+        number, start = self.place_of(tensor)
+        segments = self._group._rounds.arenas[number].segments
+        parts = [segment.bytes[start : start + tensor.nbytes] for segment in segments]
+        return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
 
 
 _HEADER = struct.Struct("<qq")  # tag, size; a message is padded to a whole number of headers, so that none wraps around

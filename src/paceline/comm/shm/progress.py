@@ -95,7 +95,6 @@ class ShmProgress(Driver):
         self.oversubscribed = self.oversubscribed or ranks > min(cores, cpu_quota() or cores)
 
     def close(self) -> None:
-        """End the thread and let go of the peers."""
         super().close()
         for _, life in self._peers.values():
             os.close(life)
@@ -103,7 +102,6 @@ class ShmProgress(Driver):
         self._own.close_descriptor()
 
     def in_background(self, operation: Operation) -> None:
-        """Drive an operation soon, while nobody waits for it."""
         with self.lock:
             if operation.done:
                 return

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from paceline.comm.tcp.progress import TcpProgress
-from paceline.comm.tcp.stream import KEY_BYTES, AlteredError, ByteStream, PlainWire, SealedWire, Sink, Wire
+from paceline.comm.tcp.stream import KEY_BYTES, AlteredError, ByteStream, SealedWire, Sink, Wire
 from paceline.errors import SyncError
 from paceline.wire.key import RunKey
 from paceline.wire.listener import TlsHandshake, released
@@ -464,4 +464,4 @@ class Greeting:
 
 def wire_after(connection: socket.socket, own: Greeting, other: Greeting) -> Wire:
     """The connection as a stream uses it, when both sides have greeted."""
-    return SealedWire(connection, own.key, other.key) if own.sealed else PlainWire(connection)
+    return SealedWire(connection, own.key, other.key) if own.sealed else Wire(connection)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.operation import Steps
-from paceline.comm.process_group import DrivenProcessGroup, Reduction, Transport, flattened, put_back
+from paceline.comm.process_group import Collectives, DrivenProcessGroup, Reduction, Transport, flattened, put_back
 from paceline.comm.ring import around
 from paceline.comm.tcp.link import PeerLink
 from paceline.comm.tcp.mesh import COLLECTIVE, MESSAGE, CurrentCall, LinkMesh, MeshQueue, TcpReceive, TcpSend
@@ -135,11 +135,8 @@ _PIECES = 8  # of a rank's share, at least, unless they became too small
 _AHEAD_BYTES = 2**22  # sent round the ring before as much has come: what a link of 1 Gbit/s carries in 30 ms
 
 
-class TcpCollectives:
-    """The collectives of one group.
-
-    Every tensor is flat and contiguous; those that are not, the process group copies.
-    """
+class TcpCollectives(Collectives):
+    """The collectives of one group."""
 
     def __init__(self, mesh: LinkMesh) -> None:
         self._mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
@@ -149,11 +146,9 @@ class TcpCollectives:
         self._under_way: Sequence[TcpSend | TcpReceive] = ()
 
     def waits_for(self) -> list[PeerLink]:
-        """The links that the collective under way waits for."""
         return self._mesh.links_of(self._under_way)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
-        """Replace `tensor` by the combination of all ranks'."""
         call = self._call("all_reduce", tensor, how=reduction.name)
         if self._is_small(tensor.nbytes):
             parts = yield from self._all_of(call, tensor)
@@ -162,7 +157,6 @@ class TcpCollectives:
             yield from self._ring(call, tensor.tensor_split(self.size), range(2 * (self.size - 1)), reduction)
 
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> Steps:
-        """Replace `tensor` on rank `root` by the combination of all ranks'."""
         call = self._call("reduce", tensor, how=reduction.name, root=root)
         if self._is_small(tensor.nbytes):
             parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == root else []
@@ -176,7 +170,6 @@ class TcpCollectives:
         yield from self._to_root(call, shares if self.rank == root else [], shares[self.rank], root)
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        """Replace `tensor` by rank `root`'s: sent to all, or in pieces from rank to rank."""
         call = self._call("broadcast", tensor, root=root)
         if self._is_small(tensor.nbytes):
             if self.rank == root:
@@ -195,7 +188,6 @@ class TcpCollectives:
         yield from self._done(sends)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
-        """Give every rank the tensors of all."""
         call = self._call("all_gather", tensor)
         outputs[self.rank].copy_(tensor)
         if self._is_small(tensor.nbytes):
@@ -205,14 +197,12 @@ class TcpCollectives:
             yield from self._ring(call, outputs, range(self.size - 1, 2 * (self.size - 1)))
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
-        """Give rank `root` the tensors of all; the others have no outputs."""
         call = self._call("gather", tensor, root=root)
         if self.rank == root:
             outputs[root].copy_(tensor)
         yield from self._to_root(call, outputs, tensor, root)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
-        """Send `tensors[r]` of rank `root` to each rank r; other ranks have no tensors."""
         call = self._call("scatter", output, root=root)
         if self.rank == root:
             yield from self._done([self._send(r, call, tensors[r]) for r in self._others])
@@ -221,7 +211,6 @@ class TcpCollectives:
             yield from self._done([self._receive(root, call, output)])
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
-        """Give rank r the reduction of all ranks' `inputs[r]`, each of `output`'s size."""
         call = self._call("reduce_scatter", output, how=reduction.name)
         if self._is_small(output.nbytes):
             parts = [inputs[r] if r == self.rank else torch.empty_like(output) for r in range(self.size)]
@@ -234,7 +223,6 @@ class TcpCollectives:
             output.copy_(shares[self.rank])
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
-        """Give rank r this rank's `inputs[r]`, and get `outputs[r]` from it. Sizes may differ from pair to pair."""
         call = self._call("all_to_all", inputs[self.rank][:0])
         receives = [self._receive(r, call, outputs[r]) for r in self._others]
         yield from self._done([*receives, *(self._send(r, call, inputs[r]) for r in self._others)])
@@ -246,7 +234,6 @@ class TcpCollectives:
         outputs[self.rank].copy_(inputs[self.rank])
 
     def barrier(self) -> Steps:
-        """Wait until all ranks are here."""
         nothing = torch.empty(0, dtype=torch.uint8)
         yield from self._all_of(self._call("barrier", nothing), nothing)
 

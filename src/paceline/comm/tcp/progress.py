@@ -63,7 +63,6 @@ class TcpProgress(Driver):
         self._start_thread("paceline-tcp")
 
     def close(self) -> None:
-        """End the thread, and watch no socket any more."""
         super().close()
         self._epoll.close()
         os.close(self._doorbell)
@@ -113,7 +112,6 @@ class TcpProgress(Driver):
     # Operations
 
     def in_background(self, operation: Operation) -> None:
-        """Drive an operation soon, while nobody waits for it."""
         with self.lock:
             if not operation.done:
                 watching = self._watch_until > time.monotonic()

@@ -42,50 +42,38 @@ class AlteredError(ConnectionError):
     """Received bytes differ from those that the other rank sent."""
 
 
-class Wire(Protocol):
-    """A connection, as a stream writes and reads it. Its socket does not block."""
+class Wire:
+    """A connection, as a stream writes and reads it: here with bytes as they are, which anybody on the way can change.
 
-    connection: socket.socket
-
-    @property
-    def pending(self) -> bool:
-        """True if bytes that were taken wait for the kernel."""
-
-    @property
-    def buffered(self) -> bool:
-        """True if bytes can be read of which no poll tells."""
-
-    def flush(self) -> None:
-        """Give the kernel what is pending. Raises BlockingIOError while it does not take all."""
-
-    def send(self, parts: list[memoryview]) -> int:
-        """Take some bytes of the first parts, and return how many. Raises BlockingIOError."""
-
-    def receive(self, *targets: memoryview) -> int:
-        """Fill the targets as far as bytes are there; 0 at the end. Raises BlockingIOError."""
-
-
-class PlainWire:
-    """Bytes as they are: anybody on the way can read and change them."""
-
-    pending = buffered = False
+    Its socket does not block: what would, raises BlockingIOError.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 
+    @property
+    def pending(self) -> bool:
+        """True if bytes that were taken wait for the kernel."""
+        return False
+
+    @property
+    def buffered(self) -> bool:
+        """True if bytes can be read of which no poll tells."""
+        return False
+
     def flush(self) -> None:
-        """Nothing is ever pending."""
+        """Give the kernel what is pending."""
 
     def send(self, parts: list[memoryview]) -> int:
-        """Hand bytes to the kernel."""
+        """Take some bytes of the first parts, and return how many."""
         return self.connection.sendmsg(parts)
 
     def receive(self, *targets: memoryview) -> int:
-        """Take bytes from the kernel."""
+        """Fill the targets as far as bytes are there; 0 at the end."""
         return self.connection.recvmsg_into(targets)[0]
 
 
-class SealedWire:
+class SealedWire(Wire):
     """Bytes in encrypted, authenticated records.
 
     Args:
@@ -93,7 +81,7 @@ class SealedWire:
     """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
-        self.connection = connection
+        super().__init__(connection)
         self._sending, self._receiving = AESOCB3(sending), AESOCB3(receiving)
         self._sent = self._received = 0  # records: the numbers of the next
         self._sent_bytes = 0
@@ -106,16 +94,13 @@ class SealedWire:
 
     @property
     def pending(self) -> bool:
-        """True if a part of a record waits for the kernel."""
         return bool(self._unsent)
 
     @property
     def buffered(self) -> bool:
-        """True if a whole record, or the rest of one, is here."""
         return bool(self._rest) or self._whole() is not None
 
     def flush(self) -> None:
-        """Give the kernel the rest of the last record."""
         while self._unsent:
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
