@@ -171,11 +171,9 @@ class _ThreadLoop:
         self._epoll.register(fd, events)
 
     def change(self, fd: int, events: int) -> None:
-        """Wait for other events."""
         self._epoll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
-        """Wait no more."""
         if self._handlers.pop(fd, None) is not None:
             with suppress(OSError):  # closing it has taken it out
                 self._epoll.unregister(fd)

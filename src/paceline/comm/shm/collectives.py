@@ -413,7 +413,7 @@ def _exchange(
 ) -> list[tuple[Handle, Handle]]:
     """Every rank's handles, by rank."""
     store.set(f"shm/{rank}", json.dumps([asdict(own), asdict(doorbell)]))
-    _wait(store, [f"shm/{r}" for r in range(size)], timeout_s)
+    store.wait([f"shm/{r}" for r in range(size)], timedelta(seconds=timeout_s))
     found = [json.loads(store.get(f"shm/{r}")) for r in range(size)]
     return [(Handle(**a), Handle(**b)) for a, b in found]
 
@@ -421,8 +421,4 @@ def _exchange(
 def _all_are_here(store: Store, rank: int, size: int, timeout_s: float) -> None:
     """Return once every rank has mapped what it needs."""
     store.set(f"shm/mapped/{rank}", "yes")
-    _wait(store, [f"shm/mapped/{r}" for r in range(size)], timeout_s)
-
-
-def _wait(store: Store, keys: list[str], timeout_s: float) -> None:
-    store.wait(keys, timedelta(seconds=timeout_s))
+    store.wait([f"shm/mapped/{r}" for r in range(size)], timedelta(seconds=timeout_s))

@@ -311,7 +311,7 @@ def _meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[R
     """The listening address of every rank, by rank."""
     keys = [f"tcp/{rank}" for rank in range(size)]
     store.set(keys[own.rank], json.dumps(asdict(own)))
-    _wait(store, keys, timeout_s)
+    store.wait(keys, timedelta(seconds=timeout_s))
     places = [RankAddress(**json.loads(value)) for value in store.multi_get(keys)]
     unreachable = [p for p in places if ip_address(p.address).is_loopback != ip_address(own.address).is_loopback]
     if unreachable:
@@ -324,54 +324,15 @@ def _meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[R
     return places
 
 
-def _wait(store: Store, keys: list[str], timeout_s: float) -> None:
-    store.wait(keys, timedelta(seconds=timeout_s))
-
-
 COLLECTIVE, MESSAGE, FAILURE = range(3)  # channels
 LONGEST_FAILURE_BYTES = 10_000  # of UTF-8
-_WHAT = (
-    "message",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-    "failure",
-)
+_CALLS = "all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all barrier"
+_WHAT = ("message", *_CALLS.split(), "failure")
 _HOW = ("", "sum", "mean", "product", "min", "max", "and", "or", "xor")
-_DTYPE_NAMES = (
-    *(
-        "uint8",
-        "int8",
-        "uint16",
-        "int16",
-        "uint32",
-        "int32",
-        "uint64",
-        "int64",
-        "bool",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-    ),
-    *(
-        "complex32",
-        "complex64",
-        "complex128",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-    ),
-)
-_DTYPES = tuple(getattr(torch, name) for name in _DTYPE_NAMES)
+_WHOLE = "uint8 int8 uint16 int16 uint32 int32 uint64 int64 bool"
+_FLOATS = "float16 bfloat16 float32 float64 complex32 complex64 complex128"
+_NARROW = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+_DTYPES = tuple(getattr(torch, name) for name in f"{_WHOLE} {_FLOATS} {_NARROW}".split())
 _WHAT_CODES = {name: code for code, name in enumerate(_WHAT)}
 _HOW_CODES = {name: code for code, name in enumerate(_HOW)}
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}

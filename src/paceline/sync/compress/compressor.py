@@ -212,7 +212,6 @@ class Chunked:
         self.sum_error = torch.zeros(self.phases.chunk, device=group.device)
 
     def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """Replace `flat` by its sum over the ranks; see `Compressor.sum`."""
         coded, tail = self.scratch.get("coded", self.phases.numel), flat[self.numel :]
         torch.add(flat[: self.numel], self.error.view(-1)[: self.numel], out=coded[: self.numel])
         coded[self.numel :].zero_()
@@ -232,7 +231,6 @@ class Chunked:
         self.traffic.error_square += square(self.error.view(-1))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Error feedback of this rank, without the tensor's name; see `Compressor.state_dict`."""
         return {"error": self.error, "sum_error": self.sum_error}
 
 

@@ -65,7 +65,6 @@ class PowerSGD:
         self.q = torch.randn(self.q_phases.numel, generator=random).to(group.device)
 
     def sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """Replace `flat` by its sum over the ranks; see `Compressor.sum`."""
         matrices = self.scratch.get("coded", self.error.numel())
         for batch in self.batches:
             for i, matrix, error in zip(
@@ -140,7 +139,6 @@ class PowerSGD:
         return numbers.view(self.group.size, -1) if len(numbers) else numbers.view(self.group.size, 0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Error feedback and Q of this rank, without the name; see `Compressor.state_dict`."""
         return {"error": self.error, "q": self.q}
 
 
