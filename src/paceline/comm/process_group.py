@@ -465,9 +465,9 @@ _reduction = cache(Reduction)
 
 
 class Collectives(Protocol):
-    """The collectives of one group, on flat and contiguous tensors; those that are not, the process group copies.
+    """The collectives of one group, on flat and contiguous tensors.
 
-    Each is a generator that yields while it waits. Reductions have the same bits on every rank.
+    Those that are not, the process group copies. Each is a generator that yields while it waits. Reductions have the same bits on every rank.
     """
 
     rank: int

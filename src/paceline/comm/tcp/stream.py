@@ -43,9 +43,9 @@ class AlteredError(ConnectionError):
 
 
 class Wire:
-    """A connection, as a stream writes and reads it: here with bytes as they are, which anybody on the way can change.
+    """A connection, as a stream writes and reads it; here bytes go as they are.
 
-    Its socket does not block: what would, raises BlockingIOError.
+    Anybody on the way can change them. Its socket does not block: what would, raises BlockingIOError.
     """
 
     def __init__(self, connection: socket.socket) -> None:
