@@ -467,7 +467,8 @@ _reduction = cache(Reduction)
 class Collectives(Protocol):
     """The collectives of one group, on flat and contiguous tensors.
 
-    Those that are not, the process group copies. Each is a generator that yields while it waits. Reductions have the same bits on every rank.
+    Those that are not, the process group copies. Each collective is a generator that yields while it waits. Reductions
+    have the same bits on every rank.
     """
 
     rank: int
