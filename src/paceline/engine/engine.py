@@ -328,7 +328,6 @@ class Engine:
     # One step
 
     def _prepare(self, batch: Batch | None) -> tuple[int, Position]:
-        """Make ready for a step; returns its number and the position of its batch."""
         self._follow_changes()
         step = self.step_count + 1
         position = self._position(batch)
@@ -358,7 +357,6 @@ class Engine:
         return UnreadStep(step, position.total, batch, self.loader.indices, unread)
 
     def _update(self, step: int, norm: float) -> None:
-        """Clip the gradients, whose L2 norm is `norm`, and update the parameters by them."""
         self._prepare_update(step)
         self._clip(norm)
         self._step_optimizer(step)
@@ -492,7 +490,6 @@ class Engine:
             self.replica.backward.gradients = "refused"
 
     def _position(self, batch: Batch | None) -> Position:
-        """Position of the batch in the data, and its share of the global batch."""
         position = self.loader.position
         if position is None or rows(batch) != position.local:
             raise DataError(
@@ -504,7 +501,6 @@ class Engine:
         return position
 
     def _clear_gradients(self) -> None:
-        """Clear the gradients of all parameters, also of those that no optimizer holds."""
         self.reduction.stage = "own"
         self.reduction.gradients = []  # else two steps' gradients would be held during the backward pass
         for parameter in self._parameters:

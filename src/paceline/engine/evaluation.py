@@ -89,7 +89,6 @@ class Evaluation:
         return _AveragedBuffers(floating, self.compute.data_group)
 
     def _measured(self, batch: Batch | None, metrics: list[Metric]) -> list[tuple[Any, Any]]:
-        """Compute the values of every metric for a batch; none if another rank measures it."""
         compute = self.compute
         found = compute.output(batch)
         if found is None or batch is None:
@@ -159,8 +158,6 @@ class Measured:
 
 
 class _Rows:
-    """Predictions and targets, one row per sample."""
-
     def __init__(self, name: str) -> None:
         self.name, self._bytes = name, 0
         self._kept: tuple[list[Tensor], list[Tensor]] = ([], [])

@@ -121,7 +121,6 @@ class LossNormalization:
 
     @staticmethod
     def _number(items: float | Tensor) -> float | Tensor:
-        """Return a number; a tensor if the number is still on an accelerator."""
         if isinstance(items, Tensor) and on_accelerator(items):
             return items.to(widest_float(items.device))
         return float(items)
@@ -326,7 +325,6 @@ class LossNormalization:
         return float(value)
 
     def _widest(self, output: Any, target: Tensor) -> tuple[Any, Tensor, float]:
-        """Output, target and loss in float64, where the loss takes that."""
         wide = tree_map(_double, output), _double(target)
         try:
             return *wide, self._value(*wide)
@@ -334,7 +332,6 @@ class LossNormalization:
             return output, target, self._value(output, target)
 
     def _remark(self, text: str) -> None:
-        """Add a remark once; in loops of users' own it is a warning, too."""
         if text not in self.remarks:
             self.remarks.append(text)
             if self.warns:

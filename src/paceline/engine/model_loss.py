@@ -86,14 +86,12 @@ def examine(compute: Compute) -> list[str]:
 
 @contextmanager
 def _evaluating(compute: Compute) -> Iterator[None]:
-    """Run the model in eval mode without gradients, and restore its state at the end."""
     with restored(compute.model), torch.no_grad():
         compute.model.eval()
         yield
 
 
 def _loss_of(compute: Compute, batch: Batch) -> float | None:
-    """The model's loss of a batch; None where another rank has it."""
     with compute.autocast():
         found = compute.output(batch)
         if found is None:
@@ -103,7 +101,6 @@ def _loss_of(compute: Compute, batch: Batch) -> float | None:
 
 
 def _told(compute: Compute, value: float | None) -> float:
-    """The value of the ranks that have it, on all."""
     told = torch.tensor(
         [value or 0.0, float(value is not None)], dtype=widest_float(compute.device), device=compute.device
     )
@@ -113,7 +110,6 @@ def _told(compute: Compute, value: float | None) -> float:
 
 
 def _told_terms(compute: Compute, terms: list[Term]) -> list[Term]:
-    """Loss terms as seen by the ranks that own the loss, on all ranks."""
     told = compute.group.gather_json([[t.key, t.shifted, t.ignored, t.masked] for t in terms])
     return [Term(*found) for found in max(told, key=len)]
 
@@ -216,7 +212,6 @@ def random_module(compute: Compute, batch: Batch) -> str | None:
 
 
 def _sums(compute: Compute, batch: Batch) -> dict[str, float]:
-    """Sum of every module's output and of the loss, in order of computation."""
     sums: dict[str, float] = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -313,7 +308,6 @@ class _Wide(TorchFunctionMode):
 
 
 def _is_mixed(values: tuple[Any, ...]) -> bool:
-    """True if some floating-point tensors are float64 and others are not."""
     tensors = [
         t
         for v in values
@@ -330,5 +324,4 @@ def _double(value: Any) -> Any:
 
 
 def _returned(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In the place of a dropout function."""
     return input

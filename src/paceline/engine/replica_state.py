@@ -103,7 +103,6 @@ class ReplicaState:
             yield engine.data_group, buffers, True
 
     def _compare_stages(self) -> None:
-        """Compare the parameters that several stages of a pipeline hold."""
         split = self.engine.split
         shared = split.pipeline.shared if split is not None and split.pipeline is not None else {}
         if split is None or not shared or not same_machines(group := split.mesh.group("pp")):
@@ -114,7 +113,6 @@ class ReplicaState:
             self._refuse(group, {name: int(_digest(held[name])) for name in differing if name in held})
 
     def _buffers(self) -> dict[str, Tensor]:
-        """The buffers that should be the same on ranks that read different samples."""
         if self.engine.settings.buffers == "local":
             return {}
         persistent = {id(t) for t in self.engine.model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
@@ -143,7 +141,6 @@ class ReplicaState:
             self._refuse(group, digests)
 
     def _refuse(self, group: Group, digests: Mapping[str, int]) -> None:
-        """Raise for tensors that differ between ranks."""
         found = group.gather_json([self.engine.group.rank, dict(digests)])
         differing = list(dict.fromkeys(name for _, digests in found for name in digests))
         parameters = self.engine.named_parameters()
@@ -182,14 +179,6 @@ def _keeps_its_own(module: nn.Module) -> bool:
 
 
 def _differing(group: Group, held: Mapping[str, Tensor], names: Sequence[str] = ()) -> list[str]:
-    """Find the names of tensors that differ between ranks, alike on each rank.
-
-    Takes one small collective.
-
-    Args:
-        held: this rank's tensors by name.
-        names: names of the tensors of all ranks, if a rank may lack some.
-    """
     names = names or list(held)
     if not names:
         return []
@@ -229,7 +218,6 @@ _made: dict[torch.device, Tensor] = {}
 
 
 def _weights(device: torch.device) -> Tensor:
-    """Odd numbers, the same on every rank."""
     if device not in _made:
         random = torch.Generator().manual_seed(64)
         _made[device] = (torch.randint(-(2**62), 2**62, (_COLUMNS,), generator=random, dtype=torch.int64) * 2 + 1).to(
@@ -239,7 +227,6 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _is_rounding(group: Group, tensor: Tensor) -> bool:
-    """True if the ranks' values of a tensor differ by no more than rounding."""
     if not tensor.is_floating_point():
         return False
     extremes = widened(torch.stack([tensor.reshape(-1), -tensor.reshape(-1)]))

@@ -340,7 +340,6 @@ def _next_number() -> int:
 
 
 def _parameters(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[nn.Parameter]:
-    """Parameters among the arguments of an operation, lists of tensors included."""
     for value in chain(args, kwargs.values()):
         for leaf in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(leaf, nn.Parameter):

@@ -52,9 +52,7 @@ class _CodedGradients(DistributedDataParallelKwargs):
     codec: str = ""
 
     def to_dict(self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")) -> Any:
-        """Arguments of `DistributedDataParallel`."""
         return super().to_dict((*ignore_keys, "codec"))
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Have a model that Accelerate has wrapped send its gradients coded."""
         register_codec(model, self.codec)

@@ -151,7 +151,6 @@ def _load_whole(model: nn.Module, source: WeightSource) -> None:
 
 
 def _published(job: Job, model: nn.Module | DeferredModel) -> WeightSource | None:
-    """The pretrained weights that the job names, matched to the model; None without any."""
     if job.model.weights is None:
         return None
     weights: Path | str = job.model.weights

@@ -288,7 +288,6 @@ class Checkpoints(Callback):
         self.events("rewind", {"from_step": result.step, "to_step": self.engine.step_count, "kept": kept})
 
     def _from_disk(self, result: StepResult) -> dict[str, Any]:
-        """Go back to the newest checkpoint; returns the loop's values."""
         self.saving.settle()
         # Every rank's part of the checkpoint is written before any rank reads it.
         self.group.barrier()
@@ -301,7 +300,6 @@ class Checkpoints(Callback):
         return values
 
     def _values(self) -> dict[str, Any]:
-        """The loop's own state."""
         return {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic} | {
             "data": self._fingerprint
         }
@@ -312,7 +310,6 @@ class Checkpoints(Callback):
         self.saving.resumed(max(self.group.gather_json(max(found, default=0))), self.stop.elapsed_s)
 
     def _newest(self) -> Loaded | None:
-        """The newest checkpoint that is whole; the ranks agree which that is."""
         group, folder = self.group, self.run.checkpoints
         return load_latest(
             folder,

@@ -151,7 +151,6 @@ def _newest(run_or_folder: Path) -> Loaded:
 
 
 def _hf_model(run: Path) -> Any:
-    """The run's model without memory for its weights."""
     from paceline.run.record.run import Run
 
     path = next((path for path in (run, *run.absolute().parents[:2]) if (path / "job.yaml").exists()), None)
@@ -280,7 +279,6 @@ def _renamed(
 
 
 def _tied(model: nn.Module) -> Iterator[list[str]]:
-    """The groups of names that share one tensor."""
     for named in (model.named_parameters, model.named_buffers):
         names: dict[Tensor, list[str]] = {}
         for name, tensor in named(remove_duplicate=False):
@@ -289,8 +287,6 @@ def _tied(model: nn.Module) -> Iterator[list[str]]:
 
 
 class _WeightsInMemory:
-    """A source whose tensors are in memory."""
-
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
 
@@ -298,13 +294,11 @@ class _WeightsInMemory:
         return iter(self.tensors)
 
     def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
-        """Read a rank's part of a tensor into `own`."""
         with torch.no_grad():
             own.copy_(self.tensors[name] if layout is None else layout.take(self.tensors[name]))
 
 
 def _read_by_transformers(source: TensorPieces, model: Any) -> WeightSource:
-    """The weights of a folder, read by transformers."""
     _quiet()
     read = type(model).from_pretrained
     whole, info = read(
@@ -338,7 +332,6 @@ def _refuse(
 
 
 def _quiet() -> None:
-    """Keep transformers' progress bars from the screen."""
     import transformers
 
     transformers.logging.disable_progress_bar()

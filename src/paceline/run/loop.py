@@ -66,7 +66,6 @@ def train_in(run: Run, group: Group) -> None:
 
 
 def _loop(run: Run, plan: Plan, data: DataSets, group: Group, unwritten: Unwritten = ()) -> Loop:
-    """The loop of a plan, whose pipelines may be cut anew."""
     begun = time.monotonic()
     engine = begin_engine(run.job, plan, data, group)
     # from here on every data-parallel rank draws numbers of its own
@@ -403,7 +402,6 @@ class Loop:
         return self.stop.ended(engine.step_count)
 
     def _finish(self, reason: str) -> None:
-        """Measure, save and record why the run ended."""
         interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
         if not interrupted and self.evaluations.at != self.engine.step_count:
             self.evaluations.measure()
@@ -461,8 +459,6 @@ class Loop:
 
 @dataclass(slots=True)
 class _Begun:
-    """A step that is not recorded yet."""
-
     step: StepResult | UnreadStep
     position: Position | None
     lr: float

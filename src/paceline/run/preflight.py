@@ -55,8 +55,6 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
 
 @dataclass(frozen=True)
 class _Question:
-    """A plan to look at; `world` is the number of ranks that were started already."""
-
     job: Job
     plan: Plan
     cluster: Cluster
@@ -76,7 +74,6 @@ def _asked(question: _Question) -> list[str]:
 
 
 def _refusal(question: _Question) -> list[str]:
-    """Reasons against the plan, in the process that looks; [] where there are none."""
     from paceline.run.dry_run.preflight import Preflight
 
     return Preflight(question.job).refusal(question.plan, question.cluster, question.world)

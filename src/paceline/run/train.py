@@ -132,7 +132,6 @@ def _train(
 
 
 def _remote(run: str | Path | None, say: Say, held: ExitStack, *, resume: bool) -> RemoteRun | None:
-    """The run at a URL, until `held` ends; None where `run` is no URL."""
     if not is_url(run):
         return None
     from paceline.run.object_store.run import RemoteRun
@@ -154,8 +153,6 @@ def _train_here(
     restarts: int,
     remote: RemoteRun | None = None,
 ) -> Run:
-    """Choose the plan, and start its ranks on this machine or on emulated hosts."""
-
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
@@ -207,7 +204,6 @@ def _fitted(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
 
 
 def _note_on_idle_hosts(plan: Plan, cluster: Cluster) -> list[str]:
-    """Message for a plan that leaves hosts without a rank."""
     per_host = cluster.ranks_per_host(plan.ranks)
     idle = [host.name for host, ranks in zip(cluster.hosts, per_host, strict=True) if not ranks]
     if not idle:
@@ -221,7 +217,6 @@ def _note_on_idle_hosts(plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def _notes_on_resuming(job: Job, run: str | Path | None, before: Run | None) -> list[str]:
-    """Message for a run to be resumed that has no checkpoint."""
     if before is None:
         where = f"in {run}" if run else f"of the job {job.name} in {RUNS.resolve()}"
         return [f"there is no run to resume {where}; this is a new one"]
@@ -240,7 +235,6 @@ def _launch_ranks(
     restarts: int,
     remote: RemoteRun | None = None,
 ) -> None:
-    """Train a run from its newest checkpoint to its end, on local or emulated hosts."""
     job, cluster, plan = record.job, record.cluster, record.plan
     with (
         closing(JsonLines(record.path / "events.jsonl", lossy=True)) as events,
@@ -297,7 +291,6 @@ def _launch_ranks(
 
 @contextmanager
 def _places(record: Run, on_end: Callable[[dict[str, LinkBytes]], None]) -> Iterator[list[RankPlace]]:
-    """Places of a run's ranks; none where they are there already."""
     if _goes_on_in_place(current_hosts()):
         yield []
         return
@@ -333,12 +326,10 @@ def choice_of(
 
 
 def _to_resume(job: Job, run: str | Path | None) -> Run | None:
-    """The run named, or the newest of the job; None where there is none."""
     return Run.newest(RUNS, job.name) if run is None else Run(run) if (Path(run) / "job.yaml").is_file() else None
 
 
 def _record(job: Job, cluster: Cluster, plan: Plan, path: Path, before: Run | None) -> Run:
-    """The run to write to: `before`, or a new one in `path`."""
     if before is not None:
         before.continue_with(job, cluster, plan)
         return before
@@ -353,7 +344,6 @@ def _lock_on(run: Run, takeover: Takeover | None, say: Say) -> RunLock:
 
 
 def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None = None) -> RunLock:
-    """The lock on a directory for a new run, which is made if missing."""
     try:
         Run.must_be_new(path)
         private_folder(path)

@@ -324,23 +324,19 @@ def own_optimizer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -
 
 
 def _in_order_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """`value` with the strides of the parameter, where it has its shape."""
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value) if value.shape == parameter.shape else value
 
 
 def _sync(engine: Engine) -> str:
-    """The sync keys of the plan as text, e.g. `sync=diloco:20 compress=int8`."""
     compress = f" compress={engine.plan.compress}" if engine.plan.compress != "none" else ""
     return f"sync={engine.plan.sync}{compress}"
 
 
 def _other_rule(engine: Engine, loaded: Loaded) -> str | None:
-    """The rule that saved the checkpoint, where that is not this plan's."""
     saved: str = loaded.values.get("sync", "sync=allreduce")
     return saved if saved != _sync(engine) else None
 
 
 def _digest(parameters: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the names and shapes of a rank's parameters."""
     listed = json.dumps([[name, list(local(parameter).shape)] for name, parameter in parameters.items()])
     return hashlib.sha256(listed.encode()).hexdigest()

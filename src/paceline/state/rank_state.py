@@ -167,7 +167,6 @@ class RankState:
             )
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Argument of the optimizer's `load_state_dict`, in memory of its own."""
         state: dict[str, dict[str, Any]] = {}
         for full_name, value in self.tensors.items():
             if full_name.startswith("optimizer/"):
@@ -229,7 +228,6 @@ def restore_counters(engine: Engine, step: int, values: Mapping[str, Any]) -> No
 
 
 def _room_for(value: Tensor, memory: Tensor | None) -> Tensor:
-    """Memory on the CPU for a copy: `memory` if it fits."""
     fits = memory is not None and memory.shape == value.shape and memory.dtype == value.dtype
     return memory if memory is not None and fits else torch.empty_like(value, device="cpu")
 

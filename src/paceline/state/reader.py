@@ -255,13 +255,11 @@ def load(path: Path, rank: int, world: int) -> Loaded:
 
 
 def _share(manifest: Manifest, rank: int, world: int) -> list[int]:
-    """The files that a rank checks: nearly equal bytes for each."""
     checker = assign_writers({str(r): entry.bytes for r, entry in enumerate(manifest.shards)}, world)
     return [r for r in range(len(manifest.shards)) if checker[str(r)] == rank]
 
 
 def _checked(path: Path, manifest: Manifest, share: Sequence[int], coordinate: MeshCoordinate) -> Loaded:
-    """The checkpoint, after every byte of the shards in `share` was checked."""
     if wrong := next(_contradictions(manifest), None):
         raise CheckpointError(f"{path / MANIFEST} contradicts itself: {wrong}")
     expected: dict[int, dict[str, tuple[str, list[int]]]] = {
@@ -332,7 +330,6 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list[int]]]) -> None:
-    """Raise unless a file has the written bytes and the tensors that the manifest lists."""
     try:
         size = path.stat().st_size
         if size != entry.bytes:

@@ -243,7 +243,6 @@ class Checkpointer:
     # The writing
 
     def _run(self) -> None:
-        """Write in the background, until done or until `_finish` takes over."""
         # At the usual priority: `release` waits for this copy, and a thread that gives way to every other process would
         # let training wait for all of them.
         next(self._work, None)
@@ -292,7 +291,6 @@ class Checkpointer:
             self._copied.set()
 
     def _write(self, partial: Path, receipt: Receipt) -> Iterator[None]:
-        """Write this rank's shard, then its receipt."""
         partial.mkdir(exist_ok=True)
         (partial / receipt_name(self.rank)).unlink(missing_ok=True)
         receipt.shard.sha256 = yield from self._shard.write(partial / shard_name(self.rank))
@@ -324,7 +322,6 @@ class Checkpointer:
         self._remove_old(manifest.step)
 
     def _await_receipts(self, partial: Path) -> Generator[None, None, list[Receipt]]:
-        """The receipts of all ranks, in rank order."""
         receipts: dict[int, Receipt] = {}
         arrived, since = -1, time.monotonic()
         while True:

@@ -270,8 +270,6 @@ class Store:
 
 
 class _Moved(Callback):
-    """Notes on a store that bytes have moved."""
-
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.store = store
@@ -300,7 +298,6 @@ def _missing_package(protocol: str, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """An error's first line, without secrets and without the queries of URLs."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     return re.sub(r"\?[^\s\"']*", "", without_secrets(lines[0]))[:300]
 
@@ -392,7 +389,6 @@ def _remove_unused(home: Path) -> None:
 
 
 def _contents(store: Store) -> dict[str, Entry]:
-    """Files by name, `""` where the URL is of one file."""
     about = store.about()
     found = {"": about} if about is not None else store.list()
     if not found:
@@ -461,7 +457,6 @@ class _Progress:
         say(f"fetching {url} ({total / 1e6:,.1f} MB)")
 
     def moved(self, size: int) -> None:
-        """Count bytes."""
         with self._lock:
             self.done += size
             self.alive()

@@ -267,7 +267,6 @@ def _as_rank(rank: int, ranks: int) -> Iterator[Group]:
 
 
 def _first(loader: Loader) -> Batch | None:
-    """This rank's share of the first global batch."""
     batches = iter(loader)
     batch: Batch | None = next(batches)
     batches.close()  # type: ignore[attr-defined]
@@ -275,7 +274,6 @@ def _first(loader: Loader) -> Batch | None:
 
 
 def _own(names: Container[str], modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The named modules that have parameters on this rank."""
     named = [entry for root in modules for entry in root.named_modules()]
     return [module for name, module in named if name in names and any(True for _ in module.parameters())]
 

@@ -350,14 +350,12 @@ class OwnLoop(Engine):
     # Backward
 
     def _agree(self) -> None:
-        """Sum this rank's gradients with the others' into those of the global batch."""
         if self.group.size == 1:
             return
         self.signals.tensor.zero_()
         self.reduction.apply_rule(self.step_count + 1)
 
     def _agree_late(self, stepped: set[int]) -> None:
-        """Run the gradient sum that `sync=False` put off."""
         self.replica.backward.only = set(self.steps.parameters_of(stepped))
         self._agree()
         self.replica.backward.only = None
@@ -374,7 +372,6 @@ class OwnLoop(Engine):
             self.compute.loss_scale.grow()
 
     def _end_update(self, stepped: set[int], step: int, *, updated: bool) -> None:
-        """Clear the gradients, and let the rule act on the parameters."""
         for parameter in self.steps.parameters_of(stepped):
             parameter.grad = None
         self.steps.stepped(stepped)

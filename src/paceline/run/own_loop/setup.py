@@ -141,7 +141,6 @@ def _divided(
     settings: Settings,
     extra: dict[str, Tensor],
 ) -> OwnLoop:
-    """The engine of a model that the plan divides."""
     if loss is None:
         refuse_own_passes(plan)
     if settings.precision == "fp16":
@@ -172,7 +171,6 @@ def _divided(
 
 
 def _one_module(models: Models) -> nn.Module:
-    """The model, or one module that holds all of them."""
     if isinstance(models, Mapping):
         _listed(models, nn.Module, "model")
         return nn.ModuleDict(dict(models))

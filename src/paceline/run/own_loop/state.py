@@ -87,7 +87,6 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
 
 
 def _together(engine: OwnLoop, do: Callable[[], None]) -> None:
-    """Call `do` on every rank; an error on one rank is raised on all."""
     problem = None
     try:
         do()
@@ -423,8 +422,6 @@ def own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
 
 
 class _Dealt(NamedTuple):
-    """This rank's batches and their loader; None if the caller reads the batches."""
-
     batches: Iterator[Any]
     loader: Loader | None
 

@@ -249,7 +249,6 @@ class Checks:
         return Parts(1, 1)
 
     def _reference(self, parts: Parts) -> tuple[Path, Reference]:
-        """Steps of one process that computes a batch in these parts, with its tensors' folder."""
         if parts not in self._references:
             folder = Path(tempfile.mkdtemp(dir=self._folder))
             self._references[parts] = folder, self._taken(folder, parts, self.reference_precision)

@@ -147,7 +147,6 @@ class _Dealt:
         engine.dealt = self  # type: ignore[attr-defined]
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """The microbatches of every rank, in the order of ranks."""
         position, indices = self.engine.loader.position, self.engine.loader.indices
         assert position is not None
         of_ranks: list[list[list[int]]] = []  # the rows of every microbatch of every rank
@@ -169,7 +168,6 @@ class _Dealt:
         ]
 
     def named_buffers(self, rank: int) -> dict[str, Tensor]:
-        """The buffers of one of the ranks."""
         return dict(zip(dict(self.engine.model.named_buffers()), self.buffers[rank], strict=True))
 
     def _take(self) -> None:
@@ -195,7 +193,6 @@ def _buffers(engine: Engine) -> list[tuple[int, dict[str, Tensor]]]:
 
 
 def _reference(steps: Steps, step: int) -> dict[str, Tensor]:
-    """The tensors of one process after a step."""
     file = _file(steps, step)
     if not file.exists():  # host 0 has it
         fetch(file.parent, steps.folder, steps.job.deadline_s)
@@ -214,7 +211,6 @@ def _as_real(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _as_complex(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `_as_real`."""
     return {
         n.removeprefix("complex/"): torch.view_as_complex(t) if n.startswith("complex/") else t
         for n, t in tensors.items()

@@ -220,14 +220,12 @@ class _Clock:
         self._owed_s = 0.0  # useful time that rounding kept out of a span
 
     def take(self, time: float, record: Mapping[str, Any], *, is_step: bool) -> None:
-        """Divide the time up to a record, which is a step's line or an event."""
         if is_step:
             self.step(time, record)
         else:
             self.event(time, record)
 
     def step(self, time: float, line: Mapping[str, Any]) -> None:
-        """Divide the time up to the end of a step."""
         own_s = _own_s(line)
         if self._at is None:
             self._at = time - own_s
@@ -245,7 +243,6 @@ class _Clock:
         self._furthest, self._until = max(self._furthest, line["step"]), "between"
 
     def event(self, time: float, event: Mapping[str, Any]) -> None:
-        """Divide the time up to an event, where it says what that time was."""
         match event["event"]:
             case "launch":
                 self._at, self._until = time, "start"
@@ -282,7 +279,6 @@ class _Clock:
         self.failures.append(Failure(self._place(time), text))
 
     def _add(self, time: float, part: str) -> None:
-        """Give the time up to `time` to a part; none if the clock went back."""
         if self._at is None or time <= self._at:
             return
         start_s = self._place(self._at)
@@ -290,6 +286,5 @@ class _Clock:
         self._at = time
 
     def _place(self, time: float) -> float:
-        """Seconds of wall-clock at a Unix time."""
         told_s = self.spans[-1].end_s if self.spans else 0.0
         return told_s + (max(time - self._at, 0.0) if self._at is not None else 0.0)

@@ -326,7 +326,6 @@ def _kernel_counts(file: str, names: dict[str, str]) -> dict[str, int]:
 
 
 def _use_of(device: torch.device, telemetry: Telemetry | None) -> dict[str, Any]:
-    """Memory of an accelerator and its utilization, each where something tells."""
     use: dict[str, Any] = {}
     if (held := memory(device)) is not None:
         use |= {"gpu_memory_bytes": held.allocated, "gpu_peak_memory_bytes": held.peak}

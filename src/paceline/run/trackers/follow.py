@@ -141,13 +141,11 @@ class _LastWord(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """See `threading.Thread`."""
         word = sys.stdin.readline().strip() or "failed"
         signal.alarm(_LONGEST_CLOSE_S)  # ends this process, whatever the tracker is at
         self.said.put(cast(Status, word))
 
     def within(self, wait_s: float) -> Status | None:
-        """The word; None where it does not come within the time."""
         try:
             return self.said.get(timeout=wait_s)
         except Empty:

@@ -117,8 +117,6 @@ def remember_run(choice: AutoChoice, job: Job, cluster: Cluster, run: Run) -> No
 
 
 class _Lines:
-    """The lines so far, each reported as it comes."""
-
     def __init__(self, say: Say | None) -> None:
         self.all: list[str] = []
         self._say = say
@@ -139,7 +137,6 @@ class _Lines:
         self._rows = len(tried)
 
     def left_out(self, tried: list[Trial]) -> None:
-        """Report the untried settings, one line for each reason."""
         left: dict[str, list[str]] = {}
         for row in tried:
             if not row.tried:
@@ -150,8 +147,6 @@ class _Lines:
 
 @dataclass
 class _Search:
-    """One choice that is not cached."""
-
     job: Job
     cluster: Cluster
     default: Plan
@@ -188,7 +183,6 @@ class _Search:
         return self._measured(forecasts, listed, self._run_s(listed))
 
     def _forecasts(self, calibration: Calibration | None) -> list[Forecast]:
-        """Predictions of the plans; [] with a message if they cannot be predicted."""
         try:
             return forecast(self.job, self.cluster, self.default, calibration)
         except PacelineError as error:
@@ -250,7 +244,6 @@ class _Search:
         )
 
     def _remember(self, found: TuningResult) -> None:
-        """Record the pairs of predicted and measured times."""
         for row in found.tried:
             forecast = found.forecast_of(row.knob)
             if forecast is not None and row.step_s is not None:
@@ -274,7 +267,6 @@ def _of_few_steps(
 
 
 def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str:
-    """Describe the plan that is used unmeasured, the predicted steps, and the reason."""
     others = ", ".join(f"{f.plan} {shown(f.step_s)}" for f in sorted(listed, key=lambda f: f.step_s) if f is not best)
     than = f" ({others})" if others else ""
     faster = any(f.step_s < best.step_s for f in listed)
@@ -334,7 +326,6 @@ def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration
 
 
 def _forecasts(request: _ForecastRequest) -> list[Forecast]:
-    """Predictions of the plans that can divide the model, in the process with torch."""
     from paceline.run.dry_run.preflight import LOOK_S, refused_of
     from paceline.run.tuning.trial import ignore_views
 
@@ -405,8 +396,6 @@ def reason_of(error: PacelineError) -> str:
 
 @dataclass(frozen=True)
 class _Request:
-    """A trial to go on with."""
-
     job: Job
     cluster: Cluster
     found: TuningResult
@@ -440,7 +429,6 @@ def _started(job: Job, cluster: Cluster, found: TuningResult, ranks: int, tell: 
 
 
 def _try(request: _Request, report: Callable[[TuningResult], None]) -> TuningResult:
-    """Try plans and knobs as one of the ranks."""
     from paceline.comm.backend import joined
     from paceline.run.tuning.trial import RankTrial, ignore_views
 
@@ -450,7 +438,6 @@ def _try(request: _Request, report: Callable[[TuningResult], None]) -> TuningRes
 
 
 def _leave_out(found: TuningResult, reason: str) -> None:
-    """Add a row for the failure of the current plan or knob."""
     what = str(found.under_way)
     forecast = found.forecast_of(what)
     found.tried.append(Trial(what, f"failed: {reason}", predicted_s=forecast.step_s if forecast else None))

@@ -164,8 +164,6 @@ def _covers(found: Calibration, precisions: Sequence[str], axes: Sequence[Axis])
 
 @dataclass(frozen=True)
 class _Request:
-    """A job to measure on a machine with so many physical cores."""
-
     job: Job
     here: Cluster
     cores: int
@@ -174,7 +172,6 @@ class _Request:
 
 
 def _measure(job: Job, host: Host, ranks: int, precisions: tuple[str, ...], axes: Sequence[Axis]) -> Measurements:
-    """Start the ranks, and return what they measure."""
     here = Cluster(name="this machine", hosts=(host,))
     against = {axis: _reasons_against(axis, job, here, ranks) for axis in axes}
     possible = tuple(axis for axis, reasons in against.items() if not reasons)
@@ -185,7 +182,6 @@ def _measure(job: Job, host: Host, ranks: int, precisions: tuple[str, ...], axes
 
 
 def _calibrated(request: _Request) -> Measurements:
-    """Measure as one of the ranks."""
     from paceline.comm.backend import joined
     from paceline.run.tuning.calibrate_ranks import RankCalibration
     from paceline.run.tuning.trial import ignore_views
@@ -344,7 +340,6 @@ def _of_run(folder: Path) -> Row | Skipped:
 
 
 def _summary(runs: Runs, found: Adjustment) -> str:
-    """One line: the number of runs, the factors, and what is left."""
     places = ", ".join(dict.fromkeys(row.table for row in runs.rows))
     left = math.exp(found.spread) - 1
     return (
@@ -362,7 +357,6 @@ def _times(found: Adjustment) -> str:
 
 
 def _not_used(skipped: Sequence[Skipped]) -> list[str]:
-    """A line for each reason, with the rows."""
     lines = []
     reasons = list(dict.fromkeys(one.why for one in skipped))
     for why in reasons[:_MOST_REASONS]:
@@ -380,8 +374,6 @@ STEP, PHASE = "paceline step ", "paceline "
 
 @dataclass(frozen=True)
 class _Profiled:
-    """Steps of a plan to profile."""
-
     job: Job
     cluster: Cluster
     plan: Plan
@@ -423,7 +415,6 @@ def operations_of(job: Job, cluster: Cluster, plan: Plan, steps: int) -> list[Ra
 
 
 def _profiled(request: _Profiled) -> RankOperations:
-    """Take the steps as one of the ranks."""
     from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
     from paceline.comm.agree import greatest
@@ -459,7 +450,6 @@ def _profiled(request: _Profiled) -> RankOperations:
 
 @contextmanager
 def _phases(engine: Engine) -> Iterator[None]:
-    """Slices named after the phases of a step, within."""
     from torch.profiler import record_function
 
     before, under_way = engine.on_phase, list[Any]()

@@ -247,7 +247,6 @@ class RankCalibration:
 
     @contextmanager
     def _loop(self, job: Job, plan: Plan, engine: Engine, group: Group) -> Iterator[Loop]:
-        """A run as in training, with its record, whose time counts to a step."""
         path = self.folder / str(plan).replace(" ", "-")
         if group.rank == 0:
             Run.create(path, job, self.here, plan)
@@ -302,14 +301,12 @@ class RankCalibration:
         return greatest(self.group, value)
 
     def _mean(self, values: tuple[float, ...], ranks: int) -> tuple[float, ...]:
-        """Mean over the first `ranks` ranks, on all ranks."""
         size = int(greatest(self.group, len(values)))
         own = torch.tensor(values or [0.0] * size, dtype=torch.float64) / ranks
         self.group.all_reduce(own)
         return tuple(own.tolist())
 
     def _memory(self) -> int:
-        """Resident bytes of this process, without free heap memory."""
         gc.collect()
         _trim()
         return int(psutil.Process().memory_info().rss)
@@ -351,7 +348,6 @@ class _Passes:
             self.model.zero_grad(set_to_none=True)
 
     def take(self, samples: int) -> float:
-        """Run one forward and one backward pass; returns seconds."""
         if samples not in self._batches:
             self._batches[samples] = self.loader.example(samples)
         batch = place(self._batches[samples], torch.device("cpu"), dtype=self.wide, channels_last=False)
@@ -366,7 +362,6 @@ class _Passes:
 
 
 def _steps(loop: Loop) -> Generator[list[float], None, None]:
-    """Take steps forever; yields the seconds of each one's parts."""
     while True:
         for batch in loop.engine.loader:
             for info in loop.advance(batch):
@@ -381,7 +376,6 @@ def _better(one: PassTiming, other: PassTiming) -> PassTiming:
 
 
 def _quiet(job: Job, global_batch: int) -> Job:
-    """Copy of the job with another batch, without an end, evaluations or checkpoints."""
     ends = {
         "stop": StopSpec(steps=10**9),
         "evaluate": EvaluateSpec(every_epochs=10**6),
@@ -397,7 +391,6 @@ def _mean(group: Group, values: list[float]) -> list[float]:
 
 
 def _kib(name: str) -> int:
-    """A size from /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -156,7 +156,6 @@ class RankTrial:
         return tried
 
     def _candidate(self, plan: Plan) -> TrialCandidate:
-        """A warmed-up engine under the plan."""
         group, host = part_of(self.group, plan), self.cluster.hosts[0]
         cores = set(cores_of(self.group.rank, plan.ranks, host)) if plan.pin and group is not None else self.cores
         candidate = TrialCandidate(
@@ -180,7 +179,6 @@ class RankTrial:
         return rest_s + new_update_s, rest_s + best_update_s
 
     def _turn(self, candidate: TrialCandidate) -> float:
-        """Seconds per step of a few steps, on the slowest rank."""
         return self._greatest(candidate.turn())
 
     def _spent_s(self) -> float:
@@ -189,7 +187,6 @@ class RankTrial:
         return self._greatest(own_s if self.group.rank == 0 else 0.0)
 
     def _greatest(self, value: float) -> float:
-        """Maximum over all ranks; ranks that a plan leaves idle wait here."""
         self.board.mark("sync", 0)
         return greatest(self.group, value)
 
@@ -296,7 +293,6 @@ class TrialCandidate:
         return taken_s / count
 
     def _take_over(self) -> None:
-        """Give this process the plan's threads, cores and matrix products."""
         torch.set_num_threads(self.threads)
         use_onednn(self.plan.onednn)
         if os.sched_getaffinity(0) != self.cores:
