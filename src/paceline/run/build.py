@@ -54,11 +54,7 @@ def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
 
 
 def begin_engine(
-    job: Job,
-    plan: Plan,
-    data: DataSets,
-    group: Group,
-    build: Callable[[], nn.Module | DeferredModel] | None = None,
+    job: Job, plan: Plan, data: DataSets, group: Group, build: Callable[[], nn.Module | DeferredModel] | None = None
 ) -> Engine:
     """This rank's engine for a job that begins: `build_engine`, with a model built here.
 

@@ -228,12 +228,7 @@ def _note(console: Console, text: str) -> None:
 
 
 def _launch_ranks(
-    record: Run,
-    lock: RunLock,
-    console: Console,
-    port: int | None,
-    restarts: int,
-    remote: RemoteRun | None = None,
+    record: Run, lock: RunLock, console: Console, port: int | None, restarts: int, remote: RemoteRun | None = None
 ) -> None:
     job, cluster, plan = record.job, record.cluster, record.plan
     with (

@@ -16,15 +16,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.split.layout import ShardLayout
-from paceline.state.manifest import (
-    MANIFEST,
-    Manifest,
-    ShardEntry,
-    TensorEntry,
-    TensorPiece,
-    checkpoints,
-    shard_name,
-)
+from paceline.state.manifest import MANIFEST, Manifest, ShardEntry, TensorEntry, TensorPiece, checkpoints, shard_name
 from paceline.state.shard import DTYPES, MeshCoordinate, assign_writers, uncovered
 
 # before the names of what belongs to one rank and no other: its rule's tensors, and its replica's

@@ -14,15 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.run.recovery.busy_blocks import (
-    BLOCKS,
-    WARM_UP,
-    BusyBlocks,
-    Floats,
-    error_of_slowest,
-    errors,
-    medians,
-)
+from paceline.run.recovery.busy_blocks import BLOCKS, WARM_UP, BusyBlocks, Floats, error_of_slowest, errors, medians
 from paceline.run.recovery.fixed_cost import FixedCost, Times
 
 Shares = tuple[int, ...]

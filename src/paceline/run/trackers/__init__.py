@@ -30,17 +30,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
 
 
-__all__ = [
-    "TRACKERS",
-    "Status",
-    "TrackedRun",
-    "Tracker",
-    "TrackerInfo",
-    "mlflow",
-    "tensorboard",
-    "tracker",
-    "wandb",
-]
+__all__ = ["TRACKERS", "Status", "TrackedRun", "Tracker", "TrackerInfo", "mlflow", "tensorboard", "tracker", "wandb"]
 
 
 Status = Literal["finished", "failed", "interrupted"]
