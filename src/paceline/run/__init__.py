@@ -1,4 +1,4 @@
 """A whole run: choice of a plan, epochs, evaluations, checkpoints, records, recovery; users' own loops.
 
-Read `loop.py` first, then `own_loop/setup.py`, then `checkpoint/writer.py`.
+Read `train.py` first, then `loop.py`, then `own_loop/setup.py`. This room imports neither the report nor the commands.
 """

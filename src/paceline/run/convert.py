@@ -232,8 +232,7 @@ def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, 
     """Load this rank's part of the model from a `fitted` source.
 
     Args:
-        named: parameters and persistent buffers by their names in the undivided model; plain tensors or
-            FSDP2's.
+        named: parameters and persistent buffers by their names in the undivided model; plain tensors or FSDP2's.
         parts: which part of each the rank holds; one that is not named is whole.
     """
     for name, tensor in named.items():

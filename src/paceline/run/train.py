@@ -37,7 +37,7 @@ from paceline.planning.check.check_plan import check_plan, warnings_about
 from paceline.planning.plan import Plan, threads_on
 from paceline.planning.sync_info import ServerProcesses, sync_info
 from paceline.rank_environment import is_our_rank
-from paceline.run.preflight import refuse_what_cannot_divide
+from paceline.run.dry_run import refuse_what_cannot_divide
 from paceline.run.process import fail
 from paceline.run.record.progress import LiveProgress
 from paceline.run.record.run import DESCRIPTION, FOLDERS, JsonLines, Run

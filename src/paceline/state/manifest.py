@@ -5,13 +5,12 @@
                               manifest.json       format, step, mesh, values; each shard's size and SHA-256;
                                                   each tensor's pieces
 
-A tensor is named, typed and shaped as in the undivided model; its pieces are blocks of it, each in the file
-of one rank. So nothing in a checkpoint depends on the plan that wrote it but the number and size of the
-pieces.
+A tensor is named, typed and shaped as in the undivided model; its pieces are blocks of it, each in the file of one
+rank. So nothing in a checkpoint depends on the plan that wrote it but the number and size of the pieces.
 
-While it is written the folder is called `.step-00000100.partial`; each rank's shard is followed by its
-receipt, and the manifest comes last. `step-00000100.replaced` is an older checkpoint of a step that was
-trained again; it lives until the new one has its name.
+While it is written the folder is called `.step-00000100.partial`; each rank's shard is followed by its receipt, and the
+manifest comes last. `step-00000100.replaced` is an older checkpoint of a step that was trained again; it lives until
+the new one has its name.
 """
 
 from __future__ import annotations

@@ -134,10 +134,9 @@ class Loaded:
     def own_of(self, coordinate: MeshCoordinate) -> dict[str, Tensor]:
         """Buffers and random states for the rank at `coordinate`.
 
-        On the mesh that saved them, each rank gets its own. On another mesh it gets those of the rank with
-        the same data-parallel rank; where the number of data-parallel ranks differs, those of the first one,
-        with the floating-point buffers of an evaluation (`averaged_buffers`). Each has the buffers of its
-        pipeline stage.
+        On the mesh that saved them, each rank gets its own. On another mesh it gets those of the rank with the same
+        data-parallel rank; where the number of data-parallel ranks differs, those of the first one, with the
+        floating-point buffers of an evaluation (`averaged_buffers`). Each has the buffers of its pipeline stage.
         """
         own = dict(TensorPieces(self.own_entries(coordinate), self.shared.files))
         if self.data_ranks != coordinate.data_ranks:

@@ -54,11 +54,10 @@ class Snapshot:
     """The state that one rank saves. Names are `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, …
 
     Attributes:
-        shared: what this rank holds of the tensors of the undivided model, unchanged until the next optimizer
-            step (parameters, optimizer state). Ranks that hold the same part give the same values. May be
-            large.
-        own: tensors of this rank alone, or changed by the forward pass (random states, batch-norm buffers).
-            Small: copied at once.
+        shared: what this rank holds of the tensors of the undivided model, unchanged until the next optimizer step
+            (parameters, optimizer state). Ranks that hold the same part give the same values. May be large.
+        own: tensors of this rank alone, or changed by the forward pass (random states, batch-norm buffers). Small:
+            copied at once.
         values: JSON, the same on all ranks (step, epoch, position, stop rule, parameter groups).
         own_values: JSON, of this rank alone.
         aliases: names of tied tensors, each with the name under which its tensor is in `shared`.
@@ -78,19 +77,17 @@ class Snapshot:
 class Checkpointer:
     """Writes the checkpoints of a run into `folder`; one instance per rank.
 
-    Every rank writes its share of the pieces of the shared tensors and its own ones into `.step-….partial`,
-    then a receipt. Rank 0 adds the manifest when it has all receipts and they make up every tensor, and
-    renames the folder: a checkpoint has its name only when it is whole and on the disk. Then it deletes the
-    older ones but for the newest `keep`. Memory: a staging buffer of this rank's share, kept between
-    checkpoints.
+    Every rank writes its share of the pieces of the shared tensors and its own ones into `.step-….partial`, then a
+    receipt. Rank 0 adds the manifest when it has all receipts and they make up every tensor, and renames the folder: a
+    checkpoint has its name only when it is whole and on the disk. Then it deletes the older ones but for the newest
+    `keep`. Memory: a staging buffer of this rank's share, kept between checkpoints.
 
     Args:
         folder: the run's `checkpoints/`; made if missing. The same for all ranks.
         rank, world: this rank, and the number of ranks.
         keep: number of the newest checkpoints that stay, at least 1.
         deadline_s: how long rank 0 waits for the others while not one byte arrives.
-        report: called with `checkpoint_saved` (step, path, bytes, write_s) on rank 0, mostly from the writing
-            thread.
+        report: called with `checkpoint_saved` (step, path, bytes, write_s) on rank 0, mostly from the writing thread.
 
     Attributes:
         completed: step of the newest checkpoint of which this rank's part is written; on rank 0, all parts.
@@ -117,12 +114,11 @@ class Checkpointer:
     def save(self, step: int, snapshot: Snapshot) -> None:
         """Begin the checkpoint of `step` and return.
 
-        Waits where the one before is still being written. `release` must be called before the shared tensors
-        change.
+        Waits where the one before is still being written. `release` must be called before the shared tensors change.
 
         Raises:
-            CheckpointError: the one before failed, or the snapshot holds what cannot be saved (this one is
-                then not begun).
+            CheckpointError: the one before failed, or the snapshot holds what cannot be saved (this one is then not
+                begun).
         """
         self._finish()
         self.poll()

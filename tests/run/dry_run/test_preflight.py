@@ -21,9 +21,9 @@ from paceline.job.loss import LossSpec
 from paceline.job.zoo.models import GPT
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan
+from paceline.run.dry_run import _kept as kept_as
+from paceline.run.dry_run import refuse_what_cannot_divide
 from paceline.run.dry_run.preflight import Preflight, refused_of
-from paceline.run.preflight import _kept as kept_as
-from paceline.run.preflight import refuse_what_cannot_divide
 from paceline.run.train import train
 
 VOCAB, TOKENS = 32, 16
@@ -152,7 +152,7 @@ def test_a_plan_that_was_divided_once_is_not_asked_about_again(tmp_path: Path, m
         asked.append(request)
         return run_on_plan(function, request, **where)
 
-    monkeypatch.setattr("paceline.run.preflight.run_on_plan", run)
+    monkeypatch.setattr("paceline.run.dry_run.run_on_plan", run)
     for plan in ("tp=2", "tp=2", "dp=2"):
         refuse_what_cannot_divide(job("Recurrent"), Plan.parse(plan), discover())
     assert len(asked) == 1
@@ -262,5 +262,5 @@ def test_a_loss_of_ones_own_that_is_no_mean_is_refused_before_ranks_start(plan: 
 
 def test_an_answer_is_not_kept_beyond_an_edit_of_paceline_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     before = kept_as(job("Recurrent"), Plan.parse("tp=2"))
-    monkeypatch.setattr("paceline.run.preflight._newest_source", lambda: 1)
+    monkeypatch.setattr("paceline.run.dry_run._newest_source", lambda: 1)
     assert kept_as(job("Recurrent"), Plan.parse("tp=2")) != before

@@ -12,9 +12,9 @@ from _pytest.mark import ParameterSet
 
 from model_families import family_job
 from paceline.planning.plan import Plan
+from paceline.run.parity import Comparison, Parts, Steps
 from paceline.run.parity.check import TOLERANCES, Parity
 from paceline.run.parity.ranks import compare, take_reference
-from paceline.run.parity.steps import Comparison, Parts, Steps
 from ranks import Ranks
 
 STEPS = 3

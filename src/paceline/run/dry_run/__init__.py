@@ -1,4 +1,105 @@
 """The dry run of a plan in one process, and the preflight before ranks start.
 
-Read `dry_run.py` first, then `preflight.py`.
+The preflight tells, in a process of its own, if the plan can split a job's model and batches, once for the same work.
+Only a plan that can be started is kept in the user's cache, as code which the job does not name may have changed since
+a refusal. Read `dry_run.py` first, then `preflight.py`.
 """
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import discover
+from paceline.elastic.run_on_ranks import run_on_plan
+from paceline.errors import BatchError, LaunchError, PlanError
+from paceline.files import cache_folder, made_cache_folder
+from paceline.job.job import Job
+from paceline.planning.check.plan_context import loss_is_tried
+from paceline.planning.history import WORK, digests, short_hash
+from paceline.planning.plan import Plan
+
+_FOLDER = "preflight"
+
+
+def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> None:
+    """Return if shapes and a few samples say nothing against starting ranks.
+
+    A plan that divides no model is not looked at, but for the losses of users and models.
+
+    Args:
+        world: the number of ranks that were started already; another plan that is proposed needs exactly these.
+
+    Raises:
+        PlanError: the plan cannot divide the job's model, or would train another loss; every reason, and the nearest
+            plan that works.
+        LaunchError: the model cannot compute a batch, whatever the plan.
+        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+    """
+    if not plan.splits and not loss_is_tried(job, plan):
+        return
+    known = _kept(job, plan)
+    if known.is_file():
+        return
+    reasons = _asked(_Question(job, plan, cluster, world))
+    if reasons:
+        raise PlanError("\n".join(reasons))
+    with suppress(OSError):  # a home that cannot be written: then the next start asks again
+        made_cache_folder(_FOLDER)
+        known.touch(mode=0o600)
+
+
+@dataclass(frozen=True)
+class _Question:
+    job: Job
+    plan: Plan
+    cluster: Cluster
+    world: int | None
+
+
+def _asked(question: _Question) -> list[str]:
+    """The answer of a process; [] where it could not tell, for then the ranks will."""
+    cluster = question.cluster
+    here = discover() if cluster.emulate is not None else cluster
+    try:
+        return run_on_plan(_refusal, question, job=question.job, cluster=here, plan=Plan())[0]
+    except LaunchError as error:
+        if error.rank_error == BatchError.__name__:
+            raise
+        return []
+
+
+def _refusal(question: _Question) -> list[str]:
+    from paceline.run.dry_run.preflight import Preflight
+
+    return Preflight(question.job).refusal(question.plan, question.cluster, question.world)
+
+
+def _kept(job: Job, plan: Plan) -> Path:
+    """File whose presence says that the plan can be started.
+
+    Named by the work, the plan and all code that is known to bear on it.
+    """
+    values = job.model_dump(mode="json", include=set(WORK))
+    key = {
+        "job": values,
+        "files": list(digests(values)),
+        "plan": str(plan) if plan.splits else "whole",
+        "source": _newest_source(),
+    }
+    key |= {package: _version(package) for package in ("paceline", "torch", "transformers")}
+    return cache_folder() / _FOLDER / short_hash(key)
+
+
+def _newest_source() -> int:
+    """Time of paceline's last edit in ns, for installs from a working tree."""
+    return max(file.stat().st_mtime_ns for file in Path(__file__).parents[2].rglob("*.py"))
+
+
+def _version(package: str) -> str:
+    with suppress(Exception):
+        return version(package)
+    return ""

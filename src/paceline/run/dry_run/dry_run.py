@@ -105,8 +105,7 @@ class DryRun:
         plan: as asked for.
         stages: one for each pipeline stage.
         notes: differences between the dry run and a real one, a sentence each.
-        seconds, memory_bytes: what the dry run itself took; the memory is the most that this process ever
-            had.
+        seconds, memory_bytes: what the dry run itself took; the memory is the most that this process ever had.
     """
 
     plan: Plan
@@ -396,8 +395,7 @@ class MemoryWatch(OperationMode):
     A tensor whose value is read answers "no", or 1, as it has none.
 
     Attributes:
-        live_bytes, peak_bytes: of all tensors that were made under it and are still there; the most there
-            were at once.
+        live_bytes, peak_bytes: of all tensors that were made under it and are still there; the most there were at once.
         sent_bytes: by the name of the process group.
         asked: the kinds of modules whose code read values.
     """

@@ -58,8 +58,7 @@ class OwnLoop(Engine):
         optimizers: in the order in which `setup` was given them.
         steps: which of the optimizers may step.
         refusals: errors for what would train something else.
-        on_step: called with the `StepResult` of every `step` and `update`, on every rank; the place for
-            trackers.
+        on_step: called with the `StepResult` of every `step` and `update`, on every rank; the place for trackers.
         is_main: True on the first rank, which prints and logs.
     """
 
@@ -124,21 +123,20 @@ class OwnLoop(Engine):
 
         Args:
             loss: this rank's mean over its samples of the batch. It counts by its share of the global batch.
-            optimizers: those for whose parameters the gradients are meant (a GAN's generator has one, its
-                discriminator another); the loss leaves no gradient elsewhere. None: all that it reaches.
-            items: what the mean was taken over, where that is not the samples of the loader's last batch:
-                tokens, valid labels, samples of another batch. The loss then counts by its share of all
-                ranks' items; a loss with 0 items adds nothing, whatever its value.
-            sync: False leaves the gradients this rank's own, and saves the communication, until a later call
-                with True, or `update` (gradient accumulation).
+            optimizers: those for whose parameters the gradients are meant (a GAN's generator has one, its discriminator
+                another); the loss leaves no gradient elsewhere. None: all that it reaches.
+            items: what the mean was taken over, where that is not the samples of the loader's last batch: tokens, valid
+                labels, samples of another batch. The loss then counts by its share of all ranks' items; a loss with 0
+                items adds nothing, whatever its value.
+            sync: False leaves the gradients this rank's own, and saves the communication, until a later call with True,
+                or `update` (gradient accumulation).
             retain_graph: as in `Tensor.backward`.
 
         Returns:
             The mean loss over all ranks, the same number on each, without a gradient.
 
         Raises:
-            JobError, PlanError, DataError: the call cannot give the numbers of one process, with what to
-                write instead.
+            JobError, PlanError, DataError: the call cannot give the numbers of one process, with what to write instead.
         """
         check_backward(self, loss, casts=self._casting or self.compute.casts, sync=sync)
         if items is None:
@@ -183,8 +181,7 @@ class OwnLoop(Engine):
             clip_value: largest absolute value of a gradient's element; before the norm.
 
         Raises:
-            NonFiniteError: a gradient or the loss is not finite, and the policy is to stop. Nothing was
-                updated.
+            NonFiniteError: a gradient or the loss is not finite, and the policy is to stop. Nothing was updated.
             JobError: there is no gradient to step by.
         """
         stepped = self.steps.numbers(optimizers)
@@ -309,8 +306,7 @@ class OwnLoop(Engine):
         """Write a checkpoint into `folder`, for any plan; every rank calls it.
 
         It holds models, optimizers, the position in the data, random states, and `objects`: anything with a
-        `state_dict` (schedulers, averages, samplers) and plain values. safetensors and JSON; nothing is
-        pickled.
+        `state_dict` (schedulers, averages, samplers) and plain values. safetensors and JSON; nothing is pickled.
 
         Args:
             folder: the same for all ranks, on storage that they share.

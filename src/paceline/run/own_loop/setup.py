@@ -59,33 +59,32 @@ def setup(
     Without a launcher it trains in this process, under torchrun on all ranks.
 
     Args:
-        model: any `nn.Module`, or several in a list or dict. Each is moved to this rank's device and stays
-            the same object; where the plan divides it (fsdp, tp, pp, cp, ep, remat), its parameters are
-            replaced by this rank's parts, and in a pipeline `engine.model` is this rank's stages.
-        optimizer: any optimizer, or several in a list or dict. Parameters that one holds outside of the model
-            (of a loss module, a learned temperature) are trained in agreement, too. Where the plan divides
-            the model it has to work element by element.
+        model: any `nn.Module`, or several in a list or dict. Each is moved to this rank's device and stays the same
+            object; where the plan divides it (fsdp, tp, pp, cp, ep, remat), its parameters are replaced by this rank's
+            parts, and in a pipeline `engine.model` is this rank's stages.
+        optimizer: any optimizer, or several in a list or dict. Parameters that one holds outside of the model (of a
+            loss module, a learned temperature) are trained in agreement, too. Where the plan divides the model it has
+            to work element by element.
         loss: `loss(output, target)`, the mean over the samples of a batch, for `engine.step(batch)`.
             `paceline.job.loss.Loss` tells how to weigh other items. None: the loop computes its own and calls
             `engine.backward(loss)` and `engine.update()`.
-        loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline
-            deals every batch to the replicas, so the same script does the same work on any number of them.
-            The order of its sampler and its other arguments are kept, see docs/loader.md. None: every rank
-            brings its own data, and all ranks' losses count alike.
-        plan: `"auto"` (one replica per rank; nothing is measured), a `Plan`, or its text, e.g. `"dp=2
-            precision=bf16 microbatches=4"`.
-        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (the same, with a loss scale that
-            adapts itself) or `fp64`.
+        loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline deals every
+            batch to the replicas, so the same script does the same work on any number of them. The order of its sampler
+            and its other arguments are kept, see docs/loader.md. None: every rank brings its own data, and all ranks'
+            losses count alike.
+        plan: `"auto"` (one replica per rank; nothing is measured), a `Plan`, or its text, e.g. `"dp=2 precision=bf16
+            microbatches=4"`.
+        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (the same, with a loss scale that adapts itself)
+            or `fp64`.
         clip_norm: largest L2 norm of the gradient.
-        nonfinite: `stop` or `skip` an update whose loss or gradient is NaN or Inf. (`rewind` needs
-            checkpoints: use `paceline.train`.)
+        nonfinite: `stop` or `skip` an update whose loss or gradient is NaN or Inf. (`rewind` needs checkpoints: use
+            `paceline.train`.)
         batch_norm: `local` statistics per replica, or `sync` over the global batch.
-        buffers: what forward writes into buffers besides: `same` on all ranks (else an error before the
-            update), or `local` to each.
+        buffers: what forward writes into buffers besides: `same` on all ranks (else an error before the update), or
+            `local` to each.
         seed: of the order of the data and the dropout masks.
         deadline_s: the longest that a rank may keep the others waiting, in seconds.
-        on_step: called with the `StepResult` of every `step` and `update`, on every rank (see
-            `paceline.run.trackers`).
+        on_step: called with the `StepResult` of every `step` and `update`, on every rank (see `paceline.run.trackers`).
 
     Raises:
         JobError, DataError, PlanError: an argument that cannot work, with what to do.

@@ -102,8 +102,7 @@ def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str,
     None where there is no checkpoint.
 
     Raises:
-        CheckpointError: it is of another model, optimizer or set of objects, or there are some and none is
-            whole.
+        CheckpointError: it is of another model, optimizer or set of objects, or there are some and none is whole.
         DataError: a data set of the loop has changed.
     """
     group = engine.group

@@ -18,8 +18,8 @@ from paceline.files import scratch_folder
 from paceline.job.job import Job, Precision
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan
-from paceline.run.parity.steps import Compared, Comparison, Parts, Reference, Steps
-from paceline.run.preflight import refuse_what_cannot_divide
+from paceline.run.dry_run import refuse_what_cannot_divide
+from paceline.run.parity import Compared, Comparison, Parts, Reference, Steps
 from paceline.run.tuning.auto import choose
 from paceline.units import percent
 

@@ -32,7 +32,7 @@ from paceline.job.partition import Partition
 from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine, built
-from paceline.run.parity.steps import Compared, Comparison, Reference, Steps
+from paceline.run.parity import Compared, Comparison, Reference, Steps
 from paceline.split.layout import ShardLayout, local
 
 # Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at

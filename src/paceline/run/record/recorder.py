@@ -37,8 +37,7 @@ class StepInfo:
         epoch: 0-based.
         local_samples: this rank's share of the global batch.
         lr: learning rate of the step.
-        ending: why the run ends after this step; None where it goes on, as far as the callbacks called so far
-            know.
+        ending: why the run ends after this step; None where it goes on, as far as the callbacks called so far know.
         busy_s: of every rank, before the step's agreement; empty where replicas do not agree in it.
         ended_at: Unix time of its end, where it is told later; None: now.
     """
