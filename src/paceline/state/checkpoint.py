@@ -16,6 +16,7 @@ from paceline.errors import CheckpointError
 from paceline.split.layout import Part, ShardLayout, local, tied_names
 from paceline.state.rank_state import (
     RankState,
+    in_order_of,
     optimizer_state,
     parameter_and_key,
     persistent_buffers,
@@ -318,13 +319,9 @@ def own_optimizer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -
     found: dict[str, dict[str, Tensor]] = {}
     for full_name, value in own.items():
         if full_name.startswith(f"{OWN}optimizer/"):
-            name, _, key = full_name.removeprefix(f"{OWN}optimizer/").rpartition("/")
-            found.setdefault(name, {})[key] = _in_order_of(local(parameters[name]), value)
+            name, key = parameter_and_key(full_name.removeprefix(OWN))
+            found.setdefault(name, {})[key] = in_order_of(local(parameters[name]), value)
     return found
-
-
-def _in_order_of(parameter: Tensor, value: Tensor) -> Tensor:
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value) if value.shape == parameter.shape else value
 
 
 def _sync(engine: Engine) -> str:

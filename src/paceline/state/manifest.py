@@ -37,7 +37,11 @@ _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 
 
-class TensorPiece(BaseModel):
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, validate_by_name=True, serialize_by_alias=True)
+
+
+class TensorPiece(_Entry):
     """A block of a full tensor, stored in one rank's shard.
 
     Attributes:
@@ -47,37 +51,29 @@ class TensorPiece(BaseModel):
         shape: its extent along every dimension.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     shard: int
     key: str
     offset: list[int]
     shape: list[int]
 
 
-class TensorEntry(BaseModel):
+class TensorEntry(_Entry):
     """A full tensor: dtype (safetensors' code), shape, and the pieces that make it up."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     dtype: str
     shape: list[int]
     pieces: list[TensorPiece]
 
 
-class OwnEntry(BaseModel):
+class OwnEntry(_Entry):
     """A tensor of one rank alone, in that rank's shard under its own name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     dtype: str
     shape: list[int]
 
 
-class ShardEntry(BaseModel):
+class ShardEntry(_Entry):
     """One rank's file: its size and digest, data-parallel rank, and rank-local content."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, validate_by_name=True, serialize_by_alias=True)
 
     bytes: int
     sha256: str
@@ -86,23 +82,19 @@ class ShardEntry(BaseModel):
     own_values: dict[str, Any]
 
 
-class Receipt(BaseModel):
+class Receipt(_Entry):
     """One rank's record of its finished shard: the file and the tensor pieces in it.
 
     `tensors` lists every tensor that the rank holds, with only the pieces that it wrote itself.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, serialize_by_alias=True)
 
     shard: ShardEntry
     tensors: dict[str, TensorEntry]
     aliases: dict[str, str]
 
 
-class Manifest(BaseModel):
+class Manifest(_Entry):
     """A whole checkpoint, but for the bytes of its tensors. `shards` is in the order of the ranks."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, validate_by_name=True, serialize_by_alias=True)
 
     format: Literal[2] = 2
     step: int

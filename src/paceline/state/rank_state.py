@@ -171,10 +171,7 @@ class RankState:
         for full_name, value in self.tensors.items():
             if full_name.startswith("optimizer/"):
                 name, key = parameter_and_key(full_name)
-                own = local(parameters[name])
-                # with the strides of the parameter, as fused steps want it
-                kept = torch.empty_like(own, dtype=value.dtype) if value.shape == own.shape else torch.empty_like(value)
-                state.setdefault(name, {})[key] = kept.copy_(value)
+                state.setdefault(name, {})[key] = in_order_of(local(parameters[name]), value)
         for name, numbers in self.values["numbers"].items():
             state.setdefault(name, {}).update(numbers)
         return optimizer_state(optimizer, parameters, state, self.values["groups"])
@@ -196,6 +193,12 @@ def parameter_and_key(full_name: str) -> tuple[str, str]:
     """Parameter and key of a tensor `optimizer/<fqn>/<key>`."""
     name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
     return name, key
+
+
+def in_order_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """Copy of optimizer state, with the strides of its parameter, as fused steps want it."""
+    kept = torch.empty_like(parameter, dtype=value.dtype) if value.shape == parameter.shape else torch.empty_like(value)
+    return kept.copy_(value)
 
 
 def optimizer_state(

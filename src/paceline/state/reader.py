@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -98,33 +97,29 @@ class TensorPieces(Mapping[str, Tensor]):
         return self.files[0].parent if len(self.files) != 1 else self.files[0]
 
 
-@dataclass
 class Loaded:
     """A checkpoint with checked files, whose tensors are read on access.
 
+    Step, mesh, values and the like are those of the manifest.
+
     Attributes:
         path: its folder.
-        step: the optimizer steps that it stands for.
-        world: how many ranks wrote it.
-        mesh: how many ranks there were along each mesh axis that had more than one.
         shared: the tensors of the undivided model and of its optimizer.
-        values: what was the same on all ranks.
         own_values: what each rank had of its own, in the order of the ranks that wrote it.
-        aliases: names of tied tensors, each with the name in `shared`.
         coordinate: of the rank that reads it, unless another is given to `own_of`.
     """
 
-    path: Path
-    step: int
-    world: int
-    mesh: dict[str, int]
-    shared: TensorPieces
-    values: dict[str, Any]
-    own_values: list[dict[str, Any]]
-    aliases: dict[str, str]
-    coordinate: MeshCoordinate
-    data_ranks: int
-    shards: list[ShardEntry] = field(repr=False)
+    def __init__(self, path: Path, manifest: Manifest, coordinate: MeshCoordinate) -> None:
+        self.path, self.coordinate, self.shards = path, coordinate, manifest.shards
+        self.step, self.world, self.mesh, self.data_ranks = (
+            manifest.step,
+            manifest.world,
+            manifest.mesh,
+            manifest.data_ranks,
+        )
+        self.values, self.aliases = manifest.values, manifest.aliases
+        self.own_values = [shard.own_values for shard in self.shards]
+        self.shared = TensorPieces(manifest.tensors, [path / shard_name(rank) for rank in range(len(self.shards))])
 
     @cached_property
     def own(self) -> dict[str, Tensor]:
@@ -176,12 +171,8 @@ class Loaded:
 
         A replica's are there only where replicas trained on local parameters.
         """
-        return dict(
-            TensorPieces(
-                {name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))},
-                self.shared.files,
-            )
-        )
+        entries = {name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))}
+        return dict(TensorPieces(entries, self.shared.files))
 
     def _entries_of(self, rank: int) -> Iterator[tuple[str, TensorEntry]]:
         for name, own in self.shards[rank].own.items():
@@ -260,22 +251,10 @@ def _checked(path: Path, manifest: Manifest, share: Sequence[int], coordinate: M
         for piece in entry.pieces:
             if piece.shard in expected:
                 expected[piece.shard][piece.key] = (entry.dtype, piece.shape)
-    files = [path / shard_name(rank) for rank in range(len(manifest.shards))]
+    loaded = Loaded(path, manifest, coordinate)
     for rank in share:
-        _check(files[rank], manifest.shards[rank], expected[rank])
-    return Loaded(
-        path,
-        manifest.step,
-        manifest.world,
-        manifest.mesh,
-        TensorPieces(manifest.tensors, files),
-        manifest.values,
-        [entry.own_values for entry in manifest.shards],
-        manifest.aliases,
-        coordinate,
-        manifest.data_ranks,
-        manifest.shards,
-    )
+        _check(loaded.shared.files[rank], manifest.shards[rank], expected[rank])
+    return loaded
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
