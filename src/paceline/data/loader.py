@@ -387,8 +387,8 @@ class Loader:
             self._loader: StatefulDataLoader[Any] = StatefulDataLoader(
                 self._samples,
                 batch_sampler=self._steps,
-                # `RequestedSamples` collates; torch pins what it sends itself
-                collate_fn=_unchanged if self.pin_memory else as_sent,
+                # `RequestedSamples` collates, and loader processes send; torch pins what it sends itself
+                collate_fn=as_sent if workers.count and not self.pin_memory else _unchanged,
                 num_workers=workers.count,
                 prefetch_factor=workers.prefetch_factor,
                 persistent_workers=workers.count > 0,

@@ -23,7 +23,7 @@ from paceline.job.stop import StopSpec
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan, on_devices, spelled_out
 from paceline.report.advice import named
-from paceline.run.preflight import refuse_what_cannot_divide
+from paceline.run.dry_run import refuse_what_cannot_divide
 from paceline.stats import Interval
 from paceline.units import count
 
