@@ -36,7 +36,7 @@ _PATH = [os.path.dirname(__file__), *filter(None, os.environ.get("PYTHONPATH", "
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATH))  # ranks find what tests share
 
 # other tests run beside an example, so that none has a deadline
-hypothesis.settings.register_profile("quick", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("slow", deadline=None)
 hypothesis.settings.load_profile("quick")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sklearn.metrics import f1_score, r2_score, roc_auc_score
 from torch import Tensor, nn
 
 
@@ -21,6 +20,8 @@ class F1:
         return output.argmax(1), target
 
     def result(self, predictions: Tensor, targets: Tensor) -> float:
+        from sklearn.metrics import f1_score  # imports scipy, so only where it is used
+
         return float(f1_score(targets, predictions, average=self.average))
 
 
@@ -33,6 +34,8 @@ class AUC:
         return output.double().softmax(1)[:, 0], target == 0
 
     def result(self, predictions: Tensor, targets: Tensor) -> float:
+        from sklearn.metrics import roc_auc_score
+
         return float(roc_auc_score(targets, predictions))
 
 
@@ -45,6 +48,8 @@ class R2:
         return output[:, 0].float(), target.float()
 
     def result(self, predictions: Tensor, targets: Tensor) -> float:
+        from sklearn.metrics import r2_score
+
         return float(r2_score(targets, predictions))
 
 

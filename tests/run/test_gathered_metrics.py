@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import f1_score, r2_score, roc_auc_score
 from torch.utils.data import DataLoader, TensorDataset
 
 import own_metrics
@@ -34,6 +33,8 @@ def job(**changes: Any) -> Job:
 
 
 def expected(held_out: Any) -> dict[str, float]:
+    from sklearn.metrics import f1_score, r2_score, roc_auc_score
+
     pairs = [held_out[i] for i in range(len(held_out))]
     inputs, labels = torch.stack([x for x, _ in pairs]), torch.tensor([int(y) for _, y in pairs])
     with torch.no_grad():
@@ -98,6 +99,8 @@ def own_loop_evaluation() -> dict[str, float]:
 
 
 def test_an_own_loop_measures_them_with_a_plain_loader(ranks: Ranks) -> None:
+    from sklearn.metrics import f1_score, r2_score
+
     inputs, labels = torch.randn(13, 6, generator=torch.Generator().manual_seed(3)), torch.arange(13) % 3
     with torch.no_grad():
         output = own_metrics.network()(inputs)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 from pydantic import TypeAdapter
-from sklearn.datasets import load_digits
 
 from paceline.errors import DataError
 from paceline.job.data import DataSpec
@@ -35,6 +34,8 @@ def everything(sets: DataSets) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_the_digits_are_the_1797_real_ones_each_with_its_label() -> None:
+    from sklearn.datasets import load_digits
+
     sets = build(kind="digits")
     known = {
         tuple(image.flatten().astype(int)): label for image, label in zip(*load_digits(return_X_y=True), strict=True)
