@@ -134,7 +134,7 @@ def _paceline(run: Path) -> tuple[float, float, float]:
 
 def rank_start() -> float:
     """Seconds from a launch to a rank's first line / seconds of importing torch."""
-    from paceline.elastic.local import launch
+    from paceline.elastic.attempt import launch
     from paceline.stats import median_interval
 
     code = "import time; t = time.perf_counter(); import torch; print(time.perf_counter() - t)"
@@ -179,7 +179,7 @@ def memory_share() -> float:
 def _memory_bytes(*, fork: bool) -> int:
     import psutil
 
-    from paceline.elastic.local import launch
+    from paceline.elastic.attempt import launch
 
     measured: list[int] = []
     with tempfile.TemporaryDirectory(prefix="start-") as folder:

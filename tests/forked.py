@@ -32,7 +32,7 @@ FORKSERVER = "forkserver"
 _IMPORTS = (
     "ranks",
     "paceline.cli",
-    "paceline.elastic.hosts.emulated",
+    "paceline.elastic.hosts.over_hosts",
     "paceline.elastic.hosts.over_hosts",
     "paceline.run.train",
     "paceline.report.run_page",
@@ -159,10 +159,12 @@ def _template() -> _Template:
 
 def _serve(channel: socket.socket) -> None:
     """Import, then fork on order, as long as the tests run. Returns in forks only, with nothing done."""
-    from paceline.elastic import forkserver_process
+    from paceline.deferred_compiler import defer_compiler
+    from paceline.elastic import rank
 
+    defer_compiler()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal, for the tests
-    unfit = forkserver_process._imported() or forkserver_process._import_more(_modules())
+    unfit = rank._imported(rank._IMPORTS, needed=True) or rank._imported(_modules())
     assert unfit is None, unfit
     while True:
         order, descriptors = receive(channel)
@@ -202,7 +204,7 @@ def _be(
     descriptors: list[int],
 ) -> NoReturn:
     """Be the command, or the forkserver of a parent process, to the end of this process."""
-    from paceline.elastic import forkserver_process
+    from paceline.elastic import rank as forkserver_process
 
     code = 1
     try:

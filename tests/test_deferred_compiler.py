@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.elastic.local import launch
+from paceline.elastic.attempt import launch
 from small_jobs import new_run, small_job
 
 BEFORE = """

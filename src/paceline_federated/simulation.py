@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.elastic.run_lock import RunLock
+from paceline.elastic.leadership import RunLock
 from paceline.errors import DataError
 from paceline.job.job import Job
 from paceline.job.samples import Selection

@@ -60,7 +60,7 @@ def test_a_mistake_in_the_job_file_waits_for_nothing_that_trains(tmp_path: Path)
         f"import paceline.cli\nfor sys.argv[1:] in {called}:\n  try: paceline.cli.main()\n  except SystemExit: pass"
     )
     assert "paceline.job.job" in loaded
-    assert not loaded & {"torch", "paceline.run.train", "paceline.planning.search.search", "paceline.elastic.local"}
+    assert not loaded & {"torch", "paceline.run.train", "paceline.planning.search.search", "paceline.elastic.attempt"}
 
 
 def test_importing_the_package_needs_nothing_heavy() -> None:

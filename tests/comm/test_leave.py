@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import paceline.elastic.local
+import paceline.elastic.attempt
 
 RANK = """
 import gc
@@ -50,7 +50,7 @@ def train(arguments):
 def test_leaving_ends_the_threads_and_the_memory_of_the_transport(tmp_path: Path, transport: str) -> None:
     script = tmp_path / "rank_that_trains.py"
     script.write_text(RANK)
-    paceline.elastic.local.launch(
+    paceline.elastic.attempt.launch(
         [f"{script}:train", str(tmp_path), transport], ranks=2, threads=1, pin_cores=None, deadline_s=60
     )
     for rank in range(2):

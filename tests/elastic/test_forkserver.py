@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from paceline.device import VISIBLE
+from paceline.elastic.attempt import launch
 from paceline.elastic.forkserver import Forkserver, forkserver_for, shared_pids, warm_up, why_not
-from paceline.elastic.local import launch
 from paceline.errors import LaunchError
 from paceline.rank_environment import RankEnvironment
 

@@ -20,8 +20,8 @@ import pytest
 
 from forked import python
 from paceline.elastic import membership
+from paceline.elastic.attempt import Launched, launch
 from paceline.elastic.failure import state_of
-from paceline.elastic.local import Launched, launch
 from paceline.elastic.rank import _Launcher
 from paceline.errors import LaunchError
 
@@ -44,7 +44,7 @@ def failure(what: str, *arguments: object, **settings: Any) -> str:
 LAUNCHER = """
 import sys
 from paceline.errors import LaunchError
-from paceline.elastic.local import launch
+from paceline.elastic.attempt import launch
 try:
     {call}
 except LaunchError as error:
@@ -143,7 +143,7 @@ def test_ranks_of_one_machine_listen_on_no_port(tmp_path: Path) -> None:
 
 
 def test_the_launcher_does_without_torch() -> None:
-    code = "import sys, paceline.elastic.local, paceline.elastic.rank; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.elastic.attempt, paceline.elastic.rank; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

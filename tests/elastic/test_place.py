@@ -15,8 +15,8 @@ from forked import python
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate import LinkBytes
 from paceline.cluster.host import Emulate
-from paceline.elastic.local import launch
-from paceline.elastic.place import places_on
+from paceline.elastic.attempt import launch
+from paceline.elastic.hosts.over_hosts import places_on
 from paceline.errors import LaunchError
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]
@@ -79,8 +79,8 @@ def test_ranks_whose_launcher_is_killed_save_while_their_network_is_still_there(
 from forked import python
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Emulate
-from paceline.elastic.local import launch
-from paceline.elastic.place import places_on
+from paceline.elastic.attempt import launch
+from paceline.elastic.hosts.over_hosts import places_on
 with places_on(Cluster(emulate=Emulate(hosts=2, cpu={cpu})), 2) as places:
     launch([{f"{WHAT}:meet_after_sigterm"!r}, {str(tmp_path)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60, places=places)
 """  # noqa: E501

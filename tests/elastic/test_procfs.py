@@ -4,17 +4,17 @@ import os
 import signal
 import subprocess
 
-from paceline.elastic.failure import is_stopped, oom_kills
+from paceline.elastic.failure import oom_kills, state_of
 
 
 def test_a_stopped_process_is_told_from_a_running_one() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert not is_stopped(process.pid)
+        assert state_of(process.pid) != "T"
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        assert is_stopped(process.pid)
+        assert state_of(process.pid) == "T"
         process.kill()
-    assert not is_stopped(process.pid)
+    assert state_of(process.pid) != "T"
 
 
 def test_the_count_of_kills_for_want_of_memory_is_a_number_or_unknown() -> None:

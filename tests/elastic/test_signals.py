@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from paceline.elastic.signals import StopSignals, exit_code_of, sigterm_as_exit, stopped_before
+from paceline.elastic.failure import StopSignals, exit_code_of, sigterm_as_exit, stopped_before
 
 
 def test_the_first_signal_is_a_request_and_a_second_ctrl_c_an_order() -> None:

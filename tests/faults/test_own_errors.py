@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commands import paceline, write_job
-from paceline.elastic.local import launch
+from paceline.elastic.attempt import launch
 from paceline.errors import LaunchError
 
 FAULTY = """

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from commands import ended, events, losses, started, write_job
 from paceline.cluster.discover import discover
-from paceline.elastic.run_lock import RunLock
+from paceline.elastic.leadership import RunLock
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.job.job import Job
 from paceline.planning.plan import Plan

@@ -152,7 +152,7 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
     if is_rank() or place:
         engine = place.engine if place else "torchrun"
         raise LaunchError(f"{engine} has started this command on every host already: leave out --hosts.")
-    from paceline.elastic.ssh.starter import run_on_hosts
+    from paceline.elastic.ssh import run_on_hosts
 
     raise typer.Exit(run_on_hosts(hosts, ["-m", "paceline", *_without_hosts(sys.argv[1:])]))
 
@@ -182,7 +182,7 @@ def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
     @wraps(command)
     def started(*args: P.args, **kwargs: P.kwargs) -> None:
         from paceline.cluster.launch_engines import is_rank, own_engine
-        from paceline.elastic.signals import sigterm_as_exit
+        from paceline.elastic.failure import sigterm_as_exit
 
         if re.fullmatch(r"\d+\.\.\d+", str(kwargs.get("hosts"))):  # started on each by something else
             os.environ["PACELINE_HOSTS"] = str(kwargs["hosts"])

@@ -34,7 +34,7 @@ def command(
     The result is one safetensors file, or a folder in Hugging Face's layout.
     """
     from paceline.run.convert import export, export_hf
-    from paceline.run.object_store.fetch import copy_of
+    from paceline.run.object_store import copy_of
     from paceline.storage.url import is_url
 
     with ExitStack() as held, warnings.catch_warnings(record=True) as passed_over:

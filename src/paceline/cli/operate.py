@@ -43,10 +43,10 @@ def submit(
 
     Ctrl-C stops following; the run goes on. The exit code is that of the run.
     """
+    from paceline.elastic.submit import scheduler_named
     from paceline.elastic.submit.scheduler import Submission, save
-    from paceline.elastic.submit.table import scheduler
 
-    where = scheduler(on)
+    where = scheduler_named(on)
     request = request_from(where, job, hosts, plan, run, restarts, limit, options or [])
     if dry:
         typer.echo(where.text(request), nl=False)
@@ -131,12 +131,12 @@ def runs(
     from rich.table import Table
 
     from paceline.console import Console
+    from paceline.elastic.submit import scheduler_named
     from paceline.elastic.submit.scheduler import find, submissions
-    from paceline.elastic.submit.table import scheduler
 
     if name is not None:
         submission = find(name)
-        where = scheduler(submission.engine)
+        where = scheduler_named(submission.engine)
         where.state(submission)  # one that cannot be asked at all is told at once
         follow(where, submission)
         return
@@ -159,14 +159,14 @@ def runs(
 
 def _state_of(submission: Submission) -> str:
     """State of a run in words; that of one which has ended is remembered."""
+    from paceline.elastic.submit import scheduler_named
     from paceline.elastic.submit.scheduler import ended
-    from paceline.elastic.submit.table import scheduler
     from paceline.errors import LaunchError
 
     if submission.phase:
         return submission.phase + (f", exit code {submission.code}" if submission.code else "")
     try:
-        state = scheduler(submission.engine).state(submission)
+        state = scheduler_named(submission.engine).state(submission)
     except LaunchError as error:
         return f"unknown: {str(error).splitlines()[0]}"
     if state.ended:
@@ -199,14 +199,14 @@ def cancel(
 
     It saves a checkpoint as far as its scheduler gives it time.
     """
+    from paceline.elastic.submit import scheduler_named
     from paceline.elastic.submit.scheduler import find
-    from paceline.elastic.submit.table import scheduler
 
     submission = find(name)
     if submission.phase:
         typer.echo(f"{submission.name} has ended already: {submission.phase}")
         return
-    scheduler(submission.engine).cancel(submission)
+    scheduler_named(submission.engine).cancel(submission)
     typer.echo(
         f"{submission.name} was told to end; to go on from its checkpoint, submit it with --run {submission.run}"
     )
@@ -223,7 +223,7 @@ def scale(
 
     It gets back what has left it, up to the plan's replicas.
     """
-    from paceline.elastic.scaling import ask
+    from paceline.elastic.recovery import ask
     from paceline.errors import RunError
     from paceline.storage.url import is_url
     from paceline.text import printable
@@ -247,7 +247,7 @@ def _holder(run: Path) -> str:
     Raises:
         RunError: nobody does, it is another user's, or it is no run.
     """
-    from paceline.elastic.run_lock import LOCK, Holder
+    from paceline.elastic.leadership import LOCK, Holder
     from paceline.errors import RunError
     from paceline.files import user_name
 

@@ -46,7 +46,7 @@ def _page(directory: Path) -> Path:
 
 def _page_of_url(url: str) -> Path:
     from paceline.files import write_whole
-    from paceline.run.object_store.fetch import copy_of
+    from paceline.run.object_store import copy_of
 
     with copy_of(url, lambda line: typer.echo(line, err=True), checkpoint=False) as run:
         page = Path(f"{run.name}.report.html")

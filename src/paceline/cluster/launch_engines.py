@@ -426,7 +426,7 @@ class Sky(LaunchEngine):
 
 
 class Local(LaunchEngine):
-    """Paceline's own launcher, `elastic/local.py`, on this machine or on emulated hosts."""
+    """Paceline's own launcher, `elastic/attempt.py`, on this machine or on emulated hosts."""
 
     def detect(self) -> bool:
         return True

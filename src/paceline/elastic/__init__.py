@@ -32,5 +32,5 @@ members go on. `benchmarks/interleavings.py` plays both sides in virtual time.
 
 Several hosts (`hosts/`): one *coordinator* decides, and an *agent* on every other host starts and watches ranks for it.
 If the coordinator is lost, the agents meet again, and `hosts/takeover.py` decides which host coordinates next. The lock
-of the run directory (`run_lock.py`) fences the previous one.
+of the run directory (`leadership.py`) fences the previous one.
 """

@@ -1,82 +1,146 @@
-"""One attempt of a launch: its ranks are started, watched, and ended together. Does without torch.
-
-It has a rendezvous, a status board and a private folder of its own, of which nothing is left at the end.
-"""
+"""Launch of ranks in attempts, each watched until all its ranks have ended."""
 
 from __future__ import annotations
 
-import os
-import select
 import signal
-import socket
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
-from paceline.elastic.failure import HOST, ErrorRecord, LaunchFailure, RankEnd, hang, oom_kills, root_cause
-from paceline.elastic.hosts.hosts import current_hosts
-from paceline.elastic.hosts.messages import Begin
-from paceline.elastic.hosts.remote import RemoteRank, RemoteRanks, RunFolder
+from paceline.elastic.failure import LaunchFailure, StopSignals, hang, root_cause, stopped_before
+from paceline.elastic.hosts.hosts import NextGeneration, RunFolder
 from paceline.elastic.independent import Independent
-from paceline.elastic.place import RankPlace, on_one_host, rendezvous
-from paceline.elastic.recovery import Recovery, StoppedRanks
-from paceline.elastic.scaling import answer_requests
-from paceline.elastic.signals import StopSignals, stopped_before
-from paceline.elastic.started import StartedRank, Starter
+from paceline.elastic.membership import noted
+from paceline.elastic.place import RankPlace, on_this_machine
+from paceline.elastic.ranks import MEETING_S, Ranks, Setting
+from paceline.elastic.recovery import Recovery, answer_requests
 from paceline.elastic.watchdog import LOOK_S, Watchdog
-from paceline.files import scratch_folder
-from paceline.rank_environment import RankEnvironment
-from paceline.wire.status import RankStatus, StatusBoard
+from paceline.errors import LaunchError
+from paceline.wire.status import RankStatus
 
-_TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while others wait for ranks
-_TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
-_ANSWER_S = 1.0  # for a hung rank to write its stack
+COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Ranks that one attempt is to start, as `launch` was asked.
+@dataclass(frozen=True)
+class Launched:
+    """End of a launch that did not fail. `stopped_by`: the signal that made it end early, or None."""
 
-    `number` counts the attempts from 0.
+    attempts: int
+    stopped_by: str | None
+
+
+def launch(
+    module_args: list[str],
+    *,
+    ranks: int,
+    threads: int,
+    pin_cores: list[list[int]] | None,
+    deadline_s: float,
+    places: Sequence[RankPlace] | None = None,
+    start_deadline_s: float = 300,
+    collect_s: float = COLLECT_S,
+    port: int | None = None,
+    restarts: int = 0,
+    saves: bool = True,
+    on_tick: Callable[[], None] | None = None,
+    on_event: Callable[[str, dict[str, Any]], None] | None = None,
+    env: Mapping[str, str] = {},
+    inherited: Sequence[int] = (),
+    folder: RunFolder | None = None,
+    recovers: bool = False,
+    follows_steps: bool = False,
+    replica_ranks: int = 1,
+    workers: int | None = None,
+    server_copies: int = 1,
+    adopts: NextGeneration | None = None,
+) -> Launched:
+    """Call a function on every rank, in its place, and wait until all have ended.
+
+    SIGINT and SIGTERM are forwarded once, for the ranks to save and end; a second SIGINT kills them. A rank that is
+    still starting gets SIGTERM for either.
+
+    Args:
+        module_args: the import path of the function that every rank calls (`pkg.mod:name`), then its arguments.
+        threads: of each rank's torch operations.
+        pin_cores: the cores of each rank, or None to leave that to the kernel.
+        deadline_s: the longest that a rank may stay in one phase of one step while it is not waiting for others.
+        places: of the ranks, on emulated hosts; None is this machine as it is.
+        start_deadline_s: the same for the start-up.
+        collect_s: after the first failure, for the other ranks to end by themselves before they are stopped.
+        port: of the rendezvous between hosts, at rank 0's address; on one machine, of torch's own store, where
+            accelerators need that. None takes a free one.
+        restarts: how often in an hour to start again after failures that another attempt may survive.
+        saves: whether ranks that are told to stop save a checkpoint first, for the message then.
+        on_tick: called at least five times a second, in this thread.
+        on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason}) and, where ranks recover,
+            ("lost", {rank, waiting, reason, stack, generation, again, waits}),
+            ("host_lost", {host, number, ranks, reason, generation, again, waits_s, revived}),
+            ("host_back", {host, number, ranks, generation}), ("joins", {ranks, generation}) and
+            ("scaled", {by, ranks, host, generation}).
+        env: variables for the ranks, over those of this process.
+        inherited: descriptors that every rank holds open until it ends; not the processes that it starts.
+        folder: that the ranks read and write, on whichever host they are; it is named among `module_args`.
+        recovers: the function takes part in generations (`run/recovery/`): a rank that is killed or hangs is left
+            out and started again, while the others go on.
+        follows_steps: where ranks recover, the limit of one that computes, and that others wait for, follows from the
+            steps that the run has taken (`watchdog.py`); `deadline_s` stays the longest.
+        replica_ranks: ranks of a replica, which go on together or not at all.
+        workers: where no group joins the ranks, how many of the first ones end by themselves; the others serve them.
+            Each that is killed or hangs is started again, while the others go on.
+        server_copies: processes of each server, any of which may be lost while another is there.
+        adopts: the ranks go on that hosts have kept, instead of a start.
+
+    Raises:
+        LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows
+            its traceback.
+        SystemExit: 130, after a second SIGINT.
     """
-
-    module_args: list[str]
-    places: Sequence[RankPlace]
-    threads: int
-    pin_cores: list[list[int]] | None
-    deadline_s: float
-    start_deadline_s: float
-    collect_s: float
-    port: int | None
-    saves: bool
-    env: Mapping[str, str]
-    inherited: tuple[int, ...]
-    folder: RunFolder | None = None
-    recovers: bool = False
-    follows_steps: bool = False
-    replica_ranks: int = 1
-    workers: int | None = None
-    server_copies: int = 1
-    number: int = 0
-
-    @property
-    def ranks(self) -> int:
-        return len(self.places)
-
-    def begin(self, places: list[str]) -> Begin:
-        """Message that begins the attempt on another host; `places` names each rank's host."""
-        spares_hosts = self.recovers or self.workers is not None
-        limits = self.start_deadline_s, self.recovers, spares_hosts, self.replica_ranks
-        return Begin(self.number, list(self.module_args), dict(self.env), *limits, places, port=self.port or 0)
+    if pin_cores is not None and len(pin_cores) != ranks:
+        raise LaunchError(f"pin_cores names the cores of {len(pin_cores)} ranks, but {ranks} are to be started")
+    setting = Setting(
+        module_args=module_args,
+        places=on_this_machine(ranks) if places is None else places,
+        threads=threads,
+        pin_cores=pin_cores,
+        deadline_s=deadline_s,
+        start_deadline_s=start_deadline_s,
+        collect_s=collect_s,
+        port=port,
+        saves=saves,
+        env=env,
+        inherited=tuple(inherited),
+        folder=folder,
+        recovers=recovers,
+        follows_steps=follows_steps,
+        replica_ranks=replica_ranks,
+        workers=workers,
+        server_copies=server_copies,
+    )
+    failed_at_s: list[float] = []
+    with StopSignals() as signals, ExitStack() as at_end:
+        at_end.callback(_show_cursor)
+        while True:
+            with Attempt(setting, signals, on_tick, on_event, adopts) as attempt:
+                failure = attempt.watch()
+            if failure is None:
+                return Launched(setting.number + 1, signals.first)
+            too_often = noted(failed_at_s, time.monotonic()) > restarts
+            if failure.final or signals.first or adopts or too_often:
+                raise failure.as_error()
+            setting = replace(setting, number=setting.number + 1)
+            if on_event:
+                reason = failure.text.splitlines()[0]
+                on_event("restart", {"attempt": setting.number, "rank": failure.rank, "reason": reason})
 
 
 class Attempt:
-    """One start of all ranks. As a context: everything that it made is gone at the end, however it ends."""
+    """One start of all ranks, watched until all have ended. As a context: nothing of it is left at the end.
+
+    It has a rendezvous, a status board and a private folder of its own.
+    """
 
     def __init__(
         self,
@@ -84,45 +148,34 @@ class Attempt:
         signals: StopSignals,
         on_tick: Callable[[], None] | None,
         on_event: Callable[[str, dict[str, Any]], None] | None,
+        adopts: NextGeneration | None = None,
     ) -> None:
-        self.setting = setting
-        self.signals = signals
-        self.on_tick = on_tick
-        self.on_event = on_event
-        self.ranks: list[StartedRank | RemoteRank] = []
-        self.poll = select.poll()
-        self.starter = Starter(setting.module_args, setting.env)
-        self.remote: RemoteRanks | None = None
-        self.recovery: Recovery | Independent | None = None
+        if adopts is not None:
+            setting = replace(setting, places=adopts.places, number=adopts.kept.begin.attempt)
+        self.setting, self.signals, self.adopts = setting, signals, adopts
+        self.ranks = Ranks(setting, signals, on_tick, on_event, adopts)
+        self.recovery: Recovery | Independent | None = None  # None stops all when one is lost
         self.watchdog = Watchdog(
             setting.deadline_s, setting.start_deadline_s, follows_steps=setting.recovers and setting.follows_steps
         )
-        self._told = False
-        self._starts: Counter[int] = Counter()  # of ranks, again
-        self._oom_told: dict[str, int] = {}  # by host
-        self._killing = False
-        self._stopped = StoppedRanks(self)
-        self._made = ExitStack()
 
     def __enter__(self) -> Self:
-        self._oom_kills = oom_kills()
-        with self._made:  # undone here if a start fails half-way
-            folder = self.folder = self._made.enter_context(scratch_folder())
-            self.board = StatusBoard.create(folder / "status", self.setting.ranks, self.setting.number)
-            self._made.callback(self.board.close)
-            self._begin_on_others(folder)
-            self.recovery = self._recovery()
-            self._made.callback(self._close_ranks)
-            self._prepare()
-            self._rendezvous = self._made.enter_context(rendezvous(self.setting.places, folder, self.setting.port))
-            with self._listener() as listener:
-                for number in range(self.setting.ranks):
-                    self.ranks.append(self._start(number, listener))
-            self._made = self._made.pop_all()
+        setting = self.setting
+        with ExitStack() as unless_started:
+            ranks = unless_started.enter_context(self.ranks)
+            if self.adopts is not None:
+                self.recovery = Recovery(ranks, self.adopts.generation)
+            elif setting.workers is not None:
+                self.recovery = Independent(ranks, setting.workers, setting.replica_ranks, setting.server_copies)
+            elif setting.recovers:
+                self.recovery = Recovery(ranks)
+            if self.adopts is None:
+                ranks.start()
+            unless_started.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._made.close()
+        self.ranks.__exit__()
 
     def watch(self) -> LaunchFailure | None:
         """Wait until all ranks have ended, or all were stopped since one failed or hangs.
@@ -132,269 +185,88 @@ class Attempt:
         Raises:
             SystemExit: 130, when a second SIGINT came and all were killed.
         """
-        while any(rank.code is None for rank in self.ranks):
-            self._note_ends(_MEETING_S if self.recovery and self.recovery.hurries else _TICK_S)
-            if self.on_tick:  # before anything is decided: it ends an attempt whose run was taken over
-                self.on_tick()
-            self._obey_signals()
-            alone = self.remote.cut_off() if self.remote else None
-            if reason := alone or (self.recovery.too_few if self.recovery else None):
-                self._stop_all()
+        ranks, recovery, setting = self.ranks, self.recovery, self.setting
+        while ranks.running:
+            ranks.note_ends(*([MEETING_S] if recovery and recovery.hurries else []))
+            ranks.tick()  # before anything is decided: it ends an attempt whose run was taken over
+            ranks.obey_signals()
+            alone = ranks.remote.cut_off() if ranks.remote else None
+            if reason := alone or (recovery.too_few if recovery else None):
+                ranks.stop_all()
                 return LaunchFailure(reason, 0, final=True)
-            if self.setting.saves and self.setting.folder:
-                answer_requests(self.setting.folder.path, self.recovery)
-            if self.recovery and self.recovery.turn():
+            if setting.saves and setting.folder:
+                answer_requests(setting.folder.path, recovery)
+            if recovery and recovery.turn():
                 return None
-            if (forkserver := self.starter.forkserver) and forkserver.lost:
-                self._stop_all()
-                return LaunchFailure(
-                    f"the forkserver of the ranks (pid {forkserver.pid}) was killed, and they were stopped.",
-                    0,
-                )
-            if any(rank.code or (rank.code is None and rank.record.exists()) for rank in self._counted()):
-                self._note_ends_for(self.setting.collect_s)
+            if (forkserver := ranks.starter.forkserver) and forkserver.lost:
+                ranks.stop_all()
+                text = f"the forkserver of the ranks (pid {forkserver.pid}) was killed, and they were stopped."
+                return LaunchFailure(text, 0)
+            counted = [ranks[number] for number in self._counted]
+            if any(rank.code or (rank.code is None and rank.record.exists()) for rank in counted):
+                ranks.note_ends_for(setting.collect_s)
                 return self._failed()
-            if self.recovery is None and self.signals.first and (held := self._held()):
+            if recovery is None and self.signals.first and (held := self._held()):
                 return self._hang(held)
-            if (hung := self._hung()) and not (self.recovery and self.recovery.end(hung)):
+            if (hung := self._hung()) and not (recovery and recovery.end(hung)):
                 return self._hang(hung)
         return None
 
-    def _recovery(self) -> Recovery | Independent | None:
-        """Recovery from lost ranks; None stops all."""
-        setting = self.setting
-        if setting.workers is not None:
-            return Independent(self, setting.workers, setting.replica_ranks, setting.server_copies)
-        return Recovery(self) if setting.recovers else None
-
-    def _listener(self) -> AbstractContextManager[socket.socket | None]:
-        """A socket for torch's own store, if a port was asked for."""
-        setting = self.setting
-        if setting.port is None or not on_one_host(setting.places):
-            return nullcontext()
-        return setting.places[0].listen(setting.port, backlog=max(128, 2 * setting.ranks))
-
-    def start_again(self, number: int) -> None:
-        """Start a rank whose process has ended."""
-        self._starts[number] += 1
-        before = self.ranks[number]
-        for suffix in (".error", ".stack"):
-            before.record.with_suffix(suffix).unlink(missing_ok=True)
-        self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
-        self.ranks[number] = self._start(number, None)
-
-    def wait_for_ends(self, numbers: Collection[int], wait_s: float) -> None:
-        """Wait a moment for ranks that were killed."""
-        until = time.monotonic() + wait_s
-        while any(self.ranks[number].code is None for number in numbers) and time.monotonic() < until:
-            self._note_ends(_MEETING_S)
-
-    def end_others(self) -> None:
-        """End the ranks that were yet to join when the run was done."""
-        self._kill_all()
-
-    def _counted(self) -> Sequence[StartedRank | RemoteRank]:
+    @property
+    def _counted(self) -> Sequence[int]:
         """Ranks whose failure is the attempt's."""
-        return self.ranks if self.recovery is None else [self.ranks[number] for number in self.recovery.counted]
-
-    def _start(self, number: int, listener: socket.socket | None) -> StartedRank | RemoteRank:
-        record = self.folder / f"rank-{number}.error"
-        environment = self._environment(number, record, listener)
-        if self.remote and (host := self.setting.places[number].number):
-            return self.remote.start(host, environment, record)
-        rank = self.starter.start(environment, listener if number == 0 else None)
-        self.poll.register(rank.pidfd, select.POLLIN)
-        return rank
-
-    def _begin_on_others(self, scratch: Path) -> None:
-        """Have the other hosts that get ranks prepare for them."""
-        setting, hosts = self.setting, current_hosts()
-        numbers = {place.number for place in setting.places} - {0}
-        if hosts and numbers:
-            ranks = hosts.remote(
-                numbers, self.board, scratch, setting.folder or RunFolder(scratch), self.signals, self.poll
-            )
-            self.remote = self._made.enter_context(ranks)
-            self.remote.begin(setting.begin([hosts.cluster.hosts[place.number].name for place in setting.places]))
-
-    def _prepare(self) -> None:
-        """Wait until ranks can be started here."""
-
-        def stopped() -> bool:
-            if self.on_tick:
-                self.on_tick()
-            return self.signals.first is not None
-
-        self.starter.prepare(self.setting.start_deadline_s, stopped)
-        if self.signals.first:
-            self._obey_signals()
-            raise stopped_before("rank 0 was ready to train", self.signals.first)
-
-    def _environment(self, number: int, record: Path, listener: socket.socket | None) -> RankEnvironment:
-        setting, port = self.setting, 0 if listener is None else listener.getsockname()[1]
-        place = setting.places[number].environment(number, setting.ranks, setting.places[0], port)
-        return replace(
-            place,
-            attempt=setting.number,
-            starts=self._starts[number],
-            threads=setting.threads,
-            cores=tuple(setting.pin_cores[number]) if setting.pin_cores else (),
-            status_file=record.with_name("status"),
-            error_file=record,
-            launcher=os.getpid(),
-            store=self._rendezvous.store,
-            key_fd=self._rendezvous.key_fd,
-            store_fd=listener.fileno() if listener and number == 0 else None,
-            inherited_fds=setting.inherited,
-            # the ranks of other hosts go on without it: SIGTERM would have it ask them to stop
-            grace_s=0 if self.remote and self.remote.spares_this_host else place.grace_s,
-        )
-
-    def _note_ends(self, wait_s: float) -> None:
-        """Wait for any rank to end, `wait_s` at most, and take the exit codes."""
-        here = [rank for rank in self.ranks if isinstance(rank, StartedRank) and rank.code is None]
-        by_fd = {rank.pidfd: rank for rank in here}
-        if self.remote and self.remote.busy:
-            wait_s = min(wait_s, _MEETING_S)
-        ready = {fd for fd, _ in self.poll.poll(wait_s * 1000)}
-        for fd in ready & by_fd.keys():
-            self.poll.unregister(fd)
-            by_fd[fd].note_end()
-        now = time.time()
-        for rank in here:
-            if rank.code is None:
-                rank.alive_at = now
-        if self.remote:
-            self.remote.turn()
-            if self._killing:
-                self.remote.give_up_silent()
-
-    def _note_ends_for(self, wait_s: float, *, unless_killing: bool = False) -> None:
-        until = time.monotonic() + wait_s
-        while any(rank.code is None for rank in self.ranks) and (left_s := until - time.monotonic()) > 0:
-            if unless_killing and self.signals.kill:
-                return
-            self._note_ends(min(left_s, _TICK_S))
-
-    def _obey_signals(self) -> None:
-        if self.signals.kill:
-            print("paceline: killing the ranks", file=sys.stderr)
-            self._kill_all()
-            raise SystemExit(130)
-        if self.signals.first and not self._told:
-            self._told = True
-            what = "save a checkpoint and end" if self.setting.saves else "end"
-            kills = "A second Ctrl-C" if self.signals.first == "SIGINT" else "Ctrl-C"
-            print(f"paceline: {self.signals.first}: the ranks {what}. {kills} kills them at once.", file=sys.stderr)
-            if self.on_event:
-                self.on_event("stop", {"signal": self.signals.first})
-            for rank, status in zip(self.ranks, self.board.read() if self.ranks else (), strict=True):
-                # While it starts, Python's own SIGINT would raise KeyboardInterrupt anywhere; when it is done, it ends
-                # by itself.
-                if status.phase != "done":
-                    rank.signal(signal.SIGTERM if status.phase == "starting" else signal.Signals[self.signals.first])
+        return range(self.setting.ranks) if self.recovery is None else self.recovery.counted
 
     def _failed(self) -> LaunchFailure:
         """The failure to report, once all other ranks are stopped."""
-        before = self.ends()
-        self._stop_all()
-        after, members = self.ends(), {rank.number for rank in self._counted()}  # others were lost before
+        ranks, before = self.ranks, self.ranks.ends()
+        ranks.stop_all()
+        after, members = ranks.ends(), set(self._counted)  # others were lost before
         ends = [
             late if late.record or early.code is not None else early
             for early, late in zip(before, after, strict=True)
             if late.status.rank in members
         ]
-        if self.remote and (lost := self.remote.lost):
+        if ranks.remote and (lost := ranks.remote.lost):
             then = " --resume goes on from what was saved." if self.setting.saves else ""
             return LaunchFailure(f"{lost}; the ranks were stopped.{then}", 0)
-        failure = root_cause(ends, self._oom_kills_here())
-        if self.remote and (silent := self.remote.silent):
+        failure = root_cause(ends, ranks.oom_kills_here())
+        if ranks.remote and (silent := ranks.remote.silent):
             failure = replace(failure, text=f"{failure.text}\n{silent}")
-        if self.signals.first and self.ranks[failure.rank].code == -signal.SIGTERM:
+        if self.signals.first and ranks[failure.rank].code == -signal.SIGTERM:
             error = stopped_before(f"rank {failure.rank} was ready to train", self.signals.first)
             return LaunchFailure(str(error), failure.rank, exit_code=error.exit_code)
         return failure
 
-    def new_oom_kills(self, end: RankEnd) -> int | None:
-        """Processes of a rank's host that lack of memory has ended since the last call.
-
-        None where its kernel does not say.
-        """
-        now = end.oom_kills if end.remote else self._oom_kills_here()
-        before, self._oom_told[end.host] = self._oom_told.get(end.host, 0), now or 0
-        return None if now is None else now - before
-
-    def _oom_kills_here(self) -> int | None:
-        """Processes here that lack of memory has ended since the attempt began."""
-        kills = oom_kills()
-        return None if kills is None or self._oom_kills is None else kills - self._oom_kills
-
     def _held(self) -> list[RankStatus]:
         """Ranks that SIGSTOP holds for too long: they handle no other signal."""
-        late = self._stopped.too_long([rank.number for rank in self.ranks if rank.code is None])
-        return [status for status in self.board.read() if status.rank in late]
+        late = self.ranks.stopped_too_long([rank.number for rank in self.ranks.running])
+        return [status for status in self.ranks.board.read() if status.rank in late]
 
     def _hung(self) -> list[RankStatus]:
         """Ranks that did nothing for too long; all, if they only wait for another."""
-        alive = [status for status in self.board.read() if self.ranks[status.rank].code is None]
-        alive = [status for status in alive if status.phase != "joining"]  # which waits for the end of a step
+        ranks = self.ranks
+        # one that is joining waits for the end of a step
+        alive = [s for s in ranks.board.read() if ranks[s.rank].code is None and s.phase != "joining"]
         # what a rank does behind a cut link is not known, and may be more than it was last seen to do
-        idle_s = {status.rank: status.idle_s(self.ranks[status.rank].known_ns) for status in alive}
-        paging = {rank for rank, seconds in idle_s.items() if seconds > LOOK_S and self.ranks[rank].paging}
+        idle_s = {status.rank: status.idle_s(ranks[status.rank].known_ns) for status in alive}
+        paging = {rank for rank, seconds in idle_s.items() if seconds > LOOK_S and ranks[rank].paging}
         return self.watchdog.look(alive, idle_s, time.monotonic(), paging)
 
     def _hang(self, hung: Sequence[RankStatus]) -> LaunchFailure:
         numbers = {status.rank for status in hung}
-        self.ask_for_stacks(numbers)
-        now_ns = time.monotonic_ns()
-        ends = self.ends()
-        for rank in self.ranks:
-            if rank.number in numbers:
-                rank.kill()
-        self._stop_all()
+        self.ranks.ask_for_stacks(numbers)
+        now_ns, ends = time.monotonic_ns(), self.ranks.ends()
+        for number in numbers:
+            self.ranks[number].kill()
+        self.ranks.stop_all()
         return hang([end for end in ends if end.status.rank in numbers], ends, now_ns)
 
-    def ask_for_stacks(self, numbers: Set[int]) -> None:
-        """Have ranks that hang write where they do; waits a moment for that."""
-        asked = [rank for rank in self.ranks if rank.number in numbers and not rank.stopped]
-        for rank in asked:
-            rank.signal(signal.SIGUSR2)
-        until = time.monotonic() + _ANSWER_S
-        while time.monotonic() < until and not all(rank.stack() for rank in asked):
-            self._note_ends(0.02)
 
-    def ends(self) -> list[RankEnd]:
-        """End or present state of every rank."""
-        return [
-            RankEnd(
-                status=status,
-                pid=rank.pid,
-                code=rank.code,
-                alive_at=rank.alive_at,
-                record=ErrorRecord.read(rank.record),
-                stack=rank.stack(),
-                stopped=rank.stopped,
-                host=place.host.name if place.host else place.host_name or HOST,
-                remote=isinstance(rank, RemoteRank),
-                oom_kills=rank.oom_kills if isinstance(rank, RemoteRank) else None,
-            )
-            for rank, place, status in zip(self.ranks, self.setting.places, self.board.read(), strict=True)
-        ]
-
-    def _stop_all(self) -> None:
-        for rank in self.ranks:
-            rank.signal(signal.SIGTERM)
-        self._note_ends_for(_TERMINATE_S, unless_killing=True)
-        self._kill_all()
-
-    def _kill_all(self) -> None:
-        self._killing = True
-        for rank in self.ranks:
-            rank.kill()
-        self._note_ends_for(10)  # SIGKILL takes effect at once, but for a rank inside a failing disk or driver
-
-    def _close_ranks(self) -> None:
-        self._kill_all()
-        for rank in self.ranks:
-            if isinstance(rank, StartedRank) and rank.code is None:  # stuck on a failing disk or driver
-                os.close(rank.pidfd)
+def _show_cursor() -> None:
+    """Show the terminal's cursor again, which a progress display that was cut off leaves hidden."""
+    # rich puts an object of its own, which shows control codes as text, in the place of sys.stderr
+    terminal = sys.__stderr__
+    if terminal is not None and terminal.isatty():
+        terminal.write("\x1b[?25h")
+        terminal.flush()

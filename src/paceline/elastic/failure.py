@@ -1,4 +1,4 @@
-"""Root cause of a failed launch: records of failing ranks, and the first among them."""
+"""Ends of a launch: stop signals, and the root cause of a failure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any, Self
 
 from paceline.errors import LaunchError, PacelineError, lost_a_peer
 from paceline.files import write_traceback
@@ -25,39 +28,12 @@ from paceline.wire.status import RankStatus
 HOST = socket.gethostname()
 # What a file system or a network gets over. A missing file, a directory in its place or a permission does not pass by
 # itself.
-_PASSING = {
-    getattr(errno, name)
-    for name in [
-        "EIO",
-        "ENOSPC",
-        "EDQUOT",
-        "EROFS",
-        "ESTALE",
-        "ETIMEDOUT",
-        "EAGAIN",
-        "EBUSY",
-        "EINTR",
-        "ENOMEM",
-        "ENFILE",
-        "EMFILE",
-        "ENOLCK",
-        "EREMOTEIO",
-        "ENODEV",
-        "ENXIO",
-        "ENOTCONN",
-        "ECONNRESET",
-        "ECONNABORTED",
-        "ECONNREFUSED",
-        "EPIPE",
-        "EHOSTDOWN",
-        "EHOSTUNREACH",
-        "ENETDOWN",
-        "ENETUNREACH",
-        "ENETRESET",
-        "ENOLINK",
-        "ECOMM",
-    ]
-}
+_PASSING_NAMES = (
+    "EIO ENOSPC EDQUOT EROFS ESTALE ETIMEDOUT EAGAIN EBUSY EINTR ENOMEM ENFILE EMFILE ENOLCK EREMOTEIO ENODEV ENXIO "
+    "ENOTCONN ECONNRESET ECONNABORTED ECONNREFUSED EPIPE EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ENOLINK "
+    "ECOMM"
+)
+_PASSING = {getattr(errno, name) for name in _PASSING_NAMES.split()}
 _STACK_LINES = 60  # shown of each hung rank
 # folders of the packages of this distribution
 OWN_FILES = tuple(
@@ -239,7 +215,7 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Launc
     )
     stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{shortened(e.stack)}" for e in hung if e.stack)
     advice = "" if first.stopped or first.status.phase == "starting" else ". If it is only slow, raise deadline_s"
-    return LaunchFailure(f"{head}; {_others(len(ends), 'it')}{advice}.{more}{stacks}", first.status.rank)
+    return LaunchFailure(f"{head}; {_others(len(ends))}{advice}.{more}{stacks}", first.status.rank)
 
 
 def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
@@ -249,7 +225,7 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
         final = record.explained and not record.secondary and not record.may_pass
         text = f"{record.cause(ranks)}\n\n{record.traceback}".rstrip()
         return LaunchFailure(text, rank, final, record.type, record.explained, traceback=record.traceback.rstrip())
-    others = _others(ranks, "it")
+    others = _others(ranks)
     if end.code is not None and end.code < 0:
         why = _reason(-end.code, end.oom_kills if end.remote else oom_kills)
         stack = f"\n\n{shortened(end.stack)}" if end.stack else ""
@@ -292,8 +268,8 @@ def _ranks(ends: Sequence[RankEnd]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
-def _others(ranks: int, alone: str) -> str:
-    return "the ranks were stopped" if ranks > 1 else f"{alone} was stopped"
+def _others(ranks: int) -> str:
+    return "the ranks were stopped" if ranks > 1 else "it was stopped"
 
 
 def _signal_name(number: int) -> str:
@@ -320,7 +296,7 @@ def shortened(stack: str) -> str:
     """
     threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and "_kill_when_orphaned" not in thread]
     threads.sort(key=lambda thread: "Current thread" not in thread)
-    around = ("elastic/rank.py", "elastic/forkserver_process.py", "<frozen runpy>")
+    around = ("elastic/rank.py", "elastic/rank.py", "<frozen runpy>")
     lines = [line for line in "\n\n".join(threads).splitlines() if not any(place in line for place in around)]
     return "\n".join(lines[:_STACK_LINES])
 
@@ -344,27 +320,18 @@ def traceback_of_users_code(error: PacelineError) -> str:
 
 def _may_pass(error: BaseException | None) -> bool:
     """True if the error is of a disk, network or loader process, not the job."""
-    while error is not None:
-        if getattr(error, "may_pass", False) or (isinstance(error, OSError) and error.errno in _PASSING):
-            return True
-        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
-            return True
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
+    if error is None:
+        return False
+    if getattr(error, "may_pass", False) or (isinstance(error, OSError) and error.errno in _PASSING):
+        return True
+    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        return True
+    return _may_pass(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
 
 
 def _only_lost_a_peer(error: BaseException | None) -> bool:
     """True if the error is a lost connection: another rank's failure, seen from here."""
-    while error is not None:
-        if lost_a_peer(error):
-            return True
-        error = error.__cause__
-    return False
-
-
-def is_stopped(pid: int) -> bool:
-    """True if SIGSTOP or a debugger holds the process."""
-    return state_of(pid) in ("T", "t")
+    return error is not None and (lost_a_peer(error) or _only_lost_a_peer(error.__cause__))
 
 
 def state_of(pid: int) -> str:
@@ -451,3 +418,68 @@ def below(frames: str, name: str = "newest", folder: Path | None = None) -> str:
     ]
     where = f"raised in {places[-1][0]}, line {places[-1][1]}, in {places[-1][2]}; " if places else ""
     return f"{where}traceback in {file}; --traceback shows it on the screen"
+
+
+class StopSignals:
+    """While entered, SIGINT and SIGTERM are counted instead of ending this process.
+
+    `first` is the name of the first that came, or None. `kill` is set by a SIGINT after that. A signal that was ignored
+    before stays ignored (as under nohup), and outside the main thread, where Python takes no signals, nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        self.kill = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.first is None:
+            self.first = signal.Signals(number).name
+        elif number == signal.SIGINT:
+            self.kill = True
+
+
+@contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """Within it, SIGTERM unwinds this process, which ends with exit code 143. A launch has its own answer."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # schedulers send it more than once, and what is unwound is not to be cut off
+    with suppress(OSError):
+        os.write(2, b"paceline: ended by SIGTERM\n")
+    raise SystemExit(128 + number)
+
+
+def stopped_before(what: str, name: str) -> LaunchError:
+    """The error of a run that a signal stopped before something happened."""
+    error = LaunchError(f"{name} stopped the run before {what}.")
+    error.exit_code = 128 + signal.Signals[name]
+    return error
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Exit code of a command that ends with this error."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    code = getattr(error, "code", None) if isinstance(error, SystemExit) else getattr(error, "exit_code", None)
+    return code if isinstance(code, int) else 0 if isinstance(error, SystemExit) and code is None else 1

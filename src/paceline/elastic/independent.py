@@ -13,28 +13,21 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.elastic.failure import ended_early, killed, shortened
-from paceline.elastic.hosts.remote import RemoteRank
+from paceline.elastic.failure import ended_early, shortened
 from paceline.elastic.membership import announce, noted
-from paceline.elastic.recovery import StoppedRanks, kill_hung, most_losses
-from paceline.elastic.scaling import about_to_leave, all_take_part, named
+from paceline.elastic.ranks import Rank, Ranks
+from paceline.elastic.recovery import Losses, about_to_leave, all_take_part, cannot_shrink, most_losses, named
 from paceline.errors import LaunchError
 from paceline.generation import Generation
-from paceline.wire.status import RankStatus
-
-if TYPE_CHECKING:
-    from paceline.elastic.attempt import Attempt
-    from paceline.elastic.started import StartedRank
-
 
 LEAVE = signal.SIGUSR1  # has the first rank of a worker end it after its piece
 # time for the other ranks of a lost worker to end by SIGKILL, and for other workers to end after the first has ended
 _ENDED_WITHIN_S = 5.0
 
 
-class Independent:
+class Independent(Losses):
     """Losses of one attempt's ranks.
 
     A worker other than the first is left out if it was lost too often, and the others take its pieces. A process of a
@@ -51,28 +44,30 @@ class Independent:
         LaunchError: a host has not come yet, without which the run cannot begin.
     """
 
-    def __init__(self, attempt: Attempt, workers: int, size: int, copies: int) -> None:
-        self.attempt, self.workers, self.size, self.copies = attempt, workers, size, copies
+    def __init__(self, ranks: Ranks, workers: int, size: int, copies: int) -> None:
+        super().__init__(ranks)
+        self.workers, self.size, self.copies = workers, size, copies
         self._most = most_losses()
         # by the first rank of a worker, or a server's only one
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
         self._out: set[int] = set()  # workers and servers that are not there, by their first rank
-        self._away: dict[int, list[int]] = {}  # those of them to start when their host is back, by its number
         self._generation = Generation(-1, ())
         self._leaving: set[int] = set()
-        self._why: dict[int, str] = {}
-        self._stopped = StoppedRanks(attempt)
         self._done_at = math.inf  # when the end of the first worker was noticed
-        self.hurries = True
         self._begin_without_absent()
+
+    @property
+    def hurries(self) -> bool:
+        """True while a rank starts."""
+        return any(status.phase == "starting" for status in self.ranks.board.read())
 
     @property
     def too_few(self) -> str | None:
         """Error text that ends the run; None unless a worker ended too early."""
-        board, ranks = self.attempt.board.read(), self.attempt.ranks
+        board, ranks = self.ranks.board.read(), self.ranks
         workers = [n for n in range(self.workers * self.size) if self._first_of(n) not in self._out]
         early = [n for n in workers if ranks[n].code == 0 and board[n].phase != "done"]
-        return f"{ended_early(self.attempt.ends()[early[0]])} The ranks were stopped." if early else None
+        return f"{ended_early(self.ranks.ends()[early[0]])} The ranks were stopped." if early else None
 
     @property
     def counted(self) -> Sequence[int]:
@@ -82,35 +77,21 @@ class Independent:
         """
         if self._first_has_ended:
             return self._numbers_of(0)
-        return [number for number in range(self.attempt.setting.ranks) if self._first_of(number) not in self._out]
+        return [number for number in range(self.ranks.setting.ranks) if self._first_of(number) not in self._out]
 
     def turn(self) -> bool:
         """Start lost ranks again; True once the run is done."""
-        attempt = self.attempt
         self._note_hosts()
         self._note_left()
         self._announce()
         if self._is_done():
-            attempt.end_others()
+            self.ranks.kill_all()
             return True
         self._end_stopped()
         for first in {self._first_of(number) for number in self.counted}:
             if lost := [number for number in self._numbers_of(first) if self._is_lost(number)]:
                 self._replace(lost[0])
-        self.hurries = any(status.phase == "starting" for status in attempt.board.read())
         return False
-
-    def end(self, hung: Sequence[RankStatus]) -> bool:
-        """Kill ranks that hang, for others to start in their place."""
-        self.attempt.ask_for_stacks({status.rank for status in hung})
-        for status in hung:
-            self._why[status.rank] = kill_hung(self.attempt, status.rank)
-        return True
-
-    @property
-    def scaling(self) -> Independent:
-        """Methods `shrink` and `grow` for `paceline scale`."""
-        return self
 
     def shrink(self) -> str:
         """Have the last worker leave after its piece.
@@ -122,14 +103,12 @@ class Independent:
             raise about_to_leave({number for first in self._leaving for number in self._numbers_of(first)})
         workers = [first for first in self._firsts[1:] if all(rank.code is None for rank in self._ranks_of(first))]
         if not workers:
-            raise LaunchError(
-                "one worker takes part, and a run cannot be smaller. Ctrl-C, or `paceline cancel`, saves and ends it."
-            )
-        first, board = workers[-1], self.attempt.board.read()
+            raise cannot_shrink("worker")
+        first, board = workers[-1], self.ranks.board.read()
         if any(board[rank.number].phase == "starting" for rank in self._ranks_of(first)):
             raise LaunchError(f"{named(self._numbers_of(first))}: still starting. Ask again in a moment.")
         self._leaving.add(first)
-        self.attempt.ranks[first].signal(LEAVE)
+        self.ranks[first].signal(LEAVE)
         return f"{named(self._numbers_of(first))} will leave after this piece; the others go on"
 
     def grow(self) -> str:
@@ -139,11 +118,11 @@ class Independent:
             LaunchError: all take part, or are awaited.
         """
         ended = [first for first in self._firsts[1:] if all(rank.code is not None for rank in self._ranks_of(first))]
-        out = [first for first in ended if not self._is_away(first)]
+        # of a worker that is away, a host is lost
+        out = [first for first in ended if not any(map(self.ranks.is_away, self._numbers_of(first)))]
         if not out:
             if ended:
-                if hosts := ", ".join(str(number) for number, firsts in sorted(self._away.items()) if firsts):
-                    raise LaunchError(f"host number {hosts} may come at any time: start the same command there")
+                self._must_not_be_awaited()
                 raise LaunchError(
                     f"the host of {named(ended)} was lost too often, and is left out. To have it back, end the run "
                     "(Ctrl-C saves), and go on with --resume."
@@ -163,9 +142,9 @@ class Independent:
 
     def _begin_without_absent(self) -> None:
         """Begin without the hosts that have not come yet."""
-        remote = self.attempt.remote
+        remote = self.ranks.remote
         for link in remote.spared if remote else ():
-            places = enumerate(self.attempt.setting.places)
+            places = enumerate(self.ranks.setting.places)
             numbers = [number for number, place in places if place.number == link.number]
             if not self._can_go(numbers):
                 raise LaunchError(
@@ -178,8 +157,8 @@ class Independent:
 
     def _note_hosts(self) -> None:
         """Go on without lost hosts, and start the ranks of those that are back."""
-        remote = self.attempt.remote
-        if remote is None or self.attempt.signals.first is not None:
+        remote = self.ranks.remote
+        if remote is None or self.ending:
             return
         for link, numbers, why in remote.spare(self._can_go):
             there, now = {self._first_of(number) for number in numbers}, time.monotonic()
@@ -193,14 +172,12 @@ class Independent:
                 # workers of which another host is lost already
                 needed=any(there & set(firsts) for firsts in self._away.values()),
             )
-            revived = again and remote.hosts.returns is not None and remote.hosts.returns.revives
-            told = {"ranks": numbers, "reason": why, "again": again, "waits_s": None, "revived": revived}
-            self._tell("host_lost", host=link.name, number=link.number, alone=True, **told)
+            self._tell_host_lost(link, numbers, why, again=again, alone=True)
         for link in remote.returned():
             firsts = [first for first in self._away.pop(link.number, []) if not self._waits_for_another(first)]
             self._out.difference_update(firsts)
             numbers = [number for first in firsts for number in self._numbers_of(first)]
-            self._tell("host_back", host=link.name, number=link.number, ranks=numbers)
+            self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             for first in firsts:
                 with suppress(LaunchError):  # the next turn starts it again, or leaves it out
                     self._start(first)
@@ -227,12 +204,12 @@ class Independent:
         There are two exceptions, which apply until the run ends. If all ranks are stopped, none is killed: somebody
         suspended the whole run. A server's process is killed only if another process of that server runs.
         """
-        alive = [number for number in self.counted if self.attempt.ranks[number].code is None]
-        late, ending = self._stopped.too_long(alive), self.attempt.signals.first is not None
-        held = {number for number in self._stopped.now if not self._works(number)}
-        for number in late if ending or len(self._stopped.now) < len(alive) else ():
+        alive = [number for number in self.counted if self.ranks[number].code is None]
+        late, ending = self.ranks.stopped_too_long(alive), self.ending
+        held = {number for number in self.ranks.stopped_now if not self._works(number)}
+        for number in late if ending or len(self.ranks.stopped_now) < len(alive) else ():
             if ending or self._works(number) or self._serves_without(held):
-                self._why[number] = kill_hung(self.attempt, number)
+                self._why[number] = self.ranks.kill_hung(number)
 
     def _can_go(self, numbers: Sequence[int]) -> bool:
         """True if the run goes on without these ranks.
@@ -245,7 +222,7 @@ class Independent:
     def _serves_without(self, gone: Set[int]) -> bool:
         """True if each server has a process that is not in `gone`."""
         begin, gone = self.workers * self.size, self._out | gone
-        servers = (range(part, part + self.copies) for part in range(begin, self.attempt.setting.ranks, self.copies))
+        servers = (range(part, part + self.copies) for part in range(begin, self.ranks.setting.ranks, self.copies))
         return not any(gone.issuperset(server) for server in servers)
 
     def _await(self, host: int, firsts: Sequence[int], *, needed: bool = False) -> bool:
@@ -253,8 +230,8 @@ class Independent:
 
         False where it may not come again.
         """
-        assert self.attempt.remote is not None
-        comes = self.attempt.remote.expect(host, again=bool(firsts) or needed)
+        assert self.ranks.remote is not None
+        comes = self.ranks.remote.expect(host, again=bool(firsts) or needed)
         self._away[host] = list(firsts) if comes else []
         return comes
 
@@ -263,28 +240,22 @@ class Independent:
 
         It is started when that one is back.
         """
-        remote, places = self.attempt.remote, self.attempt.setting.places
+        remote, places = self.ranks.remote, self.ranks.setting.places
         lost = {link.number for link in remote.links if link.lost is not None} if remote else set()
         others = sorted(lost & {places[number].number for number in self._numbers_of(first)})
         if others:
             self._away.setdefault(others[0], []).append(first)
         return bool(others)
 
-    def _is_away(self, first: int) -> bool:
-        """True for a worker of which a host is lost."""
-        return any(isinstance(rank, RemoteRank) and rank.link.lost is not None for rank in self._ranks_of(first))
-
     def _announce(self) -> None:
         """Tell the servers who takes part, where that has changed."""
-        members = tuple(
-            number for number in range(self.attempt.setting.ranks) if self._first_of(number) not in self._out
-        )
+        members = tuple(number for number in range(self.ranks.setting.ranks) if self._first_of(number) not in self._out)
         if members == self._generation.members:
             return
         self._generation = Generation(self._generation.number + 1, members)
-        announce(self.attempt.board, self.attempt.folder, self._generation, self._generation)
-        if self.attempt.remote:
-            self.attempt.remote.announce(self._generation, self._generation)
+        announce(self.ranks.board, self.ranks.folder, self._generation, self._generation)
+        if self.ranks.remote:
+            self.ranks.remote.announce(self._generation, self._generation)
 
     def _note_left(self) -> None:
         """Tell of workers that have left as they were asked to.
@@ -303,24 +274,22 @@ class Independent:
                 self._tell_scaled(-1, first)
 
     def _tell_scaled(self, by: int, first: int) -> None:
-        self._tell("scaled", by=by, ranks=self._numbers_of(first), host=None)
+        self.tell("scaled", by=by, ranks=self._numbers_of(first), host=None)
 
-    def _tell(self, event: str, **details: Any) -> None:
-        if self.attempt.on_event:
-            self.attempt.on_event(event, {**details, "generation": 0})
+    def tell(self, event: str, **details: Any) -> None:
+        """See `Losses`. The record counts one generation."""
+        self.ranks.tell(event, {**details, "generation": 0})
 
     def _replace(self, number: int) -> None:
         """Start a lost rank again, with the other ranks of its worker.
 
         The rank is left out if it was lost too often, or if the run is ending.
         """
-        first, end, ending = self._first_of(number), self.attempt.ends()[number], self.attempt.signals.first is not None
+        first, end, ending = self._first_of(number), self.ranks.ends()[number], self.ending
         spared = self._can_go(self._numbers_of(first))
         if ending and not spared:
             return  # the attempt ends, as the rank stays lost
-        why = self._why.pop(number, None) or killed(
-            end, self.attempt.new_oom_kills(end), serves=not self._works(number)
-        )
+        why = self._reason(end, serves=not self._works(number))
         self._kill_rest(first)
         again = noted(self._losses[first], time.monotonic()) <= self._most and not ending
         if again:
@@ -333,7 +302,7 @@ class Independent:
         waiting = [rank for rank in self._numbers_of(first) if rank != number]
         told = {"rank": number, "waiting": waiting, "reason": why, "stack": shortened(end.stack), "again": again}
         if end.code != -signal.SIGTERM or not ending:  # else it was starting, and SIGTERM ended it as intended
-            self._tell("lost", ends=not again and not spared, ending=ending, waits=False, alone=True, **told)
+            self.tell("lost", ends=not again and not spared, ending=ending, waits=False, alone=True, **told)
 
     def _start(self, first: int) -> None:
         """Start all ranks of a worker, or a server, again.
@@ -343,7 +312,7 @@ class Independent:
         """
         try:
             for number in self._numbers_of(first):
-                self.attempt.start_again(number)
+                self.ranks.start_again(number)
         except LaunchError:
             self._kill_rest(first)
             raise
@@ -353,15 +322,12 @@ class Independent:
         for rank in self._ranks_of(first):
             if rank.code is None:
                 rank.kill()
-        self.attempt.wait_for_ends(self._numbers_of(first), _ENDED_WITHIN_S)
+        self.ranks.wait_for_ends(self._numbers_of(first), _ENDED_WITHIN_S)
         for rank in self._ranks_of(first):
             rank.record.unlink(missing_ok=True)
 
     def _is_lost(self, number: int) -> bool:
-        rank = self.attempt.ranks[number]
-        if isinstance(rank, RemoteRank) and rank.link.lost is not None:
-            return False  # its host is
-        return rank.code is not None and rank.code < 0 and not rank.record.exists()
+        return self.ranks.was_killed(number) and not self.ranks.is_away(number)  # then its host is lost
 
     @property
     def _firsts(self) -> range:
@@ -378,5 +344,5 @@ class Independent:
     def _numbers_of(self, first: int) -> list[int]:
         return list(range(first, first + (self.size if self._works(first) else 1)))
 
-    def _ranks_of(self, first: int) -> list[StartedRank | RemoteRank]:
-        return [self.attempt.ranks[number] for number in self._numbers_of(first)]
+    def _ranks_of(self, first: int) -> list[Rank]:
+        return [self.ranks[number] for number in self._numbers_of(first)]

@@ -1,24 +1,23 @@
-"""Places of ranks and their rendezvous: this machine, or the hosts emulated on it."""
+"""Places of ranks and their rendezvous, and which runs recover in place."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.emulate import EmulatedHost, Emulation, LinkBytes
-from paceline.cluster.machine import interface_of
+from paceline.cluster.emulate import EmulatedHost
 from paceline.cluster.network import inside
-from paceline.elastic.hosts.emulated import host_processes
-from paceline.elastic.hosts.hosts import Hosts, current_hosts
+from paceline.device import CPU
 from paceline.errors import LaunchError
+from paceline.job.job import Job
 from paceline.planning.plan import Plan, cores_of
-from paceline.planning.sync_info import ServerProcesses
+from paceline.planning.sync_info import RULES, ServerProcesses, SyncSpec
 from paceline.rank_environment import RankEnvironment
 from paceline.wire.key import RunKey, key_descriptor, name_of, own_key
 from paceline.wire.store import StoreServer
@@ -72,32 +71,6 @@ class RankPlace:
         return inside(self.host.namespace, lambda: listen(port, backlog, self.address))
 
 
-@contextmanager
-def places_on(
-    cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None
-) -> Iterator[list[RankPlace]]:
-    """Places of `ranks` ranks on a cluster; emulated hosts are up within the context.
-
-    Args:
-        on_end: called at the end, however it comes, with what the links of emulated hosts have carried, by host.
-
-    Raises:
-        ClusterError: the hosts cannot be emulated here.
-        LaunchError: their host processes cannot be started.
-    """
-    if cluster.emulate is None:
-        hosts = current_hosts()
-        yield on_this_machine(ranks) if hosts is None else on_these_hosts(hosts, cluster, ranks)
-        return
-    with Emulation(cluster.emulate) as emulation:
-        try:
-            with host_processes(cluster, emulation.hosts):
-                yield on_hosts(emulation.hosts, cluster.ranks_per_host(ranks))
-        finally:
-            if on_end:
-                on_end(emulation.carried())
-
-
 def cores_on(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
     """Cores of each rank of a plan that pins them; None for another."""
     if not plan.pin:
@@ -123,32 +96,6 @@ def with_servers(places: list[RankPlace], plan: Plan) -> list[RankPlace]:
 def on_this_machine(ranks: int) -> list[RankPlace]:
     """All ranks on this machine, where they meet on loopback."""
     return [RankPlace(rank, ranks) for rank in range(ranks)]
-
-
-def on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlace]:
-    """Places of ranks on the hosts of this run, filled in their order.
-
-    Raises:
-        LaunchError: rank 0 would not be on host 0.
-    """
-    per_host = cluster.ranks_per_host(ranks)
-    if not per_host[0]:
-        raise LaunchError(
-            f"host 0 ({cluster.hosts[0].name}) has no accelerator, and others have: rank 0 runs on host 0. Start the "
-            "hosts in another order, or without that one."
-        )
-    return [
-        RankPlace(
-            rank,
-            count,
-            hosts.address_of(number),
-            interface_of(hosts.address_of(0)) or "lo",  # each host puts its own there
-            number=number,
-            host_name=cluster.hosts[number].name,
-        )
-        for number, count in enumerate(per_host)
-        for rank in range(count)
-    ]
 
 
 def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[RankPlace]:
@@ -214,12 +161,15 @@ class Rendezvous:
 
 
 @contextmanager
-def rendezvous(places: Sequence[RankPlace], folder: Path, port: int | None) -> Iterator[Rendezvous]:
+def rendezvous(
+    places: Sequence[RankPlace], folder: Path, port: int | None, key: RunKey | None = None
+) -> Iterator[Rendezvous]:
     """A store for ranks in these places, up within the context.
 
     Args:
         folder: the launcher's private one.
         port: between hosts; None takes a free one.
+        key: of the run; None takes this process's own, or makes one.
 
     Raises:
         LaunchError: it cannot be served.
@@ -231,8 +181,7 @@ def rendezvous(places: Sequence[RankPlace], folder: Path, port: int | None) -> I
         finally:
             server.close()
         return
-    hosts = current_hosts()
-    key = hosts.key if hosts else own_key() or RunKey.make()
+    key = key or own_key() or RunKey.make()
     server = StoreServer(key, places[0].listen(port, backlog=max(128, 2 * len(places))))
     descriptor = key_descriptor(key)
     try:
@@ -245,3 +194,44 @@ def rendezvous(places: Sequence[RankPlace], folder: Path, port: int | None) -> I
 def on_one_host(places: Sequence[RankPlace]) -> bool:
     """True if all ranks are on this machine as it is."""
     return all(place.host is None and place.number == 0 for place in places)
+
+
+RECOVERY = "PACELINE_RECOVERY"  # set to off: every loss of a rank stops all of them
+# for messages: which plans `recovers_in_place`
+NEEDS = "CPUs, dp of at least 2 or copies in memory, and no division under a rule with local steps"
+
+
+def recovery_is_on() -> bool:
+    """True unless the user has turned recovery off.
+
+    Raises:
+        LaunchError: `PACELINE_RECOVERY` is neither on nor off.
+    """
+    wanted = os.environ.get(RECOVERY, "on")
+    if wanted not in ("on", "off"):
+        raise LaunchError(f"{RECOVERY}={wanted} is neither on nor off")
+    return wanted == "on"
+
+
+def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
+    """True if a lost rank is replaced while the others go on.
+
+    That is where there are several replicas, which are the same after every step or undivided under a rule of ours, or
+    one whose parts are copied to other ranks, our own transports are used (waits of torch's cannot be broken off), and
+    samples can be dealt to any number of replicas.
+
+    Raises:
+        LaunchError: `PACELINE_RECOVERY` is neither on nor off.
+    """
+    if not recovery_is_on():
+        return False
+    sync = SyncSpec.parse(plan.sync)
+    alike = not sync.info.local_steps or (sync.name in RULES.built_in and not plan.splits)
+    replicas = (plan.dp > 1 or is_mirrored(plan)) and alike
+    dealt = job.partition.weights is None and job.partition.kind != "hierarchical"
+    return replicas and dealt and plan.transport in ("auto", "shm", "tcp") and cluster.kind == CPU
+
+
+def is_mirrored(plan: Plan) -> bool:
+    """True if ranks keep copies of each other's state (`Mirror`): no other replica has it."""
+    return plan.dp == plan.cp == plan.ep == 1 and plan.ranks > 1

@@ -1,29 +1,41 @@
-"""One rank: a call of `pkg.mod:function` in a fork of the forkserver or an interpreter.
+"""What runs in a rank, and in the forkserver that forks ranks.
 
-It never outlives its launcher, and leaves an error as a record for the launcher, which shows the one that matters.
+A rank calls `pkg.mod:function`, in a fork of the forkserver or an interpreter. It never outlives its launcher, and
+leaves an error as a record for the launcher, which shows the one that matters.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
+import gc
+import importlib
+import io
 import logging
 import multiprocessing
 import os
+import resource
 import select
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NoReturn
 
+from paceline import device
 from paceline.cluster.emulate import enter_host
 from paceline.deferred_compiler import defer_compiler
 from paceline.elastic.failure import ErrorRecord, state_of
+from paceline.elastic.forkserver import DEFAULTS, FORKSERVER, Forkserver, receive, send, share
 from paceline.errors import ClusterError, on_failure
 from paceline.files import sockets_fit
 from paceline.job.spec import load_object
@@ -34,7 +46,10 @@ _EXIT_S = 10  # for the other threads of a launcher whose first one has ended
 
 
 def main() -> None:
-    """Be the rank that the environment names, in an interpreter that the launcher has started."""
+    """Be the forkserver, or the rank that the environment names, in a new interpreter."""
+    if sys.argv[1:2] == [FORKSERVER]:
+        be_forkserver(sys.argv[2:])
+        return
     environment = RankEnvironment.from_env()
     assert environment.launcher is not None
     held = [*environment.inherited_fds, *([] if environment.key_fd is None else [environment.key_fd])]
@@ -151,6 +166,275 @@ def _leave(error: BaseException, path: Path, launcher: _Launcher, code: int) -> 
             continue  # whoever read it has gone
     launcher.clean_up()
     os._exit(code)
+
+
+_IMPORTS = ("paceline.run.loop", "paceline.elastic.run_on_ranks")  # what every rank needs
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A rank to become, as the launcher orders it.
+
+    Attributes:
+        folder: the launcher's current one; `limits` of resources and `cores` are the launcher's as well.
+        descriptors: for stdout, stderr, torch's store where the rank serves it, the run's key, and those to hold.
+        forkserver: process id of the forkserver.
+    """
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    serves: bool
+    has_key: bool
+    limits: dict[str, tuple[int, int]]
+    cores: list[int]
+    descriptors: list[int]
+    forkserver: int
+
+
+def be_forkserver(arguments: list[str]) -> None:
+    """Import, and fork on order: `DESCRIPTOR LAUNCHER DIES_WITH_ITS_THREAD`.
+
+    Returns in ranks only, when they have done their work.
+    """
+    # A scheduler signals every process of a run: the launcher says what is to end, and with it this one does.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    descriptor, launcher, dies_with_thread = map(int, arguments)
+    if dies_with_thread:  # also while it imports
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        watch = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        return
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)
+    defer_compiler()
+    _serve(channel, launcher, watch, lambda: _imported(_IMPORTS, needed=True))
+
+
+def split_off() -> None:
+    """Have a copy of this process be the forkserver of the ranks that it starts.
+
+    It was forked from a forkserver itself, and has started no thread that a fork could disturb.
+    """
+    _call_the_process("paceline host process")
+    share(Forkserver({**DEFAULTS, **os.environ}, _copy))
+
+
+def _copy(ours: socket.socket, channel: socket.socket) -> _Child:
+    """Fork a forkserver that obeys what comes on `channel`."""
+    launcher = os.getpid()
+    if (pid := os.fork()) == 0:
+        ours.close()
+        os.setsid()
+        be_a_copy(channel, launcher)
+    return _Child(pid)
+
+
+def be_a_copy(channel: socket.socket, launcher: int) -> NoReturn:
+    """Be a forkserver that obeys its parent, the launcher; in a fork of a forkserver."""
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        watch = os.pidfd_open(launcher)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _call_the_process("paceline forkserver")
+        _serve(channel, launcher, watch, _unfit)
+    except BaseException:  # noqa: BLE001 - nothing of it is for the code that was forked
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+class _Child:
+    """A forked process, with the methods of a `Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Exit code; None while it runs."""
+        if self._code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            self.wait()
+        return self._code
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Exit code, once it has ended."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+
+def _imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
+    """Import what ranks need. Returns why no rank may be forked from this process.
+
+    What cannot be imported, the ranks will meet and show; if all need it, they do so as interpreters.
+    """
+    gc.disable()
+    try:
+        for name in modules:
+            with nullcontext() if needed else suppress(Exception):
+                importlib.import_module(name)
+    except Exception:  # noqa: BLE001 - the ranks will meet it, and show it
+        return traceback.format_exc()
+    finally:
+        gc.enable()
+    gc.collect()
+    # Ranks neither collect nor finalize what was imported: they share its memory, and would copy it.
+    gc.freeze()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    return _unfit()
+
+
+def _unfit() -> str | None:
+    """Reason why no rank may be forked from this process; None where there is none."""
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        return f"something that is imported has started {threads - 1} threads"
+    if device.is_started():
+        return "something that is imported has started an accelerator, which no fork survives"
+    return None
+
+
+def _serve(channel: socket.socket, launcher: int, watch: int, ready: Callable[[], str | None]) -> None:
+    """Tell the launcher whether ranks can be forked here, and fork on its orders.
+
+    Returns when the launcher is gone; and in ranks, when they have done their work.
+    """
+    if os.getppid() == launcher:
+        send(channel, {"unfit": ready()})
+        order = _fork_on_order(channel, watch)
+        if order is not None:
+            _become(order, watch)
+
+
+def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
+    """Obey until the launcher is gone; then None. In a rank: what it is to be."""
+    forkserver = os.getpid()
+    while True:
+        ready, _, _ = select.select([channel.fileno(), watch], [], [])
+        if watch in ready:
+            return None
+        try:
+            message, descriptors = receive(channel)
+        except ConnectionResetError:  # the launcher ended with an answer unread
+            return None
+        if message is None:
+            return None
+        do = message.pop("do")
+        if do == "import":
+            send(channel, {"unfit": _imported(message["modules"])})
+            continue
+        if do == "wait":
+            send(channel, _end_of(message["pid"]))
+            continue
+        try:
+            pid = os.fork()
+        except OSError as error:  # the limit of processes is reached, or memory is short
+            answer: dict[str, Any] = {"error": str(error)}
+        else:
+            answer = {"pid": pid}
+            if pid == 0:
+                channel.close()
+                return _Order(**message, descriptors=descriptors, forkserver=forkserver)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        send(channel, answer)
+
+
+def _end_of(pid: int) -> dict[str, Any]:
+    """Wait for the end of a rank, and return the answer to the launcher."""
+    try:
+        return {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
+    except ChildProcessError:
+        return {"error": f"process {pid} is no rank that was forked here, or its exit code was read before"}
+
+
+def _become(order: _Order, watch: int) -> None:
+    """Be the rank, in this fresh fork."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setsid()  # the terminal's Ctrl-C is for the launcher, which forwards it once
+    out, err, *others = order.descriptors
+    for descriptor, standard in ((out, 1), (err, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    told = RankEnvironment.from_env(order.environment)
+    # they have other numbers here
+    environment = replace(
+        told,
+        store_fd=others.pop(0) if order.serves else None,
+        key_fd=others.pop(0) if order.has_key else None,
+        inherited_fds=(),
+    )
+    os.environ.clear()
+    os.environ.update({name: value for name, value in order.environment.items() if name not in environment.names()})
+    os.environ.update(environment.to_env())
+    sys.argv[1:] = order.arguments
+    _call_the_process(f"paceline rank {environment.rank} of {environment.world_size}")
+    for name, limit in order.limits.items():
+        resource.setrlimit(getattr(resource, name), limit)
+    os.sched_setaffinity(0, order.cores)
+    run(
+        order.arguments,
+        environment,
+        order.forkserver,
+        watch,
+        prepare=lambda: _settle(order.folder, environment.threads),
+    )
+    _end()
+
+
+def _end() -> NoReturn:
+    """End as an interpreter does, but keep modules, whose teardown copies shared memory."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons, and asks executors to end
+    atexit._run_exitfuncs()  # as multiprocessing does in its forks
+    for file in gc.get_objects():  # without what the forkserver froze
+        if issubclass(type(file), io.IOBase):
+            with suppress(OSError, ValueError):  # closed, not to be written, or whoever read it has gone
+                file.flush()
+    os._exit(0)
+
+
+def _call_the_process(title: str) -> None:
+    """Show a title in `ps` and `top`, instead of the forkserver's command line."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # of the arguments; fields 48 and 49 of the file, counted from 1
+    ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+def _settle(folder: str, threads: int | None) -> None:
+    """Set what a new interpreter has of its own: import folder, threads, random numbers."""
+    start = str(Path.cwd())
+    os.chdir(folder)
+    if start in sys.path[:1]:
+        sys.path[0] = folder
+    importlib.invalidate_caches()
+    torch: Any = sys.modules["torch"]
+    if threads is not None:
+        torch.set_num_threads(threads)
+        if threads > 1:
+            _set_threads_of_numpy(threads)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's own random does that by itself
+
+
+def _set_threads_of_numpy(threads: int) -> None:
+    """Set the threads of numpy's OpenBLAS, which was loaded with a single one."""
+    files = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "openblas" in line.rpartition("/")[2]
+    }
+    names = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
+    for library in map(ctypes.CDLL, files):
+        for name in names:
+            if hasattr(library, name):
+                getattr(library, name)(threads)
 
 
 if __name__ == "__main__":

@@ -1,53 +1,144 @@
-"""Recovery of an attempt while it runs: lost ranks are replaced.
+"""Recovery of an attempt while it runs, and changes of its size.
 
-`membership.py` decides; here its decisions meet processes, the status board and other hosts.
+Lost ranks are replaced, and `paceline scale` makes the run larger or smaller.
+`membership.py` decides; here its decisions meet processes, the status board and other hosts. `independent.py` does the
+same for ranks that no group joins. Requests to scale are files in the run's directory, where only its owner can write.
+The launcher takes one, and answers in a file beside it.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import secrets
 import time
-from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-from paceline.elastic.failure import hang, killed, shortened
-from paceline.elastic.hosts.hosts import WAIT, hosts_wait_s
-from paceline.elastic.hosts.link import AbsentLink
+import msgspec
+
+from paceline.elastic.failure import RankEnd, killed, shortened
+from paceline.elastic.hosts.hosts import WAIT, RemoteRanks, hosts_wait_s
+from paceline.elastic.hosts.link import AbsentLink, Link
 from paceline.elastic.hosts.messages import Past
-from paceline.elastic.hosts.remote import RemoteRank, RemoteRanks
 from paceline.elastic.membership import MOST_LOSSES, Membership, announce
-from paceline.elastic.scaling import Scaling
+from paceline.elastic.place import NEEDS
+from paceline.elastic.ranks import Ranks
 from paceline.errors import LaunchError
+from paceline.files import read_text, write_whole
 from paceline.generation import Generation
 from paceline.units import count
 from paceline.wire.status import RankStatus
 
-if TYPE_CHECKING:
-    from paceline.elastic.attempt import Attempt
-
 LOSSES = "PACELINE_LOSSES_PER_HOUR"  # of one rank, which is left out then
-STOPPED_S = 5.0  # a rank that SIGSTOP holds for so long is taken for lost
+_NAME, _LIMIT = "scale-", 4096  # of the files of a request
+_LOOK_S = 0.1
 
 
-class Recovery:
+class Losses(ABC):
+    """What an attempt does about lost ranks. `Recovery` and `Independent` differ in who goes on without whom."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._why: dict[int, str] = {}  # a rank that was killed here had been hung
+        self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
+
+    @property
+    @abstractmethod
+    def hurries(self) -> bool:
+        """True while others wait for ranks that are on their way."""
+
+    @property
+    @abstractmethod
+    def too_few(self) -> str | None:
+        """Sentence that ends the run; None while it can go on."""
+
+    @property
+    @abstractmethod
+    def counted(self) -> Sequence[int]:
+        """Ranks whose failure is the attempt's."""
+
+    @abstractmethod
+    def turn(self) -> bool:
+        """Act on what has happened since the last turn; True once all is done.
+
+        A rank that raised is no loss: the others would raise the same.
+        """
+
+    @abstractmethod
+    def shrink(self) -> str:
+        """Have a part of the run leave after a step.
+
+        Raises:
+            LaunchError: none can.
+        """
+
+    @abstractmethod
+    def grow(self) -> str:
+        """Start a part of the run that was left out, or expect its host.
+
+        Raises:
+            LaunchError: all take part or are awaited, or a rank could not be started.
+        """
+
+    def end(self, hung: Sequence[RankStatus]) -> bool:
+        """Kill ranks that hang, for others to start in their place; True if killed."""
+        self.ranks.ask_for_stacks({status.rank for status in hung})
+        for status in hung:
+            self._why[status.rank] = self.ranks.kill_hung(status.rank)
+        return True
+
+    @property
+    def ending(self) -> bool:
+        """True once a signal has asked for the end of the run."""
+        return self.ranks.signals.first is not None
+
+    def _reason(self, end: RankEnd, *, serves: bool = False) -> str:
+        """Sentence about a lost rank."""
+        number = end.status.rank
+        if (why := self._why.pop(number, None)) is not None:
+            return why
+        if end.code is not None and end.code < 0:
+            return killed(end, self.ranks.new_oom_kills(end), serves=serves)
+        return f"rank {number} failed"
+
+    def _tell_host_lost(
+        self, link: Link, numbers: list[int], why: str, *, again: bool, waits_s: float | None = None, **more: Any
+    ) -> None:
+        returns = self.ranks.remote.hosts.returns if self.ranks.remote else None
+        told = {"host": link.name, "number": link.number, "ranks": numbers, "reason": why, "again": again}
+        revived = again and returns is not None and returns.revives
+        self.tell("host_lost", **told, waits_s=waits_s, revived=revived, **more)
+
+    @abstractmethod
+    def tell(self, event: str, **details: Any) -> None:
+        """Tell of an event, with the generation."""
+
+    def _must_not_be_awaited(self) -> None:
+        """Raise LaunchError where a host that can make the run larger may come by itself."""
+        if hosts := ", ".join(str(number) for number, ranks in sorted(self._away.items()) if ranks):
+            raise LaunchError(f"host number {hosts} may come at any time: start the same command there")
+
+
+class Recovery(Losses):
     """Generations of one attempt.
 
     Args:
-        generation: that has begun already; None begins with all ranks.
+        generation: that ranks have begun already that other hosts have kept; None begins with all ranks.
     """
 
-    def __init__(self, attempt: Attempt, generation: Generation | None = None) -> None:
-        self.attempt = attempt
-        self.membership = Membership(attempt.setting.ranks, most_losses(), attempt.setting.replica_ranks)
-        self.meets = True  # some ranks are on their way to the newest generation
+    def __init__(self, ranks: Ranks, generation: Generation | None = None) -> None:
+        super().__init__(ranks)
+        self.membership = Membership(ranks.setting.ranks, most_losses(), ranks.setting.replica_ranks)
+        self._meets = True  # some ranks are on their way to the newest generation
         self._announced = -1, -1
         self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
-        self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
-        self._why: dict[int, str] = {}  # a rank that was killed here had been hung
-        self._stopped = StoppedRanks(attempt)
         self._nobody_since = math.inf
-        self.scaling = Scaling(self)
+        self._leaving: set[int] = set()  # ranks that take part until the end of a step
+        self._leaving_host: int | None = None  # of theirs, which leaves with them
         if generation is None:
             self._begin_without_absent()
         else:
@@ -57,7 +148,7 @@ class Recovery:
 
     def _begin_without_absent(self) -> None:
         """Begin without the ranks of hosts that have not come yet."""
-        remote = self.attempt.remote
+        remote = self.ranks.remote
         if remote is None or not remote.spared:
             return
         self._await_spared(remote)
@@ -65,12 +156,12 @@ class Recovery:
         if self.membership.hopeless:
             raise LaunchError(
                 f"this run cannot begin without {', '.join(link.who for link in remote.spared)}: no replica of its "
-                f"plan is whole, each has {self.attempt.setting.replica_ranks} ranks. Start more hosts."
+                f"plan is whole, each has {self.ranks.setting.replica_ranks} ranks. Start more hosts."
             )
 
     def _go_on_in(self, generation: Generation) -> None:
         """Go on with what another coordinator has noted."""
-        remote, membership = self.attempt.remote, self.membership
+        remote, membership = self.ranks.remote, self.membership
         assert remote is not None
         past = remote.hosts.past
         membership.current = generation
@@ -81,26 +172,28 @@ class Recovery:
         away = self._await_spared(remote)
         membership.left_out |= away
         membership.away |= away
+        for link in remote.links:
+            if link.held is None and link.lost is None:  # it had just come back: its ranks start once it is ready
+                there = self.ranks.on_host(link.number)
+                self._away[link.number] = sorted(there - membership.left_out)
+                self._handled |= there
+                membership.left_out |= there
 
     def _await_spared(self, remote: RemoteRanks) -> set[int]:
         """Await the hosts that are not there; returns ranks that are started when they come."""
         away = set()
         for link in remote.spared:
-            ranks = self.ranks_of(link.number)
-            self._handled |= ranks
-            self._away[link.number] = sorted(ranks - self.membership.left_out)
+            there = self.ranks.on_host(link.number)
+            self._handled |= there
+            self._away[link.number] = sorted(there - self.membership.left_out)
             if remote.expect(link.number, again=bool(self._away[link.number])):
                 away.update(self._away[link.number])
         return away
 
-    def ranks_of(self, host: int) -> set[int]:
-        """Ranks on a host, by number."""
-        return {rank for rank, place in enumerate(self.attempt.setting.places) if place.number == host}
-
     @property
     def hurries(self) -> bool:
         """True while others wait for ranks on their way to a generation, or stopped."""
-        return self.meets or bool(self._stopped.now)
+        return self._meets or bool(self.ranks.stopped_now)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -109,53 +202,34 @@ class Recovery:
 
     @property
     def counted(self) -> Sequence[int]:
-        """Ranks whose failure is the attempt's.
+        """Ranks that take part.
 
-        Those that take part, or all once no replica can be whole again, or the run is to end and nobody takes part.
+        All, once no replica can be whole again, or the run is to end and nobody takes part.
         """
-        nobody = not self.members and self.attempt.signals.first is not None
-        return range(self.attempt.setting.ranks) if self.membership.hopeless or nobody else self.members
-
-    def start_once_ready(self, number: int) -> None:
-        """Start the ranks of a host once that is ready."""
-        ranks = self.ranks_of(number)
-        self._away[number] = sorted(ranks - self.membership.left_out)
-        self._handled |= ranks
-        self.membership.left_out |= ranks
+        nobody = not self.members and self.ending
+        return range(self.ranks.setting.ranks) if self.membership.hopeless or nobody else self.members
 
     def turn(self) -> bool:
-        """Act on what has happened since the last turn; True once all is done.
-
-        A rank that raised is no loss: the others would raise the same.
-        """
-        attempt = self.attempt
-        codes = [attempt.ranks[number].code for number in self.members]
+        """See `Losses`."""
+        codes = [self.ranks[number].code for number in self.members]
         if codes and all(code == 0 for code in codes):
-            attempt.end_others()
+            self.ranks.kill_all()  # those that were yet to join
             return True
-        if attempt.signals.first is None and 0 not in codes:
+        if not self.ending and 0 not in codes:
             self._note_losses()
             self._start_on_returned()
         self._end_stopped()
         self._note()
-        self.scaling.turn()
+        self._end_left()
         self._end_wait()
         return False
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
-        """Kill ranks that hang; True if killed.
-
-        Not where some of every replica do, or all of the only one.
-        """
+        """See `Losses`. Not where some of every replica hang, or all of the only one."""
         numbers = {status.rank for status in hung}
-        one_replica = self.attempt.setting.replica_ranks == self.attempt.setting.ranks
+        one_replica = self.ranks.setting.replica_ranks == self.ranks.setting.ranks
         hit = {rank for number in numbers for rank in self.membership.replica_of(number)}
-        if set(self.members) <= (numbers if one_replica else hit):
-            return False
-        self.attempt.ask_for_stacks(numbers)
-        for number in numbers:
-            self._why[number] = kill_hung(self.attempt, number)
-        return True
+        return not set(self.members) <= (numbers if one_replica else hit) and super().end(hung)
 
     def _end_wait(self) -> None:
         """End a wait for hosts without which nobody goes on.
@@ -164,25 +238,24 @@ class Recovery:
         """
         now = time.monotonic()
         self._nobody_since = math.inf if self.members else min(self._nobody_since, now)
-        waited = self.attempt.signals.first is not None or now - self._nobody_since > hosts_wait_s()
+        waited = self.ending or now - self._nobody_since > hosts_wait_s()
         if waited and not self.members and self.membership.away:
             self.membership.away.clear()
-            if self.attempt.remote:
-                self.attempt.remote.spared.clear()
+            if self.ranks.remote:
+                self.ranks.remote.spared.clear()
 
     def _hold_if_too_few(self) -> None:
         """Let nobody go on while fewer hosts are there than the least."""
-        hosts = self.attempt.remote.hosts if self.attempt.remote else None
-        self.membership.held = hosts is not None and hosts.too_few
+        self.membership.held = self.ranks.remote is not None and self.ranks.remote.hosts.too_few
 
     @property
     def too_few(self) -> str | None:
         """Sentence that ends a run without enough hosts; None while some may come."""
         waits = self.membership.away or math.isinf(self._nobody_since)
-        if not self.membership.held or waits or self.attempt.signals.first is not None:
+        if not self.membership.held or waits or self.ending:
             return None
-        assert self.attempt.remote is not None
-        hosts = self.attempt.remote.hosts
+        assert self.ranks.remote is not None
+        hosts = self.ranks.remote.hosts
         came = [link for link in hosts.links if not isinstance(link, AbsentLink)]
         lost = ", ".join(link.who for link in came if link.lost is not None)
         return (
@@ -193,134 +266,96 @@ class Recovery:
 
     def _end_stopped(self) -> None:
         """Kill members that SIGSTOP holds for too long: the others would wait until their deadline."""
-        late, ending = self._stopped.too_long(self.members), self.attempt.signals.first is not None
-        for number in late if ending or len(self._stopped.now) < len(self.members) else ():
-            self._why[number] = kill_hung(self.attempt, number)
-
-    def _may_be_spared(self, number: int) -> bool:
-        """True if the run can go on without that rank."""
-        rank = self.attempt.ranks[number]
-        if number not in self.members or self.is_away(number):
-            return True
-        return rank.code is not None and rank.code < 0 and not rank.record.exists()
-
-    def is_away(self, number: int) -> bool:
-        """True for a rank whose host is lost."""
-        rank = self.attempt.ranks[number]
-        return isinstance(rank, RemoteRank) and rank.link.lost is not None
+        late = self.ranks.stopped_too_long(self.members)
+        for number in late if self.ending or len(self.ranks.stopped_now) < len(self.members) else ():
+            self._why[number] = self.ranks.kill_hung(number)
 
     def _note_losses(self) -> None:
         """Leave out ranks that have ended since the last turn, in one generation."""
-        attempt = self.attempt
-        hosts = attempt.remote.spare() if attempt.remote else []
-        ended = {rank.number for rank in attempt.ranks if rank.code is not None} - self._handled
-        lost = {number for number in ended if self._may_be_spared(number)}
+        ranks, remote, membership = self.ranks, self.ranks.remote, self.membership
+        hosts = remote.spare() if remote else []
+        ended = {rank.number for rank in ranks if rank.code is not None} - self._handled
+        lost = {n for n in ended if n not in self.members or ranks.is_away(n) or ranks.was_killed(n)}
         if not lost and not hosts:
             return
         coming = {number for link, _, _ in hosts for number in self._away.get(link.number, [])}  # not yet started
         self._hold_if_too_few()
-        again = self.membership.lost_together(lost | coming, time.monotonic())
+        again = membership.lost_together(lost | coming, time.monotonic())
         # before anything else: the others wait in vain until they are told
         self._announce()
         for link, numbers, why in hosts:
+            assert remote is not None
             self._handled.update(numbers)
             away = {*numbers, *self._away.get(link.number, [])}
             self._away[link.number] = sorted(away & again)
-            self.membership.left_out |= away  # until it is back
-            assert attempt.remote is not None
-            again_there = attempt.remote.expect(link.number, again=bool(away & again))
-            self.membership.away |= away & again if again_there else set()
-            goes_on = self.members or not (again_there or self.membership.hopeless)
-            waits_s = None if goes_on else hosts_wait_s() if again_there else 0.0
-            returns = attempt.remote.hosts.returns
-            told = {"ranks": numbers, "reason": why, "again": again_there, "waits_s": waits_s}
-            told["revived"] = again_there and returns is not None and returns.revives
-            self.tell("host_lost", host=link.name, number=link.number, **told)
+            membership.left_out |= away  # until it is back
+            comes = remote.expect(link.number, again=bool(away & again))
+            membership.away |= away & again if comes else set()
+            goes_on = self.members or not (comes or membership.hopeless)
+            waits_s = None if goes_on else hosts_wait_s() if comes else 0.0
+            self._tell_host_lost(link, numbers, why, again=comes, waits_s=waits_s)
         for number in sorted(lost - self._handled):
-            if number in self.scaling.leaving:
+            if number in self._leaving:
                 self._handled.add(number)
             else:
                 self._replace(number, again=number in again)
 
     def _start_on_returned(self) -> None:
         """Start the ranks of hosts that have come back."""
-        for link in self.attempt.remote.returned() if self.attempt.remote else ():
+        for link in self.ranks.remote.returned() if self.ranks.remote else ():
             numbers = self._away.pop(link.number, [])
             self.membership.left_out.difference_update(numbers)
             self.membership.away.difference_update(numbers)
             # a later coordinator is told with the event
             self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             self._hold_if_too_few()
-            self.start(numbers)
+            self._start(numbers)
 
-    def start(self, numbers: Sequence[int]) -> None:
+    def _start(self, numbers: Sequence[int]) -> None:
         """Start ranks whose processes have ended.
 
         Raises:
             LaunchError: a rank could not be started.
         """
         for number in numbers:
-            self.attempt.start_again(number)
+            self.ranks.start_again(number)
             self._handled.discard(number)
-
-    def forget(self, numbers: Sequence[int]) -> None:
-        """Take the ends of ranks for no losses."""
-        self._handled.update(numbers)
-
-    @property
-    def awaited(self) -> list[int]:
-        """Numbers of hosts that may come, and have not."""
-        return sorted(number for number, ranks in self._away.items() if ranks)
-
-    def await_host(self, number: int, ranks: Set[int]) -> None:
-        """Have the ranks of a host started when it comes."""
-        assert self.attempt.remote is not None
-        self._away[number] = sorted(ranks)
-        self.membership.left_out |= ranks
-        self.attempt.remote.expect(number, again=True)
 
     def _replace(self, number: int, *, again: bool) -> None:
         """Start a lost rank again, unless it is left out."""
-        end = self.attempt.ends()[number]
-        why = self._why.pop(number, None)
-        if why is None:
-            was_killed = end.code is not None and end.code < 0
-            why = killed(end, self.attempt.new_oom_kills(end)) if was_killed else f"rank {number} failed"
+        end = self.ranks.ends()[number]
+        why = self._reason(end)
         if again:
             try:
-                self.attempt.start_again(number)
+                self.ranks.start_again(number)
             except LaunchError as error:
                 again, why = False, f"{why}; {error}"
         if not again:
             self._handled.add(number)
             self.membership.left_out.add(number)
-        waiting = [n for n in self.membership.replica_of(number) if self.attempt.ranks[n].code is None and n != number]
+        waiting = [n for n in self.membership.replica_of(number) if self.ranks[n].code is None and n != number]
         told = {"reason": why, "stack": shortened(end.stack), "again": again, "waits": not self.members}
         self.tell("lost", rank=number, waiting=waiting, **told)
 
     def tell(self, event: str, **details: Any) -> None:
-        """Record an event, with the generation."""
-        if self.attempt.remote:
-            self.attempt.remote.hosts.past = self._past()
-        if self.attempt.on_event:
-            self.attempt.on_event(event, {**details, "generation": self.membership.current.number})
-
-    def _past(self) -> Past:
-        """Losses that a later coordinator has to know of."""
+        """See `Losses`. What a later coordinator has to know of losses is noted first."""
         membership = self.membership
-        out = membership.left_out.difference(*self._away.values())
-        return Past(membership.losses_before(time.monotonic()), sorted(out), sorted(membership.released))
+        if self.ranks.remote:
+            out = membership.left_out.difference(*self._away.values())
+            losses = membership.losses_before(time.monotonic())
+            self.ranks.remote.hosts.past = Past(losses, sorted(out), sorted(membership.released))
+        self.ranks.tell(event, {**details, "generation": membership.current.number})
 
     def _note(self) -> None:
         """Take in what the board shows."""
         membership, before = self.membership, self.membership.newest
-        alive = [status for status in self.attempt.board.read() if self.attempt.ranks[status.rank].code is None]
+        alive = [status for status in self.ranks.board.read() if self.ranks[status.rank].code is None]
         joining = {status.rank for status in alive if status.phase == "joining"}
         membership.note({status.rank: status.generation for status in alive}, joining)
-        self.meets = any(status.generation != membership.newest.number for status in alive)
+        self._meets = any(status.generation != membership.newest.number for status in alive)
         self._announce()
-        if (joined := set(membership.newest.members) - set(before.members)) and self.attempt.on_event:
-            self.attempt.on_event("joins", {"ranks": sorted(joined), "generation": membership.newest.number})
+        if joined := set(membership.newest.members) - set(before.members):
+            self.ranks.tell("joins", {"ranks": sorted(joined), "generation": membership.newest.number})
 
     def _announce(self) -> None:
         """Tell the ranks of the generations that are new."""
@@ -328,37 +363,74 @@ class Recovery:
         if (current.number, newest.number) == self._announced:
             return
         self._announced = current.number, newest.number
-        announce(self.attempt.board, self.attempt.folder, current, newest)
-        if self.attempt.remote:
-            self.attempt.remote.announce(current, newest)
+        announce(self.ranks.board, self.ranks.folder, current, newest)
+        if self.ranks.remote:
+            self.ranks.remote.announce(current, newest)
 
+    def shrink(self) -> str:
+        """See `Losses`: the last replica, or the last host."""
+        ranks, membership = self.ranks, self.membership
+        if self._leaving:
+            raise about_to_leave(self._leaving)
+        members = set(membership.newest.members)
+        # the last host with members; None where all are on this one
+        host = max((ranks.setting.places[rank].number for rank in members), default=0) or None
+        chosen = ranks.on_host(host) if host else membership.replica_of(max(members, default=0))
+        hosts = ranks.remote.hosts if ranks.remote else None
+        if host and hosts and hosts.there <= hosts.least:
+            raise LaunchError(f"{hosts.there} hosts are there, and this run goes on with {hosts.least} at least")
+        if not members - chosen:
+            raise cannot_shrink("replica")
+        if any(membership.replica_of(rank) - chosen for rank in chosen):
+            raise LaunchError(
+                "replicas of this plan lie on several hosts, so none can leave alone. End the run (Ctrl-C saves), and "
+                "go on with --resume and a smaller --plan."
+            )
+        self._leaving, self._leaving_host = chosen, host
+        membership.release(chosen)
+        who = f"host number {host} with its {named(chosen)}" if host else named(chosen)
+        return f"{who} leave{'s' * (host is not None or len(chosen) == 1)} after a step; the others go on"
 
-class StoppedRanks:
-    """Ranks that SIGSTOP holds.
+    def grow(self) -> str:
+        """See `Losses`."""
+        ranks, remote, membership = self.ranks, self.ranks.remote, self.membership
+        out = membership.left_out - self._leaving
+        out = {rank for rank in out if ranks[rank].code is not None and not ranks.is_away(rank)}
+        if out:
+            chosen = membership.replica_of(min(out)) & out
+            membership.take_back(chosen)
+            try:
+                self._start(sorted(chosen))
+            except LaunchError:
+                membership.left_out |= chosen
+                raise
+            self.tell("scaled", by=1, ranks=sorted(chosen), host=None)
+            return f"{named(chosen)} start{'s' * (len(chosen) == 1)}, and join{'s' * (len(chosen) == 1)} after a step"
+        if remote and (returns := remote.hosts.returns) and returns.left_out:
+            number = min(returns.left_out)
+            chosen = ranks.on_host(number)
+            membership.take_back(chosen)
+            self._away[number] = sorted(chosen)
+            membership.left_out |= chosen
+            remote.expect(number, again=True)
+            self.tell("scaled", by=1, ranks=sorted(chosen), host=number)
+            there = "" if returns.revives else ": start the same command there"
+            return f"host number {number} may come again{there}"
+        self._must_not_be_awaited()
+        raise all_take_part(ranks.setting.ranks, "ranks")
 
-    Attributes:
-        now: ranks that were stopped at the last look.
-    """
-
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
-        self.now: set[int] = set()
-        self._ran_at: dict[int, float] = {}  # when each rank was last seen running
-
-    def too_long(self, numbers: Sequence[int]) -> list[int]:
-        """Return the ranks that have been stopped for too long; they count as lost."""
-        now, limit_s = time.monotonic(), min(STOPPED_S, self.attempt.setting.deadline_s / 2)
-        self.now = {number for number in numbers if self.attempt.ranks[number].stopped}
-        self._ran_at = {n: self._ran_at.get(n, now) if n in self.now else now for n in numbers}
-        return sorted(number for number in self.now if now - self._ran_at[number] > limit_s)
-
-
-def kill_hung(attempt: Attempt, number: int) -> str:
-    """Kill a rank that makes no progress, and return a sentence about it."""
-    ends = attempt.ends()
-    attempt.ranks[number].kill()
-    # after the semicolon come the advice, which is for runs that end, and the stack
-    return hang([ends[number]], ends, time.monotonic_ns()).text.partition(";")[0]
+    def _end_left(self) -> None:
+        """End the ranks that have left."""
+        membership = self.membership
+        if not self._leaving or self._leaving & {*membership.current.members, *membership.newest.members}:
+            return
+        left, self._leaving = sorted(self._leaving), set()
+        self._handled.update(left)
+        for rank in left:
+            self.ranks[rank].kill()
+        if self._leaving_host and self.ranks.remote:
+            self.ranks.remote.release(self._leaving_host)
+        self.tell("scaled", by=-1, ranks=left, host=self._leaving_host)
 
 
 def most_losses() -> int:
@@ -367,3 +439,88 @@ def most_losses() -> int:
     if not wanted.isdecimal() or int(wanted) < 1:
         raise LaunchError(f"{LOSSES}={wanted} is no number of losses after which a rank is left out: at least 1")
     return int(wanted)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One replica, or host, more or fewer: 1 or -1."""
+
+    by: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Sentence for who asked."""
+
+    text: str
+    refused: bool
+
+
+def ask(run: Path, by: int, wait_s: float) -> Answer | None:
+    """Answer of a run's launcher to a request; None where none comes in time."""
+    name = f"{_NAME}{secrets.token_hex(8)}"
+    request, answer = run / f"{name}.request", run / f"{name}.answer"
+    write_whole(request, msgspec.json.encode(Request(by)))
+    until = time.monotonic() + wait_s
+    try:
+        while time.monotonic() < until:
+            if answer.exists():
+                return msgspec.json.decode(read_text(answer, _LIMIT), type=Answer)
+            time.sleep(_LOOK_S)
+    finally:
+        for path in (request, answer):
+            path.unlink(missing_ok=True)
+    return None
+
+
+def answer_requests(run: Path, recovery: Losses | None) -> None:
+    """Do what is asked for in a run's directory."""
+    for path in run.glob(f"{_NAME}*.request"):
+        try:
+            request = msgspec.json.decode(read_text(path, _LIMIT), type=Request)
+        except (OSError, ValueError):  # who asked has given up, or it is no request
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            continue
+        try:
+            answer = Answer(_done(request, recovery), refused=False)
+        except LaunchError as error:
+            answer = Answer(str(error), refused=True)
+        with suppress(OSError):
+            path.unlink()  # before the answer: who does not wait any more gets none
+            write_whole(path.with_suffix(".answer"), msgspec.json.encode(answer))
+
+
+def _done(request: Request, recovery: Losses | None) -> str:
+    if recovery is None:
+        raise LaunchError(
+            f"this run's plan does not recover in place (that needs {NEEDS}), so its ranks stay. End it (Ctrl-C "
+            "saves), and go on with --resume and another --plan."
+        )
+    if request.by not in (1, -1):
+        raise LaunchError(f"a run grows by 1 or shrinks by 1 at a time, not by {request.by}")
+    if recovery.ending:
+        raise LaunchError("this run is about to end")
+    return recovery.grow() if request.by > 0 else recovery.shrink()
+
+
+def about_to_leave(ranks: set[int]) -> LaunchError:
+    """Error of a second request while ranks leave."""
+    return LaunchError(f"{named(ranks)} are still leaving. Ask again in a moment.")
+
+
+def all_take_part(number: int, what: str) -> LaunchError:
+    """Error of a run that cannot grow."""
+    return LaunchError(
+        f"all {number} {what} of this run's plan take part, or are on their way. For more, end it (Ctrl-C saves), and "
+        "go on with --resume and a larger --plan."
+    )
+
+
+def cannot_shrink(what: str) -> LaunchError:
+    """Error of a run of which only one part is left."""
+    return LaunchError(
+        f"one {what} takes part, and a run cannot be smaller. Ctrl-C, or `paceline cancel`, saves and ends it."
+    )
+
+
+def named(numbers: Collection[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"

@@ -24,11 +24,11 @@ from pydantic import TypeAdapter
 
 from paceline.cluster.cluster import Cluster
 from paceline.deferred_compiler import COMPILER
+from paceline.elastic.attempt import COLLECT_S, launch
 from paceline.elastic.forkserver import warm_up
-from paceline.elastic.hosts.remote import RunFolder
-from paceline.elastic.hosts.same_files import must_agree
-from paceline.elastic.local import COLLECT_S, launch
-from paceline.elastic.place import RankPlace, places_on
+from paceline.elastic.hosts.hosts import RunFolder
+from paceline.elastic.hosts.over_hosts import must_agree, places_on
+from paceline.elastic.place import RankPlace
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
 from paceline.job.job import Job
@@ -77,13 +77,13 @@ def run_on_ranks(
         if event == "stop":
             signals.append(details["signal"])
 
-    codec = _Codec(function)
+    request_type, result_type = _types(function)
     more = ["partial"] if on_partial else ["folder"] if folder else []
     with nullcontext(folder) if folder else scratch_folder() as where:
         for earlier in (where / _PARTIAL, *(_file(where, rank) for rank in range(len(places)))):
             earlier.unlink(missing_ok=True)
-        (where / _REQUEST).write_text(codec.encoded_request(request))
-        partial = _Partial(where / _PARTIAL, codec, on_partial)
+        (where / _REQUEST).write_text(_encoded(request_type, request))
+        partial = _Partial(where / _PARTIAL, result_type, on_partial)
         try:
             launch(
                 [f"{__name__}:be_rank", import_path_of(function), str(where), *more],
@@ -104,7 +104,7 @@ def run_on_ranks(
             if signals:
                 raise SystemExit(128 + signal.Signals[signals[0]])
             partial.look()
-        return [_result(where, rank, codec) for rank in range(len(places))]
+        return [_result(where, rank, result_type) for rank in range(len(places))]
 
 
 def run_on_plan(
@@ -155,12 +155,12 @@ def be_rank(arguments: list[str]) -> None:
     """Call the function, in a rank: `FUNCTION FOLDER [partial|folder]`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
     function, folder = load_object(arguments[0]), Path(arguments[1])
-    codec = _Codec[Any, Any](function)
-    request = codec.decoded_request((folder / _REQUEST).read_text())
+    request_type, result_type = _types(function)
+    request = _decoded(request_type, (folder / _REQUEST).read_text())
 
     def partial(result: Any) -> None:
         if own_rank() == 0:
-            write_whole(folder / _PARTIAL, codec.encoded(result))
+            write_whole(folder / _PARTIAL, _encoded(result_type, result))
 
     match arguments[2:]:
         case ["partial"]:
@@ -169,36 +169,30 @@ def be_rank(arguments: list[str]) -> None:
             result = function(request, folder)
         case _:
             result = function(request)
-    write_whole(_file(folder, own_rank()), codec.encoded(result))
+    write_whole(_file(folder, own_rank()), _encoded(result_type, result))
 
 
-class _Codec(Generic[Q, R]):
-    """JSON of a rank function's request and result, by its annotations. Infinity and NaN are kept."""
+def _types(function: RankFunction[Q, R]) -> tuple[TypeAdapter[Q], TypeAdapter[R]]:
+    """Types of a rank function's request and result, by its annotations."""
+    hints = get_type_hints(function)
+    result = hints.pop("return")
+    return TypeAdapter(next(iter(hints.values()))), TypeAdapter(result)
 
-    def __init__(self, function: RankFunction[Q, R]) -> None:
-        hints = get_type_hints(function)
-        result, parameter = hints.pop("return"), next(iter(hints.values()))
-        self._request: TypeAdapter[Q] = TypeAdapter(parameter)
-        self._result: TypeAdapter[R] = TypeAdapter(result)
 
-    def encoded_request(self, request: Q) -> str:
-        return json.dumps(self._request.dump_python(request, mode="json"))
+def _encoded(kind: TypeAdapter[R], value: R) -> str:
+    """JSON of a value, which keeps infinity and NaN."""
+    return json.dumps(kind.dump_python(value, mode="json"))
 
-    def decoded_request(self, text: str) -> Q:
-        return self._request.validate_python(json.loads(text))
 
-    def encoded(self, result: R) -> str:
-        return json.dumps(self._result.dump_python(result, mode="json"))
-
-    def decoded(self, text: str) -> R:
-        return self._result.validate_python(json.loads(text))
+def _decoded(kind: TypeAdapter[R], text: str) -> R:
+    return kind.validate_python(json.loads(text))
 
 
 class _Partial(Generic[R]):
     """The newest result so far of rank 0, handed on when it changes."""
 
-    def __init__(self, file: Path, codec: _Codec[Any, R], on_partial: Callable[[R], object] | None) -> None:
-        self.file, self.codec, self.on_partial = file, codec, on_partial
+    def __init__(self, file: Path, kind: TypeAdapter[R], on_partial: Callable[[R], object] | None) -> None:
+        self.file, self.kind, self.on_partial = file, kind, on_partial
         self._seen: tuple[int, int] | None = None
 
     def look(self) -> None:
@@ -208,15 +202,15 @@ class _Partial(Generic[R]):
         about = os.stat(self.file)
         if (about.st_ino, about.st_mtime_ns) != self._seen:
             self._seen = about.st_ino, about.st_mtime_ns
-            self.on_partial(self.codec.decoded(self.file.read_text()))
+            self.on_partial(_decoded(self.kind, self.file.read_text()))
 
 
 def _file(folder: Path, rank: int) -> Path:
     return folder / f"result-{rank}.json"
 
 
-def _result(folder: Path, rank: int, codec: _Codec[Any, R]) -> R:
+def _result(folder: Path, rank: int, kind: TypeAdapter[R]) -> R:
     file = _file(folder, rank)
     if not file.exists():
         raise LaunchError(f"rank {rank} ended with exit code 0 before it had a result: did code that it calls exit()?")
-    return codec.decoded(file.read_text())
+    return _decoded(kind, file.read_text())

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.comm import Group
 from paceline.data.loader import changed_data
-from paceline.elastic.hosts.folder import fetch
+from paceline.elastic.hosts.files import fetch
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.meter import CHECKPOINT
 from paceline.engine.reduction import StepSignals
@@ -20,7 +20,7 @@ from paceline.job.samples import DataSets
 from paceline.job.stop import StopRule
 from paceline.run.record.recorder import Callback, Events, StepInfo
 from paceline.run.record.run import Run
-from paceline.run.recovery.last_good import LastGood
+from paceline.run.recovery.mirror import LastGood
 from paceline.state.checkpoint import restore, snapshot
 from paceline.state.manifest import checkpoints
 from paceline.state.reader import Loaded, load_latest

@@ -33,7 +33,7 @@ from paceline.run.process import stop_signals
 from paceline.run.record.progress import PlainProgress
 from paceline.run.record.recorder import WITNESS, Callback, Events, Remarks, StepInfo, StepRecorder, Unwritten, Witness
 from paceline.run.record.run import Run
-from paceline.run.recovery.balancing import Balancing
+from paceline.run.recovery.balance import Balancing
 from paceline.run.recovery.recutting import Recutting, follows_times
 
 

@@ -19,16 +19,13 @@ from paceline.cluster.emulate import LinkBytes
 from paceline.cluster.launch_engines import HOST_DEVICES, is_rank
 from paceline.console import Console as SafeConsole
 from paceline.deferred_compiler import defer_compiler
+from paceline.elastic.attempt import launch
 from paceline.elastic.forkserver import warm_up
-from paceline.elastic.hosts.hosts import Hosts, current_hosts
-from paceline.elastic.hosts.over_hosts import over_hosts
-from paceline.elastic.hosts.remote import RunFolder
-from paceline.elastic.hosts.same_files import must_agree
-from paceline.elastic.hosts.takeover import Takeover, tell_successors
-from paceline.elastic.local import launch
-from paceline.elastic.place import RankPlace, cores_on, places_on, with_servers
-from paceline.elastic.possible import recovers_in_place, recovery_is_on
-from paceline.elastic.run_lock import RunLock
+from paceline.elastic.hosts.hosts import Hosts, RunFolder, Takeover, current_hosts
+from paceline.elastic.hosts.over_hosts import must_agree, over_hosts, places_on
+from paceline.elastic.hosts.takeover import tell_successors
+from paceline.elastic.leadership import RunLock
+from paceline.elastic.place import RankPlace, cores_on, recovers_in_place, recovery_is_on, with_servers
 from paceline.elastic.run_on_ranks import warm_up_for
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.files import private_folder
@@ -47,7 +44,7 @@ from paceline.storage.url import is_url
 
 if TYPE_CHECKING:
     from paceline.comm import Group
-    from paceline.run.object_store.run import RemoteRun
+    from paceline.run.object_store import RemoteRun
 
 RUNS = Path("runs")  # under the current directory, where no other is named
 
@@ -134,7 +131,7 @@ def _train(
 def _remote(run: str | Path | None, say: Say, held: ExitStack, *, resume: bool) -> RemoteRun | None:
     if not is_url(run):
         return None
-    from paceline.run.object_store.run import RemoteRun
+    from paceline.run.object_store import RemoteRun
 
     remote = held.enter_context(RemoteRun(run, say, resume=resume))
     say(f"run {remote.url} · its working directory is {remote.path}")
@@ -280,7 +277,7 @@ def _launch_ranks(
             replica_ranks=plan.ranks // plan.dp,
             workers=plan.dp if sync.served else None,
             server_copies=ServerProcesses.of(plan.sync).each if sync.served else 1,
-            adopts=hosts if _goes_on_in_place(hosts) else None,
+            adopts=hosts.takeover.next_generation if hosts and hosts.takeover else None,
         )
 
 
@@ -298,7 +295,7 @@ def _places(record: Run, on_end: Callable[[dict[str, LinkBytes]], None]) -> Iter
 
 def _goes_on_in_place(hosts: Hosts | None) -> bool:
     """True if the ranks are those that hosts have kept since another was lost."""
-    return hosts is not None and hosts.takeover is not None and hosts.takeover.attempt is not None
+    return hosts is not None and hosts.takeover is not None and hosts.takeover.next_generation is not None
 
 
 def choice_of(

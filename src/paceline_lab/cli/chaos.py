@@ -61,7 +61,7 @@ def command(
     Exit code 1: a promise was broken. The schedule is then shrunk to the shortest that still breaks it.
     """
     from paceline.console import Console
-    from paceline.elastic.signals import sigterm_as_exit
+    from paceline.elastic.failure import sigterm_as_exit
     from paceline.job.job import Job
     from paceline_lab.chaos.faults import kinds_in, possible_kinds
     from paceline_lab.chaos.schedule import Schedule

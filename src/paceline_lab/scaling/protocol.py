@@ -19,8 +19,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
 from paceline.cluster.launch_engines import is_rank
 from paceline.console import Console as SafeConsole
-from paceline.elastic.failure import below, cause_and_traceback
-from paceline.elastic.signals import StopSignals
+from paceline.elastic.failure import StopSignals, below, cause_and_traceback
 from paceline.errors import LaunchError, PacelineError, RunError
 from paceline.files import write_whole
 from paceline.job.job import Job

@@ -318,8 +318,7 @@ def kept_at(out: str | Path | None, say: Callable[[str], object]) -> Iterator[Pa
     if not is_url(out):
         yield None if out is None else Path(out)
         return
-    from paceline.run.object_store.run import RemoteRun
-    from paceline.run.object_store.upload import Kind
+    from paceline.run.object_store import Kind, RemoteRun
 
     with RemoteRun(out, say, resume=True, kind=Kind("benchmark", PROTOCOL, MEASURED)) as remote:
         say(f"benchmark {remote.url} · its working directory is {remote.path}")

@@ -16,8 +16,8 @@ from typing import Any
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
 from paceline.cluster.emulate import EmulatedHost, Emulation
+from paceline.elastic.failure import StopSignals
 from paceline.elastic.forkserver import ALLOCATOR
-from paceline.elastic.signals import StopSignals
 from paceline.errors import PacelineError, PlanError, RunError
 from paceline.files import scratch_folder, write_whole
 from paceline.job.job import EvaluateSpec, Job

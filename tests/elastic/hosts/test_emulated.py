@@ -27,8 +27,8 @@ from commands import (
 from hosts import Hosts
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Emulate
-from paceline.elastic.hosts.emulated import host_processes
 from paceline.elastic.hosts.hosts import current_hosts
+from paceline.elastic.hosts.over_hosts import host_processes
 from paceline.errors import LaunchError
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.elastic.hosts.folder import WrittenFiles, parts_of, receive
+from paceline.elastic.hosts.files import WrittenFiles, parts_of, receive
 from paceline.elastic.hosts.messages import CHUNK_BYTES, Put
 from paceline.errors import LaunchError
 

@@ -83,7 +83,7 @@ def test_hosts_that_fit_meet(place: HostPlace) -> None:
     thread.start()
     reached = joined(other(place), KEY)
     while thread.is_alive():  # it measures the link
-        if (message := reached.next()) is not None:
+        if (message := reached.take()) is not None:
             assert isinstance(message, Probe)
             reached.send(Echo())
         thread.join(0.001)

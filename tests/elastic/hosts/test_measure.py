@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from host_processes import own_address
-from paceline.elastic.hosts import measure
-from paceline.elastic.hosts.measure import Measuring, _is_measured
+from paceline.elastic.hosts import link as measure
+from paceline.elastic.hosts.link import Measuring, _is_measured
 from paceline.elastic.hosts.messages import Answering, Echo, Listen, Measure, Measured
 from paceline.errors import ChannelError
 from paceline.wire.connection import connect

@@ -21,7 +21,7 @@ from paceline.elastic.hosts.agent import Coordinator
 from paceline.elastic.hosts.hosts import Hosts
 from paceline.elastic.hosts.link import Link, Meeting
 from paceline.elastic.hosts.messages import Elsewhere, Succession, Successor, ToHost
-from paceline.elastic.hosts.returns import Returns
+from paceline.elastic.hosts.takeover import Readmission
 from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
 
@@ -126,7 +126,7 @@ def test_a_host_that_comes_too_late_to_meet_comes_again_under_its_new_number(mee
     cluster = Cluster(hosts=tuple(OWN.model_copy(update={"name": name}) for name in "bca"))
     hosts = Hosts(cluster, meeting.address[0], [], KEY)
     place = HostPlace(0, len(NAMES), *meeting.address, "b", "hosts", "run 7")
-    with Returns(hosts, place, meeting, calls=True), closing(coming(meeting, 2, again=True)) as late:
+    with Readmission(hosts, place, meeting, calls=True), closing(coming(meeting, 2, again=True)) as late:
         assert late.receive(DEADLINE_S) == Elsewhere("run 7", *meeting.address, ["b", "c", "a"])
 
 

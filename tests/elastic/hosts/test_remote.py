@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.hosts.folder import receive
+from paceline.elastic.failure import StopSignals
+from paceline.elastic.hosts.files import receive
+from paceline.elastic.hosts.hosts import RemoteRanks, RunFolder
 from paceline.elastic.hosts.link import Link
 from paceline.elastic.hosts.messages import (
     Begin,
@@ -25,8 +27,6 @@ from paceline.elastic.hosts.messages import (
     Ready,
     ToHost,
 )
-from paceline.elastic.hosts.remote import RemoteRanks, RunFolder
-from paceline.elastic.signals import StopSignals
 from paceline.wire.connection import Connection, connect
 from paceline.wire.listener import Listener
 from paceline.wire.status import StatusBoard

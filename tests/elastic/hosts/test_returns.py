@@ -16,12 +16,12 @@ from host_processes import PORT, own_address
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Host
 from paceline.cluster.launch_engines import HostPlace
-from paceline.elastic.hosts import gather, returns
+from paceline.elastic.hosts import gather, takeover
+from paceline.elastic.hosts.files import digests
 from paceline.elastic.hosts.hosts import Hosts
 from paceline.elastic.hosts.link import Link, Meeting
 from paceline.elastic.hosts.messages import FromHost, Look, Looked, Refused, ToHost, Welcome
-from paceline.elastic.hosts.returns import Returns
-from paceline.elastic.hosts.same_files import digests
+from paceline.elastic.hosts.takeover import Readmission
 from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
 
@@ -36,9 +36,9 @@ def place() -> HostPlace:
 
 
 @pytest.fixture
-def meeting(place: HostPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Returns]:
+def meeting(place: HostPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Readmission]:
     """Where host 1, named b, was lost, after both had agreed about a file."""
-    monkeypatch.setattr(returns, "_NOTED_S", 0.05)
+    monkeypatch.setattr(takeover, "_NOTED_S", 0.05)
     (tmp_path / "data.txt").write_text("data")
     cluster = Cluster(hosts=tuple(OWN.model_copy(update={"name": name}) for name in "ab"))
     here, there = socket.socketpair()
@@ -47,7 +47,7 @@ def meeting(place: HostPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         lost.lose("it was killed")
         hosts = Hosts(cluster, place.coordinator, [lost], KEY)
         hosts.agreed.append(Look([], [str(tmp_path / "data.txt")], []))
-        with Returns(hosts, place, Meeting(place.coordinator, PORT, KEY)) as meeting:
+        with Readmission(hosts, place, Meeting(place.coordinator, PORT, KEY)) as meeting:
             yield meeting
 
 
@@ -68,7 +68,7 @@ def refused(place: HostPlace, **changes: Any) -> str:
     return answer.reason
 
 
-def come(place: HostPlace, meeting: Returns, *, data: str | None = None) -> Link | str:
+def come(place: HostPlace, meeting: Readmission, *, data: str | None = None) -> Link | str:
     """The link to a host that comes as it should, with its data; else what it is told."""
     connection = coming(place)
     assert connection.receive(DEADLINE_S) == Welcome(["a", "b"])
@@ -80,22 +80,22 @@ def come(place: HostPlace, meeting: Returns, *, data: str | None = None) -> Link
         connection.close()
         return reason
     until = time.monotonic() + DEADLINE_S
-    while not (links := meeting.back()):
+    while not (links := meeting.returns.back()):
         assert time.monotonic() < until
         time.sleep(0.005)
     connection.close()
     return links[0]
 
 
-def assert_taken_in(place: HostPlace, meeting: Returns) -> None:
+def assert_taken_in(place: HostPlace, meeting: Readmission) -> None:
     link = come(place, meeting)
     assert isinstance(link, Link)
     assert (link.number, link.name) == (1, "b")
     link.lose("the test is over")
 
 
-def test_a_host_that_was_lost_is_taken_in_under_its_name(place: HostPlace, meeting: Returns) -> None:
-    meeting.expect(1)
+def test_a_host_that_was_lost_is_taken_in_under_its_name(place: HostPlace, meeting: Readmission) -> None:
+    meeting.returns.expect(1)
     assert_taken_in(place, meeting)
 
 
@@ -111,43 +111,43 @@ def test_a_host_that_was_lost_is_taken_in_under_its_name(place: HostPlace, meeti
     ],
 )
 def test_another_than_the_lost_host_is_told_so_and_the_lost_one_is_still_taken_in(
-    place: HostPlace, meeting: Returns, changes: dict[str, Any], told: str
+    place: HostPlace, meeting: Readmission, changes: dict[str, Any], told: str
 ) -> None:
-    meeting.expect(1)
+    meeting.returns.expect(1)
     assert told in refused(place, **changes)
     assert_taken_in(place, meeting)
 
 
 def test_a_host_that_is_back_with_other_data_is_told_so_and_may_come_with_the_right_ones(
-    place: HostPlace, meeting: Returns
+    place: HostPlace, meeting: Readmission
 ) -> None:
-    meeting.expect(1)
+    meeting.returns.expect(1)
     assert "has another " in str(come(place, meeting, data="0"))
     assert "has no " in str(come(place, meeting, data=""))
     assert_taken_in(place, meeting)
 
 
-def test_a_host_that_came_when_the_others_had_just_met_is_taken_in(place: HostPlace, meeting: Returns) -> None:
+def test_a_host_that_came_when_the_others_had_just_met_is_taken_in(place: HostPlace, meeting: Readmission) -> None:
     meeting.__exit__()
     where = Meeting(place.coordinator, PORT, KEY)
     connection = coming(place)
     where.came.put(where.came.get(timeout=DEADLINE_S))  # it is there
-    with Returns(meeting._hosts, place, where) as again:
-        again.expect(1)
+    with Readmission(meeting._hosts, place, where) as again:
+        again.returns.expect(1)
         assert connection.receive(DEADLINE_S) == Welcome(["a", "b"])
     connection.close()
 
 
-def test_a_host_with_the_number_of_one_that_is_there_is_refused(place: HostPlace, meeting: Returns) -> None:
+def test_a_host_with_the_number_of_one_that_is_there_is_refused(place: HostPlace, meeting: Readmission) -> None:
     assert "two hosts have the number 1: b is there" in refused(place)
 
 
-def test_a_host_that_was_lost_too_often_is_refused(place: HostPlace, meeting: Returns) -> None:
-    meeting.leave_out(1)
+def test_a_host_that_was_lost_too_often_is_refused(place: HostPlace, meeting: Readmission) -> None:
+    meeting.returns.leave_out(1)
     assert "left out" in refused(place)
 
 
-def test_one_with_the_key_who_says_nothing_keeps_nobody_waiting_at_the_end(place: HostPlace, meeting: Returns) -> None:
+def test_a_silent_peer_with_the_key_keeps_nobody_waiting_at_the_end(place: HostPlace, meeting: Readmission) -> None:
     connection = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=DEADLINE_S)
     until = time.monotonic() + DEADLINE_S
     while meeting._at_work is None:

@@ -9,8 +9,9 @@ import pytest
 
 from commands import write_job
 from host_processes import run_on
+from paceline.elastic.hosts.files import digests
 from paceline.elastic.hosts.messages import Look
-from paceline.elastic.hosts.same_files import _what_to_look_at, digests
+from paceline.elastic.hosts.over_hosts import what_to_look_at
 from small_jobs import small_job
 
 MODEL = """
@@ -69,7 +70,7 @@ def test_code_and_files_that_a_job_names_are_looked_at_and_no_others(tmp_path: P
         data={"kind": "text", "path": [f"{tmp_path}/a.txt", "s3://bucket/b.txt"], "collate": "my.collate:batch"},
         loss="my.loss:function",
     )
-    look = _what_to_look_at(job)
+    look = what_to_look_at(job)
     assert look.modules == [f"{tmp_path}/my model.py", "my.collate", "my.loss"]
     assert look.files == [f"{tmp_path}/a.txt"]
     assert ".txt" in look.suffixes
@@ -78,7 +79,7 @@ def test_code_and_files_that_a_job_names_are_looked_at_and_no_others(tmp_path: P
 def test_files_that_each_host_has_for_itself_are_not_compared(tmp_path: Path) -> None:
     partition = {"kind": "hierarchical", "host_files": True}
     job = small_job(data={"kind": "arrays", "path": tmp_path / "own.npz"}, partition=partition)
-    assert _what_to_look_at(job).files == []
+    assert what_to_look_at(job).files == []
 
 
 @pytest.mark.slow

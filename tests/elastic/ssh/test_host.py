@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from commands import DEADLINE_S
-from paceline.elastic.ssh.hosts import STARTED, Order
+from paceline.elastic.ssh import STARTED, Order
 from paceline.wire.key import RunKey
 
 
 def end_of_host(data: bytes) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "paceline.elastic.ssh.hosts"]
+    command = [sys.executable, "-m", "paceline.elastic.ssh"]
     return subprocess.run(command, input=data, capture_output=True, timeout=DEADLINE_S)
 
 
@@ -36,7 +36,7 @@ def test_the_exit_code_and_the_environment_are_those_of_the_order(tmp_path: Path
     read, write = os.pipe()
     end = "import os, sys; print(os.environ['WORD'], os.getcwd()); sys.exit(5)"
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline.elastic.ssh.hosts"], stdin=read, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "paceline.elastic.ssh"], stdin=read, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     os.close(read)
     os.write(write, order(tmp_path, "-c", end) + b"NONSENSE\n")

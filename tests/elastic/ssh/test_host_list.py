@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.elastic.ssh.hosts import NamedHost, read_hosts
+from paceline.elastic.ssh import NamedHost, read_hosts
 from paceline.errors import LaunchError
 
 

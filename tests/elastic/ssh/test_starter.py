@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from commands import DEADLINE_S, in_a_process
-from paceline.elastic.ssh.starter import run_on_hosts
+from paceline.elastic.ssh import run_on_hosts
 from paceline.errors import LaunchError
 from sshd import STRANGER, ssh_to
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.needs_sshd
 PROGRAM = Path(__file__).with_name("what_a_host_does.py")
 STARTER = """
 import sys
-from paceline.elastic.ssh.starter import run_on_hosts
+from paceline.elastic.ssh import run_on_hosts
 sys.exit(run_on_hosts(sys.argv[1], sys.argv[2:]))
 """
 SILENT = """\

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import write_job
-from paceline.elastic.submit.manifests import KINDS, as_yaml, manifests
+from paceline.elastic.submit.kubernetes import KINDS, as_yaml, manifests
 from paceline.elastic.submit.scheduler import Request
 from paceline.elastic.submit.sky import Sky
 

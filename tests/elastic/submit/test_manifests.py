@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from paceline.elastic.submit.kubernetes import Kubernetes
-from paceline.elastic.submit.manifests import KINDS, as_yaml, manifests
+from paceline.elastic.submit.kubernetes import KINDS, Kubernetes, as_yaml, manifests
 from paceline.elastic.submit.scheduler import Request
 from paceline.errors import LaunchError
 from paceline.wire.key import RunKey

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.discover import discover
-from paceline.elastic.local import launch
+from paceline.elastic.attempt import launch
 from paceline.stats import Interval
 from paceline_lab.scaling.summary import NOISE_CORES, OtherLoad, _own_cpu_s, stolen_share, undisturbed
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic import run_lock
-from paceline.elastic.run_lock import LOCK, Holder, RunLock
+from paceline.elastic.leadership import LOCK, Holder, RunLock
 from paceline.errors import RunError
 
 
@@ -51,9 +50,9 @@ def held_by_a_child(run: Path, *, heir: bool = False) -> Iterator[int]:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "BEAT_S", 0.02)
-    monkeypatch.setattr(run_lock, "STALE_S", 0.5)
-    monkeypatch.setattr(run_lock, "FENCE_S", 0.5)
+    monkeypatch.setattr(RunLock, "beat_s", 0.02)
+    monkeypatch.setattr(RunLock, "stale_s", 0.5)
+    monkeypatch.setattr(RunLock, "fence_s", 0.5)
 
 
 def of_another_host(run: Path, **changes: Any) -> Holder:
@@ -106,8 +105,8 @@ def test_a_holder_on_another_host_is_dead_when_its_heart_no_longer_beats(tmp_pat
 def test_a_lost_holder_on_another_host_is_not_waited_for_once_its_kernel_says_that_it_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_lock, "FENCE_S", 1e6)
-    monkeypatch.setattr(run_lock, "_GIVE_UP_S", 1e6)
+    monkeypatch.setattr(RunLock, "fence_s", 1e6)
+    monkeypatch.setattr(RunLock, "give_up_s", 1e6)
     of_another_host(tmp_path)
     with RunLock(tmp_path, succeeds=True, has_ended=lambda: True) as lock:
         assert Holder.parse((tmp_path / LOCK).read_bytes()) == lock.own
@@ -161,7 +160,7 @@ def test_hosts_that_have_lost_a_stopped_holder_take_its_run_and_it_learns_that_b
     try:
         assert os.read(ready, 1) == b"x"
         os.kill(child, signal.SIGSTOP)
-        monkeypatch.setattr(run_lock, "BEAT_S", 60.0)  # the kernel's lock, once free, is not taken within this test
+        monkeypatch.setattr(RunLock, "beat_s", 60.0)  # the kernel's lock, once free, is not taken within this test
         said: list[str] = []
         with RunLock(tmp_path, said.append, succeeds=True) as lock:
             assert f"held by process {child}" in said[0]
@@ -177,8 +176,8 @@ def test_hosts_that_have_lost_a_stopped_holder_take_its_run_and_it_learns_that_b
 
 @pytest.mark.usefixtures("fast")
 def test_a_lost_holder_that_lives_keeps_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "_GIVE_UP_S", 0.5)
-    monkeypatch.setattr(run_lock, "FENCE_S", 20.0)
+    monkeypatch.setattr(RunLock, "give_up_s", 0.5)
+    monkeypatch.setattr(RunLock, "fence_s", 20.0)
     with held_by_a_child(tmp_path) as child, pytest.raises(RunError, match=f"trained by process {child}"):
         RunLock(tmp_path, succeeds=True)
 

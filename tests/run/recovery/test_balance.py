@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.job.partition import even_shares
-from paceline.run.recovery.balance import MOST, Balance, Move, Shares, fastest
-from paceline.run.recovery.busy_blocks import BLOCK, BLOCKS, WARM_UP
+from paceline.job.partition import Shares, even_shares
+from paceline.run.recovery.balance import BLOCK, BLOCKS, MOST, WARM_UP, Balance, Move, fastest
 
 Speeds = Callable[[int], Sequence[float]]
 

@@ -115,7 +115,7 @@ def test_losses_do_not_depend_on_shares_that_change_and_a_resumed_run_keeps_them
 )
 def test_where_shares_do_not_follow_speeds_the_record_says_why(plan: str, changes: Any, reason: str | None) -> None:
     from paceline.planning.plan import Plan
-    from paceline.run.recovery.balancing import why_off
+    from paceline.run.recovery.balance import why_off
 
     found = why_off(Plan.parse(plan), small_job(**changes))
     assert (reason in found) if reason else found == ""

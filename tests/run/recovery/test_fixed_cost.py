@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.run.recovery.fixed_cost import BELIEVED, FixedCost, Times
+from paceline.run.recovery.balance import BELIEVED, FixedCost, Times
 
 EVEN = 32
 HALF = ((32, 32, 32, 32), (36, 37, 37, 18))  # shares before and after one of them was found to be slow

@@ -16,8 +16,7 @@ from paceline.engine.engine import Engine
 from paceline.generation import GenerationOver
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
-from paceline.run.recovery.handover import agree_on_start
-from paceline.run.recovery.kept import KeptModel, KeptPart
+from paceline.run.recovery.kept import KeptModel, KeptPart, agree_on_start
 from paceline.split.apply import Split
 from ranks import Ranks
 from small_jobs import small_job

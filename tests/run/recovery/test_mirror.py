@@ -17,9 +17,8 @@ from paceline.engine.engine import Engine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.recovery import mirror as mirrors
-from paceline.run.recovery.free_memory import Need, lack_of
 from paceline.run.recovery.kept import KeptPart
-from paceline.run.recovery.mirror import Mirror
+from paceline.run.recovery.mirror import Mirror, Need, lack_of
 from ranks import Ranks
 from small_jobs import small_job
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.partition import contiguous
-from paceline.run.recovery.busy_blocks import BLOCK, BLOCKS, WARM_UP
+from paceline.run.recovery.balance import BLOCK, BLOCKS, WARM_UP
 from paceline.run.recovery.recutting import LEAST_GAIN, MOST, Lengths, Pipe, Recut, Stages, proposed, worth
 
 DECIDED = WARM_UP + BLOCK * BLOCKS

@@ -11,7 +11,7 @@ from paceline.comm import Group
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.run.record.run import Run
-from paceline.run.recovery.last_good import FEWEST, MOST, LastGood
+from paceline.run.recovery.mirror import FEWEST, MOST, LastGood
 from paceline.state.reader import load_latest
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank, train_here

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError
-from paceline.run.recovery.undo import StepUndo
+from paceline.run.recovery.kept import StepUndo
 
 
 class Writing(nn.Module):

@@ -14,50 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
-
 from paceline.cluster.machine import interface_of
-from paceline.elastic.failure import ErrorRecord, oom_kills
-from paceline.elastic.hosts.folder import WANTED, WrittenFiles, place_in
-from paceline.elastic.hosts.link import Meeting, Pulse
-from paceline.elastic.hosts.measure import Measuring
-from paceline.elastic.hosts.messages import (
-    TEXT_LIMIT,
-    Adopt,
-    Announce,
-    Begin,
-    Dismiss,
-    Echo,
-    Elsewhere,
-    EndAttempt,
-    Ended,
-    Fetch,
-    Fetched,
-    Held,
-    Interrupted,
-    Kill,
-    Listen,
-    Look,
-    Looked,
-    Measure,
-    Over,
-    Probe,
-    Put,
-    Ready,
-    Refused,
-    Row,
-    Rows,
-    Signal,
-    Start,
-    Started,
-    Succession,
-    Told,
-)
-from paceline.elastic.hosts.same_files import digests
+from paceline.elastic.failure import ErrorRecord, StopSignals, oom_kills
+from paceline.elastic.forkserver import StartedRank, Starter
+from paceline.elastic.hosts import messages
+from paceline.elastic.hosts.files import WANTED, WrittenFiles, digests, place_in
+from paceline.elastic.hosts.link import Measuring, Meeting, Peer, Pulse
 from paceline.elastic.membership import announce, store_file
-from paceline.elastic.signals import StopSignals
-from paceline.elastic.started import StartedRank, Starter
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
 from paceline.generation import Generation
 from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
@@ -69,13 +33,12 @@ _TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their w
 _SAVE_S = 30.0  # for ranks to save and end when the coordinator is lost
 
 
-class Coordinator:
+class Coordinator(Peer):
     """Host 0 as an agent sees it.
 
     Attributes:
         name: of the host.
         run_name: of the run, as its engine names it.
-        lost: why it can no longer be reached; None while it can.
         standby: where the others would come to this host in its place.
         succession: hosts of a run that goes on without it; None where none does.
         told_at: when it said so, by the monotonic clock.
@@ -84,10 +47,9 @@ class Coordinator:
     """
 
     def __init__(self, connection: Connection, name: str, run_name: str, standby: Meeting | None = None) -> None:
-        self.connection, self.name, self.run_name, self.standby = connection, name, run_name, standby
-        self.lost: str | None = None
-        self._silence = ""
-        self.succession: Succession | None = None
+        super().__init__(connection)
+        self.name, self.run_name, self.standby = name, run_name, standby
+        self.succession: messages.Succession | None = None
         self.told_at = 0.0
         self.released = False
         self.attempt: AgentAttempt | None = None
@@ -102,21 +64,11 @@ class Coordinator:
         """Address at which this host reaches host 0."""
         return self.connection.peer.rpartition(":")[0]
 
-    @property
-    def silent(self) -> bool:
-        """True where nothing came from it for too long. It may be there, behind a network that is cut."""
-        return bool(self._silence)
-
-    def fall_silent(self, silent_s: float) -> None:
-        """Find host 0 lost, since nothing came from it for too long; for any thread."""
-        self._silence = f"nothing has come from it for {silent_s:.2g} s"
-        self.connection.end()
-
     def direct_others(self) -> None:
         """Tell hosts that take this one for host 0 where that is."""
         if self.standby is not None and self.succession is not None:
             first, names = self.succession.hosts[0], [host.name for host in self.succession.hosts]
-            self.standby.direct(Elsewhere(self.run_name, first.address, first.port, names))
+            self.standby.direct(messages.Elsewhere(self.run_name, first.address, first.port, names))
 
     def close(self) -> None:
         """Leave it, and end the ranks that it has here."""
@@ -125,23 +77,6 @@ class Coordinator:
             self.attempt.end()
         if self.standby is not None:
             self.standby.close()
-
-    def send(self, message: Struct) -> None:
-        """Send a message; a coordinator that is lost takes none."""
-        if self.lost is None:
-            try:
-                self.connection.send(message)
-            except (OSError, PacelineError) as error:
-                self.lost = self._silence or str(error)
-
-    def next(self) -> Any:
-        """The next message; None where there is none yet."""
-        if self.lost is None:
-            try:
-                return self.connection.take()
-            except (OSError, PacelineError) as error:
-                self.lost = self._silence or str(error)
-        return None
 
 
 def run_agent(coordinator: Coordinator, who: str) -> int:
@@ -152,29 +87,29 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
         try:
             while True:
                 _wait(coordinator, attempt)
-                while (message := coordinator.next()) is not None:
+                while (message := coordinator.take()) is not None:
                     match message:
-                        case Dismiss():
+                        case messages.Dismiss():
                             coordinator.released = message.released
                             return message.code
-                        case Refused():
+                        case messages.Refused():
                             raise LaunchError(f"{who} was refused by host 0: {message.reason}")
-                        case Probe():
-                            coordinator.send(Echo())
-                        case Listen() | Measure():
+                        case messages.Probe():
+                            coordinator.send(messages.Echo())
+                        case messages.Listen() | messages.Measure():
                             coordinator.send(measuring.answer(message))
-                        case Look():
-                            coordinator.send(Looked(digests(message)))
-                        case Succession():
+                        case messages.Look():
+                            coordinator.send(messages.Looked(digests(message)))
+                        case messages.Succession():
                             coordinator.succession, coordinator.told_at = message, time.monotonic()
-                        case Begin():
+                        case messages.Begin():
                             attempt = AgentAttempt(message, coordinator)
                         case _ if attempt is not None and attempt.obey(message):
                             attempt = None
                 if signals.first and not told:
                     told = True
                     _say(f"{who}: {signals.first}, told to {coordinator.who}, which stops the run")
-                    coordinator.send(Interrupted(signals.first))
+                    coordinator.send(messages.Interrupted(signals.first))
                 if coordinator.lost is not None or signals.kill:
                     return _alone(coordinator, who, signals, goes_on=_may_go_on(coordinator, attempt, signals))
                 if attempt is not None:
@@ -236,7 +171,7 @@ _IDLE_S = 5.0  # ranks that do nothing for so long wait in vain for those of a l
 class AgentAttempt:
     """The ranks that the coordinator has this host start, from `Begin` to `EndAttempt`."""
 
-    def __init__(self, begin: Begin, coordinator: Coordinator) -> None:
+    def __init__(self, begin: messages.Begin, coordinator: Coordinator) -> None:
         self.begin, self.coordinator = begin, coordinator
         self.ranks: list[StartedRank] = []
         self._told: dict[Path, int] = {}  # length of each record and stack that was told
@@ -254,12 +189,12 @@ class AgentAttempt:
         if self._key_fd is not None:
             self._made.callback(os.close, self._key_fd)
         self.copy = self._copy()
-        self._parts: Iterator[Put] | None = None
+        self._parts: Iterator[messages.Put] | None = None
         arguments = [str(self.copy.folder) if self.copy and a == begin.folder else a for a in begin.module_args]
         self.starter = Starter(arguments, {**begin.env, **({FOLDER_IS_COPY: "1"} if self.copy else {})})
         self._prepared = False
         self._beat(begin)
-        coordinator.send(Ready())
+        coordinator.send(messages.Ready())
 
     @property
     def recovers_alone(self) -> bool:
@@ -277,22 +212,23 @@ class AgentAttempt:
         board = self.board.read()
         return any(rank.code is None and board[rank.number].generation != self._newest for rank in self.ranks)
 
-    def held(self) -> Held:
+    def held(self) -> messages.Held:
         """The ranks that live, for another coordinator. Ends of the others are not told to it again."""
         board = self.board.read()
         for rank in self.ranks:
-            if rank.code is None and _has_ended(rank):
+            if rank.code is None and rank.has_ended:
                 rank.note_end()
             if rank.code is not None:
                 self._ended.add(rank.number)
         living = [rank for rank in self.ranks if rank.code is None]
         newest = max(self.board.current_generation, self.board.wanted_generation)
-        return Held(self.begin.attempt, newest, [(r.number, r.pid, board[r.number].generation) for r in living])
+        ranks = [(rank.number, rank.pid, board[rank.number].generation) for rank in living]
+        return messages.Held(self.begin.attempt, newest, ranks)
 
     def keep(self) -> None:
         """Have the ranks break off their step, and wait for another coordinator's generation."""
         number = max(self.board.current_generation, self.board.wanted_generation) + 1
-        self.announce(Announce(number, [], number, []))
+        self.announce(messages.Announce(number, [], number, []))
 
     def descriptors(self) -> list[int]:
         """Descriptors that become readable when a rank ends."""
@@ -301,26 +237,26 @@ class AgentAttempt:
     def obey(self, message: Any) -> bool:
         """Do what the coordinator says; True once the attempt is over."""
         match message:
-            case Put():
+            case messages.Put():
                 if self.copy:
                     self.copy.receive(message)
-            case Start():
+            case messages.Start():
                 self._start(message)
-            case Announce():
+            case messages.Announce():
                 self.announce(message)
-            case Adopt():
+            case messages.Adopt():
                 self._beat(message)
-            case Signal() | Kill():
+            case messages.Signal():
                 for rank in self.ranks:
                     if rank.number == message.rank:
-                        rank.signal(message.number) if isinstance(message, Signal) else rank.kill()
-            case Fetched():
+                        rank.kill() if message.number == signal.SIGKILL else rank.signal(message.number)
+            case messages.Fetched():
                 self._asked.discard(message.path)
                 if self.copy:
                     (self.copy.folder / WANTED / message.path.replace("/", "|")).unlink(missing_ok=True)
-            case EndAttempt():
+            case messages.EndAttempt():
                 self.end()
-                self.coordinator.send(Over())
+                self.coordinator.send(messages.Over())
                 return True
         return False
 
@@ -329,7 +265,7 @@ class AgentAttempt:
         self._tell_rows()
         self._tell_texts()
         self._ask()
-        ended = [rank for rank in self.ranks if rank.code is None and _has_ended(rank)]
+        ended = [rank for rank in self.ranks if rank.code is None and rank.has_ended]
         for rank in ended:
             rank.note_end()
             if rank.code and rank.code < 0:  # report at once: other hosts wait for it
@@ -356,7 +292,7 @@ class AgentAttempt:
     def _may_save(self) -> bool:
         """True while ranks live of which one does something, or writes a checkpoint."""
         now_ns, board = time.monotonic_ns(), self.board.read()
-        living = [board[rank.number] for rank in self.ranks if not _has_ended(rank)]
+        living = [board[rank.number] for rank in self.ranks if not rank.has_ended]
         return any(status.phase == "checkpoint" or status.idle_s(now_ns) < _IDLE_S for status in living)
 
     def end(self) -> None:
@@ -369,7 +305,7 @@ class AgentAttempt:
         self.ranks.clear()
         self._made.close()
 
-    def _beat(self, message: Begin | Adopt) -> None:
+    def _beat(self, message: messages.Begin | messages.Adopt) -> None:
         """Exchange signs of life with the coordinator."""
         if message.pulse_port:
             where, silent = (self.coordinator.address, message.pulse_port), self.coordinator.fall_silent
@@ -386,7 +322,7 @@ class AgentAttempt:
             place_in(copy, folder).mkdir(mode=0o700)
         return WrittenFiles(copy)
 
-    def _start(self, message: Start) -> None:
+    def _start(self, message: messages.Start) -> None:
         self._forget(int(message.environment.get("RANK", "0")))
         try:
             if not self._prepared:
@@ -411,10 +347,10 @@ class AgentAttempt:
             record = ErrorRecord.of(error, number)
             record.write(self.scratch / f"rank-{number}.error")
             self._tell_text(self.scratch / f"rank-{number}.error", number)
-            self.coordinator.send(Ended(number, 1, None))
+            self.coordinator.send(messages.Ended(number, 1, None))
             return
         self.ranks.append(rank)
-        self.coordinator.send(Started(rank.number, rank.pid))
+        self.coordinator.send(messages.Started(rank.number, rank.pid))
 
     def _forget(self, number: int) -> None:
         """Forget a rank whose process has ended, which is started again."""
@@ -426,7 +362,7 @@ class AgentAttempt:
                 self._told.pop(path, None)
             self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
 
-    def announce(self, message: Announce) -> None:
+    def announce(self, message: messages.Announce) -> None:
         """Show the run's generations to the ranks here."""
         if message.store:
             write_whole(store_file(self.scratch), message.store)
@@ -436,7 +372,7 @@ class AgentAttempt:
 
     def _is_alone(self) -> bool:
         """True if the coordinator is lost. The message tells it that this host is there."""
-        self.coordinator.send(Echo())
+        self.coordinator.send(messages.Echo())
         return self.coordinator.lost is not None
 
     def _tell_rows(self, *, at_once: bool = False) -> None:
@@ -451,9 +387,9 @@ class AgentAttempt:
             status = board[rank.number]
             idle_ns = max(0, now_ns - status.changed_ns)
             place = status.phase, status.step, idle_ns, rank.stopped, rank.paging, status.generation
-            rows.append(Row(rank.number, status.attempt, *place))
+            rows.append(messages.Row(rank.number, status.attempt, *place))
         if rows:
-            self.coordinator.send(Rows(rows))
+            self.coordinator.send(messages.Rows(rows))
 
     def _tell_texts(self) -> None:
         for rank in self.ranks:
@@ -464,7 +400,9 @@ class AgentAttempt:
     def _tell_text(self, path: Path, rank: int) -> None:
         if path.exists() and (size := path.stat().st_size) > 0 and size != self._told.get(path, 0):
             self._told[path] = size
-            self.coordinator.send(Told(rank, path.suffix, path.read_text(errors="replace")[:TEXT_LIMIT]))
+            self.coordinator.send(
+                messages.Told(rank, path.suffix, path.read_text(errors="replace")[: messages.TEXT_LIMIT])
+            )
 
     def _tell_end(self, rank: StartedRank) -> None:
         if rank.number not in self._ended and rank.code is not None:
@@ -473,7 +411,7 @@ class AgentAttempt:
             self._ended.add(rank.number)
             kills = oom_kills()
             known = kills is not None and self._oom_kills is not None
-            self.coordinator.send(Ended(rank.number, rank.code, kills - self._oom_kills if known else None))  # type: ignore[operator]
+            self.coordinator.send(messages.Ended(rank.number, rank.code, kills - self._oom_kills if known else None))  # type: ignore[operator]
 
     def _ask(self) -> None:
         """Ask for the folders that ranks want."""
@@ -482,7 +420,7 @@ class AgentAttempt:
             name = path.name.replace("|", "/")
             if name not in self._asked:
                 self._asked.add(name)
-                self.coordinator.send(Fetch(name))
+                self.coordinator.send(messages.Fetch(name))
 
     def _send_parts(self, until: float) -> None:
         """Send parts of new files until a time, by the monotonic clock; infinity sends all."""
@@ -496,7 +434,3 @@ class AgentAttempt:
         self._parts = None
         for part in self.copy.parts() if until == math.inf else ():  # files written since the listing
             self.coordinator.send(part)
-
-
-def _has_ended(rank: StartedRank) -> bool:
-    return rank.code is not None or bool(select.select([rank.pidfd], [], [], 0)[0])

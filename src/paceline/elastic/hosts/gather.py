@@ -24,12 +24,11 @@ from paceline.cluster.discover import discover
 from paceline.cluster.host import Host
 from paceline.cluster.launch_engines import HostPlace
 from paceline.cluster.machine import host_identity
+from paceline.elastic.failure import exit_code_of
 from paceline.elastic.hosts.agent import Coordinator
 from paceline.elastic.hosts.hosts import WAIT, Hosts, hosts_wait_s
-from paceline.elastic.hosts.link import AbsentLink, Link, Meeting, keep_alive
-from paceline.elastic.hosts.measure import measured_cluster
+from paceline.elastic.hosts.link import KERNEL_SILENT_S, AbsentLink, Link, Meeting, measured_cluster
 from paceline.elastic.hosts.messages import Dismiss, Elsewhere, Held, Joining, Refused, ToHost, Welcome
-from paceline.elastic.signals import exit_code_of
 from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
 from paceline.text import printable
 from paceline.wire.connection import Connection, connect
@@ -171,7 +170,7 @@ def taken_in(
         ChannelError: it is lost meanwhile.
         DeadlineError: it does not answer in time.
     """
-    keep_alive(connection)
+    connection.end_when_silent(KERNEL_SILENT_S)
     try:
         connection.send(msgspec.structs.replace(_joining(place, connection, standby), again=again, held=held))
         answer = connection.receive(wait_s)

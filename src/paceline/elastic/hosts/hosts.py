@@ -1,32 +1,41 @@
-"""The hosts of this run, as the coordinating host process holds them."""
+"""The coordinator's view of the other hosts, and of an attempt's ranks there."""
 
 from __future__ import annotations
 
+import json
 import os
+import queue
+import secrets
 import select
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.network import inside
-from paceline.elastic.hosts.link import AbsentLink, Link
-from paceline.elastic.hosts.messages import Dismiss, Look, Past
-from paceline.elastic.hosts.remote import RemoteRanks, RunFolder
-from paceline.elastic.signals import StopSignals
+from paceline.elastic.failure import StopSignals
+from paceline.elastic.hosts import messages
+from paceline.elastic.hosts.agent import AgentAttempt
+from paceline.elastic.hosts.files import parts_of, place_in, receive
+from paceline.elastic.hosts.link import AbsentLink, Link, Meeting, Pulses
+from paceline.elastic.leadership import RunLock, is_quorum
+from paceline.elastic.place import NEEDS, RankPlace, Rendezvous
 from paceline.errors import LaunchError
+from paceline.files import write_whole
+from paceline.generation import Generation
+from paceline.rank_environment import RankEnvironment
+from paceline.storage.url import is_url
 from paceline.wire.connection import Connection
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
-from paceline.wire.status import StatusBoard
-
-if TYPE_CHECKING:
-    from paceline.elastic.hosts.link import Meeting
-    from paceline.elastic.hosts.returns import Returns
-    from paceline.elastic.hosts.takeover import Takeover
+from paceline.wire.status import PHASES, StatusBoard
 
 M = TypeVar("M", bound=Struct)
 WAIT = "PACELINE_HOSTS_WAIT_S"  # the longest wait for a host, at the start and when it is lost
@@ -44,6 +53,104 @@ def hosts_wait_s() -> float:
         return float(text) if text else _WAIT_S
     except ValueError:
         raise LaunchError(f"{WAIT}={text} is not a number of seconds") from None
+
+
+@dataclass(frozen=True)
+class NextGeneration:
+    """Generation that ranks which hosts have kept begin without the lost coordinator.
+
+    Attributes:
+        kept: the attempt on this host.
+        lock: of the run directory.
+        generation: of the ranks that go on.
+        places: of all ranks of the run.
+        rendezvous: where the ranks meet.
+    """
+
+    kept: AgentAttempt
+    lock: RunLock
+    generation: Generation
+    places: list[RankPlace]
+    rendezvous: Rendezvous
+    _made: ExitStack
+
+    def close(self) -> None:
+        """Give the run directory and the rendezvous back.
+
+        Ranks that nobody has taken over are ended.
+        """
+        self._made.close()
+        self.kept.end()
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """A run that this host continues, since the coordinator was lost.
+
+    Attributes:
+        run: its directory, or its URL.
+        lost: names the host that coordinated it.
+        by: names this host.
+        next_generation: that ranks have begun which hosts have kept; None where the run starts again.
+    """
+
+    run: str
+    lost: str
+    by: str
+    next_generation: NextGeneration | None = None
+
+    @property
+    def job_file(self) -> Path | None:
+        """The job as the run has it; None where the run is at a URL."""
+        return None if is_url(self.run) else Path(self.run) / "job.yaml"
+
+
+class Returns:
+    """Hosts that may come back to the run, and those that have.
+
+    Args:
+        revive: starts the host process of a host again; None where somebody else does.
+
+    Attributes:
+        left_out: hosts that may not come, and why.
+    """
+
+    def __init__(self, revive: Callable[[int], None] | None = None) -> None:
+        self._revive = revive
+        self.expected: set[int] = set()
+        self.left_out: dict[int, str] = {}
+        self._back: queue.Queue[Link] = queue.Queue()
+
+    @property
+    def revives(self) -> bool:
+        """True if a host that may come is started here."""
+        return self._revive is not None
+
+    def expect(self, host: int) -> None:
+        """A lost host may come back."""
+        self.left_out.pop(host, None)
+        self.expected.add(host)
+        if self._revive is not None:
+            with suppress(LaunchError):  # then it does not come back
+                self._revive(host)
+
+    def leave_out(self, host: int, why: str = "was lost too often within an hour, and is left out of the run.") -> None:
+        """A host may not, for this reason."""
+        self.expected.discard(host)
+        self.left_out[host] = why
+
+    def take_in(self, link: Link) -> None:
+        """A host has come back."""
+        self.expected.discard(link.number)
+        self._back.put(link)
+
+    def back(self) -> list[Link]:
+        """Hosts that have come back since the last call, and wait for orders."""
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._back.get_nowait())
+        return found
 
 
 class Hosts:
@@ -72,10 +179,10 @@ class Hosts:
     ) -> None:
         self.cluster, self.address, self.key, self._namespace = cluster, address, key, namespace
         self.links = sorted(links, key=lambda link: link.number)
-        self.agreed: list[Look] = []
+        self.agreed: list[messages.Look] = []
         self.least = 0
         self.meeting: Meeting | None = None
-        self.past = Past()
+        self.past = messages.Past()
 
     @property
     def absent(self) -> list[Link]:
@@ -112,22 +219,9 @@ class Hosts:
                 raise LaunchError(f"{link.who} is lost: {link.lost}")
         return [(link, answer) for link, answer in answers if answer is not None]
 
-    def remote(
-        self,
-        numbers: set[int],
-        board: StatusBoard,
-        scratch: Path,
-        folder: RunFolder,
-        signals: StopSignals,
-        poll: select.poll,
-    ) -> RemoteRanks:
-        """The ranks that an attempt has on the hosts of these numbers."""
-        links = [link for link in self.links if link.number in numbers]
-        return RemoteRanks(links, board, scratch, folder, signals, poll, self)
-
     def listener(
         self,
-        messages: Any,
+        kinds: Any,
         port: int = 0,
         on_connection: Callable[[Connection], object] = lambda _: None,
         on_message: Callable[[Connection, Any], None] | None = None,
@@ -135,7 +229,7 @@ class Hosts:
         """A listener at this host's address; at any port, with 0."""
 
         def made() -> Listener:
-            return Listener((self.address, port), self.key, messages, on_connection, on_message=on_message)
+            return Listener((self.address, port), self.key, kinds, on_connection, on_message=on_message)
 
         return made() if self._namespace is None else inside(self._namespace, made)
 
@@ -153,7 +247,7 @@ class Hosts:
         if self.meeting is not None:
             self.meeting.close()
         for link in self.links:
-            link.send(Dismiss(code))
+            link.send(messages.Dismiss(code))
             if link.lost is None:
                 link.connection.close()
 
@@ -174,3 +268,402 @@ def coordinating(hosts: Hosts) -> Iterator[Hosts]:
         yield hosts
     finally:
         _current.remove(hosts)
+
+
+_SILENT_S = 10.0  # of a host, until nobody waits for the end of its ranks
+_READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end what is left and send its files
+_TOKEN = ".paceline-host-"
+_SENDING_S = 0.1  # longest time that a turn sends files; signals and losses wait for it
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Folder that an attempt's ranks read and write.
+
+    Its `files` and `folders` are there before they start.
+    """
+
+    path: Path
+    files: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+
+@dataclass
+class RemoteRank:
+    """A rank of another host, whose record and stack its host tells."""
+
+    number: int
+    link: Link
+    record: Path
+    pid: int = 0
+    alive_at: float = field(default_factory=time.time)
+    code: int | None = None
+    stopped: bool = False
+    paging: bool = False
+    oom_kills: int | None = None
+
+    @property
+    def known_ns(self) -> int:
+        """Time of the last word from its host, by the monotonic clock."""
+        return int(self.link.heard_at * 1e9)
+
+    def signal(self, number: int) -> None:
+        """To the rank alone, not to what it started."""
+        if self.code is None:
+            self.link.send(messages.Signal(self.number, number))
+
+    def kill(self) -> None:
+        """SIGKILL, to the rank and all it started."""
+        if self.code is None:
+            self.link.send(messages.Signal(self.number, signal.SIGKILL))
+
+    def stack(self) -> str:
+        """Stack traces that its host has told."""
+        path = self.record.with_suffix(".stack")
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+class RemoteRanks:
+    """The ranks of one attempt on other hosts. As a context: none is left at the end.
+
+    Args:
+        scratch: folder of the attempt's error records.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        board: StatusBoard,
+        scratch: Path,
+        folder: RunFolder,
+        signals: StopSignals,
+        poll: select.poll,
+        hosts: Hosts,
+    ) -> None:
+        self.links, self.board, self.scratch, self.folder = list(links), board, scratch, folder
+        self.signals, self.poll, self.hosts = signals, poll, hosts
+        self._begin: messages.Begin | None = None
+        self._announced: messages.Announce | None = None
+        self._ready: list[Link] = []  # that have come back
+        self._preparing: list[Link] = []  # that look for the token
+        self._token: Path | None = None
+        self._pulses: Pulses | None = None
+        self.ranks: dict[int, RemoteRank] = {}
+        # hosts that the run goes on without: lost, or not there yet
+        self.spared: list[Link] = [link for link in links if link.is_known_lost]
+        self._silent: list[Link] = []
+        self._folders: list[tuple[Link, Iterator[Struct]]] = []  # folders that hosts wait for, as messages
+        self._released: list[Link] = []
+
+    def __enter__(self) -> Self:
+        for link in self.links:
+            link.watch(self.poll)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what is left, and take in the last files."""
+        for link in self.links:
+            link.send(messages.EndAttempt())
+        for link in self.links:
+            if self._begin:
+                self._until(link, messages.Over, _OVER_S)
+            link.unwatch()
+        if self._pulses:
+            self._pulses.close()
+        if self._token:
+            self._token.unlink(missing_ok=True)
+
+    def begin(self, begin: messages.Begin) -> None:
+        """Have every host prepare for the ranks.
+
+        Raises:
+            LaunchError: a host is lost, or is not there and has to be.
+        """
+        if self.spared and not begin.spares_hosts:
+            raise LaunchError(
+                f"this run cannot begin without {', '.join(link.who for link in self.spared)}: only runs that "
+                f"recover in place ({NEEDS}) take in others later. Start all hosts."
+            )
+        self._begin = self._whole(begin)
+        token = self._show_token()
+        there = [link for link in self.links if link not in self.spared]
+        for link in there:
+            self._prepare(link, token)
+        for link in there:
+            if not self._until(link, messages.Ready, _READY_S):
+                raise LaunchError(self._of_lost(link))
+        self._preparing.clear()
+        self._hide_token()
+
+    @property
+    def spares_this_host(self) -> bool:
+        """True if the others go on when this host is lost. None of emulated ones would coordinate in its place."""
+        succeeds = any(link.standby_port for link in self.hosts.links)
+        return succeeds and self._begin is not None and self._begin.spares(self.hosts.cluster.hosts[0].name)
+
+    def _whole(self, begin: messages.Begin) -> messages.Begin:
+        """With what hosts have to know of this one. It listens for their pulses from now on."""
+        if begin.spares_hosts:
+            self._pulses = Pulses(
+                lambda kinds, take: self.hosts.listener(kinds, on_message=take),
+                self._fall_silent,
+                len(set(begin.places)),
+            )
+        port, silence_s = (self._pulses.port, self._pulses.limit_s) if self._pulses else (0, 0.0)
+        folder, folders = str(self.folder.path), list(self.folder.folders)
+        return msgspec.structs.replace(begin, folder=folder, folders=folders, pulse_port=port, silence_s=silence_s)
+
+    def _show_token(self) -> Path:
+        """File in the folder, by which hosts see whether they share that."""
+        if self._token is None:
+            self._token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
+            self._token.touch(mode=0o600)
+        return self._token
+
+    def _hide_token(self) -> None:
+        """Remove the file, unless some look for it."""
+        if self._token and all(link.lost is not None for link in self._preparing):
+            self._token.unlink(missing_ok=True)
+            self._token = None
+
+    def _prepare(self, link: Link, token: Path) -> None:
+        """Have a host prepare for its ranks."""
+        assert self._begin is not None
+        self._preparing.append(link)
+        link.send(msgspec.structs.replace(self._begin, host=link.number, token=token.name))
+        for name in self.folder.files:
+            for part in parts_of(self.folder.path / name, self.folder.path):
+                link.send(part)
+
+    def expect(self, host: int, *, again: bool) -> bool:
+        """Have a lost host taken in when it comes back, or refused; returns which."""
+        if self.hosts.returns is None:
+            return False
+        self.hosts.returns.expect(host) if again else self.hosts.returns.leave_out(host)
+        return again
+
+    def release(self, host: int) -> None:
+        """Send a host away, whose ranks have left, once it has ended its part."""
+        link = next(link for link in self.links if link.number == host)
+        self.spared.append(link)
+        self._released.append(link)
+        link.send(messages.EndAttempt())
+        if self.hosts.returns is not None:
+            self.hosts.returns.leave_out(host, "was released by `paceline scale`: with +1 it may come again.")
+
+    def _dismiss(self, link: Link) -> None:
+        link.send(messages.Dismiss(0, released=True))
+        link.lose("`paceline scale` has released it")
+        if self._pulses is not None:
+            self._pulses.forget(link.number)
+        self.hosts.replace(AbsentLink(link.number, link.name, link.host))  # any host may come in its place
+
+    def returned(self) -> list[Link]:
+        """Hosts that have come back, and are ready for their ranks."""
+        for link in self.hosts.returns.back() if self.hosts.returns else ():
+            assert self._pulses is not None
+            self._pulses.forget(link.number)
+            self.hosts.replace(link)
+            self.links = [link if link.number == other.number else other for other in self.links]
+            link.watch(self.poll)
+            self._prepare(link, self._show_token())  # which others may look for, too
+            if self._announced is not None:
+                link.send(self._announced)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def adopt(self, begin: messages.Begin) -> None:
+        """Take over the ranks that the hosts have kept.
+
+        All others of theirs have ended.
+        """
+        self._begin = self._whole(begin)
+        links = {link.name: link for link in self.links}
+        for number, name in enumerate(begin.places):
+            if link := links.get(name):
+                record = self.scratch / f"rank-{number}.error"
+                self.ranks[number] = RemoteRank(number, link, record, code=-signal.SIGKILL)
+        for link in self.links:
+            if link.lost is not None:
+                continue
+            if link.held is None:
+                self._prepare(link, self._show_token())
+                continue
+            for number, pid, generation in link.held.ranks:
+                self.ranks[number].pid, self.ranks[number].code = pid, None
+                self.board.put(number, pid, "sync", 0, time.monotonic_ns(), generation)
+            link.send(messages.Adopt(link.number, self._begin.pulse_port, self._begin.silence_s))
+
+    def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
+        """Start a rank on host number `host`."""
+        link = next(link for link in self.links if link.number == host)
+        environment = replace(environment, address=link.address)  # another one, it may be, where it came back
+        rank = self.ranks[environment.rank] = RemoteRank(environment.rank, link, record)
+        link.send(messages.Start(environment.to_env()))
+        return rank
+
+    def spare(self, may_go: Callable[[list[int]], bool] = lambda _: True) -> list[tuple[Link, list[int], str]]:
+        """Go on without the hosts that are lost: each with its ranks, and a sentence.
+
+        Args:
+            may_go: whether the run can go on without these ranks, those before being gone.
+        """
+        self._end_lost()
+        spared = []
+        for link in self.links:
+            if link.lost is not None and link not in self.spared:
+                numbers = [rank.number for rank in self._ranks_of(link)]
+                if may_go(numbers):
+                    self.spared.append(link)
+                    spared.append((link, numbers, self._of_lost(link)))
+        return spared
+
+    def announce(self, current: Generation, newest: Generation) -> None:
+        """Tell the ranks of other hosts of the generations of the run."""
+        self._announced = messages.Announce(current.number, list(current.members), newest.number, list(newest.members))
+        for link in self.links:
+            link.send(self._announced)
+
+    def turn(self) -> None:
+        """Take in what hosts have sent."""
+        for link in self.links:
+            for message in link.waiting():
+                self._obey(link, message)
+        self._end_lost()
+        until = time.monotonic() + _SENDING_S
+        self._folders = [folder for folder in self._folders if not folder[0].offer(folder[1], until)]
+
+    @property
+    def busy(self) -> bool:
+        """True while parts of folders wait to be sent."""
+        return bool(self._folders)
+
+    def give_up_silent(self) -> None:
+        """Lose hosts whose network lets nothing through.
+
+        A host that has ranks says something several times a second.
+        """
+        for link in self.links:
+            silent_s = time.monotonic() - link.heard_at
+            if link.lost is None and silent_s > _SILENT_S and any(self._ranks_of(link)):
+                self._silent.append(link)
+                link.lose(f"nothing has come from it for {silent_s:.0f} s")
+
+    def cut_off(self) -> str | None:
+        """Sentence that says that this host has no quorum; None where it has.
+
+        Hosts whose process has ended are gone and count no more. Of the others this one and those that it reaches go
+        on; a silent one may be there, and go on itself, with other silent ones. With half of the hosts each, those of
+        the coordinator do.
+        """
+        silent = [link for link in self.links if link.silent]
+        reached = 1 + sum(link.lost is None and not link.silent for link in self.links)
+        if is_quorum(reached, reached + len(silent)):
+            return None
+        return (
+            f"of {reached + len(silent)} hosts this one reaches {reached - 1}, and nothing has come from "
+            f"{', '.join(link.who for link in silent)}: as these may go on, this side stops."
+        )
+
+    @property
+    def lost(self) -> str | None:
+        """Name and ranks of a lost host, or None. Silent and spared ones do not count."""
+        known = {*self._silent, *self.spared}
+        lost = (link for link in self.links if link.lost is not None and link not in known)
+        return next(map(self._of_lost, lost), None)
+
+    @property
+    def silent(self) -> str:
+        """Names and ranks of the hosts that were given up, a line each."""
+        return "\n".join(map(self._of_lost, self._silent))
+
+    def _end_lost(self) -> None:
+        """Take the ranks of lost hosts for killed."""
+        for rank in self.ranks.values():
+            if rank.link.lost is not None and rank.code is None:
+                rank.code, rank.stopped, rank.paging = -signal.SIGKILL, False, False
+
+    def _fall_silent(self, host: int, silent_s: float) -> None:
+        for link in self.links:
+            if link.number == host and link.lost is None:
+                link.fall_silent(silent_s)
+
+    def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
+        """Take in messages until one of a kind. A host that sends none in time is lost."""
+        until = time.monotonic() + deadline_s
+        while (message := link.receive(max(0.1, until - time.monotonic()))) is not None:
+            if isinstance(message, kind):
+                return True
+            self._obey(link, message)
+        return False
+
+    def _of_lost(self, link: Link) -> str:
+        numbers = [str(rank.number) for rank in self._ranks_of(link)]
+        ranks = f", which had rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""
+        return f"{link.who}{ranks}, is lost: {link.lost}" if ranks else f"{link.who} is lost: {link.lost}"
+
+    def _ranks_of(self, link: Link) -> Iterator[RemoteRank]:
+        return (rank for rank in self.ranks.values() if rank.link is link)
+
+    def _obey(self, link: Link, message: Any) -> None:
+        match message:
+            case messages.Ready() if link in self._preparing:
+                self._ready.append(link)
+                self._preparing.remove(link)
+                self._hide_token()
+            case messages.Rows():
+                self._note(link, message)
+            case messages.Put():
+                receive(message, self.folder.path)
+            case messages.Told():
+                self._tell(link, message)
+            case messages.Fetch():
+                self._folders.append((link, self._folder(message.path)))
+            case messages.Over() if link in self._released:
+                self._dismiss(link)
+            case messages.Interrupted():
+                self.signals.first = self.signals.first or message.signal
+            case messages.Started() | messages.Ended():
+                self._change(link, message)
+
+    def _change(self, link: Link, message: messages.Started | messages.Ended) -> None:
+        rank = self.ranks.get(message.rank)
+        if rank is None or rank.link is not link:
+            return
+        if isinstance(message, messages.Started):
+            rank.pid = message.pid
+        else:
+            rank.code, rank.oom_kills = message.code, message.oom_kills
+            rank.stopped = rank.paging = False
+
+    def _note(self, link: Link, message: messages.Rows) -> None:
+        now, now_ns = time.time(), time.monotonic_ns()
+        for row in message.rows:
+            rank = self.ranks.get(row.rank)
+            if rank is None or rank.link is not link or row.phase not in PHASES:
+                continue
+            rank.stopped, rank.paging = row.stopped, row.paging
+            if rank.code is None:
+                rank.alive_at = now
+            self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns, row.generation)
+
+    def _tell(self, link: Link, message: messages.Told) -> None:
+        """Keep a rank's record, in this host's time, or its stack."""
+        rank = self.ranks.get(message.rank)
+        if rank is None or rank.link is not link or message.suffix not in (".error", ".stack"):
+            return
+        text = message.text
+        if message.suffix == ".error":
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(text)
+                text = json.dumps({**record, "time": record["time"] - link.clock_ahead_s, "host": link.name})
+        write_whole(rank.record.with_suffix(message.suffix), text)
+
+    def _folder(self, name: str) -> Iterator[Struct]:
+        """Yield the files of a folder as messages."""
+        folder = place_in(self.folder.path, name)
+        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if file.is_file():
+                with suppress(FileNotFoundError):  # the run has removed it since
+                    yield from parts_of(file, self.folder.path)
+        yield messages.Fetched(name)

@@ -1,4 +1,4 @@
-"""Link between the coordinator and one agent."""
+"""Link between the coordinator and one agent: messages, heartbeats, and the measured network."""
 
 from __future__ import annotations
 
@@ -6,67 +6,59 @@ import os
 import queue
 import select
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from paceline.elastic.hosts.messages import Elsewhere, FromHost, Held, Interrupted, Joining
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Host
+from paceline.cluster.host import Link as NetworkLink
+from paceline.elastic.hosts.messages import (
+    CHUNK_BYTES,
+    Answering,
+    Echo,
+    Elsewhere,
+    FromHost,
+    Held,
+    Interrupted,
+    Joining,
+    Listen,
+    Measure,
+    Measured,
+    Probe,
+    Speed,
+)
 from paceline.errors import ChannelError, LaunchError, PacelineError
 from paceline.wire.connection import Connection, connect
-from paceline.wire.key import RunKey
+from paceline.wire.key import RunKey, own_key
 from paceline.wire.listener import Listener
 
-if TYPE_CHECKING:
-    from paceline.cluster.host import Host
-
-
 M = TypeVar("M", bound=Struct)
-# A peer whose machine is gone says nothing: the kernel asks after 15 s of silence, and gives up after 45.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 45_000}
+KERNEL_SILENT_S = 45  # a peer whose machine is gone says nothing: then the kernel ends its connection
 
 
-class Link:
-    """An agent as the coordinator sees it.
+class Peer:
+    """Another host process at the end of a connection.
 
     Attributes:
-        address: where other hosts reach it.
-        standby_port: where it would listen as the coordinator; 0 if it never does.
-        meets_again: it has lost a coordinator.
-        held: the ranks that it has kept since a coordinator was lost.
-        clock_ahead_s: its clock minus the coordinator's.
         lost: why nothing can be sent to it any more; None while it is there.
-        is_known_lost: that is in the run's record.
-        heard_at: when its last message came, by the monotonic clock.
     """
 
-    is_known_lost = False
-    held: Held | None
+    lost: str | None = None
     _silence = ""
-    _watched: tuple[select.poll, int] | None = None
 
-    def __init__(self, connection: Connection, number: int, name: str, address: str, host: Host) -> None:
-        self.connection, self.number, self.name, self.address, self.host = connection, number, name, address, host
-        self.clock_ahead_s = 0.0
-        self.standby_port = 0
-        self.meets_again, self.held = False, None
-        self.lost: str | None = None
-        self.heard_at = time.monotonic()
-        keep_alive(connection)
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
 
     @property
     def silent(self) -> bool:
         """True where nothing came for too long. It may be there, behind a network that is cut."""
         return bool(self._silence)
-
-    @property
-    def who(self) -> str:
-        """Name and number, for messages."""
-        return f"host {self.name} (number {self.number})"
 
     def send(self, message: Struct) -> None:
         """Send a message; a host that is lost takes none."""
@@ -75,6 +67,57 @@ class Link:
                 self.connection.send(message)
             except (OSError, PacelineError) as error:
                 self.lose(str(error))
+
+    def take(self) -> Any:
+        """The next message that is there; None where there is none yet."""
+        if self.lost is None:
+            try:
+                return self.connection.take()
+            except (OSError, PacelineError) as error:
+                self.lose(str(error))
+        return None
+
+    def lose(self, reason: str) -> None:
+        """Give the host up."""
+        if self.lost is None:
+            self.lost = self._silence or reason
+
+    def fall_silent(self, silent_s: float) -> None:
+        """Have the host's owner find it lost; for any thread."""
+        self._silence = f"nothing has come from it for {silent_s:.2g} s"
+        self.connection.end()
+
+
+class Link(Peer):
+    """An agent as the coordinator sees it.
+
+    Attributes:
+        address: where other hosts reach it.
+        standby_port: where it would listen as the coordinator; 0 if it never does.
+        meets_again: it has lost a coordinator.
+        held: the ranks that it has kept since a coordinator was lost.
+        clock_ahead_s: its clock minus the coordinator's.
+        is_known_lost: that is in the run's record.
+        heard_at: when its last message came, by the monotonic clock.
+    """
+
+    is_known_lost = False
+    held: Held | None
+    _watched: tuple[select.poll, int] | None = None
+
+    def __init__(self, connection: Connection, number: int, name: str, address: str, host: Host) -> None:
+        super().__init__(connection)
+        self.number, self.name, self.address, self.host = number, name, address, host
+        self.clock_ahead_s = 0.0
+        self.standby_port = 0
+        self.meets_again, self.held = False, None
+        self.heard_at = time.monotonic()
+        connection.end_when_silent(KERNEL_SILENT_S)
+
+    @property
+    def who(self) -> str:
+        """Name and number, for messages."""
+        return f"host {self.name} (number {self.number})"
 
     def offer(self, messages: Iterator[Struct], until: float) -> bool:
         """Send messages as long as the network accepts them without a wait.
@@ -121,28 +164,16 @@ class Link:
 
     def waiting(self) -> Iterator[Any]:
         """Messages that are there, without waiting for more."""
-        while self.lost is None:
-            try:
-                message = self.connection.take()
-            except (OSError, PacelineError) as error:
-                self.lose(str(error))
-                return
-            if message is None:
-                return
+        while (message := self.take()) is not None:
             self.heard_at = time.monotonic()
             yield message
 
     def lose(self, reason: str) -> None:
         """Give the host up."""
         if self.lost is None:
-            self.lost = self._silence or reason
+            super().lose(reason)
             self.unwatch()
             self.connection.close()
-
-    def fall_silent(self, silent_s: float) -> None:
-        """Have the host's owner find it lost; for any thread."""
-        self._silence = f"nothing has come from it for {silent_s:.2g} s"
-        self.connection.end()
 
     def watch(self, poll: select.poll) -> None:
         """Have `poll` tell of messages, until the host is lost."""
@@ -167,14 +198,6 @@ class AbsentLink(Link):
         self.number, self.name, self.address, self.host = number, name, "", host
         self.clock_ahead_s, self.standby_port, self.heard_at = 0.0, 0, time.monotonic()
         self.meets_again, self.held, self.lost = False, None, "it has not come yet"
-
-
-def keep_alive(connection: Connection) -> None:
-    """Have the kernel notice a peer that is gone without a word."""
-    with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEP_ALIVE.items():
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Meeting:
@@ -243,7 +266,7 @@ class Beat(Struct, tag=True, frozen=True):
     host: int
 
 
-Listen = Callable[[type[Struct], Callable[[Connection, Beat], None]], Listener]
+OpensListener = Callable[[type[Struct], Callable[[Connection, Beat], None]], Listener]
 
 
 class Pulses:
@@ -255,7 +278,7 @@ class Pulses:
         hosts: number of them, by which their beats are more or less frequent.
     """
 
-    def __init__(self, listen: Listen, on_silence: Callable[[int, float], None], hosts: int = 2) -> None:
+    def __init__(self, listen: OpensListener, on_silence: Callable[[int, float], None], hosts: int = 2) -> None:
         self.limit_s, self._rounds = silence_limit_s(), rounds_of(hosts)
         self._on_silence = on_silence
         self._beaten: set[int] = set()  # since the last round
@@ -420,3 +443,126 @@ def silence_limit_s() -> float:
     if not 0.2 <= limit_s <= 3600:
         raise LaunchError(f"{SILENCE}={text} is no number of seconds from 0.2 to 3600")
     return limit_s
+
+
+MEASURE = "PACELINE_MEASURE"  # "off": no link is measured
+_ALL_S, _PAIR_S = 0.4, 0.1  # for the links of host 0 together; for any other
+_PINGS = 5
+_PROBE_S = 10.0  # the longest that an answer may take
+_EVERY_PAIR = 8  # hosts; of more, host 0 with each, and each with the next
+Found = dict[int, list[NetworkLink]]
+
+
+def measured_cluster(own: Host, links: Sequence[Link], *, measures: bool = True) -> Cluster:
+    """This host and the others, with the measured links between them."""
+    found: Found = {}
+    if measures and os.environ.get(MEASURE) != "off":
+        _measure_own(links, found)
+        if len(links) > 1:
+            _measure_others(links, found)
+    hosts = [own, *(link.host for link in links)]
+    return Cluster(
+        name="this run's hosts",
+        hosts=tuple(h.model_copy(update={"links": (*h.links, *found.get(i, ()))}) for i, h in enumerate(hosts)),
+    )
+
+
+class Measuring:
+    """Part of an agent in the measurement. It listens only while others measure."""
+
+    def __init__(self) -> None:
+        self._listener: Listener | None = None
+
+    def answer(self, message: Listen | Measure) -> Answering | Measured:
+        """Do what host 0 asks for."""
+        if isinstance(message, Measure):
+            return Measured([speed for to in message.targets if (speed := self._speed_to(*to)) is not None])
+        self.close()
+        if not message.address:
+            return Answering(0)
+        try:
+            self._listener = Listener(
+                (message.address, 0), own_key(), Probe, lambda _: None, on_message=lambda peer, _: peer.post(Echo())
+            )
+        except PacelineError:
+            return Answering(0)
+        assert isinstance(self._listener.address, tuple)
+        return Answering(self._listener.address[1])
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _speed_to(self, number: int, address: str, port: int) -> Speed | None:
+        try:
+            with closing(connect((address, port), own_key(), Echo, deadline_s=_PROBE_S)) as connection:
+                return _speed(number, connection.send, lambda: isinstance(connection.receive(_PROBE_S), Echo), _PAIR_S)
+        except (OSError, PacelineError):
+            return None
+
+
+def _measure_own(links: Sequence[Link], found: Found) -> None:
+    """Measure between this host and each other one."""
+    for link in links:
+        if speed := _speed(link.number, link.send, partial(_echoed, link), _ALL_S / len(links)):
+            _note(found, 0, speed)
+
+
+def _echoed(link: Link) -> bool:
+    return link.answer(Echo, _PROBE_S) is not None
+
+
+def _measure_others(links: Sequence[Link], found: Found) -> None:
+    """Have the other hosts measure among themselves, one after the other."""
+    ports: dict[int, int] = {}
+    for link in links:
+        link.send(Listen(link.address))
+        if (answer := link.answer(Answering, _PROBE_S)) is not None and answer.port:
+            ports[link.number] = answer.port
+    for link in links:
+        to = [other for other in links if other.number in ports and _is_measured(link, other, len(links) + 1)]
+        if to:
+            link.send(Measure([(other.number, other.address, ports[other.number]) for other in to]))
+            answer_of = link.answer(Measured, 2 * _PROBE_S * len(to))
+            for speed in answer_of.speeds if answer_of else ():
+                _note(found, link.number, speed)
+    for link in links:
+        link.send(Listen(""))
+        link.answer(Answering, _PROBE_S)
+
+
+def _is_measured(link: Link, other: Link, hosts: int) -> bool:
+    """True if one agent measures to another."""
+    return other.number == link.number + 1 or (hosts <= _EVERY_PAIR and other.number > link.number)
+
+
+def _note(found: Found, number: int, speed: Speed) -> None:
+    """Add the link to both of its hosts."""
+    gbps, latency_ms = max(0.001, round(speed.bits_per_s / 1e9, 3)), max(0.0001, round(speed.round_trip_s * 500, 4))
+    for here, there in ((number, speed.number), (speed.number, number)):
+        found.setdefault(here, []).append(
+            NetworkLink(name=f"channel:{there}", kind="measured", bandwidth_gbps=gbps, latency_ms=latency_ms)
+        )
+
+
+def _speed(number: int, send: Callable[[Struct], None], echoed: Callable[[], bool], budget_s: float) -> Speed | None:
+    """Round trip, and rate of bulk data; None where the host does not echo."""
+    times = []
+    for _ in range(_PINGS):
+        began = time.perf_counter()
+        send(Probe(b""))
+        if not echoed():
+            return None
+        times.append(time.perf_counter() - began)
+    until, count, rate = time.perf_counter() + budget_s / 2, 1, 0.0
+    while not rate or time.perf_counter() < until:
+        began = time.perf_counter()
+        for _ in range(count):
+            send(Probe(bytes(CHUNK_BYTES)))
+        if not all(echoed() for _ in range(count)):
+            return None
+        rate = max(rate, 8 * count * CHUNK_BYTES / (time.perf_counter() - began))
+        count = min(2 * count, 64)
+    return Speed(number, min(times), rate)

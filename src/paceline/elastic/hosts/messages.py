@@ -277,16 +277,10 @@ class Adopt(Struct, tag=True, frozen=True):
 
 
 class Signal(Struct, tag=True, frozen=True):
-    """A signal for a rank."""
+    """A signal for a rank; SIGKILL is for all that it started as well."""
 
     rank: int
     number: int
-
-
-class Kill(Struct, tag=True, frozen=True):
-    """SIGKILL for a rank and all it started."""
-
-    rank: int
 
 
 class Fetched(Struct, tag=True, frozen=True):
@@ -399,7 +393,6 @@ ToHost = (
     | Announce
     | Adopt
     | Signal
-    | Kill
     | Fetched
     | EndAttempt
     | Succession

@@ -1,25 +1,49 @@
-"""A command over all hosts of the engine that started this process."""
+"""A command over several hosts, real or emulated.
+
+Emulated hosts have a host process each, but the first. They are forked from the forkserver, and are the forkservers of
+their own ranks. They meet at host 0 and serve it as those of real hosts do. Host 0 is coordinated by the process that
+was started as a command: its ranks and its sockets are in the emulated host, and it is outside, where files in object
+stores are reached.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from typing import Any
 
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.emulate import EmulatedHost, Emulation, LinkBytes
 from paceline.cluster.launch_engines import HostPlace, own_engine
-from paceline.elastic.forkserver import warm_up
+from paceline.cluster.machine import interface_of
+from paceline.cluster.network import inside
+from paceline.elastic.failure import ErrorRecord, exit_code_of, sigterm_as_exit
+from paceline.elastic.forkserver import StartedRank, Starter, warm_up, why_not
 from paceline.elastic.hosts.agent import Coordinator, run_agent
-from paceline.elastic.hosts.gather import GoesOnElsewhere, gathered, joined
+from paceline.elastic.hosts.files import differences
+from paceline.elastic.hosts.gather import GoesOnElsewhere, gathered, joined, links_of
 from paceline.elastic.hosts.hosts import Hosts, coordinating, current_hosts
-from paceline.elastic.hosts.returns import Returns
-from paceline.elastic.hosts.takeover import met_again
-from paceline.elastic.signals import exit_code_of, sigterm_as_exit
+from paceline.elastic.hosts.link import Meeting
+from paceline.elastic.hosts.messages import Look, Looked, Welcome
+from paceline.elastic.hosts.takeover import Readmission, met_again
+from paceline.elastic.place import RankPlace, on_hosts, on_this_machine
 from paceline.errors import LaunchError
-from paceline.rank_environment import KEY_FILE
+from paceline.files import scratch_folder
+from paceline.job.job import Job
+from paceline.rank_environment import KEY_FILE, RankEnvironment
+from paceline.storage.url import is_url
 from paceline.text import printable
-from paceline.wire.key import RunKey, default_key_file, own_key, read_key
+from paceline.wire.key import RunKey, default_key_file, key_descriptor, own_key, read_key
+
+_ANSWER_S = 120.0  # for a host to look at its files
+_NAMED = 5  # differences in an error
+_IMPORT_PATH = re.compile(r"(?P<module>[^\n]+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 
 
 @contextmanager
@@ -41,6 +65,109 @@ def over_hosts() -> Iterator[None]:
     with sigterm_as_exit():
         warm_up()  # it imports while the hosts meet
         yield from _met(place, key)
+
+
+@contextmanager
+def places_on(
+    cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None
+) -> Iterator[list[RankPlace]]:
+    """Places of `ranks` ranks on a cluster; emulated hosts are up within the context.
+
+    Args:
+        on_end: called at the end, however it comes, with what the links of emulated hosts have carried, by host.
+
+    Raises:
+        ClusterError: the hosts cannot be emulated here.
+        LaunchError: their host processes cannot be started.
+    """
+    if cluster.emulate is None:
+        hosts = current_hosts()
+        yield on_this_machine(ranks) if hosts is None else on_these_hosts(hosts, cluster, ranks)
+        return
+    with Emulation(cluster.emulate) as emulation:
+        try:
+            with host_processes(cluster, emulation.hosts):
+                yield on_hosts(emulation.hosts, cluster.ranks_per_host(ranks))
+        finally:
+            if on_end:
+                on_end(emulation.carried())
+
+
+def on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlace]:
+    """Places of ranks on the hosts of this run, filled in their order.
+
+    Raises:
+        LaunchError: rank 0 would not be on host 0.
+    """
+    per_host = cluster.ranks_per_host(ranks)
+    if not per_host[0]:
+        raise LaunchError(
+            f"host 0 ({cluster.hosts[0].name}) has no accelerator, and others have: rank 0 runs on host 0. Start the "
+            "hosts in another order, or without that one."
+        )
+    return [
+        RankPlace(
+            rank,
+            count,
+            hosts.address_of(number),
+            interface_of(hosts.address_of(0)) or "lo",  # each host puts its own there
+            number=number,
+            host_name=cluster.hosts[number].name,
+        )
+        for number, count in enumerate(per_host)
+        for rank in range(count)
+    ]
+
+
+def must_agree(job: Job) -> None:
+    """Refuse hosts whose code or data is not that of host 0. Nothing to do on one host.
+
+    Raises:
+        LaunchError: they differ, or a host does not answer; names the hosts and files.
+    """
+    hosts = current_hosts()
+    if hosts is None:
+        return
+    look = what_to_look_at(job)
+    if look in hosts.agreed or not look.modules + look.files:
+        return
+    if hosts.takeover is not None:  # they have agreed with the coordinator before
+        hosts.agreed.append(look)
+        return
+    answers = hosts.ask(look, Looked, _ANSWER_S)
+    found = [text for link, answer in answers for text in differences(look, link, answer)]
+    if found:
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        raise LaunchError(
+            f"{'; '.join(found[:_NAMED])}{more}. Ranks of all hosts need the code and data of host 0 "
+            f"({hosts.cluster.hosts[0].name}): copy them there."
+        )
+    hosts.agreed.append(look)
+
+
+def what_to_look_at(job: Job) -> Look:
+    """Modules and files that every host has to have for itself."""
+    texts = set(_texts(job.model_dump(mode="json", exclude_defaults=True)))
+    modules = {match["module"] for text in texts if (match := _IMPORT_PATH.fullmatch(text))}
+    files = [job.model.hf, job.model.weights]
+    if not job.partition.host_files:
+        for path in (getattr(job.data, "path", None), getattr(job.data, "held_out_path", None)):
+            files += path if isinstance(path, tuple) else [path]
+    local = sorted({str(file) for file in files if file is not None and not is_url(file)})
+    return Look(sorted(modules), local, list(getattr(job.data, "suffixes", ())))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Text in the values of a job, but for what goes to functions as arguments."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if key != "args":
+                yield from _texts(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _texts(entry)
+    elif isinstance(value, str):
+        yield value
 
 
 def _key(place: HostPlace) -> RunKey:
@@ -70,8 +197,8 @@ def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
         code = exit_code_of(error)
         raise
     finally:
-        if hosts.takeover is not None:
-            hosts.takeover.close()
+        if hosts.takeover is not None and hosts.takeover.next_generation is not None:
+            hosts.takeover.next_generation.close()
         hosts.dismiss(code)
 
 
@@ -86,16 +213,16 @@ def _hosts(place: HostPlace, key: RunKey) -> Hosts:
             now = told.place_of(place)
 
 
-def _returns(hosts: Hosts, place: HostPlace) -> Returns:
+def _returns(hosts: Hosts, place: HostPlace) -> Readmission:
     """A meeting place for hosts that come back.
 
     Those that were started with another coordinator's address have to be told of this one's.
     """
     assert hosts.meeting is not None
     if hosts.takeover is None:
-        return Returns(hosts, place, hosts.meeting)
+        return Readmission(hosts, place, hosts.meeting)
     own = replace(place, number=0, count=len(hosts.cluster.hosts), name=hosts.cluster.hosts[0].name)
-    return Returns(hosts, own, hosts.meeting, calls=True)
+    return Readmission(hosts, own, hosts.meeting, calls=True)
 
 
 def _served(place: HostPlace, key: RunKey) -> Hosts:
@@ -122,3 +249,128 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
             found = met_again(place, key, found)
             unless_met.pop_all()
     return found
+
+
+_ENGINE = "emulate"
+_TICK_S = 0.02
+_START_S = 300.0  # for the forkserver to import torch
+_DISMISSED_S = 10.0  # for a host process to end that was dismissed
+_HANG_UP_S = 5.0  # from SIGHUP to SIGKILL, for one that does not hear this process
+
+
+@contextmanager
+def host_processes(cluster: Cluster, emulated: Sequence[EmulatedHost]) -> Iterator[None]:
+    """Within it, this process coordinates the host processes of emulated hosts.
+
+    A single host needs none.
+
+    Raises:
+        LaunchError: one cannot be started, or does not come.
+    """
+    if len(emulated) == 1:
+        yield
+        return
+    warm_up(__name__)  # which the host processes share then
+    first, key = emulated[0], RunKey.make()
+    meeting = inside(first.namespace, lambda: Meeting(first.address, 0, key))
+    place = HostPlace(0, len(emulated), *meeting.address, first.name, _ENGINE)
+    with closing(meeting), _started(place, emulated, key) as (processes, start):
+        links = links_of(place, key, meeting, lambda: _check(processes))
+        for link in links:
+            link.send(Welcome([host.name for host in emulated]))
+        hosts = Hosts(cluster, first.address, links, key, first.namespace)
+        code = 1
+        try:
+            with Readmission(hosts, place, meeting, start), coordinating(hosts):
+                yield
+            code = 0
+        finally:
+            hosts.dismiss(code)
+            if all(link.lost is None for link in hosts.links):
+                _wait(processes, _DISMISSED_S)
+
+
+def be_host_process(_: list[str]) -> None:
+    """Serve host 0, as the emulated host that this process is in."""
+    environment, key = RankEnvironment.from_env(), own_key()
+    assert environment.host is not None
+    assert key is not None
+    if why_not() is None:
+        from paceline.elastic.rank import split_off
+
+        split_off()  # before anything here starts a thread
+    signal.signal(signal.SIGHUP, lambda *_: sys.exit())  # from the coordinator, where the link to it is cut
+    name, number = environment.host.name, environment.rank
+    where = environment.master_address, environment.master_port
+    coordinator = joined(HostPlace(number, environment.world_size, *where, name, _ENGINE), key)
+    run_agent(coordinator, f"host {name} (number {number})")
+    coordinator.connection.close()
+
+
+@contextmanager
+def _started(
+    place: HostPlace, emulated: Sequence[EmulatedHost], key: RunKey
+) -> Iterator[tuple[list[StartedRank], Callable[[int], None]]]:
+    """The host processes, each in its host, and a function that starts another.
+
+    None is left at the end.
+    """
+    processes: list[StartedRank] = []
+    with scratch_folder() as folder:
+        descriptor = key_descriptor(key)
+        try:
+            starter = Starter([f"{__name__}:{be_host_process.__name__}"], {})
+            starter.prepare(_START_S, lambda: False)
+
+            def start(number: int) -> None:
+                _forget_ended(processes)
+                environment = RankEnvironment(
+                    number,
+                    place.count,
+                    place.coordinator,
+                    place.port,
+                    host=emulated[number].entry,
+                    error_file=folder / f"host-{number}.error",
+                    launcher=os.getpid(),
+                    key_fd=descriptor,
+                )
+                processes.append(starter.start(environment, None))
+
+            for number in range(1, len(emulated)):
+                start(number)
+            yield processes, start
+        finally:
+            os.close(descriptor)
+            _end(processes)
+
+
+def _check(processes: Sequence[StartedRank]) -> None:
+    """Raise LaunchError if a host process has ended."""
+    for process in processes:
+        if process.has_ended:
+            record = ErrorRecord.read(process.record)
+            why = record.message if record else "it was killed"
+            raise LaunchError(f"the host process of emulated host {process.number} has ended: {why}")
+
+
+def _forget_ended(processes: list[StartedRank]) -> None:
+    """Forget host processes that have ended, so that neither zombies nor descriptors add up."""
+    for process in [process for process in processes if process.has_ended]:
+        process.note_end()
+        processes.remove(process)
+
+
+def _end(processes: Sequence[StartedRank]) -> None:
+    """End what was not dismissed."""
+    for process in processes:
+        if not process.has_ended:
+            process.signal(signal.SIGHUP)
+    _wait(processes, _HANG_UP_S)
+    for process in processes:
+        process.note_end()
+
+
+def _wait(processes: Sequence[StartedRank], wait_s: float) -> None:
+    until = time.monotonic() + wait_s
+    while not all(process.has_ended for process in processes) and time.monotonic() < until:
+        time.sleep(_TICK_S)

@@ -1,10 +1,10 @@
-"""Takeover: when the coordinator of a run is lost, the next host continues the run.
+"""Takeover when the coordinator of a run is lost, and hosts that come back.
 
 The hosts that are left meet anew, at the one of the lowest number that can be reached. It runs the command as host 0
 did, and numbers them from 0. Where the run recovers in place they have kept their ranks, which begin the next
-generation before that (`next_generation.py`); else it continues the run as it was saved. At least half of the hosts
+generation before that (`NextGeneration`); else it continues the run as it was saved. At least half of the hosts
 have to come. Where the lost host still lives with the other half, the lock of the run directory decides
-(`elastic/run_lock.py`): who has it trains.
+(`elastic/leadership.py`): who has it trains.
 """
 
 from __future__ import annotations
@@ -13,27 +13,42 @@ import errno
 import json
 import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from paceline.cluster.host import Host
 from paceline.cluster.launch_engines import HostPlace
 from paceline.cluster.machine import interface_of
+from paceline.elastic.failure import exit_code_of
 from paceline.elastic.hosts.agent import AgentAttempt, Coordinator
+from paceline.elastic.hosts.files import differences
 from paceline.elastic.hosts.gather import refuse, take, taken_in, welcomed
-from paceline.elastic.hosts.hosts import Hosts
+from paceline.elastic.hosts.hosts import Hosts, NextGeneration, Returns, Takeover
 from paceline.elastic.hosts.link import AbsentLink, Link, Meeting, silence_limit_s
-from paceline.elastic.hosts.messages import Announce, EndAttempt, Over, Past, Succession, Successor, ToHost
+from paceline.elastic.hosts.messages import (
+    Announce,
+    Elsewhere,
+    EndAttempt,
+    Looked,
+    Over,
+    Past,
+    Refused,
+    Succession,
+    Successor,
+    ToHost,
+    Welcome,
+)
+from paceline.elastic.leadership import RunLock, is_quorum
 from paceline.elastic.membership import Membership
 from paceline.elastic.place import RankPlace, rendezvous
-from paceline.elastic.run_lock import RunLock
-from paceline.elastic.signals import exit_code_of
-from paceline.errors import ChannelError, DeadlineError, LaunchError
+from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
 from paceline.files import whole_lines
 from paceline.generation import Generation
 from paceline.storage.url import is_url
@@ -45,37 +60,6 @@ MEET_S = 20.0  # for the other hosts to come, each of which ends its ranks first
 _ASK_S, _ASK_AGAIN_S = 0.25, 1.0  # until those that have not come are asked whether they are there
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 _FIRST_EVENT_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Takeover:
-    """A run that this host continues, since the coordinator was lost.
-
-    Attributes:
-        run: its directory, or its URL.
-        lost: names the host that coordinated it.
-        by: names this host.
-        attempt: the ranks that this host has kept, where the run goes on with them and those that others have kept.
-        next_generation: that these have begun.
-    """
-
-    run: str
-    lost: str
-    by: str
-    attempt: AgentAttempt | None = None
-    next_generation: NextGeneration | None = None
-
-    def close(self) -> None:
-        """End the ranks that were kept, where nobody has taken them over."""
-        if self.next_generation is not None:
-            self.next_generation.close()
-        if self.attempt is not None:
-            self.attempt.end()
-
-    @property
-    def job_file(self) -> Path | None:
-        """The job as the run has it; None where the run is at a URL."""
-        return None if is_url(self.run) else Path(self.run) / "job.yaml"
 
 
 def tell_successors(hosts: Hosts, run: str | Path) -> None:
@@ -178,11 +162,11 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
         _add_lost(hosts, succession, before)
         has_ended = partial(_is_known_to_have_ended, before, key)
         try:
-            next_generation = NextGeneration(hosts, Path(succession.run), attempt, _say, has_ended)
+            next_generation = begin_next_generation(hosts, Path(succession.run), attempt, has_ended)
         except BaseException as error:  # another trains in that directory
             hosts.dismiss(exit_code_of(error))
             raise
-    hosts.takeover = Takeover(succession.run, before.who, by, attempt, next_generation)
+    hosts.takeover = Takeover(succession.run, before.who, by, next_generation)
     tell_successors(hosts, succession.run)
     return hosts
 
@@ -258,7 +242,7 @@ def _told(answer: Future[str] | None) -> str:
 def _are_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, hosts: list[Successor]) -> bool:
     """True if the run can go on with these hosts, and the ranks kept."""
     has_replica = before.attempt is None or bool(whole_replicas(before.attempt, [*links.values()]))
-    return has_replica and 2 * len({place.number, *links}) >= sum(not host.lost for host in hosts)
+    return has_replica and is_quorum(len({place.number, *links}), sum(not host.lost for host in hosts))
 
 
 def _absence(host: Successor, key: RunKey) -> str:
@@ -299,7 +283,7 @@ def _kept(attempt: AgentAttempt | None, links: list[Link]) -> AgentAttempt | Non
 def _must_be_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, succession: Succession) -> None:
     """Raise LaunchError without at least half of the hosts."""
     there, count = sorted({place.number, *links}), sum(not host.lost for host in succession.hosts)
-    if 2 * len(there) < count:
+    if not is_quorum(len(there), count):
         found = ", ".join(f"{succession.hosts[number].name} (number {number})" for number in there)
         raise LaunchError(
             f"{before.who} is lost, and {len(there)} of {count} hosts have met: {found}. At least half of them "
@@ -347,14 +331,10 @@ def _say(text: str) -> None:
     print(printable(f"paceline: {text}"), file=sys.stderr, flush=True)
 
 
-class NextGeneration:
-    """Generation that ranks which hosts have kept begin without the lost coordinator.
+def begin_next_generation(hosts: Hosts, run: Path, kept: AgentAttempt, has_ended: Callable[[], bool]) -> NextGeneration:
+    """Begin the next generation of a run with the ranks that hosts have kept.
 
-    Attributes:
-        lock: of the run directory.
-        generation: of the whole replicas that are left; of nobody, where too few hosts are.
-        places: of all ranks of the run.
-        rendezvous: where the ranks meet.
+    It is of the whole replicas that are left; of nobody, where too few hosts are.
 
     Args:
         kept: the attempt on this host, which coordinates.
@@ -363,31 +343,23 @@ class NextGeneration:
     Raises:
         RunError: somebody else trains in the run directory.
     """
-
-    def __init__(
-        self, hosts: Hosts, run: Path, kept: AgentAttempt, say: Callable[[str], object], has_ended: Callable[[], bool]
-    ) -> None:
-        self.places = _places(hosts, kept)
-        with ExitStack() as made:
-            # whoever has it decides
-            self.lock = made.enter_context(RunLock(run, say, succeeds=True, has_ended=has_ended))
-            # it is at this host, and not within it: hosts that were lost may come back
-            meet_at = [_own_place(hosts), *self.places]
-            self.rendezvous = made.enter_context(rendezvous(meet_at, kept.scratch, kept.begin.port or None))
-            held = [kept.held(), *(link.held for link in hosts.links if link.held)]
-            members = set() if hosts.too_few else whole_replicas(kept, hosts.links)
-            self.generation = Generation(max(host.newest for host in held) + 1, tuple(sorted(members)))
-            number, ranks = self.generation.number, list(self.generation.members)
-            message = Announce(number, ranks, number, ranks, self.rendezvous.store)
-            for link in hosts.links:
-                if link.held:
-                    link.send(message)
-            kept.announce(message)
-            self._made = made.pop_all()
-
-    def close(self) -> None:
-        """Give the run directory and the rendezvous back."""
-        self._made.close()
+    places = _places(hosts, kept)
+    with ExitStack() as made:
+        # whoever has it decides
+        lock = made.enter_context(RunLock(run, _say, succeeds=True, has_ended=has_ended))
+        # it is at this host, and not within it: hosts that were lost may come back
+        meet_at = [_own_place(hosts), *places]
+        meeting = made.enter_context(rendezvous(meet_at, kept.scratch, kept.begin.port or None, hosts.key))
+        held = [kept.held(), *(link.held for link in hosts.links if link.held)]
+        members = set() if hosts.too_few else whole_replicas(kept, hosts.links)
+        generation = Generation(max(host.newest for host in held) + 1, tuple(sorted(members)))
+        ranks = list(generation.members)
+        message = Announce(generation.number, ranks, generation.number, ranks, meeting.store)
+        for link in hosts.links:
+            if link.held:
+                link.send(message)
+        kept.announce(message)
+        return NextGeneration(kept, lock, generation, places, meeting, made.pop_all())
 
 
 def whole_replicas(kept: AgentAttempt, links: Sequence[Link]) -> set[int]:
@@ -414,3 +386,155 @@ def _places(hosts: Hosts, kept: AgentAttempt) -> list[RankPlace]:
 
 def _own_place(hosts: Hosts) -> RankPlace:
     return RankPlace(0, 1, hosts.address, interface_of(hosts.address) or "lo")
+
+
+_NOTED_S = 10.0  # for this process to see that a host is lost which is there again
+_LOOKED_S = 120.0
+_CALL_S = 1.0  # between calls of hosts that were lost, and the longest that one takes
+
+
+class Readmission:
+    """Meeting place for hosts that were lost. As a context: it listens within.
+
+    A host is refused that was not lost, has another name, version, clock or data than the lost one, fewer devices, or
+    was lost too often; it is told why, and the run goes on.
+
+    Args:
+        place: of this host, which coordinates.
+        meeting: where they come; it is closed at the end.
+        revive: starts the host process of a host again; None where somebody else does.
+        calls: whether hosts that are started again have to be told that this one coordinates.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        place: HostPlace,
+        meeting: Meeting,
+        revive: Callable[[int], None] | None = None,
+        *,
+        calls: bool = False,
+    ) -> None:
+        self._hosts, self._place, self._meeting = hosts, place, meeting
+        self.returns = Returns(revive)
+        self._call_s = _CALL_S if calls else None
+        self._closing = threading.Event()
+        self._at_work: Connection | None = None
+        self._thread = threading.Thread(target=self._run, name="paceline-returns", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._hosts.returns = self.returns
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hosts.returns = None
+        self._closing.set()
+        self._meeting.came.put(None)
+        if (connection := self._at_work) is not None:
+            connection.end()
+        self._thread.join()
+        self._meeting.close()
+        for link in self.returns.back():  # too late: they are dismissed with the others
+            self._hosts.replace(link)
+
+    def _run(self) -> None:
+        while (connection := self._next()) is not None:
+            self._at_work = connection
+            try:
+                if self._closing.is_set():
+                    raise ChannelError("the run has ended")
+                self._take(connection)
+            except LaunchError as error:
+                _say(f"a host that came during the run was sent away: {error}")
+            except (OSError, PacelineError, SystemExit) as error:  # a signal came to it meanwhile
+                connection.close()
+                if not self._closing.is_set():
+                    _say(f"a host that came back is lost again: {error}")
+
+    def _next(self) -> Connection | None:
+        """The next host that comes.
+
+        Those that were lost are called meanwhile, where they have to be.
+        """
+        while True:
+            try:
+                return self._meeting.came.get(timeout=self._call_s)
+            except queue.Empty:
+                # those that may not come are told so here
+                for number in sorted({*self.returns.expected.copy(), *self.returns.left_out.copy()}):
+                    if (link := self._hosts.links[number - 1]).address:
+                        self._call(link)
+
+    def _call(self, link: Link) -> None:
+        """Tell a lost host, should it have been started again, where the run goes on."""
+        with suppress(OSError, PacelineError):  # it is not there
+            where = link.address, self._place.port
+            with closing(connect(where, self._hosts.key, ToHost, deadline_s=_CALL_S)) as connection:
+                connection.send(self._elsewhere())
+                connection.receive(_CALL_S)  # it hangs up
+
+    def _elsewhere(self) -> Elsewhere:
+        names = [host.name for host in self._hosts.cluster.hosts]
+        return Elsewhere(self._place.run_name, *self._meeting.address, names)
+
+    def _take(self, connection: Connection) -> None:
+        """Take a host in, or send it away.
+
+        Raises:
+            LaunchError: it does not fit.
+        """
+        found: dict[int, Link] = {}
+        take(self._place, connection, found)
+        for link in found.values():
+            if link.meets_again:  # too late: it comes again, without the ranks that it has kept
+                link.send(self._elsewhere())
+                link.connection.close()
+                return
+            if reason := self._unexpected(link) or self._other(link):
+                _refuse(link, reason)
+            link.send(Welcome([host.name for host in self._hosts.cluster.hosts]))
+            for look in self._hosts.agreed:
+                link.send(look)
+                answer = link.answer(Looked, _LOOKED_S)
+                if answer is None:
+                    raise LaunchError(f"{link.who} is lost: {link.lost}")
+                if reason := "; ".join(differences(look, link, answer)):
+                    _refuse(link, reason)
+            self._at_work = None
+            self.returns.take_in(link)
+
+    def _unexpected(self, link: Link) -> str:
+        """Reason why a host cannot have been lost; "" for one that was."""
+        until = time.monotonic() + _NOTED_S
+        while link.number not in self.returns.expected:
+            if why := self.returns.left_out.get(link.number):
+                return f"{link.who} {why}"
+            absent = isinstance(self._before(link), AbsentLink)  # the run may be about to start
+            if (not absent and time.monotonic() > until) or self._closing.is_set():
+                return f"two hosts have the number {link.number}: {self._before(link).name} is there."
+            time.sleep(0.05)
+        return ""
+
+    def _other(self, link: Link) -> str:
+        """Reason why a host is not the one that was lost; "" where it is."""
+        before = self._before(link)
+        if isinstance(before, AbsentLink):
+            before = link
+        if before.name not in (link.name, f"{link.name}-{link.number}"):
+            return f"host {link.name} has come as number {link.number}, which is that of {before.name}."
+        known = self._hosts.cluster.hosts[link.number]
+        count, had = len(link.host.devices), len(known.devices)
+        if self._hosts.cluster.emulate is None and count < had:
+            return f"{link.who} has come back with {count} of its {had} devices."
+        link.name, link.host = before.name, known
+        return ""
+
+    def _before(self, link: Link) -> Link:
+        return self._hosts.links[link.number - 1]
+
+
+def _refuse(link: Link, reason: str) -> None:
+    link.send(Refused(reason))
+    link.connection.close()
+    raise LaunchError(reason)

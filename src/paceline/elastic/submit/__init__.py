@@ -1,4 +1,23 @@
 """`paceline submit`: a run's script or manifest for a cluster's scheduler.
 
-Read `scheduler.py` first: what each scheduler does. `slurm.py` is the shortest whole one; `table.py` has all of them.
+Read `scheduler.py` first: what each scheduler does. `slurm.py` is the shortest whole one.
 """
+
+from __future__ import annotations
+
+from paceline.elastic.submit.kubernetes import Kubernetes
+from paceline.elastic.submit.ray import Ray
+from paceline.elastic.submit.scheduler import Scheduler
+from paceline.elastic.submit.sky import Sky
+from paceline.elastic.submit.slurm import Slurm
+from paceline.errors import LaunchError
+from paceline.text import nearest
+
+SCHEDULERS: dict[str, type[Scheduler]] = {kind.name: kind for kind in (Slurm, Ray, Kubernetes, Sky)}
+
+
+def scheduler_named(name: str) -> Scheduler:
+    """The scheduler of a name. Raises LaunchError where there is none."""
+    if name not in SCHEDULERS:
+        raise LaunchError(f"--on {name[:40]}: no scheduler of that name. {nearest(name, SCHEDULERS)}")
+    return SCHEDULERS[name]()

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.elastic.submit.manifests import as_yaml
+from paceline.elastic.submit.kubernetes import as_yaml
 from paceline.elastic.submit.scheduler import Phase, Request, Scheduler, State, Submission, ask, folder, show
 from paceline.errors import LaunchError
 from paceline.files import create_private

@@ -23,7 +23,7 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.data.loader import Loader
 from paceline.device import widened
-from paceline.elastic.hosts.folder import fetch
+from paceline.elastic.hosts.files import fetch
 from paceline.engine.engine import Engine
 from paceline.engine.model_loss import all_in_float64, in_float64, nothing_dropped, random_module, without_dropout
 from paceline.job.batch import Batch

@@ -59,7 +59,7 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.url: str | None = None
         if is_url(path):
-            from paceline.run.object_store.fetch import record_at
+            from paceline.run.object_store import record_at
 
             self.url = checked_url(path)
             path = record_at(self.url)

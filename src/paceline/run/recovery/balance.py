@@ -1,7 +1,8 @@
-"""Shares of the global batch that follow the measured speeds of the replicas.
+"""Shares of the global batch that follow the measured speeds of the replicas (`balance=` of the plan).
 
-Everything here is a pure function of the shares and busy times of past steps, which all ranks know alike, so all come
-to the same decision and none asks another. No clock is read, and no sum depends on the processor (numpy's may).
+`Balancing` acts in the loop. `Balance`, `FixedCost` and `BusyBlocks` decide: pure functions of the shares and busy
+times of past steps, which all ranks know alike, so all come to the same decision and none asks another. No clock is
+read, and no sum depends on the processor (numpy's may).
 """
 
 from __future__ import annotations
@@ -9,15 +10,27 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.run.recovery.busy_blocks import BLOCKS, WARM_UP, BusyBlocks, Floats, error_of_slowest, errors, medians
-from paceline.run.recovery.fixed_cost import FixedCost, Times
+from paceline.engine.engine import Engine
+from paceline.job.job import Job
+from paceline.job.partition import Partition, Shares
+from paceline.planning.limits import no_automatic_balance, no_balance
+from paceline.planning.plan import Plan
+from paceline.run.record.recorder import Callback, Events, StepInfo
 
-Shares = tuple[int, ...]
+Floats = NDArray[np.float64]  # one for each of those that are compared
+
+WARM_UP = 5  # steps left out at the start: allocators and caches are slow there
+BLOCK, BLOCK_S = 5, 0.5  # steps of a block, and of work
+APART_S = 0.01  # of work between two steps that are looked at, so that short steps cost nothing
+BLOCKS = 3  # in a row, in each of which a change has to be worth it
 
 SETTLE = 2  # steps left out after each change
 LEAST_GAIN, LEAST_GAIN_S = 0.04, 0.002  # of a step's time: less is noise
@@ -29,6 +42,14 @@ EVEN = 0.04  # of the least time: shares of equal speeds that take no more than 
 MOST = 2  # times the share of equal speeds: memory was planned for that one
 SLOW = 0.9  # of the usual speed
 POSSIBLE = 9  # fixed costs that are tried
+
+# of the fit of the fixed cost
+CHANGES = 8  # the newest ones count
+CANDIDATES = 65  # from none to the samples of an even share
+LEAST_ERROR = 0.01  # of a time, beside what its scatter tells
+SURPRISE = 9.0  # squared errors: a replica that is off by more has changed its speed
+BELIEVED = 0.5  # of an even share: fixed costs beyond it need evidence
+LIKELY = 4.0  # squared errors beyond the best, up to which a fixed cost is possible
 
 
 @dataclass(frozen=True)
@@ -212,3 +233,239 @@ def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: in
         if shares[i] < bounds[i][1]:
             heapq.heappush(ready, (costs[i] * (fixed + shares[i] + 1), i))
     return tuple(shares)
+
+
+class Balancing(Callback):
+    """Deals the global batches by the measured speeds of the replicas (`balance=` of the plan).
+
+    All ranks know the busy times of all, so they decide alike and exchange nothing. The global batches stay as they
+    are, and gradients are weighed by samples.
+
+    Attributes:
+        off: why shares stay as they are; "" where they follow the speeds.
+    """
+
+    def __init__(self, engine: Engine, job: Job, events: Events, epoch_steps: int) -> None:
+        self.engine, self.events, self.epoch_steps = engine, events, epoch_steps
+        self.off = why_off(engine.plan, job)
+        partition = engine.loader.partition
+        assert isinstance(partition, Partition)
+        self.partition, self.replicas = partition, engine.plan.dp
+        self.base = partition.shares(0)
+        self._ranks = engine.plan.ranks // engine.plan.dp  # of each replica
+        self.balance = Balance(self.base, self.replicas, _least(self.base, engine.plan.microbatches))
+        self._last = 0  # step
+        self._slow: list[int] = []  # replicas
+
+    def after_step(self, info: StepInfo) -> str | None:
+        """See `Callback`; decides on the shares of coming steps."""
+        step = info.result.step
+        if self.off or len(info.busy_s) != self._ranks * self.replicas:
+            return None
+        if step <= self._last:  # after a rewind
+            self.balance.forget()
+        self._last = step
+        shares, newest = self._in_force(step), self.partition.changes.newest or self.base
+        if info.result.samples != self.partition.global_batch or shares != newest:
+            return None
+        if move := self.balance.step(step, shares, self._by_replica(info.busy_s)):
+            self._move(move)
+        return None
+
+    def at_even_shares(self, info: StepInfo) -> Sequence[float]:
+        """Busy seconds of every rank, as they would be if shares had not been moved."""
+        shares = self._in_force(info.result.step)
+        if shares == self.base or not info.busy_s:
+            return info.busy_s
+        scale = [base / own for base, own in zip(self._sums(self.base), self._sums(shares), strict=True)]
+        return [busy_s * scale[rank // self._ranks] for rank, busy_s in enumerate(info.busy_s)]
+
+    def _in_force(self, step: int) -> Shares:
+        return self.partition.changes.at(divmod(step - 1, self.epoch_steps)) or self.base
+
+    def _by_replica(self, busy_s: Sequence[float]) -> list[float]:
+        """The slowest rank's of each replica, whose ranks are neighbours."""
+        return [max(busy_s[i : i + self._ranks]) for i in range(0, len(busy_s), self._ranks)]
+
+    def _sums(self, shares: Shares) -> list[int]:
+        """Samples of each replica."""
+        ranks = len(shares) // self.replicas
+        return [sum(shares[i : i + ranks]) for i in range(0, len(shares), ranks)]
+
+    def _move(self, move: Move) -> None:
+        epoch, step = self.engine.loader.reshare(move.shares)
+        batch, samples, hosts = self.partition.global_batch, self._sums(move.shares), self.engine.group.hosts
+        slow: list[dict[str, Any]] = [
+            {
+                "replica": replica,
+                "ranks": [replica * self._ranks, (replica + 1) * self._ranks - 1],
+                "host": hosts[replica * self._ranks] if replica * self._ranks < len(hosts) else 0,
+                "speed": round(move.speeds[replica], 3),
+                "share": round(samples[replica] / batch, 4),
+                "since_step": since,
+            }
+            for replica, since in move.slow.items()
+        ]
+        self.events(
+            "balance",
+            {
+                "step": epoch * self.epoch_steps + step + 1,
+                "shares": list(move.shares),
+                "speeds": [round(speed, 3) for speed in move.speeds],
+                "gain": round(move.gain, 3),
+                "slow": slow,
+                "slow_changed": sorted(move.slow) != self._slow,
+            },
+        )
+        self._slow = sorted(move.slow)
+
+
+def why_off(plan: Plan, job: Job) -> str:
+    """Reason why shares stay as they are; "" if they follow the speeds."""
+    if plan.balance == "off":
+        return "the plan says balance=off."
+    weighted = job.partition.weights is not None
+    if plan.balance == "on":
+        return no_balance(plan, job.partition.kind) or ""
+    return no_automatic_balance(plan, job.partition.kind, weighted) or ""
+
+
+def _least(shares: Shares, microbatches: int) -> int:
+    """Samples that a data-parallel rank keeps.
+
+    Two for each microbatch where it had them, as batch norm needs.
+    """
+    return microbatches * (2 if min(shares) >= 2 * microbatches else 1)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Samples and busy times of the replicas, and the relative errors of the times."""
+
+    samples: Floats
+    busy_s: Floats
+    error: Floats
+
+
+class FixedCost:
+    """Cost of a step apart from samples, learned from changes of the shares.
+
+    A replica with n samples takes cost × (fixed + n). Around one change the cost of a replica is taken to be the same,
+    so its two times tell `fixed`; but a replica may have changed its speed as well, and small changes drown in noise.
+    So all changes count, each replica's by its error, and none of them for more than a limit.
+
+    It is counted in samples.
+
+    Args:
+        most: the largest one to expect, as an even share has samples.
+
+    Attributes:
+        best: what fits best; 0 before a change tells more.
+        low, high: the range of what fits nearly as well.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._candidates = [most * i / (CANDIDATES - 1) for i in range(CANDIDATES)]
+        self._changes: deque[tuple[Times, Times]] = deque(maxlen=CHANGES)
+        self._fit()
+
+    def learn(self, before: Times, after: Times) -> None:
+        """Take in a change of shares."""
+        self._changes.append((before, after))
+        self._fit()
+
+    def possible(self, count: int) -> list[float]:
+        """Evenly spaced fixed costs from `low` to `high`."""
+        return [self.low + (self.high - self.low) * i / (count - 1) for i in range(count)]
+
+    def _fit(self) -> None:
+        errors = [self._error(i) for i in range(CANDIDATES)]
+        least = min(errors)
+        near = [fixed for fixed, error in zip(self._candidates, errors, strict=True) if error <= least + LIKELY]
+        self.best, self.low, self.high = self._candidates[errors.index(least)], near[0], near[-1]
+
+    def _error(self, i: int) -> float:
+        """Squared errors of a candidate.
+
+        They tell how far the times after the changes are from what it expects.
+        """
+        fixed, most = self._candidates[i], self._candidates[-1]
+        found = [(fixed / (BELIEVED * most)) ** 2]
+        for before, after in self._changes:
+            expected = before.busy_s * (fixed + after.samples) / (fixed + before.samples)
+            variance = before.error**2 + after.error**2 + 2 * LEAST_ERROR**2
+            squares = (after.busy_s / expected - 1) ** 2 / variance
+            found += np.minimum(squares, SURPRISE).tolist()
+        return math.fsum(found)  # which is alike on all processors; numpy's sum may differ
+
+
+class BusyBlocks:
+    """The newest blocks of steps, each with the busy times of all that are compared.
+
+    Decisions need several blocks in a row: on a shared machine ranks are slow in turn for a moment, so what is true of
+    one block only is noise.
+
+    Args:
+        left_out: steps before the first one that counts.
+        enough: blocks that a decision needs at least.
+        kept: newest blocks that are kept.
+    """
+
+    def __init__(self, left_out: int = WARM_UP, enough: int = BLOCKS, kept: int = BLOCKS) -> None:
+        self._enough = enough
+        self._blocks: deque[tuple[int, list[Floats]]] = deque(maxlen=kept)
+        self._rows: list[Floats] = []
+        self._first, self._worked_s, self._apart_s, self._left_out = 0, 0.0, 0.0, left_out
+
+    def add(self, step: int, busy_s: Sequence[float]) -> bool:
+        """Take in a step; True if it ends a block, and there are enough."""
+        if self._left_out > 0:
+            self._left_out -= 1
+            return False
+        self._apart_s += max(busy_s)
+        if self._apart_s < APART_S:
+            return False
+        self._first = self._first if self._rows else step
+        self._rows.append(np.maximum(busy_s, 1e-9))
+        self._worked_s, self._apart_s = self._worked_s + self._apart_s, 0.0
+        if len(self._rows) < BLOCK or self._worked_s < BLOCK_S:
+            return False
+        self._blocks.append((self._first, self._rows))
+        self._rows, self._worked_s = [], 0.0
+        return len(self._blocks) >= self._enough
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return len(self._blocks)
+
+    def first_step(self, blocks: int = BLOCKS) -> int:
+        """The first step of so many of the newest blocks."""
+        return self._blocks[-blocks][0]
+
+    def newest(self, blocks: int = BLOCKS) -> list[Floats]:
+        """The times of all steps in so many of the blocks."""
+        return [row for _, rows in list(self._blocks)[-blocks:] for row in rows]
+
+    def medians(self, count: int = BLOCKS, each: int = 1) -> list[Floats]:
+        """The median times of parts of so many blocks each, which together are the newest."""
+        blocks = [rows for _, rows in self._blocks][-count * each :]
+        return [medians([row for rows in blocks[at : at + each] for row in rows]) for at in range(0, len(blocks), each)]
+
+
+def medians(rows: Sequence[Floats]) -> Floats:
+    """The median times over steps."""
+    found: Floats = np.median(rows, axis=0)
+    return found
+
+
+def errors(rows: Sequence[Floats], times: Floats) -> Floats:
+    """Standard errors of the medians, relative to them; `times` are the medians."""
+    # 1.4826: of a standard deviation from a median one; 1.2533: of a median from a mean
+    found: Floats = 1.4826 * 1.2533 * medians([abs(row - times) for row in rows]) / times / math.sqrt(len(rows))
+    return found
+
+
+def error_of_slowest(rows: Sequence[Floats], times: Floats) -> float:
+    """Standard error of the slowest one's median, relative to it; `times` are the medians."""
+    return float(errors(rows, times)[int(times.argmax())])

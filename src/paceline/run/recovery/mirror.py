@@ -1,30 +1,29 @@
-"""Copies of each rank's state in the memory of another rank.
-
-For plans with one replica, where no other rank has the same part of the model.
-"""
+"""Copies of a rank's state in its own memory, and in a peer's."""
 
 from __future__ import annotations
 
 import math
+import resource
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import psutil
 from torch import Tensor
 
+from paceline.cluster.cgroup import memory_limit_bytes
 from paceline.comm import Group
 from paceline.comm.group import Pending
 from paceline.elastic.membership import Start, StepBoundary
+from paceline.engine.engine import Engine
 from paceline.engine.meter import CHECKPOINT
 from paceline.planning.cost.constants import COPY_TRAFFIC, STATE_COPIES, STATE_SHARE
-from paceline.run.recovery.free_memory import lack
-from paceline.run.recovery.last_good import FEWEST, MOST
+from paceline.run.record.recorder import StepInfo
 from paceline.state.rank_state import RankState, state_bytes
-
-if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
 
 Moment = tuple[int, int]  # optimizer steps taken, and how often pipelines were cut anew
 
@@ -230,3 +229,120 @@ def partners(rank: int, hosts: Sequence[int], size: int) -> tuple[int, int]:
     order, most = sorted(range(size), key=lambda r: (of[r], r)), max(of.count(host) for host in of)
     place, apart = order.index(rank), most if most < size else 1
     return order[(place + apart) % size], order[place - apart]
+
+
+FEWEST, MOST = 10, 1000  # steps between two states
+
+
+class LastGood:
+    """Keeps the newest good state of this rank, and goes back to it.
+
+    All ranks take states after the same steps: how many lie between two is agreed on from what the last one cost on the
+    slowest rank.
+
+    Args:
+        every_steps: steps between two states; None: chosen so that they cost no more than `STATE_SHARE`.
+    """
+
+    def __init__(self, engine: Engine, group: Group, every_steps: int | None) -> None:
+        self.engine, self.group, self.every_steps = engine, group, every_steps
+        self.state: RankState | None = None
+        self._next = 0
+        self._step_s: list[float] = []
+        self._untried = False  # no step since the newest rewind was good
+
+    def after_step(self, info: StepInfo, values: Callable[[], dict[str, Any]]) -> bool:
+        """Note a step, and take a state where one is due; True if so."""
+        if info.result.problem is not None:
+            return False
+        self._untried = False
+        if info.result.timing is not None:
+            self._step_s.append(info.result.timing.step_s)
+        if info.result.step < self._next:
+            return False
+        self.take(values())
+        return True
+
+    def take(self, values: dict[str, Any]) -> None:
+        """Take a state now; every rank calls it."""
+        began = time.perf_counter()
+        self.state = RankState.of(self.engine, values).copied(self.state)
+        self._next = self.state.step + (self.every_steps or self._worth_it(time.perf_counter() - began))
+        self._step_s.clear()
+
+    def newest(self, since: int) -> RankState | None:
+        """The state to go back to: of step `since` or later.
+
+        One from which the very next step failed again is not good, and dropped.
+        """
+        if self._untried:
+            self.state, self._next = None, 0
+        return self.state if self.state is not None and self.state.step >= since else None
+
+    def restore(self, state: RankState) -> dict[str, Any]:
+        """Go back to a state; returns the loop's values."""
+        self._untried = True
+        self._step_s.clear()
+        return state.restore(self.engine)
+
+    def _worth_it(self, copy_s: float) -> int:
+        """Steps after which another state costs little, equal on all ranks."""
+        step_s = statistics.median(self._step_s) if self._step_s else math.inf
+        cost: float = max(copy / max(step, 1e-6) for copy, step in self.group.gather_json([copy_s, step_s]))
+        return min(max(math.ceil(cost / STATE_SHARE), FEWEST), MOST)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory that a rank wants, and what it sees of its machine's.
+
+    Attributes:
+        machine: the same for all ranks of one machine, also on emulated hosts and in containers.
+        wanted_bytes: beside what it has taken at the most until now.
+        own_bytes: what it has taken, shared memory excluded.
+        free_bytes: of the machine.
+        limit_bytes: that its control group may take; None without a limit.
+    """
+
+    machine: str
+    wanted_bytes: int
+    own_bytes: int
+    free_bytes: int
+    limit_bytes: int | None
+
+    @classmethod
+    def of_this_rank(cls, wanted_bytes: int) -> Need:
+        """The need of this rank. Memory that it will take again, in its next step, is not free."""
+        memory, most_bytes = psutil.Process().memory_info(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        machine = ""
+        with suppress(OSError):
+            machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return cls(
+            machine,
+            wanted_bytes + max(most_bytes - memory.rss, 0),
+            memory.rss - getattr(memory, "shared", 0),
+            psutil.virtual_memory().available,
+            memory_limit_bytes(),
+        )
+
+
+def lack(group: Group, wanted_bytes: int) -> tuple[int, int] | None:
+    """Bytes that the ranks of a machine want, and those that it has free.
+
+    None where all machines have enough. All ranks of the group call this.
+    """
+    return lack_of([Need(**told) for told in group.gather_json(asdict(Need.of_this_rank(wanted_bytes)))])
+
+
+def lack_of(needs: Sequence[Need]) -> tuple[int, int] | None:
+    """See `lack`."""
+    for machine in sorted({need.machine for need in needs}):
+        there = [need for need in needs if need.machine == machine]
+        free = min(need.free_bytes for need in there)
+        limits = [need.limit_bytes for need in there if need.limit_bytes is not None]
+        if limits:
+            free = min(free, min(limits) - sum(need.own_bytes for need in there))
+        wanted = sum(need.wanted_bytes for need in there)
+        if wanted > free:
+            return wanted, max(free, 0)
+    return None

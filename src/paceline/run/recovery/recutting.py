@@ -16,7 +16,7 @@ from paceline.planning.plan import Plan
 from paceline.run.checkpoints import Checkpoints
 from paceline.run.record.recorder import Callback, Events, StepInfo
 from paceline.run.record.slow_ranks import pipeline_ranks
-from paceline.run.recovery.busy_blocks import BusyBlocks, Floats, error_of_slowest, medians
+from paceline.run.recovery.balance import BusyBlocks, Floats, error_of_slowest, medians
 
 
 class Recutting(Callback):

@@ -12,7 +12,7 @@ from paceline.comm.backend import joined
 from paceline.comm.links import GroupLinks
 from paceline.comm.process_group import abort_all
 from paceline.elastic.membership import Member, Start, StepBoundary
-from paceline.elastic.possible import is_mirrored
+from paceline.elastic.place import is_mirrored
 from paceline.engine.engine import Engine
 from paceline.generation import GenerationOver, ends_generation, watch_generation
 from paceline.run.build import check_device, seed_all
@@ -20,8 +20,7 @@ from paceline.run.loop import Loop
 from paceline.run.process import stop_signals
 from paceline.run.record.recorder import Unwritten
 from paceline.run.record.run import Run
-from paceline.run.recovery.handover import agree_on_start
-from paceline.run.recovery.kept import Kept, KeptModel, KeptPart
+from paceline.run.recovery.kept import Kept, KeptModel, KeptPart, agree_on_start
 from paceline.run.recovery.mirror import Mirror
 from paceline.run.recovery.recutting import follows_times
 from paceline.state.manifest import checkpoints

@@ -1,15 +1,19 @@
-"""Files that travel between hosts which have no disk in common."""
+"""Files that travel between hosts without a shared disk, and digests that compare hosts."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 
-from paceline.elastic.hosts.messages import CHUNK_BYTES, Put
+from paceline.elastic.hosts.link import Link
+from paceline.elastic.hosts.messages import CHUNK_BYTES, Look, Looked, Put
 from paceline.errors import CheckpointError, LaunchError
 from paceline.files import open_to_append, private_opener
 from paceline.rank_environment import FOLDER_IS_COPY
@@ -182,3 +186,74 @@ def fetch(wanted: Path, copy: Path, deadline_s: float) -> None:
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
+
+
+_NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}
+_END_BYTES = 2**20  # read of either end of a file
+_FILES_READ = 64  # of a folder; of the others the names are compared
+
+
+def differences(look: Look, link: Link, answer: Looked) -> list[str]:
+    """Modules and files of a host that differ from those of this one, in words."""
+    found = []
+    for name, digest in digests(look).items():
+        if digest and digest != (theirs := answer.digests.get(name, "")):
+            found.append(f"{link.who} has {'another' if theirs else 'no'} {name}")
+    return found
+
+
+def digests(look: Look) -> dict[str, str]:
+    """Digest of each module and file as it is on this host.
+
+    "" is what is not there.
+    """
+    found = {}
+    for name in [*look.modules, *look.files]:
+        try:
+            file = Path(name) if name in look.files or name.endswith(".py") else _file_of(name)
+            found[name] = "" if file is None else _digest(file, tuple(look.suffixes))
+        except OSError:
+            found[name] = ""
+    return found
+
+
+def _file_of(module: str) -> Path | None:
+    """Source of a module, which is not imported for that."""
+    first, *rest = module.split(".")
+    spec = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])
+    if spec is None:
+        return None
+    below = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+    files = [file for path in below for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    return files[0] if files else Path(spec.origin) if spec.origin and not rest else None
+
+
+def _digest(path: Path, suffixes: tuple[str, ...]) -> str:
+    """Digest of a file's size and ends, or of a folder's names and some files."""
+    if not path.is_dir():
+        return _of_file(path)
+    names = sorted(_below(path, suffixes))
+    every = max(1, len(names) // _FILES_READ)
+    digest = hashlib.sha256("\0".join(names).encode(errors="surrogateescape"))
+    for name in names[::every]:
+        digest.update(_of_file(path / name).encode())
+    return digest.hexdigest()
+
+
+def _below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Names of visible files below a folder, relative to it."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _NOT_DATA]
+        for name in names:
+            if not name.startswith(".") and name.lower().endswith(suffixes or ("",)):
+                yield os.path.relpath(os.path.join(place, name), folder)
+
+
+def _of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        digest = hashlib.sha256(str(size).encode())
+        for start in {0, max(0, size - _END_BYTES)}:
+            file.seek(start)
+            digest.update(file.read(_END_BYTES))
+    return digest.hexdigest()

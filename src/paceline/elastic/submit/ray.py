@@ -1,14 +1,17 @@
-"""Driver of a run on a Ray cluster, with an actor on each host.
+"""Ray: a job on a running cluster, and its driver with an actor per host.
 
-`python -m paceline.elastic.on_ray --hosts 2 -- train job.yaml …` inside of a job of Ray. When a host is lost, the
-others end, and all start again from the newest checkpoint once there are enough hosts.
+`python -m paceline.elastic.submit.ray --hosts 2 -- train job.yaml …` is the driver, inside of the job. When a host is
+lost, the others end, and all start again from the newest checkpoint once there are enough hosts.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,14 +19,105 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.cluster.launch_engines import COORDINATOR, ENGINE, HOST_NUMBER, HOSTS
+from paceline.elastic.failure import StopSignals, stopped_before
 from paceline.elastic.rank import PR_SET_PDEATHSIG
-from paceline.elastic.signals import StopSignals, stopped_before
+from paceline.elastic.submit.scheduler import Phase, Request, Scheduler, State, Submission, ask, show
 from paceline.errors import LaunchError, PacelineError
 from paceline.rank_environment import KEY_FD, KEY_FILE
 from paceline.wire.key import RunKey, key_descriptor
+
+_ADVICE = 'Install it: pip install "ray[default]", of the version that the cluster has.'
+_ADDRESS = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+_STOP_S = 120  # from SIGTERM on, for the last step and a checkpoint; Ray's own time is 3 s
+_POLL_S = 2.0
+_PHASES: dict[str, Phase] = {
+    "PENDING": "queued",
+    "RUNNING": "running",
+    "SUCCEEDED": "done",
+    "STOPPED": "cancelled",
+    "FAILED": "failed",
+}
+
+
+class Ray(Scheduler):
+    """A Ray cluster, by its jobs."""
+
+    name = "ray"
+    options: ClassVar = {
+        "address": "of the cluster, e.g. http://head:8265 (default: RAY_ADDRESS)",
+        "cpus": "CPUs that each host's actor asks for (default: 1)",
+        "gpus": "GPUs that each host's actor asks for (default: 0)",
+        "key": "file of a key of `paceline key`, the same on every host (default: a new one, which Ray carries)",
+        "python": "Python that has paceline and ray, on the cluster (default: python)",
+    }
+
+    def text(self, request: Request) -> str:
+        return shlex.join(self._command(request)) + "\n"
+
+    def _command(self, request: Request) -> list[str]:
+        """The command that submits."""
+        driver = [
+            request.options.get("python", "python"),
+            "-m",
+            "paceline.elastic.submit.ray",
+            "--hosts",
+            str(request.hosts),
+        ]
+        for name in ("cpus", "gpus"):
+            if (count := request.options.get(name)) is not None:
+                if not (count.isascii() and count.isdecimal()):
+                    raise LaunchError(f"--set {name}={count[:40]}: a whole number")
+                driver += [f"--{name}", count]
+        if (key := request.options.get("key")) is not None:
+            if not key.startswith("/"):
+                raise LaunchError(f"--set key={key[:80]}: the whole path of the file on every host, from / on")
+            driver += ["--key", key]
+        environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S), "RAY_DEDUP_LOGS": "0"}}
+        options = ["--submission-id", request.name, "--no-wait", "--runtime-env-json", json.dumps(environment)]
+        return [
+            *("ray", "job", "submit", *_address(request.options.get("address"))),
+            *(*options, "--", *driver, "--", *request.train_arguments()),
+        ]
+
+    def submit(self, request: Request) -> str:
+        ask(self._command(request), _ADVICE)
+        return request.name
+
+    def state(self, submission: Submission) -> State:
+        command = ["ray", "job", "status", *_address(submission.options.get("address")), submission.id]
+        answer = ask(command, _ADVICE)
+        found = re.search(rf"\b({'|'.join(_PHASES)})\b|\b({'|'.join(map(str.lower, _PHASES))})\b", answer)
+        if found is None:
+            return State("unknown", note="`ray job status` answers in a form that is not known")
+        phase = _PHASES[found[0].upper()]
+        code = re.search(r"exit code (\d{1,3})\b", answer) if phase == "failed" else None
+        return State(phase, int(code[1]) if code else None)
+
+    def follow(self, submission: Submission) -> State:
+        log = ["ray", "job", "logs", "--follow", *_address(submission.options.get("address")), submission.id]
+        while not (state := self.steady_state(submission)).ended and state.phase != "unknown":
+            if state.phase == "queued" or show(log, _ADVICE):
+                time.sleep(_POLL_S)
+        return state
+
+    def cancel(self, submission: Submission) -> None:
+        ask(["ray", "job", "stop", "--no-wait", *_address(submission.options.get("address")), submission.id], _ADVICE)
+
+
+def _address(given: str | None) -> list[str]:
+    """The options that name the cluster."""
+    if given is not None:
+        return ["--address", given]
+    if not any(os.environ.get(name) for name in _ADDRESS):
+        raise LaunchError(
+            "say which Ray cluster: --set address=http://HEAD:8265, or RAY_ADDRESS. paceline starts none; "
+            "`ray start --head` does."
+        )
+    return []
+
 
 _MOST_LOST = 20  # hosts, one after another; then something else is wrong
 _PLACED_S = 1_800.0  # in which there have to be enough hosts
@@ -36,7 +130,7 @@ def main(arguments: list[str]) -> int:
     """Run a command of paceline on several hosts, and return its exit code."""
     if arguments[:1] == [_BECOME]:
         _become(arguments[1:])
-    parser = argparse.ArgumentParser(prog="paceline.elastic.on_ray")
+    parser = argparse.ArgumentParser(prog="paceline.elastic.submit.ray")
     parser.add_argument("--hosts", type=int, required=True)
     parser.add_argument("--cpus", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=0)
@@ -171,7 +265,7 @@ class HostActor:
         keys = [] if key_pem is None else [key_descriptor(RunKey.from_pem(key_pem))]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.elastic.on_ray", _BECOME, *command],
+                [sys.executable, "-m", "paceline.elastic.submit.ray", _BECOME, *command],
                 env={**inherited, **environment, **({KEY_FD: str(keys[0])} if keys else {})},
                 pass_fds=keys,
                 stdin=subprocess.DEVNULL,

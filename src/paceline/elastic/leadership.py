@@ -1,0 +1,458 @@
+"""Leadership of a run: which process may train it and write there.
+
+The leader's name is written where all who would lead look, and it keeps showing signs of life there. Who finds another
+name waits for a sign: with one it is refused, without one it takes over. A leader that finds another name has lost the
+run, and stops: the place is a fence as well. Two media differ in how a name is put there, and in how life is seen:
+`RunLock` is a file in the run's directory, `Lease` an object at its URL. Which host may lead when another is lost, is
+decided by `is_quorum` and by the order of hosts (`hosts/takeover.py`); then the lock has the last word.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import msgspec
+
+from paceline.cluster.machine import boot_id
+from paceline.errors import RunError, StorageError
+from paceline.files import PRIVATE_FILE, open_to_append
+
+if TYPE_CHECKING:
+    from paceline.storage.store import Store
+
+LOCK = "lock"  # name of the file or object
+_MOST_BYTES = 4096
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+
+
+def is_quorum(there: int, of: int) -> bool:
+    """True if hosts may go on without the others: at least half are there.
+
+    Of two halves, the lock of the run lets one go on.
+    """
+    return 2 * there >= of
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that trains a run.
+
+    Attributes:
+        started: start time of the process in kernel clock ticks; tells a reused pid from the same process.
+        machine: boot id of its kernel.
+        since: Unix seconds when it took the run.
+        token: unique to this acquisition.
+    """
+
+    host: str
+    pid: int
+    started: int
+    machine: str
+    since: float
+    token: str
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """This process as a new holder, with a token of its own."""
+        pid, since = os.getpid(), round(time.time(), 3)
+        return cls(socket.gethostname(), pid, _started(pid) or 0, boot_id(), since, secrets.token_hex(8))
+
+    @classmethod
+    def parse(cls, content: bytes) -> Holder | None:
+        """The holder that a lock names; None where it is empty or unreadable.
+
+        A crash or another program may have left something else there.
+        """
+        try:
+            return msgspec.json.decode(content, type=cls)
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+
+    @property
+    def runs_here(self) -> bool:
+        """True if the holder is a living process of this host.
+
+        Only as far as this process can see others.
+        """
+        return self.machine == boot_id() and _started(self.pid) == self.started
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the holder was a process of this host, and has ended."""
+        return self.machine == boot_id() and _started(self.pid) != self.started
+
+    @property
+    def text(self) -> bytes:
+        """What `parse` reads."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on host {self.host}, since {since}"
+
+
+class Leadership(ABC):
+    """Exclusive right of this process and its ranks to train a run. As a context it is given back at the end.
+
+    Args:
+        place: of the run, for messages.
+        say: told, in words, when a run is waited for or taken over.
+        on_lost: called, in another thread, when the run was taken over because this process showed no sign of
+            life; the text says by whom. None: `check` tells.
+
+    Attributes:
+        beat_s: seconds between two signs of life.
+        stale_s: without one for so long, a holder that cannot be seen otherwise is taken for dead.
+        lost: the error of a run that another process has taken over; None while it is held.
+
+    Raises:
+        RunError: somebody else trains it; names who.
+    """
+
+    beat_s: ClassVar[float]
+    stale_s: ClassVar[float]
+    look_s: ClassVar[float]  # between two looks for a sign of life
+
+    def __init__(
+        self, place: str, say: Callable[[str], object], on_lost: Callable[[RunError], object] | None = None
+    ) -> None:
+        self.place, self.say, self.on_lost = place, say, on_lost
+        self.own = Holder.this_process()
+        self.lost: RunError | None = None
+        self._ended = threading.Event()
+        self._fd = self._open()
+        try:
+            self._acquire()
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._beats: threading.Thread | None = threading.Thread(
+            target=self._keep_alive, name=f"run-{LOCK}", daemon=True
+        )
+        self._beats.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def check(self) -> None:
+        """Raise RunError where the run was taken over."""
+        if self.lost is not None:
+            raise self.lost
+
+    def release(self) -> None:
+        """Give the run back."""
+        if self._beats is None:
+            return
+        self._ended.set()
+        self._beats.join(self.beat_s)  # longer only where the place does not answer: it is a daemon
+        with suppress(OSError, StorageError):  # a disk that is gone, or an object that goes stale
+            if not self._beats.is_alive() and self._is_own(self._holder()):
+                self._remove()
+        self._beats = None
+        os.close(self._fd)
+
+    @abstractmethod
+    def _open(self) -> int:
+        """Descriptor of a file whose kernel lock tells processes of one host apart."""
+
+    @abstractmethod
+    def _acquire(self) -> None:
+        """Put this process's name at the place. Raises RunError where another leads."""
+
+    @abstractmethod
+    def _content(self) -> bytes:
+        """What is at the place now."""
+
+    @abstractmethod
+    def _show_life(self) -> None:
+        """Change what others see of this holder."""
+
+    @abstractmethod
+    def _remove(self) -> None:
+        """Remove this process's name."""
+
+    def _holder(self) -> Holder | None:
+        return Holder.parse(self._content())
+
+    def _is_own(self, holder: Holder | None) -> bool:
+        return holder is not None and holder.token == self.own.token
+
+    def _stamp(self) -> object:
+        """What changes with every sign of life. It is compared with itself: hosts' clocks differ."""
+        return self._content()
+
+    def _await_sign_of_life(self, holder: Holder) -> Holder | None:
+        """Wait until a holder counts as dead; None if it released the run.
+
+        Raises:
+            RunError: it lives.
+        """
+        before, until = self._stamp(), time.monotonic() + self.stale_s
+        self.say(f"the run is held by {holder}; waiting up to {self.stale_s:g} s for a sign of life from there")
+        while time.monotonic() < until:
+            time.sleep(min(self.look_s, self.stale_s / 10))
+            if self._holder() is None:
+                return None
+            if self._stamp() != before:
+                raise self._refused(holder)
+        return holder
+
+    def _refused(self, holder: Holder | None, more: str = "") -> RunError:
+        who = str(holder) if holder is not None else "a process that is just starting"
+        advice = more or "Wait for its end, stop it there, or name another run."
+        return RunError(f"{self.place} is being trained by {who}. {advice}")
+
+    def _keep_alive(self) -> None:
+        while not self._ended.wait(self.beat_s):
+            self._look()
+            if self.lost is not None:
+                if self.on_lost is not None:
+                    self.on_lost(self.lost)
+                return
+
+    def _look(self) -> None:
+        """Show a sign of life, or see that the run was taken over."""
+        with suppress(OSError, StorageError):  # told by whoever writes there
+            holder = self._holder()
+            if self._is_own(holder):
+                self._show_life()
+                return
+            self.lost = RunError(
+                f"{self.place} was taken over by {holder or 'somebody else'}, as nothing was heard of this process for "
+                "a while; it ends here, and what it saved stays"
+            )
+
+
+class RunLock(Leadership):
+    """Leadership by a file in the run's directory, which exists.
+
+    On one host the kernel knows whether a holder lives: the file is locked (flock) by the launcher and, through the
+    descriptor that they inherit, by its ranks, so a launcher that was killed still has the run until its last rank has
+    ended. Other hosts may share the directory over a file system that does not carry such locks: they see the file's
+    content, and its time of change, which is the sign of life.
+
+    Args:
+        succeeds: the holder is lost to the run's hosts, which continue the run: wait for its end, or until it shows
+            no sign of life.
+        has_ended: asked where such a holder was a process of another host: true if it is known to have ended.
+    """
+
+    beat_s, stale_s, look_s = 5.0, 30.0, 0.5
+    fence_s: ClassVar[float] = 15.0  # as `stale_s`, for hosts that have met without a holder that they have lost
+    give_up_s: ClassVar[float] = 60.0  # for such a holder to end
+
+    def __init__(
+        self,
+        run: Path,
+        say: Callable[[str], object] = lambda line: None,
+        on_lost: Callable[[RunError], object] | None = None,
+        *,
+        succeeds: bool = False,
+        has_ended: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.run, self.path = run, run / LOCK
+        self._succeeds, self._has_ended = succeeds, has_ended
+        self._beat_at = time.monotonic()
+        super().__init__(str(run), say, on_lost)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor for ranks to inherit."""
+        return self._fd
+
+    def check(self) -> None:
+        """See `Leadership`."""
+        if self.lost is None and time.monotonic() - self._beat_at > 2 * self.beat_s:
+            self._look()  # this process was stopped, and goes on
+        super().check()
+
+    def _open(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
+        except OSError as error:
+            raise RunError(
+                f"the run cannot be kept in {self.run}: {error.strerror}. Name a directory that can be written with "
+                "--run."
+            ) from error
+
+    def _acquire(self) -> None:
+        holder, alone = self._holder(), self._lock()
+        if holder is not None and self._succeeds:
+            self._await_end_of_lost()
+            self._write()
+            return
+        # Who succeeded a stopped holder has the kernel's lock a beat after that one's end.
+        if not alone or (holder is not None and holder.runs_here):
+            raise self._refused(holder)
+        if holder is not None and (holder.machine != boot_id() or self._without_locks):
+            holder = self._await_sign_of_life(holder)
+        if holder is not None:
+            self.say(f"the run was held by {holder}, which is no more: it is taken over")
+        self._write()
+
+    def _lock(self) -> bool:
+        """Take the kernel's lock; False where a living process has it."""
+        self._locked, self._without_locks = True, False
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._locked = False
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise RunError(f"{self.path} cannot be locked: {error.strerror}") from error
+            self._without_locks = True
+        return True
+
+    def _await_end_of_lost(self) -> None:
+        """Wait until the holder has ended, or counts as dead.
+
+        A stopped process keeps the kernel's lock. Once it goes on it finds this one's name before it writes.
+
+        Raises:
+            RunError: it lives.
+        """
+        began = since = ask_at = time.monotonic()
+        stamp, told = self._stamp(), False
+        while True:
+            holder, alone, now = self._holder(), self._lock(), time.monotonic()
+            here = holder is not None and holder.machine == boot_id()
+            if alone and (holder is None or (here and not (self._without_locks and holder.runs_here))):
+                return
+            if alone and not here and now >= ask_at:
+                if self._has_ended():
+                    return
+                ask_at = now + 1.0
+            if self._stamp() != stamp:
+                stamp, since = self._stamp(), now
+            orphans = not alone and holder is not None and holder.is_gone
+            if now - since > self.fence_s and not orphans:
+                return
+            if now - began > self.give_up_s:
+                raise self._refused(holder)
+            if not told:
+                told = True
+                self.say(f"the run was held by {holder}; waiting for the end of what runs there")
+            time.sleep(0.02)
+
+    def _refused(self, holder: Holder | None, more: str = "") -> RunError:
+        if holder is not None and holder.is_gone:
+            more = "That process is dead, but ranks that it started still save and end: try again in half a minute."
+        return super()._refused(holder, more)
+
+    def _show_life(self) -> None:
+        if not self._locked:
+            self._lock()  # of a process that was stopped, and has ended since
+        os.utime(self._fd)
+        self._beat_at = time.monotonic()
+
+    def _remove(self) -> None:
+        os.ftruncate(self._fd, 0)
+
+    def _write(self) -> None:
+        try:
+            text = self.own.text
+            os.pwrite(self._fd, text, 0)
+            os.ftruncate(self._fd, len(text))
+            os.fsync(self._fd)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be written: {error.strerror}. Make room, then try again.") from error
+
+    def _content(self) -> bytes:
+        """The lock file's bytes now.
+
+        It is opened anew, because NFS asks the server only then.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return b""
+        try:
+            return os.read(fd, _MOST_BYTES)
+        finally:
+            os.close(fd)
+
+    def _stamp(self) -> int:
+        self._content()
+        return os.stat(self.path).st_mtime_ns
+
+
+class Lease(Leadership):
+    """Leadership by an object at the run's URL, as far as stores tell.
+
+    Only one of several processes can create the object. A store does not know whether a holder lives, so the holder
+    writes it again every few seconds. Two that take over one dead holder in the same second can both succeed for a
+    moment: the one that finds the other's name there ends.
+
+    Args:
+        own_file: a file of this user's on this host, whose lock tells two trainings on one host apart at once.
+
+    Raises:
+        StorageError: the store cannot be used.
+    """
+
+    beat_s, stale_s, look_s = 10.0, 60.0, 2.0
+
+    def __init__(self, store: Store, own_file: Path, say: Callable[[str], object]) -> None:
+        self.store, self.own_file = store, own_file
+        self._written = 0  # how often
+        super().__init__(store.url, say)
+
+    def _open(self) -> int:
+        return open_to_append(self.own_file)
+
+    def _acquire(self) -> None:
+        before = Holder.parse(os.pread(self._fd, _MOST_BYTES, 0))
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._refused(before) from None
+        if not self.store.create(LOCK, self.own.text):
+            holder = self._holder()
+            # The file's lock has told that the one before on this host is dead.
+            if holder is not None and (before is None or before.token != holder.token):
+                holder = self._await_sign_of_life(holder)
+            self.store.delete([LOCK])
+            if not self.store.create(LOCK, self.own.text):
+                raise self._refused(self._holder())
+            if holder is not None:
+                self.say(f"the run was held by {holder}, which is no more: it is taken over")
+        os.ftruncate(self._fd, 0)
+        os.write(self._fd, self.own.text)
+
+    def _is_own(self, holder: Holder | None) -> bool:
+        return holder is None or super()._is_own(holder)  # one that somebody has removed is written again
+
+    def _show_life(self) -> None:
+        self._written += 1
+        self.store.write(LOCK, self.own.text + b"\n" * (self._written % 1000))
+
+    def _remove(self) -> None:
+        self.store.delete([LOCK])
+
+    def _content(self) -> bytes:
+        return self.store.read(LOCK, _MOST_BYTES) or b""
+
+
+def _started(pid: int) -> int | None:
+    """Start time of a process in clock ticks after boot; None where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None

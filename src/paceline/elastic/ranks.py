@@ -1,0 +1,375 @@
+"""Ranks of one attempt, here and on other hosts: started, signalled, read and ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from paceline.elastic.failure import HOST, ErrorRecord, RankEnd, StopSignals, hang, oom_kills, stopped_before
+from paceline.elastic.forkserver import StartedRank, Starter
+from paceline.elastic.hosts.hosts import NextGeneration, RemoteRank, RemoteRanks, RunFolder, current_hosts
+from paceline.elastic.hosts.messages import Begin
+from paceline.elastic.place import RankPlace, on_one_host, rendezvous
+from paceline.files import scratch_folder
+from paceline.rank_environment import RankEnvironment
+from paceline.wire.status import StatusBoard
+
+MEETING_S = 0.02  # from look to look while others wait for ranks
+_TICK_S = 0.2
+_TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
+_ANSWER_S = 1.0  # for a hung rank to write its stack
+_STOPPED_S = 5.0  # a rank that SIGSTOP holds for so long is taken for lost
+
+Rank = StartedRank | RemoteRank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Ranks that one attempt is to start, as `launch` was asked.
+
+    `number` counts the attempts from 0.
+    """
+
+    module_args: list[str]
+    places: Sequence[RankPlace]
+    threads: int
+    pin_cores: list[list[int]] | None
+    deadline_s: float
+    start_deadline_s: float
+    collect_s: float
+    port: int | None
+    saves: bool
+    env: Mapping[str, str]
+    inherited: tuple[int, ...]
+    folder: RunFolder | None = None
+    recovers: bool = False
+    follows_steps: bool = False
+    replica_ranks: int = 1
+    workers: int | None = None
+    server_copies: int = 1
+    number: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return len(self.places)
+
+    def begin(self, places: list[str]) -> Begin:
+        """Message that begins the attempt on another host; `places` names each rank's host."""
+        spares_hosts = self.recovers or self.workers is not None
+        limits = self.start_deadline_s, self.recovers, spares_hosts, self.replica_ranks
+        return Begin(self.number, list(self.module_args), dict(self.env), *limits, places, port=self.port or 0)
+
+
+class Ranks:
+    """The ranks of one attempt, by number. As a context: everything that it made is gone at the end.
+
+    Args:
+        on_tick: called at least five times a second while ranks are prepared.
+        adopts: the ranks go on that hosts have kept since the coordinator was lost. Others have ended, and are replaced
+            once their host is there.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        signals: StopSignals,
+        on_tick: Callable[[], None] | None = None,
+        on_event: Callable[[str, dict[str, Any]], None] | None = None,
+        adopts: NextGeneration | None = None,
+    ) -> None:
+        self.setting, self.signals, self.adopts = setting, signals, adopts
+        self._on_tick, self._on_event = on_tick, on_event
+        self.poll = select.poll()
+        self.starter = Starter(setting.module_args, setting.env)
+        self.remote: RemoteRanks | None = None
+        self.stopped_now: set[int] = set()  # ranks that SIGSTOP held at the last look
+        self._ran_at: dict[int, float] = {}  # when each rank was last seen running
+        self._ranks: list[Rank] = []
+        self._starts: Counter[int] = Counter()  # of ranks, again
+        self._told = False
+        self._oom_told: dict[str, int] = {}  # by host
+        self._killing = False
+
+    def __iter__(self) -> Iterator[Rank]:
+        return iter(self._ranks)
+
+    def __getitem__(self, number: int) -> Rank:
+        return self._ranks[number]
+
+    def __enter__(self) -> Self:
+        self._oom_kills, setting = oom_kills(), self.setting
+        kept = self.adopts.kept if self.adopts else None
+        with ExitStack() as made:  # undone here if a start fails half-way
+            if kept is not None:
+                made.callback(kept.end)
+                self.folder, self.board, self.starter = kept.scratch, kept.board, kept.starter
+            else:
+                self.folder = made.enter_context(scratch_folder())
+                self.board = StatusBoard.create(self.folder / "status", setting.ranks, setting.number)
+                made.callback(self.board.close)
+            hosts, numbers = current_hosts(), {place.number for place in setting.places} - {0}
+            if hosts and (numbers or kept):
+                folder = setting.folder or RunFolder(self.folder)
+                links = [link for link in hosts.links if link.number in numbers]
+                remote = RemoteRanks(links, self.board, self.folder, folder, self.signals, self.poll, hosts)
+                self.remote = made.enter_context(remote)
+                if kept is None:
+                    self.remote.begin(
+                        setting.begin([hosts.cluster.hosts[place.number].name for place in setting.places])
+                    )
+            made.callback(self._close)
+            if self.adopts is not None:
+                self._adopt(self.adopts)
+            self._made = made.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._made.close()
+
+    def start(self) -> None:
+        """Start all ranks.
+
+        Raises:
+            LaunchError: one cannot be started, or a signal came before.
+        """
+        setting = self.setting
+        self._prepare()
+        key = hosts.key if (hosts := current_hosts()) else None
+        self._rendezvous = self._made.enter_context(rendezvous(setting.places, self.folder, setting.port, key))
+        # a socket for torch's own store, if a port was asked for
+        has_store = setting.port is not None and on_one_host(setting.places)
+        backlog = max(128, 2 * setting.ranks)
+        with setting.places[0].listen(setting.port, backlog) if has_store else nullcontext() as listener:
+            for number in range(setting.ranks):
+                self._ranks.append(self._start(number, listener))
+
+    def start_again(self, number: int) -> None:
+        """Start a rank whose process has ended."""
+        self._starts[number] += 1
+        for suffix in (".error", ".stack"):
+            self[number].record.with_suffix(suffix).unlink(missing_ok=True)
+        self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
+        self._ranks[number] = self._start(number, None)
+
+    def tick(self) -> None:
+        """Call what the launch wants to be called."""
+        if self._on_tick:
+            self._on_tick()
+
+    def tell(self, event: str, details: dict[str, Any]) -> None:
+        """Tell of an event of the run."""
+        if self._on_event:
+            self._on_event(event, details)
+
+    @property
+    def running(self) -> list[Rank]:
+        """Those that have not ended."""
+        return [rank for rank in self if rank.code is None]
+
+    def is_away(self, number: int) -> bool:
+        """True for a rank whose host is lost."""
+        rank = self[number]
+        return isinstance(rank, RemoteRank) and rank.link.lost is not None
+
+    def was_killed(self, number: int) -> bool:
+        """True for a rank that a signal has ended, and no error of its own."""
+        rank = self[number]
+        return rank.code is not None and rank.code < 0 and not rank.record.exists()
+
+    def on_host(self, host: int) -> set[int]:
+        """Ranks on a host, by number."""
+        return {rank for rank, place in enumerate(self.setting.places) if place.number == host}
+
+    def note_ends(self, wait_s: float = _TICK_S) -> None:
+        """Wait for any rank to end, `wait_s` at most, and take the exit codes."""
+        here = [rank for rank in self.running if isinstance(rank, StartedRank)]
+        by_fd = {rank.pidfd: rank for rank in here}
+        if self.remote and self.remote.busy:
+            wait_s = min(wait_s, MEETING_S)
+        ready = {fd for fd, _ in self.poll.poll(wait_s * 1000)}
+        for fd in ready & by_fd.keys():
+            self.poll.unregister(fd)
+            by_fd[fd].note_end()
+        now = time.time()
+        for rank in here:
+            if rank.code is None:
+                rank.alive_at = now
+        if self.remote:
+            self.remote.turn()
+            if self._killing:
+                self.remote.give_up_silent()
+
+    def note_ends_for(self, wait_s: float, *, unless_killing: bool = False) -> None:
+        """Wait for all ranks to end, `wait_s` at most."""
+        until = time.monotonic() + wait_s
+        while self.running and (left_s := until - time.monotonic()) > 0:
+            if unless_killing and self.signals.kill:
+                return
+            self.note_ends(min(left_s, _TICK_S))
+
+    def wait_for_ends(self, numbers: Collection[int], wait_s: float) -> None:
+        """Wait a moment for ranks that were killed."""
+        until = time.monotonic() + wait_s
+        while any(self[number].code is None for number in numbers) and time.monotonic() < until:
+            self.note_ends(MEETING_S)
+
+    def stop_all(self) -> None:
+        """End all ranks: SIGTERM, then SIGKILL."""
+        for rank in self:
+            rank.signal(signal.SIGTERM)
+        self.note_ends_for(_TERMINATE_S, unless_killing=True)
+        self.kill_all()
+
+    def kill_all(self) -> None:
+        """SIGKILL to all ranks."""
+        self._killing = True
+        for rank in self:
+            rank.kill()
+        self.note_ends_for(10)  # SIGKILL takes effect at once, but for a rank inside a failing disk or driver
+
+    def kill_hung(self, number: int) -> str:
+        """Kill a rank that makes no progress, and return a sentence about it."""
+        ends = self.ends()
+        self[number].kill()
+        # after the semicolon come the advice, which is for runs that end, and the stack
+        return hang([ends[number]], ends, time.monotonic_ns()).text.partition(";")[0]
+
+    def obey_signals(self) -> None:
+        """Forward a signal that came to the launcher.
+
+        Raises:
+            SystemExit: 130, when a second SIGINT came and all were killed.
+        """
+        if self.signals.kill:
+            print("paceline: killing the ranks", file=sys.stderr)
+            self.kill_all()
+            raise SystemExit(130)
+        if self.signals.first and not self._told:
+            self._told = True
+            what = "save a checkpoint and end" if self.setting.saves else "end"
+            kills = "A second Ctrl-C" if self.signals.first == "SIGINT" else "Ctrl-C"
+            print(f"paceline: {self.signals.first}: the ranks {what}. {kills} kills them at once.", file=sys.stderr)
+            self.tell("stop", {"signal": self.signals.first})
+            for rank, status in zip(self, self.board.read() if self._ranks else (), strict=True):
+                # While it starts, Python's own SIGINT would raise KeyboardInterrupt anywhere; when it is done, it ends
+                # by itself.
+                if status.phase != "done":
+                    rank.signal(signal.SIGTERM if status.phase == "starting" else signal.Signals[self.signals.first])
+
+    def stopped_too_long(self, numbers: Sequence[int]) -> list[int]:
+        """Ranks of these that SIGSTOP holds for too long; they count as lost."""
+        now, limit_s = time.monotonic(), min(_STOPPED_S, self.setting.deadline_s / 2)
+        self.stopped_now = {number for number in numbers if self[number].stopped}
+        self._ran_at = {n: self._ran_at.get(n, now) if n in self.stopped_now else now for n in numbers}
+        return sorted(number for number in self.stopped_now if now - self._ran_at[number] > limit_s)
+
+    def ask_for_stacks(self, numbers: Set[int]) -> None:
+        """Have ranks that hang write where they do; waits a moment for that."""
+        asked = [rank for rank in self if rank.number in numbers and not rank.stopped]
+        for rank in asked:
+            rank.signal(signal.SIGUSR2)
+        until = time.monotonic() + _ANSWER_S
+        while time.monotonic() < until and not all(rank.stack() for rank in asked):
+            self.note_ends(0.02)
+
+    def ends(self) -> list[RankEnd]:
+        """End or present state of every rank."""
+        return [
+            RankEnd(
+                status=status,
+                pid=rank.pid,
+                code=rank.code,
+                alive_at=rank.alive_at,
+                record=ErrorRecord.read(rank.record),
+                stack=rank.stack(),
+                stopped=rank.stopped,
+                host=place.host.name if place.host else place.host_name or HOST,
+                remote=isinstance(rank, RemoteRank),
+                oom_kills=rank.oom_kills if isinstance(rank, RemoteRank) else None,
+            )
+            for rank, place, status in zip(self, self.setting.places, self.board.read(), strict=True)
+        ]
+
+    def oom_kills_here(self) -> int | None:
+        """Processes here that lack of memory has ended since the attempt began."""
+        kills = oom_kills()
+        return None if kills is None or self._oom_kills is None else kills - self._oom_kills
+
+    def new_oom_kills(self, end: RankEnd) -> int | None:
+        """Processes of a rank's host that lack of memory has ended since the last call.
+
+        None where its kernel does not say.
+        """
+        now = end.oom_kills if end.remote else self.oom_kills_here()
+        before, self._oom_told[end.host] = self._oom_told.get(end.host, 0), now or 0
+        return None if now is None else now - before
+
+    def _adopt(self, next_generation: NextGeneration) -> None:
+        """Take the ranks over that were kept; start those of this host that are missing."""
+        assert self.remote is not None
+        kept, self._rendezvous = next_generation.kept, next_generation.rendezvous
+        self.remote.adopt(self.setting.begin(kept.begin.places))
+        here = {rank.number: rank for rank in kept.ranks}
+        kept.ranks.clear()
+        for number in range(self.setting.ranks):
+            self._ranks.append(here.get(number) or self.remote.ranks.get(number) or self._start(number, None))
+        for rank in here.values():
+            if rank.code is None:
+                self.poll.register(rank.pidfd, select.POLLIN)
+
+    def _start(self, number: int, listener: socket.socket | None) -> Rank:
+        record = self.folder / f"rank-{number}.error"
+        environment = self._environment(number, record, listener)
+        if self.remote and (host := self.setting.places[number].number):
+            return self.remote.start(host, environment, record)
+        rank = self.starter.start(environment, listener if number == 0 else None)
+        self.poll.register(rank.pidfd, select.POLLIN)
+        return rank
+
+    def _prepare(self) -> None:
+        """Wait until ranks can be started here."""
+
+        def stopped() -> bool:
+            self.tick()
+            return self.signals.first is not None
+
+        self.starter.prepare(self.setting.start_deadline_s, stopped)
+        if self.signals.first:
+            self.obey_signals()
+            raise stopped_before("rank 0 was ready to train", self.signals.first)
+
+    def _environment(self, number: int, record: Path, listener: socket.socket | None) -> RankEnvironment:
+        setting, port = self.setting, 0 if listener is None else listener.getsockname()[1]
+        place = setting.places[number].environment(number, setting.ranks, setting.places[0], port)
+        return replace(
+            place,
+            attempt=setting.number,
+            starts=self._starts[number],
+            threads=setting.threads,
+            cores=tuple(setting.pin_cores[number]) if setting.pin_cores else (),
+            status_file=record.with_name("status"),
+            error_file=record,
+            launcher=os.getpid(),
+            store=self._rendezvous.store,
+            key_fd=self._rendezvous.key_fd,
+            store_fd=listener.fileno() if listener and number == 0 else None,
+            inherited_fds=setting.inherited,
+            # the ranks of other hosts go on without it: SIGTERM would have it ask them to stop
+            grace_s=0 if self.remote and self.remote.spares_this_host else place.grace_s,
+        )
+
+    def _close(self) -> None:
+        self.kill_all()
+        for rank in self.running:
+            if isinstance(rank, StartedRank):  # stuck on a failing disk or driver
+                os.close(rank.pidfd)

@@ -1,0 +1,473 @@
+"""Runs in object stores: a working directory here, mirrored to a URL while it trains."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from paceline.elastic.leadership import LOCK, Lease
+from paceline.errors import CheckpointError, RunError, StorageError
+from paceline.files import LINES_LIMIT, made_cache_folder, opened_to_read, private_folder, scratch_folder
+from paceline.state.manifest import MANIFEST, Manifest, checkpoints, shard_name, step_name
+from paceline.storage.store import Entry, Store
+from paceline.storage.url import cache_name
+
+PATIENCE_S = 60.0  # at the end, without a byte that moves
+HURRIED_S = 3.0  # the same after a second Ctrl-C
+
+JOB, CHECKPOINTS = "job.yaml", "checkpoints"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind of directory that may be kept at a URL.
+
+    Attributes:
+        mark: the file that makes a directory one.
+        lines: the file of lines that grows as it goes on.
+    """
+
+    name: str
+    mark: str
+    lines: str
+
+
+RUN = Kind("run", JOB, "events.jsonl")
+
+
+class RemoteRun:
+    """Right to train a run at a URL, and its upload, while the block runs.
+
+    Training writes to `path`, a private directory in the user's cache, as to any other; no rank waits for the store.
+
+    Args:
+        resume: go on with the run at the URL, which is fetched where this machine does not have all of it.
+        say: told what a person should know, in words.
+        kind: of what is kept there.
+
+    Attributes:
+        path: the working directory.
+
+    Raises:
+        RunError: there is a run already, somebody else trains it, or, at the end, not all could be uploaded.
+        StorageError: the store cannot be used: no such bucket, no credentials, no right, no connection.
+    """
+
+    def __init__(self, url: str, say: Callable[[str], object], *, resume: bool, kind: Kind = RUN) -> None:
+        self.store, self.say, self.resume, self.kind = Store(url), say, resume, kind
+        self.url = self.store.url
+        try:
+            self.path = made_cache_folder("runs") / cache_name(self.url)
+        except OSError as error:
+            raise RunError(
+                f"{self.url} needs a working directory on this machine, and {error.filename} cannot be made: "
+                f"{error.strerror}. Name a place with XDG_CACHE_HOME."
+            ) from error
+
+    def __enter__(self) -> Self:
+        self.store.make()
+        self.lease = Lease(self.store, self.path.with_name(f"{self.path.name}.lease"), self.say)
+        try:
+            self._prepare()
+            self.uploader = Uploader(self.path, self.store, self.say, self.lease.check, self.kind)
+            self.uploader.start()
+        except BaseException:
+            self.lease.release()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            hurried = isinstance(error, (SystemExit, KeyboardInterrupt))
+            unsent = self.uploader.finish(HURRIED_S if hurried else PATIENCE_S, self.say)
+        finally:
+            self.lease.release()
+        if error is None and not unsent.files and self.lease.lost is None:
+            shutil.rmtree(self._old, ignore_errors=True)
+        if not unsent.files or self.lease.lost is not None or not (self.path / self.kind.mark).exists():
+            return
+        again = "the same command again uploads them"
+        if self.kind == RUN:
+            job, url = shlex.quote(str(self.path / JOB)), shlex.quote(self.url)
+            again = f"this uploads them: paceline train {job} --run {url} --resume"
+        text = (
+            f"{unsent.files} files ({unsent.size / 1e6:,.1f} MB) of the {self.kind.name} could not be uploaded to "
+            f"{self.url}. They are in {self.path}; {again}"
+        )
+        if error is None:
+            raise RunError(text)
+        self.say(text)
+
+    def check(self) -> None:
+        """Raise RunError where another process has taken the run over."""
+        self.lease.check()
+
+    def _prepare(self) -> None:
+        """Have in `path` what the run continues from, or nothing."""
+        listed = self.store.list()
+        here = (self.path / self.kind.mark).is_file()
+        if self.kind != RUN and JOB in listed:
+            raise RunError(f"{self.url} holds a run, not a {self.kind.name}. Name another URL.")
+        if self.kind.mark in listed:
+            if not self.resume:
+                raise RunError(f"{self.url} holds a run already. Continue it with --resume, or name another URL.")
+            if here and goes_on_from(self.store, self.path, self.kind.lines):
+                return
+            self._set_aside()
+            self.say(f"fetching the {self.kind.name} from {self.url}")
+            fetch_run(self.store, listed, self.path, self.say, checkpoint=True)
+        elif here and not self.resume:
+            raise RunError(
+                f"a run that was to be kept at {self.url} is in {self.path}, and is not there: it could not be "
+                "uploaded, or was removed there. Go on with it with --resume, or remove that directory."
+            )
+        elif not here:
+            self._set_aside()
+
+    def _set_aside(self) -> None:
+        """Move away what an older attempt has left here."""
+        try:
+            if self.path.exists():
+                shutil.rmtree(self._old, ignore_errors=True)
+                self.path.rename(self._old)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be moved to {self._old}: {error.strerror}") from error
+
+    @property
+    def _old(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.old")
+
+
+Say = Callable[[str], object]
+
+
+@contextmanager
+def copy_of(url: str, say: Say, *, checkpoint: bool) -> Iterator[Path]:
+    """A temporary copy of the run at a URL, with or without its newest checkpoint.
+
+    Raises:
+        RunError: there is no run.
+        StorageError: the store cannot be used.
+    """
+    store, listed = _run_at(url)
+    with scratch_folder() as folder:
+        # Where --layout hf looks for it, too.
+        run = folder / store.url.rpartition("/")[2]
+        fetch_run(store, listed, run, say, checkpoint=checkpoint)
+        yield run
+
+
+def record_at(url: str) -> Path:
+    """Record of the run at a URL, without checkpoints, in a new temporary folder.
+
+    Raises:
+        RunError: there is no run.
+        StorageError: the store cannot be used.
+    """
+    store, listed = _run_at(url)
+    folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+    try:
+        fetch_run(store, listed, folder / "run", lambda _: None, checkpoint=False)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    return folder / "run"
+
+
+def _run_at(url: str) -> tuple[Store, dict[str, Entry]]:
+    store = Store(url)
+    listed = store.list()
+    if JOB not in listed:
+        raise RunError(f"{store.url} is not a run: it has no {JOB}")
+    return store, listed
+
+
+def fetch_run(store: Store, listed: dict[str, Entry], into: Path, say: Say, *, checkpoint: bool) -> None:
+    """Copy a run into a new folder, which gets its name at the end."""
+    partial = into.with_name(f".{into.name}.fetching")
+    shutil.rmtree(partial, ignore_errors=True)
+    private_folder(partial)
+    for name in listed:
+        if name != LOCK and not name.startswith(f"{CHECKPOINTS}/") and is_plain(name):
+            _fetch(store, name, partial / name)
+    (partial / CHECKPOINTS).mkdir(mode=0o700)
+    if checkpoint:
+        _fetch_newest(store, listed, partial, say)
+    partial.rename(into)
+
+
+def goes_on_from(store: Store, folder: Path, lines: str) -> bool:
+    """True if a file of lines here begins with all of the store's."""
+    try:
+        here = (folder / lines).read_bytes()
+    except FileNotFoundError:
+        here = b""
+    return here.startswith(store.read(lines, LINES_LIMIT) or b"")
+
+
+def is_plain(name: str) -> bool:
+    """True if an object's name is a relative path inside its folder, with nothing hidden."""
+    return all(part and not part.startswith(".") and part.isprintable() for part in name.split("/"))
+
+
+def _fetch_newest(store: Store, listed: dict[str, Entry], run: Path, say: Say) -> None:
+    """Fetch the newest checkpoint whose files have the lengths and sums of its manifest."""
+    folders = {
+        name.rpartition("/")[0] for name in listed if name.endswith(f"/{MANIFEST}") and step_of(name) is not None
+    }
+    for folder in sorted(folders, key=lambda name: step_of(f"{name}/") or 0, reverse=True):
+        try:
+            size = _fetch_checkpoint(store, listed, folder, run / folder)
+        except (StorageError, CheckpointError) as error:
+            if isinstance(error, StorageError) and (error.may_pass or error.denied):
+                raise
+            shutil.rmtree(run / folder, ignore_errors=True)
+            say(f"{store.url}/{folder} is left out: {error}")
+            continue
+        say(f"fetched the checkpoint of step {step_of(f'{folder}/')} from {store.url} ({size / 1e6:,.1f} MB)")
+        return
+
+
+def _fetch_checkpoint(store: Store, listed: dict[str, Entry], name: str, into: Path) -> int:
+    private_folder(into)
+    store.fetch(f"{name}/{MANIFEST}", into / MANIFEST)
+    shards = Manifest.read(into).shards
+    for rank, shard in enumerate(shards):
+        file = f"{name}/{shard_name(rank)}"
+        if file not in listed or listed[file].size != shard.bytes:
+            raise CheckpointError(f"{shard_name(rank)} is not there, or not of the length that the manifest names")
+        store.fetch(file, into / shard_name(rank), sha256=shard.sha256)
+    return sum(shard.bytes for shard in shards)
+
+
+def _fetch(store: Store, name: str, into: Path) -> None:
+    into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        store.fetch(name, into)
+    except OSError as error:
+        raise RunError(f"{store.url}/{name} cannot be kept in {into.parent}: {error.strerror or error}") from error
+
+
+EVERY_S = 5.0  # between two looks for new lines
+_SHARE = 0.05  # of the time, at most, the lines of a long run take
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_TOLD = (JOB, "cluster.yaml", "plan.txt", "environment.json")
+Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """Files of a run that are not in the store, and their size."""
+
+    files: int
+    size: int
+
+
+class Uploader:
+    """A thread that mirrors a run's directory to a store.
+
+    Args:
+        folder: the run's directory, on a file system of this host.
+        say: told when the connection is lost, and when it is back.
+        allowed: raises while this process may not write there any more.
+        kind: of the directory.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        store: Store,
+        say: Callable[[str], object],
+        allowed: Callable[[], None] = lambda: None,
+        kind: Kind = RUN,
+    ) -> None:
+        self.folder, self.store, self.say, self.allowed, self.kind = folder, store, say, allowed, kind
+        self.links = folder.with_name(f"{folder.name}.sending")  # a checkpoint's files, though the run deletes it
+        self._sent: dict[str, Stamp] = {}
+        self._next: dict[str, float] = {}  # when a file's new lines go at the earliest
+        self._newest: Stamp | None = None  # of the manifest of the newest checkpoint that is whole in the store
+        self._ending = threading.Event()
+        self._given_up = threading.Event()
+        self._lost = False
+        self._thread = threading.Thread(target=self._run, name="run-upload", daemon=True)
+
+    def start(self) -> None:
+        """Begin; everything that is in the directory by now is sent as well."""
+        self._thread.start()
+
+    def finish(self, patience_s: float, tell: Callable[[str], object]) -> Unsent:
+        """Send what is left, and say what could not be sent.
+
+        It gives up when no byte has moved for `patience_s`, or at Ctrl-C.
+
+        Args:
+            tell: told from time to time how much is left.
+        """
+        self._ending.set()
+        began = told_at = time.monotonic()
+        with suppress(KeyboardInterrupt):
+            while self._thread.is_alive():
+                self._thread.join(0.1)
+                now = time.monotonic()
+                if now - max(self.store.progress_at, began) > patience_s:
+                    break
+                if now - told_at > EVERY_S:
+                    told_at, left = now, self.unsent()
+                    tell(f"uploading to {self.store.url}: {left.files} files, {left.size / 1e6:,.1f} MB left")
+        self._given_up.set()
+        return self.unsent()
+
+    def unsent(self) -> Unsent:
+        """Files that differ from the store's; of the checkpoints, only the newest counts."""
+        left = [(name, stamp) for name, _, stamp in self._files() if self._sent.get(name) != stamp]
+        size = sum(stamp[1] for _, stamp in left)
+        newest = self._newest_here()
+        if newest is not None and newest[2] != self._newest:
+            files = [file for file in newest[1].iterdir() if file.is_file()]
+            return Unsent(len(left) + len(files), size + sum(file.stat().st_size for file in files))
+        return Unsent(len(left), size)
+
+    def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            last = self._ending.is_set()
+            try:
+                self._round(last)
+            except (StorageError, OSError) as error:
+                self._tell_of(error)
+                if last:
+                    time.sleep(_FIRST_PAUSE_S)
+                else:
+                    self._ending.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            except RunError:  # of `_check`, and told by whoever stops it
+                return
+            pause_s = _FIRST_PAUSE_S
+            if self._lost:
+                self._lost = False
+                self.say(f"{self.store.url} can be reached again; everything up to now is uploaded")
+            if last:
+                shutil.rmtree(self.links, ignore_errors=True)
+                return
+            self._ending.wait(EVERY_S)
+
+    def _check(self) -> None:
+        """Raise where nothing may be written any more."""
+        self.allowed()
+        if self._given_up.is_set():
+            raise RunError("the upload was given up")
+
+    def _tell_of(self, error: Exception) -> None:
+        if not self._lost:
+            self._lost = True
+            self.say(f"upload: {error}. Training goes on; its files stay in {self.folder}, and it is tried again.")
+
+    def _round(self, last: bool) -> None:
+        self._check()
+        mark = self.kind.mark
+        if not (self.folder / mark).exists():  # a run that failed before its first step is withdrawn
+            if mark in self._sent:
+                self.store.delete([mark])
+                del self._sent[mark]
+            return
+        self._send_files(last)
+        newest = self._newest_here()
+        if newest is not None and newest[2] != self._newest:
+            self._send_checkpoint(*newest, last)
+
+    def _send_files(self, last: bool) -> None:
+        for name, path, stamp in self._files():
+            began = time.monotonic()
+            if self._sent.get(name) == stamp or (not last and began < self._next.get(name, 0.0)):
+                continue
+            try:
+                self._send(name, path)
+            except FileNotFoundError:  # a temporary file, or a run that is withdrawn just now
+                continue
+            self._sent[name] = stamp
+            self._next[name] = time.monotonic() + (time.monotonic() - began) / _SHARE
+
+    def _send(self, name: str, path: Path) -> None:
+        self._check()
+        if path.suffix == ".jsonl":
+            with opened_to_read(path) as file:
+                content = file.read()
+            self.store.write(name, content[: content.rfind(b"\n") + 1])
+        else:
+            self.store.upload(path, name)
+
+    def _files(self) -> Iterator[tuple[str, Path, Stamp]]:
+        """Files beside the checkpoints, in the order in which they are sent."""
+        found = []
+        for place, folders, files in os.walk(self.folder):
+            folders[:] = [f for f in folders if not f.startswith(".") and f != CHECKPOINTS]
+            for file in files:
+                path = Path(place, file)
+                name = path.relative_to(self.folder).as_posix()
+                if file == LOCK or file.startswith(".") or path.is_symlink():
+                    continue
+                with suppress(FileNotFoundError):
+                    found.append((name, path, _stamp(path)))
+        # job.yaml makes a folder a run, so it comes after the others that describe it
+        yield from sorted(found, key=lambda entry: (entry[0] not in _TOLD, entry[0] == JOB, entry[0]))
+
+    def _newest_here(self) -> tuple[int, Path, Stamp] | None:
+        """Step, folder and manifest's stamp of the newest whole checkpoint."""
+        for step, folder in reversed(checkpoints(self.folder / CHECKPOINTS)):
+            with suppress(FileNotFoundError):  # replaced or removed just now
+                return step, folder, _stamp(folder / MANIFEST)
+        return None
+
+    def _send_checkpoint(self, step: int, folder: Path, stamp: Stamp, last: bool) -> None:
+        """Send the newest checkpoint, then remove those from the store that the run has removed."""
+        name = f"{CHECKPOINTS}/{step_name(step)}"
+        try:
+            self._link(folder)
+            manifest = (self.links / MANIFEST).read_bytes()
+        except FileNotFoundError:  # replaced by a newer one just now
+            return
+        there = self.store.list(CHECKPOINTS)
+        if not self._is_there(name, manifest, set(there)):
+            self.store.delete([f"{name}/{MANIFEST}"] if f"{name}/{MANIFEST}" in there else [])
+            for file in sorted(self.links.iterdir(), key=lambda file: (file.name == MANIFEST, file.name)):
+                self._check()
+                self.store.upload(file, f"{name}/{file.name}")
+                self._send_files(last)
+        self._newest = stamp
+        oldest = min((step for step, _ in checkpoints(self.folder / CHECKPOINTS)), default=step)
+        old = [path for path in there if (of := step_of(path)) is not None and of < oldest]
+        self.store.delete(sorted(old, key=lambda path: not path.endswith(MANIFEST)))
+        shutil.rmtree(self.links, ignore_errors=True)
+
+    def _is_there(self, name: str, manifest: bytes, there: set[str]) -> bool:
+        return f"{name}/{MANIFEST}" in there and self.store.read(f"{name}/{MANIFEST}", 2**30) == manifest
+
+    def _link(self, folder: Path) -> None:
+        """Second names for a checkpoint's files, under which they stay until they are sent."""
+        shutil.rmtree(self.links, ignore_errors=True)
+        private_folder(self.links)
+        for file in folder.iterdir():
+            os.link(file, self.links / file.name, follow_symlinks=False)
+
+
+def _stamp(path: Path) -> Stamp:
+    about = path.stat()
+    return about.st_mtime_ns, about.st_size, about.st_ino
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint, from an object's name; None for other objects."""
+    match = re.match(rf"{CHECKPOINTS}/step-(\d+)/", name)
+    return int(match[1]) if match else None
