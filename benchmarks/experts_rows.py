@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import yaml
 
-from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.errors import PacelineError
 from paceline.job.job import Job, Precision
 from paceline.planning.check.check_plan import check_plan
@@ -115,7 +115,7 @@ def _expert(row: Row) -> Expert:
     precision = _precision(row)
     if row.layout.products:
         unsaid = (*unsaid, f"products in {row.layout.products}, compared in {precision}")
-    return Expert(row, _job(row, dimensions, precision), named_cluster(row.cells["cluster"]), plan, unsaid)
+    return Expert(row, _job(row, dimensions, precision), cluster_from(row.cells["cluster"]), plan, unsaid)
 
 
 def _precision(row: Row) -> Precision:

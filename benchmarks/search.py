@@ -25,7 +25,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from paceline.cluster.cluster import named_cluster
+from paceline.cluster.cluster import cluster_from
 from paceline.job.job import Job
 from paceline.planning.search.search import search
 
@@ -109,7 +109,7 @@ def measured(name: str) -> dict[str, Any]:
     """One search in this process."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    job, cluster = CASES[name].job(name), named_cluster(CASES[name].cluster)
+    job, cluster = CASES[name].job(name), cluster_from(CASES[name].cluster)
     started, cpu_started = time.perf_counter(), time.process_time()
     found = search(job, cluster)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started

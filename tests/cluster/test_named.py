@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from paceline.cluster.catalogue import CATALOGUE
-from paceline.cluster.cluster import Cluster, cluster_from, named_cluster
+from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.named import cluster_names, read_name
 from paceline.errors import ClusterError
 
@@ -25,7 +25,7 @@ def rate_gbps(cluster: Cluster) -> float:
 
 
 def test_a_name_says_hosts_devices_links_and_price() -> None:
-    cluster = named_cluster("64x8xH100-SXM, 400gbit, 2.5/h")
+    cluster = cluster_from("64x8xH100-SXM, 400gbit, 2.5/h")
     assert cluster.devices_per_host == (8,) * 64
     assert cluster.kind == "cuda"
     assert {(gpu.name, gpu.memory_bytes, gpu.bf16) for host in cluster.hosts for gpu in host.gpus} == {
@@ -44,11 +44,11 @@ def test_a_name_says_hosts_devices_links_and_price() -> None:
     ["400gbit", "400 Gbit/s", "400Gb/s", "400gbps", "0.4tbit", "400gbit/device", "3200gbit/host", "3200gbit per host"],
 )
 def test_a_rate_is_of_a_device_or_of_a_host(rate: str) -> None:
-    assert rate_gbps(named_cluster(f"2x8xA100-SXM-80, {rate}")) == pytest.approx(3200)
+    assert rate_gbps(cluster_from(f"2x8xA100-SXM-80, {rate}")) == pytest.approx(3200)
 
 
 def test_a_rate_that_is_not_given_is_the_usual_one_and_said_to_be() -> None:
-    cluster = named_cluster("2x8xA100-SXM-80")
+    cluster = cluster_from("2x8xA100-SXM-80")
     assert rate_gbps(cluster) == 1600
     assert "200 Gbit/s from each device to other hosts, assumed since the name gives no rate" in cluster.describe()
 
@@ -64,7 +64,7 @@ def test_a_rate_that_is_not_given_is_the_usual_one_and_said_to_be() -> None:
     ],
 )
 def test_short_and_odd_forms_are_understood(name: str, hosts: int, devices: int) -> None:
-    assert named_cluster(name).devices_per_host == (devices,) * hosts
+    assert cluster_from(name).devices_per_host == (devices,) * hosts
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_short_and_odd_forms_are_understood(name: str, hosts: int, devices: int)
     ],
 )
 def test_a_network_may_be_oversubscribed_beyond_some_hosts(words: str, times: float, beyond: int) -> None:
-    cluster = named_cluster(f"64x8xH100-SXM, {words}")
+    cluster = cluster_from(f"64x8xH100-SXM, {words}")
     assert rate_gbps(cluster) == 3200
     [link] = cluster.hosts[0].links
     assert (link.oversubscription, link.oversubscribed_beyond) == (times, beyond)
@@ -87,22 +87,22 @@ def test_a_network_may_be_oversubscribed_beyond_some_hosts(words: str, times: fl
 def test_a_description_says_which_hosts_fast_links_join() -> None:
     assert (
         "36 hosts of 4 × GB200 (186 GiB), joined to 2 domains of 72 by NVLink 5"
-        in named_cluster("36x4xGB200").describe()
+        in cluster_from("36x4xGB200").describe()
     )
-    assert "joined to one domain of 8" in named_cluster("2x4xGB300").describe()
-    assert "joined" not in named_cluster("2x8xB200").describe()
+    assert "joined to one domain of 8" in cluster_from("2x4xGB300").describe()
+    assert "joined" not in cluster_from("2x8xB200").describe()
 
 
 def test_a_power_or_a_memory_in_a_name_stays_with_the_cluster() -> None:
-    cluster = named_cluster("2x8xH100 500W, 400gbit")
+    cluster = cluster_from("2x8xH100 500W, 400gbit")
     assert cluster.name == "2x8xH100-SXM 500W"
     assert {gpu.name for gpu in cluster.hosts[0].gpus} == {"H100-SXM 500W"}
-    assert named_cluster(cluster.name).devices == 16
-    assert named_cluster("A100-SXM-64GB").hosts[0].gpus[0].memory_bytes == 64 * 2**30
+    assert cluster_from(cluster.name).devices == 16
+    assert cluster_from("A100-SXM-64GB").hosts[0].gpus[0].memory_bytes == 64 * 2**30
 
 
 def test_a_device_of_a_cluster_of_cpus_is_a_core() -> None:
-    cluster = named_cluster("4x16xcpu-avx512, 25gbit/host")
+    cluster = cluster_from("4x16xcpu-avx512, 25gbit/host")
     assert (cluster.kind, cluster.devices, rate_gbps(cluster)) == ("cpu", 64, 25)
     assert "4 hosts of 16 × cores of CPU-AVX512" in cluster.describe()
 
@@ -123,7 +123,7 @@ def test_any_shape_is_read_back_from_the_yaml_that_it_is_written_as(
         *([f"{rate}gbit"] if rate else []),
         *([f"{price}/h"] if price is not None else []),
     ]
-    cluster = named_cluster(", ".join(words))
+    cluster = cluster_from(", ".join(words))
     assert cluster.devices == hosts * per_host
     assert "hosts" not in cluster.to_yaml()  # thousands of lines otherwise
     import yaml
@@ -133,7 +133,7 @@ def test_any_shape_is_read_back_from_the_yaml_that_it_is_written_as(
 
 
 def test_thousands_of_hosts_share_what_is_alike() -> None:
-    cluster = named_cluster("512x8xH100-SXM, 400gbit")
+    cluster = cluster_from("512x8xH100-SXM, 400gbit")
     assert cluster.devices == 4096
     assert len({id(gpu) for host in cluster.hosts for gpu in host.gpus}) == 8
     assert len({host.name for host in cluster.hosts}) == 512
@@ -162,7 +162,7 @@ def test_thousands_of_hosts_share_what_is_alike() -> None:
 )
 def test_an_impossible_name_says_what_would_work(name: str, message: str) -> None:
     with pytest.raises(ClusterError, match=re.escape(message)):
-        named_cluster(name)
+        cluster_from(name)
 
 
 def test_a_yaml_file_may_name_the_catalogue(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_every_name_in_the_documentation_is_one() -> None:
     names += re.findall(r"\(`(\d+x[^`]*)`\)", text)
     assert len(names) >= 8
     for name in names:
-        assert named_cluster(name).only_planned
+        assert cluster_from(name).only_planned
 
 
 def test_a_list_of_names_keeps_rates_and_prices_with_the_cluster_before_them() -> None:
@@ -234,7 +234,7 @@ def test_a_list_of_names_keeps_rates_and_prices_with_the_cluster_before_them() -
 )
 def test_more_devices_than_a_host_has_are_usual_hosts(name: str, shape: str) -> None:
     assert cluster_names(name) == [shape]
-    assert named_cluster(shape).devices == read_name(shape).hosts * read_name(shape).per_host
+    assert cluster_from(shape).devices == read_name(shape).hosts * read_name(shape).per_host
 
 
 @pytest.mark.parametrize(

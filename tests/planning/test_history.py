@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.host import Host
 from paceline.job.job import Job
 from paceline.planning import history
@@ -170,7 +170,7 @@ def test_a_kind_is_what_is_divided_and_what_is_computed_again(plan: str, kind: s
 
 
 DIMENSIONS = {"layers": 4, "hidden": 1024, "heads": 8, "seq": 512, "vocab": 4096}
-CLUSTER = named_cluster("4xA100-SXM-80, 3/h")
+CLUSTER = cluster_from("4xA100-SXM-80, 3/h")
 SYNTHETIC = Job.model_validate(
     {
         "model": {"transformer": DIMENSIONS},

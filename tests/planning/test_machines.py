@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.cluster.catalogue import CATALOGUE
-from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.host import Device, Host, Link
 from paceline.errors import ClusterError
 from paceline.planning.machines import machine_count, machines, on_other_devices, resized, shape
@@ -40,7 +40,7 @@ def cpu_host(
 
 
 def test_a_named_cluster_has_its_devices_and_its_rate() -> None:
-    found = machines(named_cluster("64x8xH100-SXM, 400gbit, 2/h"))
+    found = machines(cluster_from("64x8xH100-SXM, 400gbit, 2/h"))
     assert found.device == CATALOGUE["H100-SXM"]
     assert (found.hosts, found.per_host, found.devices, found.price_per_hour, found.speeds) == (64, 8, 512, 2.0, ())
     assert found.between.bandwidth == 50e9  # 400 Gbit/s of each device
@@ -134,27 +134,27 @@ def test_emulated_hosts_have_their_rate_their_delay_and_their_quota() -> None:
 )
 def test_machines_that_fast_links_join_are_one_host_to_the_planner(name: str, hosts: int, per_host: int) -> None:
     """Taken for hosts of 4, an NVL72 would be planned for as if tp=8 went over the network."""
-    cluster = named_cluster(name)
+    cluster = cluster_from(name)
     found = machines(cluster)
     assert (found.hosts, found.per_host, found.devices) == (hosts, per_host, cluster.devices)
 
 
 def test_a_domain_keeps_its_machines_for_what_fails_and_what_is_bought() -> None:
-    cluster = named_cluster("36x4xGB200")
+    cluster = cluster_from("36x4xGB200")
     found = machines(cluster)
     assert cluster.devices_per_host == (4,) * 36
     assert (machine_count(found), shape(found)) == (36, "36x4xGB200")
     assert found.between.bandwidth == 50e9  # of a device
     more = resized(found, 37)
     assert (more.hosts, more.per_host, shape(more)) == (4, 37, "37x4xGB200")
-    assert machine_count(machines(named_cluster("8x8xH100-SXM"))) == 8
+    assert machine_count(machines(cluster_from("8x8xH100-SXM"))) == 8
 
 
 def test_as_many_devices_of_another_kind_are_in_machines_that_exist() -> None:
-    domain = machines(named_cluster("36x4xGB200"))
+    domain = machines(cluster_from("36x4xGB200"))
     assert shape(on_other_devices(domain, CATALOGUE["MI355X"])) == "18x8xMI355X"
     assert shape(on_other_devices(domain, CATALOGUE["GB300"])) == "36x4xGB300"
-    assert shape(on_other_devices(machines(named_cluster("2x8xA100-SXM-40")), CATALOGUE["H200"])) == "2x8xH200"
+    assert shape(on_other_devices(machines(cluster_from("2x8xA100-SXM-40")), CATALOGUE["H200"])) == "2x8xH200"
 
 
 def test_hosts_of_several_kinds_in_a_domain_are_as_the_slowest() -> None:
@@ -165,11 +165,11 @@ def test_hosts_of_several_kinds_in_a_domain_are_as_the_slowest() -> None:
 
 
 def test_an_oversubscribed_network_is_told_to_the_cost_model() -> None:
-    found = machines(named_cluster("64x8xH100-SXM, 400gbit, oversubscribed 3:1 beyond 32"))
+    found = machines(cluster_from("64x8xH100-SXM, 400gbit, oversubscribed 3:1 beyond 32"))
     assert (found.oversubscription, found.oversubscribed_beyond, found.between.bandwidth) == (3.0, 32, 50e9)
-    assert machines(named_cluster("64x8xH100-SXM, oversubscribed 2:1")).oversubscribed_beyond == 1
-    assert machines(named_cluster("64x8xH100-SXM")).oversubscription == 1.0
-    racks = machines(named_cluster("72x4xGB200, oversubscribed 2:1 beyond 36"))
+    assert machines(cluster_from("64x8xH100-SXM, oversubscribed 2:1")).oversubscribed_beyond == 1
+    assert machines(cluster_from("64x8xH100-SXM")).oversubscription == 1.0
+    racks = machines(cluster_from("72x4xGB200, oversubscribed 2:1 beyond 36"))
     assert (racks.hosts, racks.oversubscribed_beyond) == (4, 2)  # domains of 72
 
 

@@ -13,7 +13,7 @@ from selenium.webdriver import Chrome
 
 from browser import Browser, tab
 from handmade_search import job
-from paceline.cluster.cluster import named_cluster
+from paceline.cluster.cluster import cluster_from
 from paceline.errors import RunError
 from paceline_lab.report.simulated_view import DATA, write_simulated_page
 from paceline_lab.simulated.curve import Chances
@@ -26,7 +26,7 @@ NAMES = ("4x8xH100-SXM, 400gbit", "2x8xA100-SXM-80")
 @cache
 def simulations() -> tuple[Simulation, ...]:
     chances = Chances.published()
-    found = [simulate(job(), named_cluster(name), name, chances) for name in NAMES]
+    found = [simulate(job(), cluster_from(name), name, chances) for name in NAMES]
     return tuple(replace(one, about=f"{one.about} {STOLEN}") for one in found)
 
 

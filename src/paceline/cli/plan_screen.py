@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -238,34 +239,29 @@ def _excluded(explanation: Explanation, console: Console) -> None:
 
 
 def _helps(explanation: Explanation, console: Console) -> None:
-    if not explanation.helps:
-        return
-    titled(console, "what would help most", "throughput, by the same model")
     named = on_cores if explanation.winner.layout.machines.device.is_core else str
-    table = table_of("gain", "change", "what else", heads=False)
-    table.columns[1].justify, table.columns[1].no_wrap = "left", False
-    for row in explanation.helps:
-        helps = row.words.startswith("+")
-        table.add_row(
-            Text(row.words, style=GOOD if helps else QUIET),
-            Text(named(row.what), style="" if helps else QUIET),
-            Text(named(row.about), style=QUIET),
-        )
-    print_inset(console, table)
+    rows = [(row.words, named(row.what), named(row.about)) for row in explanation.helps]
+    _gains(console, "what would help most", "throughput, by the same model", rows)
 
 
 def _answers(explanation: Explanation, console: Console) -> None:
-    if not explanation.answers:
+    rows = [(answer.words, answer.question, answer.about) for answer in explanation.answers]
+    _gains(console, "what if", "throughput, with the best plan for each", rows)
+
+
+def _gains(console: Console, title: str, about: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    """Changes with their gains in words, those that help in colour."""
+    if not rows:
         return
-    titled(console, "what if", "throughput, with the best plan for each")
-    table = table_of("gain", "change", "then", heads=False)
+    titled(console, title, about)
+    table = table_of("gain", "change", "what else", heads=False)
     table.columns[1].justify, table.columns[1].no_wrap = "left", False
-    for answer in explanation.answers:
-        helps = answer.words.startswith("+")
+    for gain, change, more in rows:
+        helps = gain.startswith("+")
         table.add_row(
-            Text(answer.words, style=GOOD if helps else QUIET),
-            Text(answer.question),
-            Text(answer.about, style=QUIET),
+            Text(gain, style=GOOD if helps else QUIET),
+            Text(change, style="" if helps else QUIET),
+            Text(more, style=QUIET),
         )
     print_inset(console, table)
 

@@ -179,21 +179,12 @@ def cluster_from(text: str | Path) -> Cluster:
     `--cluster` takes either.
 
     Raises:
-        ClusterError: the file cannot be read, or the name is none.
+        ClusterError: the file cannot be read, or the name is none: its shape is impossible, a device is not in the
+            catalogue (with the nearest names), or a word is neither rate nor price.
     """
     path = Path(text)
     if isinstance(text, Path) or path.suffix.lower() in _FILES or path.is_file():
         return Cluster.load(path)
-    return named_cluster(text)
-
-
-def named_cluster(text: str) -> Cluster:
-    """The cluster of a name such as `64x8xH100-SXM, 400gbit`.
-
-    Raises:
-        ClusterError: the shape is impossible, a device is not in the catalogue (with the nearest names), or a
-            word is neither rate nor price.
-    """
     return Cluster(catalogue=text)
 
 

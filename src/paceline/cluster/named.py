@@ -62,7 +62,7 @@ def cluster_names(text: str) -> list[str]:
     than a host has, is as many usual hosts.
 
     Raises:
-        ClusterError: the list is empty, or the devices do not fill usual hosts. Other mistakes are `named_cluster`'s.
+        ClusterError: the list is empty, or the devices do not fill usual hosts. Other mistakes are `cluster_from`'s.
     """
     names: list[str] = []
     for part in text.split(";"):
@@ -94,7 +94,7 @@ def _in_usual_hosts(name: str) -> str:
 
 
 def read_name(text: str) -> NamedCluster:
-    """The parts of a name. Raises as `named_cluster` does."""
+    """The parts of a name. Raises as `cluster_from` does."""
     shape, *words = [word.strip() for word in text.split(",")]
     hosts, per_host, device = _shape(shape, text)
     rate_gbps: float | None = None

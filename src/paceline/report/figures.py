@@ -160,12 +160,24 @@ class RankFigure:
     curve: Curve | None = None
 
 
+def growth(lines: Lines, counter: str) -> list[tuple[int, int, float]]:
+    """Readings of a counter: the step, the steps since the reading before, and what it grew by meanwhile."""
+    found, before = [], 0
+    for line in lines:
+        if counter in line.get("use", {}) and line["step"] > before:
+            found.append((line["step"], line["step"] - before, line["use"][counter]))
+            before = line["step"]
+    return found
+
+
 def per_step(lines: Lines, counter: str) -> float | None:
     """A counter's growth per step between first and last reading; None without two."""
-    readings = [(line["step"], line["use"][counter]) for line in lines if counter in line.get("use", {})]
-    if len(readings) < 2:
-        return None
-    return float(sum(grown for _, grown in readings[1:]) / (readings[-1][0] - readings[0][0]))
+    return mean_growth(growth(lines, counter)[1:])
+
+
+def mean_growth(readings: Sequence[tuple[int, int, float]]) -> float | None:
+    """Growth per step over some readings of a counter; None without any."""
+    return sum(grown for _, _, grown in readings) / sum(passed for _, passed, _ in readings) if readings else None
 
 
 def _readings(lines: Lines, key: str) -> list[float]:

@@ -88,12 +88,12 @@ def write_links_page(
         facts=facts,
         environment=environment,
         definitions=DEFINITIONS,
-        view=LinksView(measured, cluster),
+        view=_LinksView(measured, cluster),
     )
 
 
 @dataclass(frozen=True)
-class Section:
+class _Section:
     """One collective: its curves, and all its figures by size."""
 
     name: str
@@ -103,7 +103,7 @@ class Section:
     rows: list[Row]
 
 
-class LinksView:
+class _LinksView:
     """The measurements as the template shows them."""
 
     def __init__(self, measured: Sequence[TransportMeasurement], cluster: str) -> None:
@@ -120,7 +120,6 @@ class LinksView:
 
     @property
     def verdict(self) -> str:
-        """The most that any transport carried, in one sentence."""
         best = max(self.speeds, key=lambda s: (s.collective == "all_reduce", s.bus_bandwidth))
         share = self.limit.share(best)
         of = f", {units.percent(share)} of what the hardware allows" if share is not None else ""
@@ -132,7 +131,6 @@ class LinksView:
 
     @property
     def cards(self) -> list[Card]:
-        """Latency and largest bus bandwidth of each transport."""
         cards = []
         for transport in self.transports:
             own = [s for s in self.speeds if s.transport == transport]
@@ -164,11 +162,10 @@ class LinksView:
         return found + [("not measured", why) for why in limit.why_not]
 
     @property
-    def sections(self) -> list[Section]:
-        """In the order in which they were measured."""
+    def sections(self) -> list[_Section]:
         return [self._section(name) for name in dict.fromkeys(s.collective for s in self.speeds)]
 
-    def _section(self, name: str) -> Section:
+    def _section(self, name: str) -> _Section:
         found = curves(self.measured, name)
         sizes = sorted({size for curve in found for size in curve.speeds})
         in_words = [
@@ -181,7 +178,7 @@ class LinksView:
             for curve in found
         ]
         chart = Chart(name, self._figure(name, sizes, found), label, _TITLES[name])
-        return Section(name, _SIZES[name], chart, [str(message_size(size)) for size in sizes], rows)
+        return _Section(name, _SIZES[name], chart, [str(message_size(size)) for size in sizes], rows)
 
     def _cell(self, term: str, speed: CollectiveSpeed | None) -> Cell:
         if speed is None:

@@ -54,7 +54,7 @@ def write_plan_page(
     Raises:
         RunError: the file cannot be written.
     """
-    found, view = explanation.found, PlanView(explanation, scaling, advice)
+    found, view = explanation.found, _PlanView(explanation, scaling, advice)
     considered = f"{found.considered:,} considered, {found.evaluated:,} predicted"
     facts = {
         "cluster": explanation.cluster.describe(),
@@ -68,7 +68,7 @@ def write_plan_page(
     return write_page(file, "plan.html.j2", definitions=DEFINITIONS, facts=facts, on_cores=on_cores, view=view)
 
 
-class PlanView:
+class _PlanView:
     """An explanation as the template shows it."""
 
     def __init__(self, explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None) -> None:
@@ -82,7 +82,6 @@ class PlanView:
 
     @property
     def verdict(self) -> str:
-        """The plan's speed in one sentence."""
         device, ranks = self.best.layout.machines.device, self.best.plan.ranks
         devices = f"{ranks:,} × {device.name}" if ranks > 1 else f"one {device.name}"
         if device.is_core:
@@ -94,14 +93,12 @@ class PlanView:
 
     @property
     def badges(self) -> list[str]:
-        """Badges of the job: parameters, tokens, global batch, precision."""
         tokens = [f"{self.explanation.tokens:,} tokens a sample"] if self.explanation.tokens > 1 else []
         parameters = f"{units.large(self.best.layout.trace.parameters)} parameters"
         return [parameters, *tokens, f"global batch {self.job.global_batch:,}", self.best.plan.precision_for(self.job)]
 
     @property
     def cards(self) -> list[Card]:
-        """The winner's figures."""
         prediction, cost = self.best.prediction, self.explanation.cost(self.best)
         cards = [Card("predicted_step", seconds(prediction.step_time_s), f"{self.best.plan.ranks:,} ranks")]
         rate = units.rate(prediction.throughput)
@@ -126,14 +123,12 @@ class PlanView:
 
     @property
     def limit(self) -> str:
-        """The parts of the step, as a full sentence."""
         return self.explanation.limit[0].upper() + self.explanation.limit[1:]
 
     # The pictures
 
     @property
     def memory_chart(self) -> Chart:
-        """Time against memory."""
         points = [
             Point(str(i), str(c.plan), c.prediction.memory_bytes / _GIB, c.prediction.step_time_s)
             for i, c in self._numbered
@@ -205,7 +200,6 @@ class PlanView:
 
     @property
     def time_chart(self) -> Chart:
-        """The step of the best plans, part by part."""
         shown = self.found.best[:_BARS]
         slowest = max(c.prediction.step_time_s for c in shown)
         factor, unit = (1e3, "ms") if slowest < 1 else (1.0, "s")
@@ -236,7 +230,6 @@ class PlanView:
 
     @property
     def part_terms(self) -> list[str]:
-        """Names of their definitions."""
         return [f"part_{part}" for part in self.parts]
 
     @cached_property
@@ -277,7 +270,6 @@ class PlanView:
 
     @property
     def candidates(self) -> list[Row]:
-        """All plans that were found, the best first."""
         rows = []
         for number, candidate in self._numbered:
             prediction, cost = candidate.prediction, self.explanation.cost(candidate)
@@ -301,7 +293,6 @@ class PlanView:
 
     @property
     def devices(self) -> list[Row]:
-        """The best plan for each number of devices."""
         rows = [
             Row(
                 f"{p.devices:,}",
@@ -315,7 +306,6 @@ class PlanView:
 
     @property
     def changes(self) -> list[Row]:
-        """Changes that would help, the most effective first."""
         return [
             Row(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+"))
             for row in self.explanation.helps
@@ -634,10 +624,10 @@ def write_choice_page(choice: ClusterChoice, command: str, file: Path) -> Path:
         "paceline": version("paceline"),
         "prices": ", ".join(filter(None, (choice.offers.currency, choice.offers.as_of))) or "as listed",
     }
-    return write_page(file, "choice.html.j2", definitions=DEFINITIONS, facts=facts, view=ChoiceView(choice))
+    return write_page(file, "choice.html.j2", definitions=DEFINITIONS, facts=facts, view=_ChoiceView(choice))
 
 
-class ChoiceView:
+class _ChoiceView:
     """A choice of machines as the template shows it."""
 
     def __init__(self, choice: ClusterChoice) -> None:
@@ -646,7 +636,6 @@ class ChoiceView:
 
     @property
     def verdict(self) -> str:
-        """The answer in one sentence."""
         fastest, cheapest = self.choice.fastest, self.choice.cheapest
         if fastest is None or cheapest is None:
             return f"{self.choice.nothing[0].upper()}{self.choice.nothing[1:]}."
@@ -664,7 +653,6 @@ class ChoiceView:
 
     @property
     def chart(self) -> Chart:
-        """Time against cost of all options."""
         points = [
             Point(str(i), f"{one.words}: {one.candidate.plan}", one.cost, one.bought.wall_s / _HOUR_S)
             for i, one in enumerate(self._options, 1)
@@ -679,7 +667,6 @@ class ChoiceView:
 
     @cached_property
     def _options(self) -> list[Option]:
-        """All options, the one that the picture stars first."""
         first = self.choice.fastest or self.choice.front[0]
         return [first, *(one for one in self.choice.options if one is not first)]
 

@@ -18,7 +18,7 @@ from paceline.job.spec import load_object
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import sync_info
 from paceline.report import charts, figures
-from paceline.report.figures import PARTS, RANK_FIGURES, SYNTHETIC, Bar, parts_over_steps
+from paceline.report.figures import PARTS, RANK_FIGURES, SYNTHETIC, Bar, growth, mean_growth, parts_over_steps
 from paceline.report.page import PAGE, Card, Chart, Row, not_by_paceline, write_page
 from paceline.report.run_record import RunRecord, typical_parts
 from paceline.run.record.goodput import USEFUL, Failure, Goodput
@@ -451,8 +451,8 @@ class SyncView:
 
     def __init__(self, record: RunRecord, plan: Plan, comm_share: float | None) -> None:
         self.record, self.plan, self.comm_share = record, plan, comm_share
-        self.sent = {rank: per_step(steps, "wire_bytes") for rank, steps in record.ranks.items()}
-        self.saved = {rank: per_step(steps, "saved_bytes") for rank, steps in record.ranks.items()}
+        self.sent = {rank: growth(steps, "wire_bytes") for rank, steps in record.ranks.items()}
+        self.saved = {rank: growth(steps, "saved_bytes") for rank, steps in record.ranks.items()}
         self.errors = [
             (step["step"], step["use"]["compression_error"])
             for step in record.ranks.get(0, [])
@@ -516,16 +516,16 @@ class SyncView:
         return [*self._wire_chart(), *self._error_chart()]
 
     def _wire_chart(self) -> Iterator[Chart]:
-        rank = max(
-            (rank for rank, sent in self.sent.items() if sent), key=lambda rank: _mean(self.sent[rank]), default=None
-        )
-        if rank is None or not _mean(self.sent[rank]):
+        means = {rank: mean for rank, readings in self.sent.items() if (mean := mean_growth(readings))}
+        if not means:
             return
+        rank = max(means, key=lambda rank: means[rank])
         steps = [step for step, _, _ in self.sent[rank]]
-        sent = [bytes_ / 1024 for _, _, bytes_ in self.sent[rank]]
+        sent = [grown / passed / 1024 for _, passed, grown in self.sent[rank]]
         series = [charts.Line("sent", steps, sent, charts.VERMILLION)]
         if self.errors:
-            whole = [a + saved / 1024 for a, (_, _, saved) in zip(sent, self.saved[rank], strict=True)]
+            saved = [grown / passed / 1024 for _, passed, grown in self.saved[rank]]
+            whole = [a + b for a, b in zip(sent, saved, strict=True)]
             series.append(charts.Line("without compression", steps, whole, charts.GREY, dashed=True))
         title = f"Bytes on the wire, rank {rank}"
         figure = charts.lines(series, "steps", "KiB per step", log_if_wide=True)
@@ -540,28 +540,8 @@ class SyncView:
             yield Chart("error", figure, label, "Error of compression", ["compression_error"])
 
 
-# step of a reading, steps since the one before, what a counter grew by per step meanwhile
-Growth = list[tuple[int, int, float]]
-
-
-def per_step(steps: list[dict[str, Any]], counter: str) -> Growth:
-    """Growth of a counter per step between its readings."""
-    found: Growth = []
-    before = 0
-    for step in steps:
-        if counter in step.get("use", {}) and step["step"] > before:
-            passed = step["step"] - before
-            found.append((step["step"], passed, step["use"][counter] / passed))
-            before = step["step"]
-    return found
-
-
-def _mean(growth: Growth) -> float:
-    return sum(passed * each for _, passed, each in growth) / sum(passed for _, passed, _ in growth)
-
-
-def _largest(of_ranks: dict[int, Growth]) -> float | None:
-    return max((_mean(growth) for growth in of_ranks.values() if growth), default=None)
+def _largest(of_ranks: dict[int, list[tuple[int, int, float]]]) -> float | None:
+    return max((mean for readings in of_ranks.values() if (mean := mean_growth(readings)) is not None), default=None)
 
 
 def _links_of(event: dict[str, Any]) -> Iterator[tuple[str, dict[str, int]]]:

@@ -280,7 +280,7 @@ def _simulate(
     Raises:
         PacelineError: a name is wrong, the job fits nowhere, or nothing can be written.
     """
-    from paceline.cluster.cluster import named_cluster
+    from paceline.cluster.cluster import cluster_from
     from paceline.cluster.named import cluster_names
     from paceline.console import Console
     from paceline.run.tuning.calibrate import calibrate_on as factors_of
@@ -292,7 +292,7 @@ def _simulate(
 
     if is_url(out):
         raise typer.BadParameter("a simulation is written to a directory, not to a URL", param_hint="--out")
-    clusters = [(name, named_cluster(name)) for name in cluster_names(names)]
+    clusters = [(name, cluster_from(name)) for name in cluster_names(names)]
     chances = Chances.published(failures, _jitter(straggler_sigma), seed)
     folder = _new_folder(job.name) if out is None else Path(out)
     here, simulations = MeasuredHere.load(folder, job), []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cluster.cluster import named_cluster
+from paceline.cluster.cluster import cluster_from
 from paceline_lab.configurations.configuration import REST, Configuration, planned
 from paceline_lab.configurations.systems import ConfiguredPlan, explain_configuration, framework_of, write_configuration
 
@@ -17,7 +17,7 @@ SLOW = Configuration(
 
 
 def explained(configuration: Configuration, cluster: str = "8xH100-SXM") -> ConfiguredPlan:
-    on = named_cluster(cluster)
+    on = cluster_from(cluster)
     configuration = replace(configuration, precision="bf16")
     return explain_configuration(configuration, planned(configuration, on.devices, "gpt"), on)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handmade_search import job
-from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.errors import PlanError
 from paceline.planning.explain.advice import with_devices
 from paceline.planning.explain.training_run import straggler_slowdown
@@ -37,7 +37,7 @@ CHANCES = Chances.published()
 def curve(batch: int = 64, name: str = "2x8xH100-SXM", scaling: str = "strong", **of_chances: object) -> SimulatedCurve:
     chances = replace(CHANCES, draws=200, **of_chances)  # type: ignore[arg-type]
     samples = samples_per_device(batch, name) if scaling == "weak" else None
-    return simulated_curve(job(global_batch=batch), named_cluster(name), chances, per_device=samples)
+    return simulated_curve(job(global_batch=batch), cluster_from(name), chances, per_device=samples)
 
 
 @cache
@@ -59,7 +59,7 @@ def test_figures_of_a_curve_agree_with_each_other(
 ) -> None:
     jitter = None if sigma is None else Jitter(sigma)
     found = curve(batch, name, scaling, jitter=jitter, failures_per_host_day=failures)
-    assert [point.devices for point in found.points] == counts(named_cluster(name))
+    assert [point.devices for point in found.points] == counts(cluster_from(name))
     base = found.base
     assert base.speedup is not None
     assert (base.speedup.low, base.speedup.middle, base.speedup.high) == (1, 1, 1), "the base is exact"
@@ -89,7 +89,7 @@ def values(interval: object) -> tuple[float, float, float]:
 @given(st.integers(1, 16), st.integers(1, 200))
 @settings(max_examples=40, deadline=None)
 def test_numbers_of_devices_double_and_end_with_the_whole_cluster(per_host: int, hosts: int) -> None:
-    found = counts(named_cluster(f"{hosts}x{per_host}xH100-SXM"))
+    found = counts(cluster_from(f"{hosts}x{per_host}xH100-SXM"))
     assert found[0] == 1
     assert found[-1] == hosts * per_host
     assert found == sorted(set(found))
@@ -100,7 +100,7 @@ def test_numbers_of_devices_double_and_end_with_the_whole_cluster(per_host: int,
 @pytest.mark.parametrize("batch", [2, *(pytest.param(batch, marks=pytest.mark.slow) for batch in (8, 64))])
 def test_strong_scaling_searches_fewer_numbers_and_finds_the_same(batch: int) -> None:
     small = job(global_batch=batch)
-    cluster = named_cluster("16x8xH100-SXM")
+    cluster = cluster_from("16x8xH100-SXM")
     found = simulated_curve(small, cluster, CHANCES)
     for point in found.fitting:
         on = with_devices(cluster, point.devices / cluster.devices)
@@ -115,7 +115,7 @@ def test_in_weak_scaling_a_device_has_as_many_samples_as_in_the_best_plan_of_the
     weak = curve(batch=64, name="4x8xH100-SXM", scaling="weak")
     assert [point.global_batch for point in weak.points] == [2, 4, 8, 16, 32, 64]
     tiny = job(model={"transformer": {"layers": 1, "hidden": 64, "heads": 2, "seq": 64, "vocab": 100}}, global_batch=4)
-    strong = simulated_curve(tiny, named_cluster("8xH100-SXM"), CHANCES)
+    strong = simulated_curve(tiny, cluster_from("8xH100-SXM"), CHANCES)
     assert strong.last.used == 1
     assert per_device(strong) == 4, "what is not used does not count"
 
@@ -124,7 +124,7 @@ def test_speedups_start_where_the_job_fits_and_say_why_not_before() -> None:
     large = job(
         model={"transformer": {"layers": 32, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 50000}}, global_batch=64
     )
-    found = simulated_curve(large, named_cluster("8xH100-SXM"), CHANCES)
+    found = simulated_curve(large, cluster_from("8xH100-SXM"), CHANCES)
     first = found.points[0]
     assert first.devices == 1
     assert not first.fits
@@ -137,7 +137,7 @@ def test_speedups_start_where_the_job_fits_and_say_why_not_before() -> None:
 def test_a_job_that_fits_nowhere_is_an_error_with_what_is_missing() -> None:
     huge = job(model={"transformer": {"layers": 128, "hidden": 25600, "heads": 160, "seq": 2048, "vocab": 51200}})
     with pytest.raises(PlanError, match="fits on"):
-        simulated_curve(huge, named_cluster("8xH100-SXM"), CHANCES)
+        simulated_curve(huge, cluster_from("8xH100-SXM"), CHANCES)
 
 
 def test_stragglers_take_from_the_speedup_what_the_formula_says() -> None:
@@ -154,7 +154,7 @@ def test_checkpoints_that_cost_more_than_they_save_are_told_with_a_better_interv
         model={"transformer": {"layers": 32, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 50000}},
         checkpoint={"every_seconds": 60},
     )
-    found = simulated_curve(large, named_cluster("8xH100-SXM"), CHANCES)
+    found = simulated_curve(large, cluster_from("8xH100-SXM"), CHANCES)
     base = found.base
     assert base.goodput is not None
     assert base.best_goodput is not None
@@ -180,7 +180,7 @@ def test_the_same_seed_gives_the_same_intervals_and_another_one_others() -> None
 
 def test_more_devices_than_are_of_use_are_said_to_be_unused() -> None:
     tiny = job(model={"transformer": {"layers": 1, "hidden": 64, "heads": 2, "seq": 64, "vocab": 100}}, global_batch=4)
-    found = simulated_curve(tiny, named_cluster("16x8xH100-SXM"), CHANCES)
+    found = simulated_curve(tiny, cluster_from("16x8xH100-SXM"), CHANCES)
     assert found.last.used < found.last.devices
     assert "used: with more a step takes longer" in limit_of(found.last, found.base)
     told = " ".join(sentences(found))
@@ -201,7 +201,7 @@ def test_parts_beyond_the_ideal_sum_to_what_a_step_is_longer() -> None:
 
 
 def test_a_simulation_says_what_it_rests_on_and_is_never_called_measured() -> None:
-    told = simulate(job(), named_cluster("2x8xH100-SXM"), "2x8xH100-SXM", CHANCES, weak=False)
+    told = simulate(job(), cluster_from("2x8xH100-SXM"), "2x8xH100-SXM", CHANCES, weak=False)
     text = " ".join(told.rests_on)
     assert "published curves lose" in text
     assert "arXiv:2407.21783" in text
@@ -210,13 +210,13 @@ def test_a_simulation_says_what_it_rests_on_and_is_never_called_measured() -> No
     assert values["simulated"] is True
     assert [curve["scaling"] for curve in values["curves"]] == ["strong"]
     without = simulate(
-        job(), named_cluster("8xH100-SXM"), "8xH100-SXM", replace(CHANCES, failures_per_host_day=0.0), weak=False
+        job(), cluster_from("8xH100-SXM"), "8xH100-SXM", replace(CHANCES, failures_per_host_day=0.0), weak=False
     )
     assert "failures: none, as asked for" in without.rests_on
     assert without.to_json()["curves"][0]["points"][-1]["goodput"] is None
 
 
 def test_clusters_of_cores_are_simulated_too() -> None:
-    cores: Cluster = named_cluster("2x4xCPU-AVX512, 10gbit")
+    cores: Cluster = cluster_from("2x4xCPU-AVX512, 10gbit")
     found = simulated_curve(job(precision="fp32"), cores, CHANCES)
     assert [point.devices for point in found.points] == [1, 2, 4, 8]

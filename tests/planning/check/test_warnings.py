@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.host import Device, Host
 from paceline.job.job import Job
 from paceline.planning.check.check_plan import check_plan, warnings_about
@@ -113,5 +113,5 @@ def test_a_model_that_cannot_be_built_is_no_matter_of_warnings() -> None:
 @pytest.mark.parametrize(("name", "warned"), [("4x4xGB200", False), ("4x4xGH200-96", True), ("2x8xH100-SXM", False)])
 def test_matrices_may_be_divided_across_machines_that_fast_links_join(name: str, warned: bool) -> None:
     """In an NVL72 a group of 8 ranks is on two machines and within one domain."""
-    found = warnings_about(Plan.parse("tp=8 dp=2"), job(), named_cluster(name))
+    found = warnings_about(Plan.parse("tp=8 dp=2"), job(), cluster_from(name))
     assert any("divides matrices across hosts" in warning for warning in found) == warned

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from handmade_search import TRACE, candidate, cluster, job
-from paceline.cluster.cluster import named_cluster
+from paceline.cluster.cluster import cluster_from
 from paceline.errors import ClusterError, PlanError
 from paceline.planning.explain.advice import Case
 from paceline.planning.explain.explain import Explanation, explain
@@ -275,7 +275,7 @@ def test_a_wrong_offer_is_an_error_that_says_where_and_what(tmp_path: Path, name
         read_offers(file)
 
 
-CLUSTER = named_cluster("2x4xA100-SXM-80, 200gbit, 2/h")
+CLUSTER = cluster_from("2x4xA100-SXM-80, 200gbit, 2/h")
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +328,7 @@ def test_another_cluster_and_another_precision_can_be_asked_for(explanation: Exp
 
 
 def test_fp8_makes_products_faster_where_the_device_has_it() -> None:
-    on = named_cluster("8xH100-SXM")
+    on = cluster_from("8xH100-SXM")
     found = explain(job(), on, search(job(), on), what_would_help=False)
     answer = answers(found, Case(job(), on), ["fp8"])[0]
     assert answer.gain is not None

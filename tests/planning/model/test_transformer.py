@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_families import LLAMA_70B
-from paceline.cluster.cluster import named_cluster
+from paceline.cluster.cluster import cluster_from
 from paceline.comm import Group
 from paceline.job.job import Job
 from paceline.job.loss_items import call
@@ -342,7 +342,7 @@ def divided_by_the_split(folder: Path, tp: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_planner_counts_the_weights_that_the_split_divides(tp: int, tmp_path: Path) -> None:
-    jobs, cluster = {name: job_of(tmp_path, name) for name in MODELS}, named_cluster("4xH100-SXM")
+    jobs, cluster = {name: job_of(tmp_path, name) for name in MODELS}, cluster_from("4xH100-SXM")
     split = divided_by_the_split(tmp_path, tp)
     for name, job in jobs.items():
         trace = layout_of(job, cluster, Plan.parse(f"tp={tp}")).trace

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from handmade_search import candidate, cluster, job
 from model_families import LLAMA_70B
-from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.host import Device, Host, Link
 from paceline.errors import ClusterError, PlanError
 from paceline.job.job import Job
@@ -186,10 +186,10 @@ def out_of_memory(found: SearchResult) -> int:
 @pytest.mark.slow
 def test_an_answer_needs_no_torch() -> None:
     script = (
-        "import sys\nfrom paceline.job.job import Job\nfrom paceline.cluster.named import named_cluster\n"
+        "import sys\nfrom paceline.job.job import Job\nfrom paceline.cluster.named import cluster_from\n"
         "from paceline.planning.search.search import search\n"
         "job = Job.load('examples/plan/llama_70b.yaml')\n"
-        "print(search(job, named_cluster('2x8xH200, 400gbit')).best[0].plan, 'torch' in sys.modules)"
+        "print(search(job, cluster_from('2x8xH200, 400gbit')).best[0].plan, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.stdout.endswith(" False\n"), done.stdout + done.stderr
@@ -315,7 +315,7 @@ _GIB = {"MiB": 2**-10, "GiB": 1.0, "TiB": 2.0**10}
 
 
 def on(cluster: str, trace: object = LARGE) -> Layout:
-    return Layout(trace, machines(named_cluster(cluster)), precision="bf16")  # type: ignore[arg-type]
+    return Layout(trace, machines(cluster_from(cluster)), precision="bf16")  # type: ignore[arg-type]
 
 
 def test_what_fits_needs_no_words() -> None:

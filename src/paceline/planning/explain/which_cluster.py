@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from paceline.cluster.cluster import Cluster, named_cluster
+from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.named import read_name
 from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Job
@@ -307,7 +307,7 @@ class Offer(Spec):
         named, (_, *words) = read_name(self.cluster), self.cluster.split(",")
         text = ",".join((f"{hosts}x{named.per_host}x{named.device.name}", *words))
         rate = self.failures_per_host_day if self.failures_per_host_day is not None else failures_per_host_day
-        return named_cluster(text).model_copy(update={"price_per_hour": self.price, "failures_per_host_day": rate})
+        return cluster_from(text).model_copy(update={"price_per_hour": self.price, "failures_per_host_day": rate})
 
 
 class Offers(Spec):
