@@ -161,7 +161,7 @@ class RankFigure:
 
 
 def growth(lines: Lines, counter: str) -> list[tuple[int, int, float]]:
-    """Readings of a counter: the step, the steps since the reading before, and what it grew by meanwhile."""
+    """Readings of a counter: step, steps since the reading before, growth meanwhile."""
     found, before = [], 0
     for line in lines:
         if counter in line.get("use", {}) and line["step"] > before:
