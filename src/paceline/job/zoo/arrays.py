@@ -9,6 +9,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -151,9 +152,8 @@ def _decoding(file: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # pyarrow's errors are ValueErrors
-        raise DataError(
-            f"{file.absolute()}: cannot be read: {error}. Expected: {_EXPECTED}, holding numbers"
-        ) from error
+        what = f"cannot be read: {error}. Expected: {_EXPECTED}, holding numbers"
+        raise DataError(f"{file.absolute()}: {what}") from error
 
 
 def _parquet_column(file: Path, name: str, column: Any) -> Array:
@@ -303,15 +303,12 @@ class Corpus:
 
     def __init__(self, files: list[Path]) -> None:
         self._parts: list[Bytes] = []
-        small: list[Bytes] = []
-        for file in files:
-            size = file.stat().st_size
-            if size >= _MAPPED_FROM_BYTES:
-                self._parts += [*_joined(small), np.memmap(file, dtype=np.uint8, mode="r")]
-                small = []
-            elif size:
-                small.append(np.fromfile(file, dtype=np.uint8))
-        self._parts += _joined(small)
+        sized = [(file, file.stat().st_size) for file in files]
+        for mapped, run in groupby((pair for pair in sized if pair[1]), lambda pair: pair[1] >= _MAPPED_FROM_BYTES):
+            if mapped:
+                self._parts += [np.memmap(file, dtype=np.uint8, mode="r") for file, _ in run]
+            else:
+                self._parts.append(np.concatenate([np.fromfile(file, dtype=np.uint8) for file, _ in run]))
         self._starts = np.cumsum([0, *map(len, self._parts)]).tolist()
 
     @property
@@ -322,10 +319,10 @@ class Corpus:
     def read(self, start: int, size: int) -> Bytes:
         """`size` bytes from byte `start` on; they may span files."""
         part = bisect_right(self._starts, start) - 1
-        piece = self._parts[part][start - self._starts[part] :][:size]
-        if len(piece) == size:
-            return piece
-        return np.concatenate([piece, self.read(start + len(piece), size - len(piece))])
+        found = self._parts[part][start - self._starts[part] :][:size]
+        if len(found) == size:
+            return found
+        return np.concatenate([found, self.read(start + len(found), size - len(found))])
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -341,13 +338,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     labels = None
 
     def __init__(self, corpus: Corpus, first: int, end: int, spec: Text, seed: int) -> None:
-        self.corpus = corpus
-        self.first = first
-        self.context = spec.context
+        self.corpus, self.first, self.context, self.seed, self.epoch = corpus, first, spec.context, seed, 0
         self.causal = spec.objective == "causal"
         self.samples = (end - first - self.causal) // spec.context
-        self.seed = seed
-        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Hide other bytes in this epoch than in the others."""
@@ -402,10 +395,7 @@ def _sample_keys(seed: int, epoch: int, indices: list[int]) -> Words:
 
 
 def _mix(x: Words) -> Words:
-    """The output function of SplitMix64 (Steele, Lea and Flood, 2014).
-
-    Equal on every machine, and no generator's state to carry.
-    """
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014), which is equal on every machine."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -421,10 +411,6 @@ def _files(spec: Text) -> list[Path]:
             )
         files += found
     return files
-
-
-def _joined(arrays: list[Bytes]) -> list[Bytes]:
-    return [np.concatenate(arrays)] if arrays else []
 
 
 def _named(spec: Text) -> str:

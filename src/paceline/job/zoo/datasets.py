@@ -30,23 +30,21 @@ def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int
         JobError: `collate` or `collate_held_out` cannot be imported.
     """
     built = _build(spec, input_shape, seed)
-    train, held_out = built.train, built.held_out
-    if spec.collate is not None:
-        train = Collated(train, _collate("collate", spec.collate))
-    if held_out is not None and spec.collate_held_out is not None:
-        held_out = Collated(held_out, _collate("collate_held_out", spec.collate_held_out))
-    elif held_out is not None and spec.collate is not None:
-        held_out = Collated(held_out, _collate("collate", spec.collate))
-    return built._replace(train=train, held_out=held_out)
+    held_out = ("collate_held_out", spec.collate_held_out) if spec.collate_held_out else ("collate", spec.collate)
+    return built._replace(
+        train=_collated(built.train, "collate", spec.collate), held_out=_collated(built.held_out, *held_out)
+    )
 
 
-def _collate(key: str, path: str) -> Any:
+def _collated(dataset: Any, key: str, path: str | None) -> Any:
+    if dataset is None or path is None:
+        return dataset
     found = load_object(path)
     if not callable(found):
         raise JobError(
             f"data.{key}: {path} is a {type(found).__name__}; name a function that makes a batch of a list of samples"
         )
-    return found
+    return Collated(dataset, found)
 
 
 def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
@@ -107,9 +105,8 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     try:
         sample = apart(dataset)[0]
     except Exception as error:
-        raise DataError(
-            f"data {factory}: the first sample ({kind}[0]) raised {type(error).__name__}: {error}"
-        ) from error
+        what = f"{type(error).__name__}: {error}"
+        raise DataError(f"data {factory}: the first sample ({kind}[0]) raised {what}") from error
     if not any_sample and not isinstance(sample, dict) and not (isinstance(sample, tuple) and len(sample) >= 2):
         found = f"a tuple of {len(sample)}" if isinstance(sample, tuple) else f"a {type(sample).__name__}"
         raise DataError(
@@ -141,16 +138,10 @@ def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: 
 
 
 class Invented(Dataset[Batch]):
-    """Generated samples `first` to `first + samples` of an endless sequence that repeats a bank.
-
-    A batch is an indexed copy.
-    """
+    """Generated samples `first` to `first + samples` of an endless sequence that repeats a bank."""
 
     def __init__(self, inputs: Tensor, target: Tensor, first: int, samples: int) -> None:
-        self.inputs = inputs
-        self.target = target
-        self.first = first
-        self.samples = samples
+        self.inputs, self.target, self.first, self.samples = inputs, target, first, samples
 
     @property
     def labels(self) -> Labels | None:

@@ -57,11 +57,8 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
         # precision is the plan's matter
         model: nn.Module = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
-        fitting = [
-            name
-            for name, auto in _AUTO_CLASSES.items()
-            if type(config) in getattr(_transformers(), auto)._model_mapping
-        ]
+        tasks = _AUTO_CLASSES.items()
+        fitting = [t for t, auto in tasks if type(config) in getattr(_transformers(), auto)._model_mapping]
         if task in fitting:
             raise JobError(f"{file}: {_first_line(error)}") from error
         raise JobError(
@@ -159,24 +156,19 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
     except ValueError:
         raise JobError(f'{file}: transformers {transformers.__version__} has no model_type "{kind}"') from None
     keys = {*known.to_dict(), *known.attribute_map, "num_labels"}  # num_labels is a property
-    if unknown := [
-        f'a {kind} configuration has no "{key}". {nearest(key, sorted(keys))}' for key in args if key not in keys
-    ]:
-        raise JobError("\n".join(f"model args for {file}: {text}" for text in unknown))
+    if unknown := [key for key in args if key not in keys]:
+        texts = (f'a {kind} configuration has no "{key}". {nearest(key, sorted(keys))}' for key in unknown)
+        raise JobError("\n".join(f"model args for {file}: {text}" for text in texts))
+    overridden = _overridden(values, args, known.attribute_map)
     try:
-        config: PretrainedConfig = transformers.AutoConfig.for_model(
-            kind, **_overridden(values, args, known.attribute_map)
-        )
+        config: PretrainedConfig = transformers.AutoConfig.for_model(kind, **overridden)
     except Exception as error:  # each kind of configuration has its own for values that it refuses
         raise JobError(f"{file}: {' '.join(str(error).split())}") from error
     return config
 
 
 def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
-    """Settings in a configuration that would fetch code or weights from the hub, as sentences.
-
-    Such a file may be anybody's.
-    """
+    """Settings in anybody's configuration that would fetch code or weights from the hub, as sentences."""
     if isinstance(values, list):
         values = dict(enumerate(values))
     if not isinstance(values, dict):
@@ -184,17 +176,14 @@ def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
     for key, value in values.items():
         name = f"{where}{key}"
         if "_implementation" in str(key):
-            kind, known = (
-                ("experts_implementation", _EXPERTS)
-                if "experts" in str(key)
-                else ("attn_implementation", _known_attention())
-            )
+            of_experts = "experts" in str(key)
+            kind = "experts_implementation" if of_experts else "attn_implementation"
+            known = _EXPERTS if of_experts else _known_attention()
             for one in value.values() if isinstance(value, dict) else [value]:
                 if one is not None and one not in known:
                     yield (
                         f'{name} "{one}" is not one of {", ".join(known)}: transformers may fetch code for it. '
-                        f"Leave {kind} out, or name "
-                        "one of these."
+                        f"Leave {kind} out, or name one of these."
                     )
         elif key in _FETCHING and value:
             yield (
@@ -206,18 +195,13 @@ def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
 
 
 def _known_attention() -> tuple[str, ...]:
-    """Attention implementations of transformers and installed packages.
-
-    For others transformers asks the hub if `kernels` is installed.
-    """
+    """Attention implementations of installed packages. For others, transformers may ask the hub."""
     return (*_ATTENTION, *(name for name, package in _FLASH.items() if find_spec(package) is not None))
 
 
 def _overridden(values: dict[str, Any], args: dict[str, Any], aliases: dict[str, str]) -> dict[str, Any]:
     """`values` with `args` in their place; a key and its alias (`n_layer`, `num_hidden_layers`) are one."""
-    overridden = {aliases.get(key, key): value for key, value in values.items()} | {
-        aliases.get(key, key): value for key, value in args.items()
-    }
+    overridden = {aliases.get(key, key): value for given in (values, args) for key, value in given.items()}
     if "num_labels" in args:  # else the file's names of the classes decide their number
         overridden.pop("id2label", None)
         overridden.pop("label2id", None)
@@ -232,10 +216,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:  # no JSON, or no UTF-8
         raise JobError(f"{file} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise JobError(
-            f"{file} is not a Hugging Face model configuration: it holds a {type(values).__name__}, not "
-            "keys with values"
-        )
+        kind = type(values).__name__
+        raise JobError(f"{file} is not a Hugging Face model configuration: it holds a {kind}, not keys with values")
     return values
 
 
@@ -310,15 +292,12 @@ def random_view(images: Tensor, time: Tensor, number: int) -> Tensor:
     crop[:, 0, 0], crop[:, 1, 1], crop[:, :, 2] = scale * flip, scale, shift
     grid = F.affine_grid(crop, list(images.shape), align_corners=False).to(images.dtype)
     view = F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
-    contrast, brightness = (0.6 + 0.8 * drawn[:, 4]), 0.8 * drawn[:, 5] - 0.4
+    of_each = drawn[:, :, None, None, None]
+    contrast, brightness = (0.6 + 0.8 * of_each[:, 4]), 0.8 * of_each[:, 5] - 0.4
     mean = view.mean(dim=(1, 2, 3), keepdim=True)
     # brightness in the image's own units, however the data is normalised
     spread = view.std(dim=(1, 2, 3), keepdim=True)
-    return ((view - mean) * _of_each(contrast) + mean + _of_each(brightness) * spread).to(images.dtype)
-
-
-def _of_each(numbers: Tensor) -> Tensor:
-    return numbers[:, None, None, None]
+    return ((view - mean) * contrast + mean + brightness * spread).to(images.dtype)
 
 
 _DRAWS = 6
@@ -330,9 +309,8 @@ def _uniform(images: Tensor, key: Tensor) -> Tensor:
 
     torch's generators would draw them in the order of a rank's samples.
     """
-    pixels = (images.flatten(1).to(torch.float32) * 2**16).to(
-        torch.int32
-    )  # the same in every precision that holds the images
+    # the same in every precision that holds the images
+    pixels = (images.flatten(1).to(torch.float32) * 2**16).to(torch.int32)
     place = torch.arange(pixels.shape[1], device=images.device)
     odd = (_mixed(place * _GOLDEN) & 2**31 - 1 | 1).to(torch.int32)
     of_image = (pixels * odd).sum(1, dtype=torch.int64)

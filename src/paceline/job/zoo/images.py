@@ -32,10 +32,7 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".t
 
 
 class Normalise:
-    """Bytes (samples, channels, height, width) as floats.
-
-    (value / 255 - mean) / std per channel, and resized where `size` differs.
-    """
+    """Bytes (n, channels, height, width) as floats (value / 255 - mean) / std, resized to `size`."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], size: tuple[int, int]) -> None:
         self.size = size
@@ -126,15 +123,13 @@ class ImageFolder(Dataset[Batch]):
 
     def __init__(self, folder: Path, shape: Shape, classes: tuple[str, ...] | None = None) -> None:
         with reading(folder, _CLASS_FOLDERS):
-            files = {
-                entry.name: files_below(entry, _IMAGE_SUFFIXES) for entry in folder_entries(folder) if entry.is_dir()
-            }
+            folders = [entry for entry in folder_entries(folder) if entry.is_dir()]
+            files = {entry.name: files_below(entry, _IMAGE_SUFFIXES) for entry in folders}
         _check_classes(folder, files, classes)
         self.classes = classes or tuple(files)
+        numbered = [(nth, name, file) for name, of_class in files.items() for nth, file in enumerate(of_class)]
         label_of = {name: label for label, name in enumerate(self.classes)}
-        listed = sorted(
-            (nth, label_of[name], file) for name, of_class in files.items() for nth, file in enumerate(of_class)
-        )
+        listed = sorted((nth, label_of[name], file) for nth, name, file in numbered)
         self.files = [file for _, _, file in listed]
         self.labels: Labels = np.array([label for _, label, _ in listed], dtype=np.int64)
         self.shape = shape
@@ -175,10 +170,10 @@ def _photo_shape(kind: str, shape: tuple[int, ...]) -> Shape:
 
 def _cifar_samples(files: list[Path], shape: Shape) -> TensorSamples:
     records = [_cifar_records(file) for file in files]
-    planes = [r[:, 1:].reshape(-1, 3, 32, 32) for r in records]
-    pixels = np.concatenate(planes if shape[0] == 3 else [_grey(p) for p in planes])
-    mean, std = _CIFAR if shape[0] == 3 else _CIFAR_GREY
+    planes = (r[:, 1:].reshape(-1, 3, 32, 32) for r in records)
+    pixels = np.concatenate([p if shape[0] == 3 else _grey(p) for p in planes])
     labels = np.concatenate([r[:, 0] for r in records]).astype(np.int64)
+    mean, std = _CIFAR if shape[0] == 3 else _CIFAR_GREY
     return TensorSamples(torch.from_numpy(pixels), torch.from_numpy(labels), Normalise(mean, std, shape[1:]))
 
 
@@ -205,8 +200,7 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
 def _grey(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """The luma of ITU-R BT.601, which Pillow's grey mode has as well, as (samples, 1, height, width)."""
     weights = np.array([299, 587, 114], dtype=np.uint32).reshape(3, 1, 1)
-    grey: npt.NDArray[np.uint8] = ((pixels * weights).sum(axis=1, keepdims=True) // 1000).astype(np.uint8)
-    return grey
+    return ((pixels * weights).sum(axis=1, keepdims=True) // 1000).astype(np.uint8)  # type: ignore[no-any-return]
 
 
 def _check_classes(folder: Path, files: dict[str, list[str]], classes: tuple[str, ...] | None) -> None:
@@ -236,10 +230,8 @@ def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
             image.draft(mode, (width, height))  # JPEG only: decodes at a smaller scale that still covers the shape
             fitted = PIL.ImageOps.fit(_to_bytes(image).convert(mode), (width, height), PIL.Image.Resampling.BILINEAR)
     except Exception as error:  # Pillow raises many kinds, by format
-        reason = f"{type(error).__name__}: {error}"
-        raise DataError(
-            f"{Path(file).absolute()}: cannot be decoded as an image ({reason}); mend or remove it"
-        ) from error
+        reason = f"cannot be decoded as an image ({type(error).__name__}: {error}); mend or remove it"
+        raise DataError(f"{Path(file).absolute()}: {reason}") from error
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 

@@ -72,10 +72,9 @@ class CrossEntropy:
         if self.weight is not None:
             self.weight = self.weight.to(logits.device)
             weight = self.weight.to(logits.dtype)
+        options: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": self.label_smoothing}
         try:
-            mean = F.cross_entropy(
-                logits, labels, weight=weight, ignore_index=IGNORED, label_smoothing=self.label_smoothing
-            )
+            mean = F.cross_entropy(logits, labels, weight=weight, **options)
         except (IndexError, RuntimeError, ValueError):
             _explain_failure(logits, labels, weight)
             raise
@@ -109,17 +108,14 @@ class CrossEntropy:
         return (of_each * counted).sum()
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Check `target` by `check_labels` against the output's number of classes. Only the output's shape is used."""
+        """Check `target` by `check_labels`. Of the output only the shape is used."""
         logits = logits_of(output)
         if logits.dim() > 1:  # else the loss says that the shapes do not fit
             check_labels(target, logits.shape[2 if logits.dim() == 3 else 1], where, samples)
 
 
 class Elementwise:
-    """Mean of a torch loss between an output and a target of the same shape.
-
-    For `bce` the output are logits, and the target numbers from 0 to 1.
-    """
+    """Mean of a torch loss between an output and a target of the same shape."""
 
     known_mean = True
 
@@ -208,9 +204,8 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
         try:
             loss = loss(**args)
         except Exception as error:
-            explained = JobError(
-                f"loss {path} cannot be made of its args: {type(error).__name__}: {error}{_tensors(args)}"
-            )
+            what = f"{type(error).__name__}: {error}{_tensors(args)}"
+            explained = JobError(f"loss {path} cannot be made of its args: {what}")
             explained.from_users_code = not path.startswith("torch.")
             raise explained from error
         args = {}
@@ -251,9 +246,7 @@ def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> N
 
 
 def build_metric(name: str, args: Mapping[str, Any] = {}) -> Metric:
-    """Make a metric by its name: a built-in one, or a factory by import path.
-
-    The factory is called with `args`.
+    """Make a metric by its name, or by calling a factory with `args`.
 
     Raises:
         JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is not a
@@ -273,17 +266,12 @@ def build_metric(name: str, args: Mapping[str, Any] = {}) -> Metric:
 
 
 class BuiltIn:
-    """A metric from a batch's `(total, count)`, tensors or numbers, summed over all batches.
-
-    `result` turns the summed ratio into the metric.
-    """
+    """A metric from a batch's `(total, count)`, summed over all batches. `result` is applied to the ratio."""
 
     def __init__(
         self, name: str, measure: Callable[[Any, Any], tuple[Any, Any]], result: Callable[[float], float]
     ) -> None:
-        self.name = name
-        self._measure = measure
-        self._result = result
+        self.name, self._measure, self._result = name, measure, result
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Any) -> tuple[float, float]:
@@ -370,7 +358,7 @@ def _error(output: Any, target: Tensor, *, name: str, of: Callable[..., Tensor])
 
 
 def _partner_found(output: Any, target: Any) -> tuple[Tensor, int]:
-    """Share of views whose nearest other view of the batch is their partner. The larger the batch, the harder."""
+    """Share of views whose nearest other view of the batch is their partner."""
     similarity, partner = view_similarity(output)
     return (similarity.argmax(dim=1) == partner).sum(), len(partner)
 
@@ -401,11 +389,8 @@ def _users_metric(path: str, args: Mapping[str, Any]) -> Metric:
         raise JobError(f"{path} is a {type(factory).__name__}; name a function or class that makes the metric")
     check_call(path, factory, **args)
     metric: Metric = factory(**args)
-    if not (
-        callable(metric)
-        and isinstance(getattr(metric, "name", None), str)
-        and callable(getattr(metric, "result", None))
-    ):
+    named = isinstance(getattr(metric, "name", None), str)
+    if not (named and callable(metric) and callable(getattr(metric, "result", None))):
         raise JobError(
             f"{path} returned a {type(metric).__name__}; a metric has a name, a call (output, target), and "
             "result(total, count), or with gathers = True result(predictions, targets)"

@@ -109,8 +109,7 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
-        self.dropout = dropout
+        self.heads, self.dropout = heads, dropout
         self.query_key_value = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
         self.out_dropout = nn.Dropout(dropout)
@@ -118,12 +117,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(n, t, hidden) to (n, t, hidden); position i sees positions up to i."""
         n, t, hidden = x.shape
-        query, key, value = (
-            self.query_key_value(x).view(n, t, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
-        )
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-        )
+        projected = self.query_key_value(x).view(n, t, 3, self.heads, hidden // self.heads)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout)
         out: Tensor = self.out_dropout(self.out(mixed.transpose(1, 2).reshape(n, t, hidden)))
         return out
 
@@ -203,19 +200,13 @@ class MoE(GPT):
 
 
 class Mixture(nn.Module):
-    """Mixture of experts, (n, t, hidden) to (n, t, hidden): weighted sum of each token's experts.
-
-    The result is zero for a token without an expert.
-    """
+    """Weighted sum (n, t, hidden) of each token's experts, zero for a token without one."""
 
     def __init__(self, router: Router, experts: Experts, dropout: float) -> None:
         super().__init__()
-        self.router = router
-        self.experts = experts
-        self.dropout = nn.Dropout(dropout)
+        self.router, self.experts, self.dropout = router, experts, nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Every token to its experts and back."""
         n, t, hidden = x.shape
         top_k_index, top_k_weights = self.router(x)
         k = top_k_index.shape[-1]
@@ -277,9 +268,8 @@ class Router(nn.Module):
     def _balance_loss(self, probabilities: Tensor, index: Tensor) -> Tensor:
         n, t, experts = probabilities.shape
         chosen = index.reshape(n, t * self.top_k)
-        share = torch.zeros_like(probabilities[:, 0]).scatter_add(
-            1, chosen, torch.ones_like(chosen, dtype=probabilities.dtype)
-        )
+        ones = torch.ones_like(chosen, dtype=probabilities.dtype)
+        share = torch.zeros_like(probabilities[:, 0]).scatter_add(1, chosen, ones)
         if self.pieces > 1 and not without_values(share):
             self.sum_over_pieces(share)
         tokens = t * self.pieces
@@ -295,18 +285,14 @@ class Router(nn.Module):
             # within a backward pass activations are computed again; they were counted when they were computed first
             return
         chosen = index.flatten()
-        counts = torch.zeros(len(self.taken) + 1, dtype=torch.int64, device=index.device).index_add(
-            0, chosen, torch.ones_like(chosen)
-        )
+        counts = torch.zeros(len(self.taken) + 1, dtype=torch.int64, device=index.device)
+        counts.index_add_(0, chosen, torch.ones_like(chosen))
         self.taken += counts[:-1]
         self.dropped += counts[-1]
 
 
 class _Besides(Function):
-    """Identity on `x` that adds the gradient of `loss` in the backward pass.
-
-    The effect is as if `loss` were added to what is minimised.
-    """
+    """Identity on `x` that adds the gradient of `loss` in the backward pass."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, loss: Tensor) -> Tensor:
@@ -319,10 +305,7 @@ class _Besides(Function):
 
 
 def _beyond(index: Tensor, experts: int, capacity: int) -> Tensor:
-    """Mask of the choices (n, t, k) whose expert is full.
-
-    An expert is full when `capacity` choices of the same sequence come before.
-    """
+    """Mask of the choices (n, t, k) behind `capacity` others of the same expert and sequence."""
     n = index.shape[0]
     # one for every expert of every sequence
     place = (index + experts * torch.arange(n, device=index.device).view(n, 1, 1)).flatten()

@@ -31,12 +31,17 @@ def build_optimizer(
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters:
         raise JobError("the model has no parameters to train: none has requires_grad")
+    common: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
     if spec.name == "lars":
-        return LARS(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay, trust=spec.trust)
+        return LARS(parameters, **common, momentum=spec.momentum, trust=spec.trust)
     if spec.name == "lamb":
-        return LAMB(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+        return LAMB(parameters, **common, betas=spec.betas, eps=spec.eps)
     has_fused = all(p.is_floating_point() and has_fused_optimizers(p.device.type) for p in parameters)
-    return _torch_optimizer(spec, parameters, fused=True if fused and has_fused else None)
+    common["fused"] = True if fused and has_fused else None
+    if spec.name == "sgd":
+        return torch.optim.SGD(parameters, **common, momentum=spec.momentum, nesterov=spec.nesterov)
+    adam = torch.optim.Adam if spec.name == "adam" else torch.optim.AdamW
+    return adam(parameters, **common, betas=spec.betas, eps=spec.eps)
 
 
 class _Layerwise(torch.optim.Optimizer):
@@ -57,7 +62,10 @@ class _Layerwise(torch.optim.Optimizer):
 
         `closure`, if any, computes the loss and the gradients first, and its result is returned.
         """
-        loss = _evaluated(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for parameters, adapted in _adapted_and_exempt(group["params"]):
                 self._update(parameters, group, adapted)
@@ -96,8 +104,7 @@ class LARS(_Layerwise):
             weight_norms, gradient_norms = _norms(parameters), _norms(updates)
             ratios = group["trust"] * weight_norms / (gradient_norms + decay * weight_norms)
             ratios = torch.where((weight_norms > 0) & (gradient_norms > 0), ratios, 1.0)
-            updates = list(torch._foreach_add(updates, parameters, alpha=decay))
-            updates = _scaled(updates, ratios)
+            updates = _scaled(list(torch._foreach_add(updates, parameters, alpha=decay)), ratios)
         torch._foreach_mul_(velocity, group["momentum"])
         torch._foreach_add_(velocity, updates, alpha=group["lr"])
         torch._foreach_sub_(parameters, velocity)
@@ -153,34 +160,8 @@ class LAMB(_Layerwise):
         return updates
 
 
-def _torch_optimizer(
-    spec: OptimizerSpec, parameters: list[nn.Parameter], *, fused: bool | None
-) -> torch.optim.Optimizer:
-    if spec.name == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=spec.lr,
-            momentum=spec.momentum,
-            nesterov=spec.nesterov,
-            weight_decay=spec.weight_decay,
-            fused=fused,
-        )
-    adam = torch.optim.Adam if spec.name == "adam" else torch.optim.AdamW
-    return adam(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=fused)
-
-
-def _evaluated(closure: Callable[[], float] | None) -> float | None:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
 def _adapted_and_exempt(parameters: list[Tensor]) -> list[tuple[list[Tensor], bool]]:
-    """The parameters with gradients: matrices and filters with True, biases and norms with False.
-
-    Neither list is empty.
-    """
+    """The parameters with gradients, where there are any: matrices and filters with True, others with False."""
     present = [p for p in parameters if p.grad is not None]
     parts = [([p for p in present if p.dim() > 1], True), ([p for p in present if p.dim() <= 1], False)]
     return [(part, adapted) for part, adapted in parts if part]
