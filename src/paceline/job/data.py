@@ -50,6 +50,9 @@ def _not_empty(paths: tuple[Path, ...]) -> tuple[Path, ...]:
 DataPath = Annotated[Path, WrapValidator(_path_or_url), PlainSerializer(str, when_used="json")]
 
 
+_PATHS = ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out")
+
+
 class _Data(Spec):
     # share of the samples kept for evaluation, the same ones for every plan
     held_out: float = Field(default=0.1, ge=0, lt=1)
@@ -59,16 +62,7 @@ class _Data(Spec):
     collate: str | None = None  # import path of a function that makes a batch of a list of samples
     collate_held_out: str | None = None  # the same for the validation set; None: `collate`
 
-    @field_validator(
-        "path",
-        "held_out_path",
-        "factory",
-        "held_out_factory",
-        "collate",
-        "collate_held_out",
-        mode="after",
-        check_fields=False,
-    )
+    @field_validator(*_PATHS, mode="after", check_fields=False)
     @classmethod
     def _resolve(cls, value: Any, info: ValidationInfo) -> Any:
         base = (info.context or {}).get("base", Path.cwd())

@@ -57,7 +57,7 @@ def moe_counts(model: nn.Module) -> dict[str, Any]:
 
 
 def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of what several `moe_counts` tell; {} where none tells anything."""
+    """The sum of several `moe_counts`; {} if all are empty."""
     some = [counts for counts in found if counts]
     if not some:
         return {}
@@ -69,13 +69,10 @@ def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
-    """Set the weight of each sequence's balanced-load loss for the next forward passes.
+    """Set the weight of each sequence's balanced-load loss for the next forward passes, if the model has routers.
 
-    It does nothing to a model without routers.
-
-    Whoever scales the loss of a part of a batch before the backward pass has to scale this one alike: a sequence counts
-    for what its part of the job's loss counts for, which is its share of the items (tokens) that the global mean is
-    over.
+    Whoever scales the loss of a microbatch before the backward pass has to scale this one alike: a sequence counts for
+    its share of the items (tokens) that the global mean is over.
 
     Args:
         weight: one number for every sequence, or (n,) for those of the next forward pass. None, as it is at first: 1 /
@@ -90,10 +87,7 @@ def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
 
 
 def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The choices (token * k + j) sorted by expert, and each expert's number of them (experts,).
-
-    Choices of no expert are at the end.
-    """
+    """The choices (token * k + j) sorted by expert, and their numbers (experts,). Choices of none are last."""
     of_expert, order = top_k_index.flatten().sort(stable=True)
     bounds = torch.searchsorted(of_expert, torch.arange(experts + 1, device=order.device))
     return order, bounds.diff()
@@ -102,18 +96,12 @@ def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum (tokens, hidden) of each token's rows.
 
-    `rows[i]` belongs to choice `order[i]` of weights (tokens, k).
-
-    No atomic additions, which would make it differ from run to run on a GPU.
+    `rows[i]` belongs to choice `order[i]` of weights (tokens, k). Without atomic additions, which would make it differ
+    from run to run on a GPU.
     """
-    tokens, k = weights.shape
+    (tokens, k), hidden = weights.shape, rows.shape[1]
     weighted = rows * weights.flatten()[order].unsqueeze(-1)
-    return (
-        weighted.new_zeros(tokens * k, rows.shape[1])
-        .index_copy(0, order, weighted)
-        .view(tokens, k, rows.shape[1])
-        .sum(1)
-    )
+    return weighted.new_zeros(tokens * k, hidden).index_copy(0, order, weighted).view(tokens, k, hidden).sum(1)
 
 
 def without_values(tensor: Tensor) -> bool:

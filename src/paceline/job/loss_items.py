@@ -199,8 +199,6 @@ Items: TypeAlias = Callable[[Any], Any]  # the target of a batch to the number o
 
 
 _WITH_IGNORED = (nn.CrossEntropyLoss, nn.NLLLoss)
-
-
 _MEANS_OVER_ELEMENTS = (
     nn.MSELoss,
     nn.L1Loss,
@@ -230,9 +228,8 @@ def items_of(loss: object) -> Items | None:
         return None
     if type(loss) in _WITH_IGNORED:
         return functools.partial(_counted, ignored=loss.ignore_index, weight=loss.weight)  # type: ignore[attr-defined]
-    function, given = (
-        (loss.func, loss.keywords) if isinstance(loss, functools.partial) and not loss.args else (loss, {})
-    )
+    bound = isinstance(loss, functools.partial) and not loss.args
+    function, given = (loss.func, loss.keywords) if bound else (loss, {})  # type: ignore[attr-defined]
     if function in (F.cross_entropy, F.nll_loss):
         return functools.partial(_counted, ignored=given.get("ignore_index", -100), weight=given.get("weight"))
     return None
@@ -256,24 +253,14 @@ def declares_mean(loss: object) -> bool:
 def is_known(loss: object) -> bool:
     """True if a loss is torch's own, whose mean is known; derived classes are not."""
     function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
-    return type(loss) in (*_WITH_IGNORED, *_MEANS_OVER_ELEMENTS) or function in (
-        F.cross_entropy,
-        F.nll_loss,
-        F.mse_loss,
-        F.l1_loss,
-    )
+    known = F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss
+    return type(loss) in (*_WITH_IGNORED, *_MEANS_OVER_ELEMENTS) or function in known
 
 
 def reads_models_loss(loss: object) -> bool:
-    """True if a loss reads `output.loss`, so that the model needs the labels.
-
-    An example is `lambda output, _: output.loss`.
-    """
-    call = (
-        loss
-        if inspect.isfunction(loss)
-        else getattr(type(loss), "forward" if isinstance(loss, nn.Module) else "__call__", None)
-    )
+    """True if a loss reads `output.loss`, so that the model needs the labels."""
+    method = "forward" if isinstance(loss, nn.Module) else "__call__"
+    call = loss if inspect.isfunction(loss) else getattr(type(loss), method, None)
     if not inspect.isfunction(call) or call.__code__.co_argcount < 1 + (call is not loss):
         return False
     return _reads_loss_of(call.__code__, int(call is not loss))
@@ -282,10 +269,10 @@ def reads_models_loss(loss: object) -> bool:
 @functools.cache
 def _reads_loss_of(code: CodeType, argument: int) -> bool:
     output = code.co_varnames[argument]
-    for loaded, asked in itertools.pairwise(dis.get_instructions(code)):
-        if loaded.opname.startswith("LOAD_FAST") and loaded.argval == output and asked.argval == "loss":
-            return True
-    return False
+    return any(
+        loaded.opname.startswith("LOAD_FAST") and loaded.argval == output and asked.argval == "loss"
+        for loaded, asked in itertools.pairwise(dis.get_instructions(code))
+    )
 
 
 def hands_on_models_loss(loss: object) -> bool:
@@ -350,10 +337,9 @@ class LossMetric:
 def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int] | None = None) -> None:
     """Check that labels lie in 0..classes-1 or are -100.
 
-    `where` says which labels these are, e.g. `in batch 37`.
-
-    `samples` are the indices in the data set of the rows of `target`, to be named. Costs a pass over the labels: for a
-    whole data set's labels once, or a batch on the host on its way to a GPU.
+    Args:
+        where: says which labels these are, e.g. `in batch 37`.
+        samples: the indices in the data set of the rows of `target`, to be named.
 
     Raises:
         DataError: a label out of range; names it, its place and the range.

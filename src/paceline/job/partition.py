@@ -139,8 +139,6 @@ def even_shares(samples: int, replicas: int) -> tuple[int, ...]:
 
 
 class _Deal(Protocol):
-    """One way of dealing: what `Partition` hands its two questions to."""
-
     def shares(self, epoch: int, step: int) -> Ints: ...
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]: ...
@@ -203,9 +201,8 @@ class _Stratified(_Uniform):
         shuffled = super().order(epoch)
         by_class = shuffled[np.argsort(self.codes[shuffled], kind="stable")]
         offsets = _random(self.partition.seed, epoch, 1).random(len(self.class_sizes))
-        place = (_ranks_in_runs(self.class_sizes) + np.repeat(offsets, self.class_sizes)) / np.repeat(
-            self.class_sizes, self.class_sizes
-        )
+        sizes = self.class_sizes
+        place = (_ranks_in_runs(sizes) + np.repeat(offsets, sizes)) / np.repeat(sizes, sizes)
         return by_class[np.argsort(place, kind="stable")]
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
@@ -227,10 +224,7 @@ class _Stratified(_Uniform):
 
 
 class _Hierarchical:
-    """Partition by host: each host owns a range of the samples.
-
-    A step takes from all hosts in proportion; a host's part is divided over its replicas by weight.
-    """
+    """Each host owns a range of the samples. A step takes from all in proportion, and replicas by weight."""
 
     def __init__(self, partition: Partition, weights: Floats, owners: Ints, held: Ints | None) -> None:
         self.partition = partition
@@ -335,10 +329,7 @@ def _bounds(weights: Floats) -> Floats:
 
 
 def _cuts(bounds: Floats, count: int) -> Ints:
-    """Positions that cut `count` items with each part within one item of its share.
-
-    All together have all items. Halves are rounded up.
-    """
+    """Positions that cut `count` items with each part within one item of its share. Halves are rounded up."""
     return np.floor(bounds * count + 0.5).astype(np.int64)
 
 
@@ -360,10 +351,7 @@ def _ranks_in_runs(lengths: Ints) -> Ints:
 
 
 def _halvings(replica: int, replicas: int) -> Iterator[tuple[int, int]]:
-    """The binary splits that lead to this replica alone.
-
-    Each is (first replica of the lower half, first replica of the upper half).
-    """
+    """The binary splits that lead to this replica: first replicas of the lower and the upper half."""
     first, end = 0, replicas
     while end - first > 1:
         middle = (first + end) // 2
@@ -372,10 +360,7 @@ def _halvings(replica: int, replicas: int) -> Iterator[tuple[int, int]]:
 
 
 def _round_to_sum(counts: Ints, total: int, owed: Floats) -> Ints:
-    """Split off `total` items, from each class in proportion, rounded down or up. Updates `owed`.
-
-    Rounded up are the classes that are owed most.
-    """
+    """Split off `total` items in proportion, rounded up for the classes that are owed most. Updates `owed`."""
     whole, remainder = np.divmod(counts * total, max(int(counts.sum()), 1))
     owed += remainder / max(int(counts.sum()), 1)
     spare = total - int(whole.sum())

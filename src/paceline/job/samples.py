@@ -44,9 +44,7 @@ class TensorSamples(Dataset[Batch]):
     """
 
     def __init__(self, inputs: Tensor, target: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.inputs = inputs
-        self.target = target
-        self.prepare = prepare
+        self.inputs, self.target, self.prepare = inputs, target, prepare
 
     @property
     def labels(self) -> Labels | None:
@@ -66,14 +64,29 @@ class TensorSamples(Dataset[Batch]):
         return (inputs if self.prepare is None else self.prepare(inputs)), self.target.index_select(0, rows)
 
 
-class Selection(Dataset[Any]):
-    """A subset of a data set, in the order of `rows`. It keeps the data set's batched access, labels and epochs."""
+class _Wrapped(Dataset[Any]):
+    """A user's data set within another one, which keeps its batched access and its epochs."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+        self._batched = getattr(dataset, "__getitems__", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data set which epoch begins, where it wants to know."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def _read(self, indices: list[int]) -> Any:
+        return [self.dataset[index] for index in indices] if self._batched is None else self._batched(indices)
+
+
+class Selection(_Wrapped):
+    """A subset of a data set, in the order of `rows`."""
 
     def __init__(self, dataset: Dataset[Any], rows: Labels) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.rows = rows
         self._dataset_length = _length(dataset)
-        self._batched = getattr(dataset, "__getitems__", None)
 
     @classmethod
     def first(cls, dataset: Dataset[Any], limit: int | None) -> Selection:
@@ -90,11 +103,6 @@ class Selection(Dataset[Any]):
         array = np.asarray(labels)
         return array[self.rows].astype(np.int64) if array.ndim == 1 and array.dtype.kind in "iu" else None
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the data set which epoch begins, where it wants to know."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
     def __len__(self) -> int:
         now = _length(self.dataset)
         if now != self._dataset_length:
@@ -108,27 +116,21 @@ class Selection(Dataset[Any]):
         return self.dataset[int(self.rows[index])]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        rows = self.rows[indices].tolist()
-        return [self.dataset[row] for row in rows] if self._batched is None else self._batched(rows)
+        return self._read(self.rows[indices].tolist())
 
 
-class Collated(Dataset[Any]):
+class Collated(_Wrapped):
     """A data set whose batches the job's own `collate_fn` makes from lists of samples."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn
-        self._batched = getattr(dataset, "__getitems__", None)
+        super().__init__(dataset)
+        self.collate_fn = collate_fn
 
     @property
     def labels(self) -> Labels | None:
         """The class of each sample, where the data set has them."""
         labels: Labels | None = getattr(self.dataset, "labels", None)
         return labels
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the data set which epoch begins, where it wants to know."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
         return _length(self.dataset)
@@ -137,10 +139,8 @@ class Collated(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        samples = [self.dataset[index] for index in indices] if self._batched is None else self._batched(indices)
-        if are_columns(samples, indices, self._batched):
-            return list(zip(*samples, strict=True))
-        return list(samples)
+        samples = self._read(indices)
+        return list(zip(*samples, strict=True)) if are_columns(samples, indices, self._batched) else list(samples)
 
 
 def are_columns(batch: Any, indices: list[Any], read_many: Callable[[list[Any]], Any] | None) -> bool:
@@ -197,7 +197,7 @@ def _package(value: Any) -> str:
 def in_users_data(dataset: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return the user's own data set without its wrappers, and its indices of these samples."""
     found = list(indices)
-    while isinstance(dataset, (Selection, Collated)):
+    while isinstance(dataset, _Wrapped):
         if isinstance(dataset, Selection):
             found = [int(dataset.rows[index]) for index in found]
         dataset = dataset.dataset
