@@ -69,7 +69,7 @@ def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
-    """Set the weight of each sequence's balanced-load loss for the next forward passes, if the model has routers.
+    """Set the weight of each sequence's balanced-load loss for the next forward passes.
 
     Whoever scales the loss of a microbatch before the backward pass has to scale this one alike: a sequence counts for
     its share of the items (tokens) that the global mean is over.

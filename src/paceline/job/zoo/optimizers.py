@@ -161,7 +161,7 @@ class LAMB(_Layerwise):
 
 
 def _adapted_and_exempt(parameters: list[Tensor]) -> list[tuple[list[Tensor], bool]]:
-    """The parameters with gradients, where there are any: matrices and filters with True, others with False."""
+    """Parameters with gradients: matrices and filters with True, biases and norms with False."""
     present = [p for p in parameters if p.grad is not None]
     parts = [([p for p in present if p.dim() > 1], True), ([p for p in present if p.dim() <= 1], False)]
     return [(part, adapted) for part, adapted in parts if part]
