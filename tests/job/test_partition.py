@@ -152,7 +152,8 @@ def test_shares_that_change_within_an_epoch_leave_every_batch_as_it_is_and_resum
     changes = data.draw(st.lists(st.tuples(st.integers(1, 2), st.integers(0, steps - 1)), max_size=4).map(sorted))
     shares = {}
     for place in changes:
-        cuts = sorted(data.draw(st.sets(st.integers(1, batch - 1), min_size=replicas - 1, max_size=replicas - 1)))
+        inner = st.sets(st.integers(1, max(batch - 1, 1)), min_size=replicas - 1, max_size=replicas - 1)
+        cuts = sorted(data.draw(inner))
         shares[place] = tuple(b - a for a, b in zip([0, *cuts], [*cuts, batch], strict=True))
         for part in parts:
             part.changes.add(place, shares[place])

@@ -129,10 +129,8 @@ class Split:
             return set()
         refuse_writes(observed)
         found = inseparable(find_blocks(model), trace, observed)
-        self.report += [
-            f"fsdp: {name} is gathered together with the remainder of the model: {reason}"
-            for name, reason in found.items()
-        ]
+        gathered = "is gathered together with the remainder of the model"
+        self.report += [f"fsdp: {name} {gathered}: {reason}" for name, reason in found.items()]
         return set(found)
 
     def _refuse_beside_whole_tokens(self, context: Context) -> None:
@@ -141,17 +139,8 @@ class Split:
         others = [key for key in ("tp", "pp") if getattr(plan, key) > 1] + ["compile"] * (plan.compile != "off")
         if context.whole and others:
             instead = " ".join(f"{key}={'off' if key == 'compile' else 1}" for key in others)
-            raise PlanError(
-                "\n".join(
-                    [
-                        (
-                            f"plan {plan}: cp of this model cannot be combined with {', '.join(others)}: "
-                            f"{instead}, or cp=1"
-                        ),
-                        *context.lines,
-                    ]
-                )
-            )
+            first = f"plan {plan}: cp of this model cannot be combined with {', '.join(others)}: {instead}, or cp=1"
+            raise PlanError("\n".join([first, *context.lines]))
 
     def _wrap(self, model: nn.Module, precision: str) -> None:
         plan = self.plan
@@ -163,17 +152,10 @@ class Split:
         if plan.compile != "off":
             self._undo.append(compile_blocks(blocks or self.modules, plan.compile, self.mesh.world.device))
         if plan.fsdp > 1:
-            names = {
-                name for module in self.modules for name, m in module.named_modules() if m in blocks
-            } - self._together
+            named = [(name, m) for module in self.modules for name, m in module.named_modules() if m in blocks]
             self.fully = shard_fully(
                 self.modules,
-                [
-                    block
-                    for module in self.modules
-                    for name, block in module.named_modules()
-                    if name in names and block in blocks
-                ],
+                [block for name, block in named if name not in self._together],
                 self._named(model),
                 self.parts,
                 self.mesh.devices("fsdp"),
@@ -261,12 +243,10 @@ class Split:
         on gradients. The contributions of all ranks sum to the squared norm.
         """
         square = torch.zeros(1, dtype=(wide := widest_float(self.mesh.world.device)), device=self.mesh.world.device)
-        present = [
-            (p.grad, self._holders(self.parts[name])) for name, p in self.parameters.items() if p.grad is not None
-        ]
+        present = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if present:
-            norms = torch.stack([n.to(wide) for n in torch._foreach_norm([g for g, _ in present])])
-            holders = uploaded([float(n) for _, n in present], wide, norms.device)
+            norms = torch.stack([n.to(wide) for n in torch._foreach_norm(list(present.values()))])
+            holders = uploaded([self._holders(self.parts[name]) for name in present], wide, norms.device)
             square[0] = (norms.square() / holders).sum() / self.plan.dp
         return square
 
@@ -299,11 +279,10 @@ class Split:
             found += [(group, Bucket.of(together, group)) for together in by_dtype.values()]
         return found
 
-    def _holders(self, part: Part) -> int:
+    def _holders(self, part: Part) -> float:
         """Number of ranks of the replica that hold the same shard."""
-        return part.stages * math.prod(
-            self.mesh.sizes[axis] for axis in REPLICA if axis != "pp" and axis not in part.sharded
-        )
+        same = [axis for axis in REPLICA if axis != "pp" and axis not in part.sharded]
+        return float(part.stages * math.prod(self.mesh.sizes[axis] for axis in same))
 
 
 def _held(parameter: nn.Parameter) -> nn.Parameter:

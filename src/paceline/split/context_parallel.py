@@ -266,17 +266,14 @@ class Examined:
 def examine(model: nn.Module, ranks: int, example: Batch, call: Call) -> Examined:
     """Check a batch, then run its shapes through the model unless that failed."""
     found, tokens = Examined(), tokens_of(example)
-    if tokens is None:
-        problems = [NO_TOKENS]
-    else:
-        parameters = list(inspect.signature(model.forward).parameters)
-        known = (_unfit_forward(model, parameters, example), masked(example), _unfit_target(example, tokens))
-        problems = [p for p in known if p]
+    problems: list[str | None] = [NO_TOKENS]
+    if tokens is not None:
+        problems = [_unfit_forward(model, example), masked(example), _unfit_target(example, tokens)]
         if reason := undivided_tokens(tokens, "cp", ranks):
             found.reasons.append(f"cp={ranks} {reason}")
-        elif not problems:
-            problems = _run_shapes(model, example, call, tokens, found)
-    found.reasons += [f"cp={ranks}: {problem}" for problem in problems]
+        elif not any(problems):
+            problems += _run_shapes(model, example, call, tokens, found)
+    found.reasons += [f"cp={ranks}: {problem}" for problem in problems if problem]
     return found
 
 
@@ -287,9 +284,8 @@ def _run_shapes(model: nn.Module, example: Batch, call: Call, tokens: int, found
     try:
         graph = record_graph(model, example, call)
     except Exception as error:  # noqa: BLE001 - any error of the user's model
-        return [
-            f"the model does not run on shapes alone, so its attention cannot be found: {type(error).__name__}: {error}"
-        ]
+        what = f"{type(error).__name__}: {error}"
+        return [f"the model does not run on shapes alone, so its attention cannot be found: {what}"]
     finally:
         handle.remove()
     found.own_loss = keywords.get("labels") is not None
@@ -315,7 +311,8 @@ def tokens_of(batch: Batch) -> int | None:
     return first.shape[1] if isinstance(first, Tensor) and first.dim() in (2, 3) else None
 
 
-def _unfit_forward(model: nn.Module, parameters: list[str], example: Batch) -> str | None:
+def _unfit_forward(model: nn.Module, example: Batch) -> str | None:
+    parameters = list(inspect.signature(model.forward).parameters)
     if "position_ids" not in parameters:
         return (
             f"{type(model).__name__}.forward takes no position_ids, so it would number each rank's tokens from 0. Give "
@@ -334,10 +331,7 @@ def masked(batch: Batch) -> str | None:
     if not isinstance(batch, Mapping):
         return None
     if "position_ids" in batch:
-        return (
-            "the batch has its own position_ids, which separate packed sequences; their attention cannot be "
-            "divided: cp=1"
-        )
+        return "the batch has its own position_ids, which separate packed sequences, and these cannot be divided: cp=1"
     mask = batch.get("attention_mask")
     if mask is None or mask.is_meta or mask.all():
         return None
@@ -393,10 +387,8 @@ def _unfit_loss(graph: Graph, model: nn.Module, labels: int) -> list[str]:
 
     Those of transformers' causal models, which take shifted labels, do.
     """
-    problems = []
-    takes_any = any(
-        p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()
-    )
+    problems, parameters = [], inspect.signature(model.forward).parameters.values()
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
     rows = {shape_of(graph, call.args[0])[0] for call in graph.calls if call.name == "cross_entropy" and call.args}
     # other losses shift the labels by leaving out the last token

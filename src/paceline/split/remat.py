@@ -27,16 +27,8 @@ Undo = Callable[[], None]
 Forward = Callable[..., Any]
 
 _aten = torch.ops.aten
-_KEPT_NAMES = (
-    "mm",
-    "addmm",
-    "convolution",
-    "_grouped_mm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
+_ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_KEPT_NAMES = ("mm", "addmm", "convolution", "_grouped_mm", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
 _KEPT = {getattr(_aten, name).default for name in _KEPT_NAMES if hasattr(_aten, name)} | {
     torch.ops.paceline.ring_attention.default
 }
@@ -84,13 +76,11 @@ def _rematerialised(block: nn.Module, forward: Forward, how: str) -> Forward:
             return forward(*args, **keywords)
         args, keywords = _without_cache(args, keywords)
         # the compiler supports only its own selection, and updates statistics outside of the recomputation
-        if torch.compiler.is_compiling():
-            selection: dict[str, Any] = (
-                {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selects else {}
-            )
-            return checkpoint(forward, *args, use_reentrant=False, **selection, **keywords)
-        selection = {"context_fn": _keep_and_replay} if selects else {}
-        return checkpoint(_Again(forward, written), *args, use_reentrant=False, **selection, **keywords)
+        compiling = torch.compiler.is_compiling()
+        contexts = partial(create_selective_checkpoint_contexts, _policy) if compiling else _keep_and_replay
+        selection: dict[str, Any] = {"context_fn": contexts} if selects else {}
+        again = forward if compiling else _Again(forward, written)
+        return checkpoint(again, *args, use_reentrant=False, **selection, **keywords)
 
     return rematerialised
 
@@ -115,16 +105,18 @@ def _keep_and_replay() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     return _Keep(results), _Replay(results)
 
 
-class _Keep(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self.results = results
+
+
+class _Keep(_Mode):
     """Dispatch mode that records the results to keep.
 
     Other than in PyTorch's selective checkpointing, they are copied on write, so that a block may change one in place
     (an activation, a sum over ranks); and they can be replayed more than once, as zero-bubble schedules do.
     """
-
-    def __init__(self, results: list[Any]) -> None:
-        super().__init__()
-        self.results = results
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
@@ -133,12 +125,8 @@ class _Keep(TorchDispatchMode):
         return result
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(_Mode):
     """Dispatch mode that returns the kept results instead of computing them."""
-
-    def __init__(self, results: list[Any]) -> None:
-        super().__init__()
-        self.results = results
 
     def __enter__(self) -> _Replay:
         self.left = iter(self.results)
@@ -167,10 +155,7 @@ def _without_cache(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tup
 
 
 class _Again:
-    """Forward pass of a block that can run twice.
-
-    The second run starts from the state that the first one started from, and leaves no trace.
-    """
+    """Forward pass of a block that can run again from the state at its start, and then leaves no trace."""
 
     def __init__(self, forward: Forward, written: _WrittenState) -> None:
         self.forward, self.written = forward, written
@@ -202,10 +187,7 @@ class _WrittenState:
 
     @contextmanager
     def noted(self) -> Iterator[list[_ModuleState]]:
-        """Context of a forward pass.
-
-        It yields a list, which afterwards holds the earlier state of the modules that were written.
-
+        """Context of a forward pass. Its list holds afterwards the earlier state of the modules that were written.
 
         Raises:
             PlanError: a module that had written nothing before writes a buffer now.
@@ -235,14 +217,12 @@ class _ModuleState:
 
     def __init__(self, module: nn.Module, *, copies: bool = False) -> None:
         self.module, self._versions = module, _versions(module)
-        self._buffers = {key: b.clone() if copies and b is not None else b for key, b in module._buffers.items()}
+        self._buffers = _buffers(module._buffers, copies)
         self._attributes = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
 
     def put(self, *, copies: bool = False) -> None:
         """Set the module to this state. Autograd counts writes, so `copies` may be written and originals not."""
-        self.module._buffers.update(
-            {key: b.clone() if copies and b is not None else b for key, b in self._buffers.items()}
-        )
+        self.module._buffers.update(_buffers(self._buffers, copies))
         vars(self.module).update(self._attributes)
 
     def differs(self) -> bool:
@@ -254,6 +234,10 @@ class _ModuleState:
 
 
 _PLAIN = (bool, int, float, complex, str, tuple, Tensor, type(None))
+
+
+def _buffers(buffers: Mapping[str, Tensor | None], copies: bool) -> dict[str, Tensor | None]:
+    return {key: b.clone() if copies and b is not None else b for key, b in buffers.items()}
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
@@ -299,9 +283,7 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_compiled_code_private() -> None:
-    """Have torch.compile keep its code in a private cache folder, mode 0700.
-
-    TORCHINDUCTOR_CACHE_DIR can name another folder.
+    """Have torch.compile keep its code in a private cache folder, mode 0700, or in TORCHINDUCTOR_CACHE_DIR.
 
     Its own default is a folder with a known name where temporary files are: whoever makes it first decides what code
     runs.
