@@ -79,10 +79,7 @@ class Loader:
         rank: int | None = None,
         begins_anew: bool = False,
     ) -> None:
-        """Make a loader.
-
-        `workers` says more than `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors.
-        """
+        # `workers` says more than `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors
         self.begins_anew = begins_anew
         self._epochs = 0  # number of epochs begun, with `begins_anew`
         self._within = False  # whether the next iteration begins at a loaded position
@@ -186,16 +183,12 @@ class Loader:
         return (self._overlapping or self)._batches is not None
 
     def example(self, count: int) -> Any:
-        """A batch of the first `count` samples, repeated if there are fewer, for inspecting data.
-
-        It is what a model will be given.
-        """
+        """A model's input: the first `count` samples, repeated if there are fewer."""
         with kept_random():
             if isinstance(self.partition, Partition):
                 return self._looks.read([i % self.partition.held_samples for i in range(count)])
-            return self._looks.example(
-                count, self.partition.first(count) if isinstance(self.partition, SamplerStream) else []
-            )
+            first = self.partition.first(count) if isinstance(self.partition, SamplerStream) else []
+            return self._looks.example(count, first)
 
     def read(self, indices: list[int], position: Position) -> Any:
         """The batch of these samples, read now by this process; None without any.
@@ -281,10 +274,8 @@ class Loader:
     def fill_every_rank(self, what: str) -> None:
         """Require a sample for each replica in every batch, as `what` needs.
 
-        A batch too small is an error when it is dealt.
-
         Raises:
-            PlanError: the last batch of an epoch is known to be too small.
+            PlanError: a batch of an epoch is too small.
         """
         self._needs_samples = what
         if isinstance(self.partition, Partition):
@@ -338,10 +329,8 @@ class Loader:
             DataError: the state is of another kind of loader, of another order or batch, or of a stream that other
                 numbers of loader processes read differently.
         """
-        if ("stream" in state, "flow" in state) != (
-            isinstance(self.partition, SamplerStream),
-            isinstance(self.partition, Flow),
-        ):
+        own = isinstance(self.partition, SamplerStream), isinstance(self.partition, Flow)
+        if ("stream" in state, "flow" in state) != own:
             raise DataError(
                 "the saved position is of another kind of DataLoader (sampler or data set); resume with the "
                 "one it was saved with"
@@ -349,14 +338,11 @@ class Loader:
         if isinstance(self.partition, Partition):
             self._check_order(state)
             self.partition.changes.load(state.get("shares", ()))
-        if (
-            isinstance(self.partition, Flow)
-            and state["flow"]["workers"] != self.num_workers
-            and (state["epoch"] or state["step"])
-        ):
+        began = state["epoch"] or state["step"]
+        if isinstance(self.partition, Flow) and began and (then := state["flow"]["workers"]) != self.num_workers:
             raise DataError(
-                f"{self.partition.name} was read by {state['flow']['workers']} loader processes, which deal its stream "
-                f"among them; resume with num_workers={state['flow']['workers']} in place of {self.num_workers}"
+                f"{self.partition.name} was read by {then} loader processes, which deal its stream "
+                f"among them; resume with num_workers={then} in place of {self.num_workers}"
             )
         self._end_processes()
         self._open((state["epoch"], state["step"]), state["reader"] if state["read_by"] == self._read_by else None)
@@ -405,7 +391,7 @@ class Loader:
         self._end_processes = Finalize(self, _end_processes, (self._loader,), exitpriority=20)
 
     def _check_order(self, state: dict[str, Any]) -> None:
-        """Refuse a position within an epoch that is now divided differently. It would mean other samples."""
+        """Refuse a position within an epoch that is now divided differently."""
         assert isinstance(self.partition, Partition)
         now, saved = _order_of(self.partition), state.get("order")
         if saved is None or saved == now or not state["step"]:
@@ -419,10 +405,7 @@ class Loader:
     # An iteration
 
     def _begin(self, epoch: int, start: int) -> tuple[int, int]:
-        """Epoch and step where the iteration begins.
-
-        That is the next epoch if the one of a loaded state turns out to have ended.
-        """
+        """Epoch and step to begin at, in the next epoch if that of a loaded state has ended."""
         if isinstance(self.partition, SamplerStream):
             return self.partition.begin(epoch, start, start + self.workers.ahead + 1)
         if isinstance(self.partition, Flow):
@@ -525,18 +508,15 @@ class Loader:
         return failed(f"rank {self._rank}, before step {step} of epoch {epoch}", self.workers, ended, error)
 
     def _reader_state(self) -> dict[str, Any] | None:
-        """torchdata's own state at the next batch; None if only the position matters.
-
-        Before the first iteration it is the loaded one.
-        """
+        """torchdata's own state at the next batch, or the loaded one; None if it has none."""
         return self._loader.state_dict() if self._samples.stateful and self._batches is not None else self._resume_from
 
 
 def _end_processes(loader: StatefulDataLoader[Any]) -> None:
     """End the loader processes that there are.
 
-    torchdata does it when its iterator is collected. In a cycle of garbage, as a traceback makes one, that is after the
-    queues to the processes have been closed, and its SIGTERM is not for them (see `Begin`).
+    torchdata does it when its iterator is collected. In a cycle of garbage, such as a traceback, that is after the
+    queues to the processes have been closed, and its SIGTERM does not end them (see `Begin`).
     """
     if loader.num_workers and loader._iterator is not None:
         loader._iterator._shutdown_workers()

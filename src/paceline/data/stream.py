@@ -116,13 +116,13 @@ class SamplerStream:
 
     def size(self, step: int) -> int:
         """Samples of all ranks together in that step of the epoch under way."""
-        epoch = self._epoch
+        epoch, known = self._epoch, None
         if self.single:
             known = epoch.totals.get(step) if epoch is not None else None
+        elif epoch is not None and step in epoch.batches:
+            known = len(epoch.batches[step])
         else:
-            known = (
-                len(epoch.batches[step]) if epoch is not None and step in epoch.batches else self._size_by_length(step)
-            )
+            known = self._size_by_length(step)
         if known is None:
             raise DataError(f"the size of batch {step} is known only when {self.name} has drawn it")
         return known
@@ -141,7 +141,7 @@ class SamplerStream:
             yield self._shard(self._epoch.batches[step])
 
     def first(self, samples: int) -> list[Any]:
-        """`samples` indices for inspecting data: those of the first batch, repeated. All ranks ask together."""
+        """`samples` indices for inspecting data: those of the first batch, repeated."""
         self.prepare(self._epoch.number if self._epoch is not None else 0, 1)
         assert self._epoch is not None
         known = next(iter(self._epoch.batches.values()), [])
@@ -152,10 +152,7 @@ class SamplerStream:
     # Drawing, which all ranks do together
 
     def begin(self, epoch: int, step: int, until: int) -> tuple[int, int]:
-        """Draw up to step `until`; returns the epoch and step to begin at.
-
-        That is the next epoch if the current one has ended.
-        """
+        """Draw up to step `until`. Returns the epoch and step to begin at: the next epoch if this one has ended."""
         self.prepare(epoch, max(until, step + 1), step)
         if step and not self.has(step):
             epoch, step = epoch + 1, 0
@@ -199,10 +196,7 @@ class SamplerStream:
         return self._epoch is not None and step in self._epoch.batches
 
     def found(self, step: int, samples: int) -> None:
-        """Record the number of samples of a step that was read, and forget earlier steps.
-
-        Its index did not tell that number.
-        """
+        """Record the number of samples of a step that was read, and forget earlier steps."""
         assert self._epoch is not None
         self._epoch.totals = {step: samples}
         for old in range(step - 1, -1, -1):
@@ -233,10 +227,7 @@ class SamplerStream:
     # On rank 0, and once on the others
 
     def _open(self, epoch: int) -> int | None:
-        """Begin an epoch, or begin it again after a state was loaded.
-
-        In the second case the digest of what was drawn of it before is returned.
-        """
+        """Begin an epoch, or go on from a loaded state, whose digest is returned."""
         resume, self._resume = self._resume, None
         drawing = self.world.rank == 0 or not self._compared
         problem: str | None = None
@@ -292,13 +283,7 @@ class SamplerStream:
         epoch.ended, epoch.next_state = told["ended"], told.get("state", [])
 
     def _compare(self, batches: list[Any], ended: bool) -> None:
-        """Refuse a sampler that draws other batches on this rank than on rank 0.
-
-        Rank 0's would be a part of the data only, or nobody's choice.
-
-        Raises:
-            DataError: the same, on all ranks.
-        """
+        """Refuse a sampler that draws other batches on this rank than on rank 0."""
         problem = None
         if self.world.rank:
             try:
@@ -339,11 +324,7 @@ class SamplerStream:
     # Between ranks
 
     def _tell(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's message, on every rank.
-
-        Raises:
-            DataError: it tells of a problem.
-        """
+        """Rank 0's message, on every rank; a DataError if it tells of a problem."""
         told = _from_rank_0(self.world, message) if self.world.size > 1 else message
         if told["problem"] is not None:
             raise DataError(told["problem"])
@@ -401,11 +382,7 @@ def _from_rank_0(world: Group, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(index: Any) -> Any:
-    """An index of a dataset as a JSON value.
-
-    Raises:
-        DataError: it is neither a number, nor a text, nor a list or tuple of these.
-    """
+    """An index of a dataset as a JSON value: number, text, or a list or tuple."""
     if isinstance(index, str) or index is None:
         return index
     if isinstance(index, tuple):
@@ -432,18 +409,14 @@ def _decoded(index: Any) -> Any:
 
 
 _PURE = (BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)
-_WITHOUT = (
-    Dataset,
-    nn.Module,
-    Tensor,
-    np.ndarray,
-    str,
-    bytes,
-    int,
-    float,
-    type,
-    ModuleType,
-)  # nothing of a sampler's is looked for in these
+# nothing of a sampler's is looked for in these
+_WITHOUT = (Dataset, nn.Module, Tensor, np.ndarray, str, bytes, int, float, type, ModuleType)
+_GENERATORS: dict[type, str] = {
+    torch.Generator: "torch.Generator",
+    np.random.Generator: "numpy.random.Generator",
+    np.random.RandomState: "numpy.random.RandomState",
+    random.Random: "random.Random",
+}
 _DEPTH, _LONGEST = 6, 64  # how deep generators are looked for, and in how long a container
 
 
@@ -463,11 +436,12 @@ def load_states(root: object, dataset: object, states: list[Any]) -> None:
         DataError: the sampler is not built like the one that was saved.
     """
     parts = list(_parts(root, dataset))
-    if [_kind(part) for part in parts] != [state["kind"] for state in states]:
+    now, then = [_kind(part) for part in parts], [state["kind"] for state in states]
+    if now != then:
+        holds, held = (", ".join(map(str, kinds)) or "no generator" for kinds in (now, then))
         raise DataError(
-            f"{name_of(root)} is not the sampler of the saved position: it holds {_kinds(map(_kind, parts))}, "
-            "and that one held "
-            f"{_kinds(state['kind'] for state in states)}. Resume with the loader that the run was started with"
+            f"{name_of(root)} is not the sampler of the saved position: it holds {holds}, and that one held {held}. "
+            "Resume with the loader that the run was started with"
         )
     for part, state in zip(parts, states, strict=True):
         _load(part, state["state"])
@@ -512,7 +486,7 @@ def _parts(root: object, dataset: object) -> Iterator[Any]:
         seen.add(id(value))
         if _kind(value) is not None:
             yield value
-        if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        if isinstance(value, tuple(_GENERATORS)):
             return
         for inner in _inside(value):
             yield from walk(inner, depth + 1)
@@ -529,14 +503,9 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _kind(value: object) -> str | None:
-    if isinstance(value, torch.Generator):
-        return "torch.Generator"
-    if isinstance(value, np.random.Generator):
-        return "numpy.random.Generator"
-    if isinstance(value, np.random.RandomState):
-        return "numpy.random.RandomState"
-    if isinstance(value, random.Random):
-        return "random.Random"
+    for kind, name in _GENERATORS.items():
+        if isinstance(value, kind):
+            return name
     return f"{name_of(value)}.state_dict" if hasattr(value, "__iter__") and _has_state(value) else None
 
 
@@ -595,7 +564,3 @@ def _arrays(state: Any) -> Any:
             return np.array(state["values"], dtype=state["dtype"])
         return {key: _arrays(value) for key, value in state.items()}
     return state
-
-
-def _kinds(kinds: Iterable[str | None]) -> str:
-    return ", ".join(str(kind) for kind in kinds) or "no generator"
