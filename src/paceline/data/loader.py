@@ -405,7 +405,7 @@ class Loader:
     # An iteration
 
     def _begin(self, epoch: int, start: int) -> tuple[int, int]:
-        """Epoch and step to begin at, in the next epoch if that of a loaded state has ended."""
+        """Epoch and step to begin at. The epoch of a loaded state may have ended."""
         if isinstance(self.partition, SamplerStream):
             return self.partition.begin(epoch, start, start + self.workers.ahead + 1)
         if isinstance(self.partition, Flow):
@@ -508,7 +508,7 @@ class Loader:
         return failed(f"rank {self._rank}, before step {step} of epoch {epoch}", self.workers, ended, error)
 
     def _reader_state(self) -> dict[str, Any] | None:
-        """torchdata's own state at the next batch, or the loaded one; None if it has none."""
+        """torchdata's own state at the next batch, or the loaded one, or None."""
         return self._loader.state_dict() if self._samples.stateful and self._batches is not None else self._resume_from
 
 

@@ -382,7 +382,7 @@ def _from_rank_0(world: Group, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(index: Any) -> Any:
-    """An index of a dataset as a JSON value: number, text, or a list or tuple."""
+    """An index of a dataset as a JSON value: number, text, list or tuple."""
     if isinstance(index, str) or index is None:
         return index
     if isinstance(index, tuple):

@@ -351,7 +351,7 @@ def _ranks_in_runs(lengths: Ints) -> Ints:
 
 
 def _halvings(replica: int, replicas: int) -> Iterator[tuple[int, int]]:
-    """The binary splits that lead to this replica, each as the first replicas of its halves."""
+    """The binary splits that lead to this replica, by the first replicas of their halves."""
     first, end = 0, replicas
     while end - first > 1:
         middle = (first + end) // 2
