@@ -155,7 +155,7 @@ def _without_cache(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tup
 
 
 class _Again:
-    """Forward pass of a block that can run again from its first state, without a trace."""
+    """Forward pass of a block that can run again from its first state."""
 
     def __init__(self, forward: Forward, written: _WrittenState) -> None:
         self.forward, self.written = forward, written
