@@ -7,7 +7,7 @@ import threading
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from paceline.comm import backend as deadline
+from paceline.comm import rendezvous as deadline
 
 
 def test_a_rank_that_has_died_is_missing_at_once() -> None:
