@@ -46,7 +46,6 @@ def panel(record: RunRecord) -> Iterator[Chart]:
 
 
 def _spread(record: RunRecord) -> Iterator[Chart]:
-    """Best, median and worst client, where clients are measured on samples of their own."""
     measured = [event for event in record.events if event["event"] == "clients"]
     if measured:
         at = [event["step"] for event in measured]

@@ -140,7 +140,6 @@ class FedAvg(FederatedRule):
         self._velocity: Tensor | None = None
 
     def start(self, parameters: Tensor, clients: int) -> None:
-        """Begin with a velocity of zero."""
         self._velocity = torch.zeros_like(parameters) if self.momentum else None
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
@@ -150,11 +149,9 @@ class FedAvg(FederatedRule):
         parameters.add_(mean, alpha=self.lr)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The velocity, where there is momentum."""
         return {} if self._velocity is None else {"velocity": self._velocity}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the velocity."""
         if self._velocity is not None:
             self._velocity.copy_(state["velocity"])
 
@@ -166,7 +163,6 @@ class FedProx(FederatedRule):
         self.mu = value
 
     def adjust(self, gradients: Tensor, parameters: Tensor, local: Local) -> None:
-        """Add the gradient of the term."""
         gradients.add_(parameters - local.start, alpha=self.mu)
 
 
@@ -184,7 +180,6 @@ class FedAdam(FederatedRule):
         self._first = self._second = torch.empty(0)
 
     def start(self, parameters: Tensor, clients: int) -> None:
-        """Begin with the moments of the paper's algorithm 2."""
         self._first = torch.zeros_like(parameters)
         self._second = torch.full_like(parameters, self.tau**2)
 
@@ -199,11 +194,9 @@ class FedAdam(FederatedRule):
         second.mul_(self.beta2).add_(square, alpha=1 - self.beta2)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Both moments."""
         return {"first": self._first, "second": self._second}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the moments."""
         self._first.copy_(state["first"])
         self._second.copy_(state["second"])
 
@@ -233,11 +226,9 @@ class Scaffold(FederatedRule):
         self._control = torch.empty(0)
 
     def start(self, parameters: Tensor, clients: int) -> None:
-        """Begin with control variates of zero."""
         self._control, self.clients = torch.zeros_like(parameters), clients
 
     def sends(self) -> Mapping[str, Tensor]:
-        """The server's control variate."""
         return {CONTROL: self._control}
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
@@ -246,15 +237,12 @@ class Scaffold(FederatedRule):
         self._control.add_(returned[CONTROL], alpha=clients / self.clients)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The server's control variate."""
         return {CONTROL: self._control}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the server's control variate."""
         self._control.copy_(state[CONTROL])
 
     def adjust(self, gradients: Tensor, parameters: Tensor, local: Local) -> None:
-        """Correct by the server's control variate less the client's own."""
         gradients.add_(local.sent[CONTROL]).sub_(local.state[CONTROL])
 
     def finish(self, delta: Tensor, steps: Tensor, local: Local) -> Mapping[str, Tensor]:
@@ -271,7 +259,6 @@ class FedBuff(FederatedRule):
         self.buffer, self.lr = value, lr
 
     def discount(self, staleness: int) -> float:
-        """The share of a stale update that counts."""
         return float((1 + staleness) ** -0.5)
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:

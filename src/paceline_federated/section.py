@@ -194,12 +194,10 @@ class FederatedRuleInfo:
     Attributes:
         rule: import path of the class, which is called with its arguments as keywords.
         arguments: name to type, default and limits. The value after the colon is under "", and is called `value`.
-        asynchronous: True if the server steps by a buffer of updates instead of rounds.
     """
 
     rule: str
     arguments: Mapping[str, Argument] = field(default_factory=dict)
-    asynchronous: bool = False
 
 
 _RULES = "paceline_federated.rules"
@@ -231,7 +229,6 @@ FEDERATED_RULES = ExtensionPoint(
         "fedbuff": FederatedRuleInfo(
             f"{_RULES}:FedBuff",
             {"": Argument(whole(1), 10, "the number of updates of a server step, at least 1"), **_LR},
-            asynchronous=True,
         ),
     },
     JobError,

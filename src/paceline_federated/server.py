@@ -143,11 +143,6 @@ def codecs_of(job: Job, layout: Layout) -> tuple[UpdateCodec, UpdateCodec]:
     return up, down
 
 
-def with_samples(samples: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Numbers of the clients that have any sample."""
-    return np.flatnonzero(np.asarray(samples) > 0)
-
-
 @dataclass(frozen=True)
 class Cohort:
     """Updates of k clients that trained on one task, row by row.
@@ -179,16 +174,13 @@ class Cohort:
             return self
         index = torch.tensor(places, dtype=torch.int64)
 
-        def chosen(values: Sequence[float]) -> list[float]:
-            return [values[place] for place in places]
-
         return Cohort(
             [self.clients[place] for place in places],
             self.deltas[index],
             {name: tensor[index] for name, tensor in self.returned.items()},
             [self.samples[place] for place in places],
             [self.steps[place] for place in places],
-            chosen(self.losses),
+            [self.losses[place] for place in places],
         )
 
 

@@ -95,7 +95,6 @@ def deal(dataset: Dataset[Any], spec: ClientsSpec, clients: int, seed: int) -> D
 
 
 def _dirichlet(labels: Ints, alpha: float, clients: int, random: np.random.Generator) -> list[Ints]:
-    """Divide each class by shares of its own."""
     owner = np.empty(len(labels), np.int64)
     for label in np.unique(labels):
         places = random.permutation(np.flatnonzero(labels == label))

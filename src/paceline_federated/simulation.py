@@ -29,7 +29,7 @@ from paceline_federated.batched import Batched, CannotBatch, Samples
 from paceline_federated.client import LocalTraining, federated, first_model, keys
 from paceline_federated.record import Fairness, FederatedRecord, Measure, Round, ServerCheckpoints, run_at
 from paceline_federated.rules import Task
-from paceline_federated.server import Aggregator, Cohort, Server, with_samples
+from paceline_federated.server import Aggregator, Cohort, Server
 from paceline_federated.simulated_clients import POISON, Behaviour, Deal, Kept, deal
 
 _MEASURED = 1000  # clients, at most, that are measured on samples of their own
@@ -81,12 +81,11 @@ class Simulation:
         load_published(job, model)
         self.training = LocalTraining(job, model)
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-        self.own: Deal | None
-        whole = deal(self.data.train, spec.partition, spec.clients, job.seed)
-        self.deal, self.own = whole, None
+        self.own: Deal | None = None  # samples that clients are measured on
+        self.deal = deal(self.data.train, spec.partition, spec.clients, job.seed)
         if spec.held_out:
-            self.deal, self.own = whole.split(spec.held_out, job.seed)
-        self.available = with_samples(self.deal.samples)
+            self.deal, self.own = self.deal.split(spec.held_out, job.seed)
+        self.available = np.flatnonzero(self.deal.samples)
         if not len(self.available):
             raise DataError("no client has a sample to train on")
         clients = len(self.deal)
@@ -102,15 +101,8 @@ class Simulation:
         with ExitStack() as held:
             record = held.enter_context(closing(FederatedRecord(run)))
             kept = held.enter_context(closing(Kept(self.training, len(self.deal), run.path)))
-            trainer = Trainer(
-                self.training,
-                self.data.train,
-                self.deal,
-                kept,
-                self.server,
-                self.behaviour,
-                batched=self._wants_batches,
-            )
+            of = self.training, self.data.train, self.deal, kept, self.server, self.behaviour
+            trainer = Trainer(*of, batched=self._wants_batches)
             held.enter_context(stop_signals(self._signals.append))
             if self.training.layout.numel * self.training.work.batch * self.server.per_round < _SMALL:
                 held.enter_context(one_thread())
@@ -246,7 +238,7 @@ class Rounds:
 
     def _values_of_clients(self, own: Deal) -> Iterator[float]:
         measure, personal = self.simulation.measure, bool(self.simulation.training.layout.personal)
-        for client in with_samples(own.samples)[:_MEASURED].tolist():
+        for client in np.flatnonzero(own.samples)[:_MEASURED].tolist():
             state = self.kept.state(client) if personal else None
             samples = Selection(self.simulation.data.train, own[client])
             yield measure.validation(self.server.weights, samples, state)[measure.of_clients]

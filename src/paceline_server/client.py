@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from paceline.errors import ChannelError, DeadlineError, RemoteError
@@ -148,9 +147,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def drop(self, pending: Pending) -> bool:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from paceline.errors import ChannelError, DeadlineError, RemoteError
@@ -150,9 +149,7 @@ class Service:
     def __enter__(self) -> Service:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _welcome(self, connection: Connection) -> None:

@@ -119,7 +119,6 @@ def test_every_rule_is_made_by_its_name_and_restores_its_state(name: str) -> Non
     for rule, own in zip((one, other), parameters, strict=True):
         rule.step(own, vector(0.5, -1), {CONTROL: vector(1, 1)}, 2)
     assert parameters[0].tolist() == parameters[1].tolist()
-    assert spec.info.asynchronous == (one.buffer is not None)
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,6 @@ class JobStrategy(Strategy):
         self.record.events.event("end", details)
 
     def _begin(self) -> None:
-        """Write the start of the record, when the clients are known."""
         samples = self._samples
         details = {
             "step": 0,

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
@@ -206,7 +205,7 @@ class Host:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _must_be_open(self) -> None:

@@ -111,11 +111,6 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         """The result of another public method of the module, without gradients."""
         return self.reference.call(method, *args, **kwargs)
 
-    @property
-    def state_names(self) -> list[str]:
-        """Names of its parameters and buffers."""
-        return list(self._state)
-
     def extra_repr(self) -> str:
         """Its factory and host, for `print`."""
         return f"{self.reference.what} on {self.host.name}"

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -93,7 +92,7 @@ class Serving:
         # those that change anything run once, in the order of their lane
         once = (
             self.make, self.attach, self.release, self.call, self.method, self.forward, self.backward, self.free,
-            self.state, self.load, self.optimizer, self.step, self.of_optimizer, self.drop,
+            self.state, self.load, self.optimizer, self.step, self.of_optimizer,
         )  # fmt: skip
         functions = {function.__name__: self._once(function) for function in once}
         functions |= {"hello": self.hello, "leave": self.leave, "skip": self.skip, "stream": self.stream}
@@ -126,7 +125,7 @@ class Serving:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Functions by the names that calls carry
@@ -253,12 +252,6 @@ class Serving:
                 return optimizer.load(value)
         raise RemoteError(f"nothing of an optimizer is called {what!r}")
 
-    def drop(self, caller: Caller, context: str) -> None:
-        """Forget the gradients of a context."""
-        for what in self._held.all():
-            if isinstance(what, ServedModule):
-                what.drop((caller.identity, context))
-
     def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(caller: Caller, lane: str, number: int, floor: int, *args: Any) -> Any:
             return self._lane(caller, lane).run(number, floor, lambda: function(caller, *args))
@@ -270,7 +263,6 @@ class Serving:
             return self._lanes.setdefault((caller.identity, lane), Lane())
 
     def _forget(self, client: str) -> None:
-        """Let go of everything that a client holds."""
         with self._lock:
             lanes = [self._lanes.pop(key) for key in list(self._lanes) if key[0] == client]
         for lane in lanes:
@@ -342,7 +334,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def _path_of(what: str | Callable[..., Any]) -> tuple[str, str]:
-    """A path as clients name it, and as it is loaded here."""
     path = what if isinstance(what, str) else import_path_of(what)
     try:
         return path, resolve_import_path(path, None)

@@ -312,7 +312,6 @@ class ServedOptimizer:
                 state[parameter] = state.pop(old)
 
     def _end_round(self) -> None:
-        """Apply what all have given, in the order of their names."""
         arrived = sorted(self._arrived.items(), key=lambda item: (item[1][0], item[0]))
         self._arrived, self._problem = {}, ""
         try:

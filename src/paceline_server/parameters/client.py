@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -121,7 +120,7 @@ class ServerClient:
 
     def initialize(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the parameters their first values; where another client has, nothing changes."""
-        parts = [{piece.name: _cut(tensors[piece.name], piece) for piece in owned} for owned in self._owned]
+        parts = [{piece.name: piece.cut(tensors[piece.name]) for piece in owned} for owned in self._owned]
         self._act([Initialize(part) for part in parts])
 
     def pull(self, into: Mapping[str, Tensor], *, at_least: int = 0) -> Pulled:
@@ -292,7 +291,7 @@ class ServerClient:
     def __enter__(self) -> ServerClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _push_for(self, part: int, gradients: Mapping[str, Tensor], ticket: Ticket | None, delta: bool) -> Push:
@@ -306,7 +305,7 @@ class ServerClient:
                 mine = (numbers >= piece.first) & (numbers < piece.stop)
                 rows[piece.name] = (numbers[mine] - piece.first, gradient.values()[mine])
             else:
-                dense[piece.name] = _cut(gradient, piece)
+                dense[piece.name] = piece.cut(gradient)
         if part == 0 and (unknown := gradients.keys() - self._specs.keys()):
             raise ServerRefused(f"{self.name} pushed {', '.join(sorted(unknown)[:8])}, which no server owns")
         push = Push(dense, rows, self._read[part], ticket and (ticket.number, ticket.attempt), delta)
@@ -336,7 +335,7 @@ class ServerClient:
         for part, (version, tensors) in enumerate(answers):
             for piece in self._owned[part]:
                 if piece.name in tensors:
-                    _cut(into[piece.name].detach(), piece).copy_(tensors[piece.name])
+                    piece.cut(into[piece.name].detach()).copy_(tensors[piece.name])
                     nbytes += tensors[piece.name].nbytes
             self._read[part] = self._since[part] = version
         self._places = {name: _place(tensor) for name, tensor in into.items()}
@@ -382,11 +381,6 @@ def _place(tensor: Tensor) -> _Place:
 def _as_it_was(place: _Place | None, tensor: Tensor) -> bool:
     """True if it is the tensor that was noted, and nobody has changed it."""
     return place is not None and place[0]() is tensor and place[1] == tensor._version
-
-
-def _cut(tensor: Tensor, piece: Slice) -> Tensor:
-    """The rows of a tensor that a server owns."""
-    return tensor[piece.first : piece.stop] if tensor.dim() else tensor
 
 
 _CONNECT_S = (0.1, 2.0)  # for each process, at first and at most

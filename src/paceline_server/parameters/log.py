@@ -256,7 +256,6 @@ class Log:
             self._be_backup(view)
 
     def _lead(self, before: View | None, after: View) -> None:
-        """Become the primary of a generation, if nobody else has."""
         if self._views.replace(before, after):
             self.view, self.primary, self._installed = after, True, None
             self._deposed.clear()

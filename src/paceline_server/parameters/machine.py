@@ -213,7 +213,6 @@ class Machine:
         return True
 
     def _lose(self, name: str, identity: str | None = None) -> None:
-        """End a membership; what its client has pushed stays."""
         if self.clients.leave(name, identity) and self.tickets is not None:
             self.tickets.lose(name)
 

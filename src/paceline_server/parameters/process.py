@@ -8,7 +8,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -78,11 +77,6 @@ class ParameterServer:
         self._keeper.start()
 
     @property
-    def is_primary(self) -> bool:
-        """True while this process serves clients."""
-        return self._log.primary
-
-    @property
     def has_backup(self) -> bool:
         """True while every answered operation is in another process, too."""
         return self._log.has_backup
@@ -132,7 +126,7 @@ class ParameterServer:
     def __enter__(self) -> ParameterServer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
@@ -319,7 +313,6 @@ class ParameterServer:
         return total
 
     def _state(self, caller: Caller) -> dict[str, Any]:
-        """Parameters and optimizer state, for a checkpoint."""
         with self._turn:
             self._log.must_be_primary()
             machine = self._log.machine
@@ -329,7 +322,6 @@ class ParameterServer:
         return {"parameters": state, "batches": batches}
 
     def _records(self, caller: Caller, number: int) -> list[Any]:
-        """Records of applied pieces, see `Machine.records_since`."""
         with self._turn:
             self._log.must_be_primary()
             records, mark = self._log.machine.records_since(number), self._log.mark()
@@ -370,7 +362,6 @@ class ParameterServer:
                     del self._absent[identity]
 
     def _lose(self, name: str) -> None:
-        """Have a client leave; its tickets are dealt again."""
         self._sequence += 1
         self._log.commit(Operation(self._name, self._identity, self._sequence, Leave(name)))
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from paceline.errors import ServerRefused
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
@@ -138,6 +139,10 @@ class Slice(NamedTuple):
     first: int
     stop: int
 
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor that the server owns."""
+        return tensor[self.first : self.stop] if tensor.dim() else tensor
+
 
 def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
     """Slices that each server owns: contiguous rows, of about equally many bytes.
@@ -170,7 +175,6 @@ def _units(spec: TensorSpec, servers: int, whole: bool) -> Iterator[tuple[int, i
 
 
 def _joined(slices: list[Slice]) -> list[Slice]:
-    """Neighbouring slices of one tensor as one."""
     joined: list[Slice] = []
     for piece in slices:
         if joined and joined[-1].name == piece.name:

@@ -22,7 +22,6 @@ from paceline.planning.sync_info import (
 
 
 def _check(arguments: Mapping[str, Any]) -> str | None:
-    """Check the arguments of servers against each other."""
     if arguments["period"] == 1 and (arguments["lr"], arguments["momentum"]) != (
         OUTER_LR.default,
         OUTER_MOMENTUM.default,

@@ -280,7 +280,6 @@ def _client(group: Group, places: list[str], key: RunKey | None) -> ServerClient
 
 
 def _settings(servers: int) -> ServerSettings:
-    """Settings of servers that own nothing of the model."""
     nothing = GroupSettings(tensors=(TensorSpec("nothing", (servers,)),), optimizer={"name": "sgd"})
     return ServerSettings(groups=(nothing,), fingerprint=_SPACE[1])
 

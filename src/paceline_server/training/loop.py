@@ -78,7 +78,6 @@ class FirstWorker(Loop):
         return f"sync=server: {own} the parameters{backup}; {plan.dp} workers push {pushed}{coded}, {ahead}"
 
     def _return(self, progress: dict[str, Any]) -> str | None:
-        """Go on behind the newest boundary."""
         self.engine.step_count = self._opened = progress["step"]
         self.stop.load_state_dict(progress["stop"])
         self.evaluations.at = progress["evaluated_at"]
@@ -142,7 +141,6 @@ class FirstWorker(Loop):
         return self._boundary_reached and (bool(self._votes) or self._opened >= boundary)
 
     def _next_boundary(self) -> int:
-        """The step after which something is due."""
         self._boundary_reached = False
         return next_boundary(self.job, self.epoch_steps, self.total_steps, self.engine.step_count)
 
@@ -206,7 +204,6 @@ class FirstWorker(Loop):
         return StepInfo(result, (step - 1) // self.epoch_steps, samples, self.job.optimizer.lr * factor)
 
     def _tell_servers(self, step: int) -> None:
-        """Record what the servers count of every worker."""
         if self.client is None:
             return
         servers = self.client.statistics()

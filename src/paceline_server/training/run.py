@@ -114,7 +114,6 @@ def _vacate(store: StoreClient, views: Views, number: int) -> None:
 
 
 def _expel(server: ParameterServer, run: Run, generation: Generation) -> None:
-    """Deal the pieces of workers again that take part no more."""
     firsts = range(0, run.plan.ranks, run.plan.ranks // run.plan.dp)
     for first in firsts:
         if first not in generation.members:
@@ -123,7 +122,6 @@ def _expel(server: ParameterServer, run: Run, generation: Generation) -> None:
 
 
 def _name(first: int) -> str:
-    """A worker's name for the servers, by its first rank."""
     return f"rank {first}"
 
 

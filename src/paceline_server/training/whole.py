@@ -129,14 +129,12 @@ class Whole:
         return torch.zeros(one.layout.shape, dtype=one.dtype) if part is None else local(part.detach())
 
     def _flat(self, held: list[_Held], parts: Iterable[Tensor]) -> list[Tensor]:
-        """All parts of one dtype in a row, for each dtype."""
         rows: dict[torch.dtype, list[Tensor]] = {}
         for one, part in zip(held, parts, strict=True):
             rows.setdefault(one.dtype, []).append(part.reshape(-1).to(self.group.device, one.dtype))
         return [torch.cat(rows[dtype]) for dtype in _sizes(held)]
 
     def _cut(self, held: list[_Held], flat: list[Tensor]) -> Iterable[tuple[_Held, Tensor]]:
-        """Each part of what `_flat` made."""
         at = dict.fromkeys(_sizes(held), 0)
         rows = dict(zip(at, flat, strict=True))
         for one in held:
@@ -145,7 +143,6 @@ class Whole:
 
 
 def _sizes(held: list[_Held]) -> dict[torch.dtype, int]:
-    """Numbers of each dtype."""
     sizes: dict[torch.dtype, int] = {}
     for one in held:
         sizes[one.dtype] = sizes.get(one.dtype, 0) + one.layout.numel

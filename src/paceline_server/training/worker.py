@@ -182,7 +182,6 @@ class Worker:
         self._spread()
 
     def _pull_rows(self, client: ServerClient, at_least: int = 0) -> None:
-        """Get the rows of sparse tables that have changed."""
         for name in self._rows:
             client.pull_changed_rows(name, self.values[name], at_least=at_least)
 
@@ -245,7 +244,6 @@ def _numbers_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(told: dict[str, Any] | None) -> Any:
-    """The number that `_numbers_of` told of."""
     if told is None:
         return None
     return torch.tensor(told["tensor"]) if "tensor" in told else told["number"]
@@ -276,7 +274,7 @@ def of_servers(state: Mapping[str, Any], settings: ServerSettings) -> TrainedSta
         ]
         whole = torch.empty(spec.shape, dtype=spec.torch_dtype)
         for piece, part in parts:
-            _cut(whole, piece).copy_(part["tensors"][spec.name])
+            piece.cut(whole).copy_(part["tensors"][spec.name])
         values[spec.name] = whole
         of_parts = [(piece, part["optimizer"].get(spec.name, {})) for piece, part in parts]
         optimizer[spec.name] = {
@@ -302,7 +300,7 @@ def for_servers(trained: TrainedState, settings: ServerSettings, servers: int, b
             {
                 "version": pushes,
                 "ready": True,
-                "tensors": {piece.name: _cut(trained.values[piece.name].detach(), piece).cpu() for piece in pieces},
+                "tensors": {piece.name: piece.cut(trained.values[piece.name].detach()).cpu() for piece in pieces},
                 "versions": {piece.name: pushes for piece in pieces},
                 "row_versions": {
                     piece.name: torch.full((piece.stop - piece.first,), pushes)
@@ -319,20 +317,15 @@ def for_servers(trained: TrainedState, settings: ServerSettings, servers: int, b
 def _together(whole: Tensor, parts: list[tuple[Slice, Any]]) -> Any:
     """One value of an optimizer's state, whole; the first server's where none is divided."""
     piece, first = parts[0]
-    if not isinstance(first, Tensor) or first.shape != _cut(whole, piece).shape:
+    if not isinstance(first, Tensor) or first.shape != piece.cut(whole).shape:
         return first
     together = torch.empty_like(whole, dtype=first.dtype)
     for piece, value in parts:
-        _cut(together, piece).copy_(value)
+        piece.cut(together).copy_(value)
     return together
 
 
 def _part_of(whole: Tensor, value: Any, piece: Slice) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return (_cut(value, piece) if value.shape == whole.shape else value).detach().cpu().clone()
-
-
-def _cut(tensor: Tensor, piece: Slice) -> Tensor:
-    """The rows that a server owns."""
-    return tensor[piece.first : piece.stop] if tensor.dim() else tensor
+    return (piece.cut(value) if value.shape == whole.shape else value).detach().cpu().clone()
