@@ -20,10 +20,9 @@ from paceline.run.record.run import Run, timed
 from paceline.text import listed
 from paceline.units import percent
 
-_NONE_WAITED = {"bubble_s": 0.0}  # what runs of before there were pipelines do not say
 FILE_LIMIT = 2**28  # bytes of each file that are read: half a million steps
 _LARGEST = 1e300  # of a number; also keeps NaN and the infinities out, which JSON has no word for
-_NUMBERS = ("step", "time", "samples", "step_s", *(f"{part}_s" for part in PARTS if f"{part}_s" not in _NONE_WAITED))
+_NUMBERS = ("step", "time", "samples", "step_s", *(f"{part}_s" for part in PARTS))
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class RunRecord:
         gaps += _missing(there, 1 if sync_info(run.plan.sync).served else run.plan.ranks)
         for rank in there:
             name = f"steps/rank-{rank}.jsonl"
-            lines[rank] = [_NONE_WAITED | line for line in _whole_lines(run.path, name, is_step, gaps)]
+            lines[rank] = _whole_lines(run.path, name, is_step, gaps)
             newest = {line["step"]: line for line in lines[rank]}
             ranks[rank] = [newest[step] for step in sorted(newest)]
         events = _whole_lines(run.path, "events.jsonl", is_event, gaps)
@@ -158,7 +157,7 @@ def is_step(line: Any) -> bool:
     use = line.get("use", {})
     if not isinstance(use, dict) or not all(map(_is_number, use.values())):
         return False
-    return (line.get("loss", "") is None or _is_number(line.get("loss"))) and _is_number(line.get("bubble_s", 0.0))
+    return line.get("loss", "") is None or _is_number(line.get("loss"))
 
 
 def is_event(line: Any) -> bool:
@@ -195,7 +194,7 @@ def typical_parts(lines: list[dict[str, Any]]) -> dict[str, float] | None:
     counted = timed(lines)
     if not counted:
         return None
-    parts_s = [{part: s.get(f"{part}_s", 0.0) for part in PARTS} for s in counted]
+    parts_s = [{part: s[f"{part}_s"] for part in PARTS} for s in counted]
     return typical(parts_s, [s["step_s"] for s in counted])
 
 

@@ -21,7 +21,7 @@ _ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "comm", "optim
 # … and replicas that take local steps exchange parameters after the update.
 _LOCAL_ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "optimizer", "comm")
 assert set(_ORDER) == set(_LOCAL_ORDER) == set(PARTS)
-# A shorter time between two steps is taken for none: older records have times of day in whole milliseconds.
+# A shorter time between two steps is taken for none.
 LEAST_GAP_S = 2e-3
 _AROUND = 50  # steps on both sides of those asked for, by which clocks are aligned
 _SCATTER = 3.0  # times a median deviation
@@ -175,7 +175,7 @@ def timeline_of(run: Run, wanted: StepRange) -> Timeline:
     hosts = _hosts(run, placed)
     shifts, spread_s = _shifts(placed, {} if run.cluster.emulate else hosts, agreed)
     placed = {rank: [step.moved(shifts[rank]) for step in steps] for rank, steps in placed.items()}
-    if spread_s is None and not local and not run.cluster.has_accelerators and _to_microseconds(near):
+    if spread_s is None and not local and not run.cluster.has_accelerators:
         placed = _waits_by_clock(placed, agreed)
     ranks = {rank: [step for step in steps if first <= step.step <= last] for rank, steps in placed.items()}
     before = {rank: step for rank, steps in placed.items() for step in steps if step.step == first - 1}
@@ -294,11 +294,6 @@ def _shifts(
             spreads.append(median(abs(seconds - shift) for seconds in apart))
             shifts[host] = shift if abs(shift) > _SCATTER * spreads[-1] else 0.0
     return {rank: shifts[hosts.get(rank, "")] for rank in placed}, max(spreads, default=None)
-
-
-def _to_microseconds(lines: Mapping[int, Sequence[Mapping[str, Any]]]) -> bool:
-    """True if times of day are in microseconds; older records have them in milliseconds."""
-    return any(round(line["time"], 3) != line["time"] for of in lines.values() for line in of)
 
 
 def _waits_by_clock(placed: Mapping[int, Sequence[RankStep]], agreed: Iterable[int]) -> dict[int, list[RankStep]]:
