@@ -51,7 +51,7 @@ def measured(plan: str, ratio: float, *, times: int = 1, of: Job = JOB, calibrat
 
 
 def file_of_history() -> Path:
-    return history._file(HERE)
+    return history.file_of(HERE)
 
 
 def test_without_history_a_prediction_stays_as_it_is() -> None:

@@ -159,7 +159,7 @@ def remember(pair: Pair, cluster: Cluster) -> bool:
     """
     if not pair.usable:
         return False
-    file = _file(cluster)
+    file = file_of(cluster)
     line = (json.dumps(asdict(pair)) + "\n").encode()
     try:
         made_cache_folder("history")
@@ -175,7 +175,7 @@ def remember(pair: Pair, cluster: Cluster) -> bool:
 
 def pairs(cluster: Cluster) -> tuple[Pair, ...]:
     """Newest usable pairs of the hardware, oldest first; other lines are skipped."""
-    file = _file(cluster)
+    file = file_of(cluster)
     try:
         about = file.stat()
         stamp = (about.st_mtime_ns, about.st_size, about.st_ino)
@@ -211,7 +211,8 @@ def hardware_of(cluster: Cluster) -> list[object]:
 _read: dict[Path, tuple[tuple[int, int, int] | None, tuple[Pair, ...]]] = {}
 
 
-def _file(cluster: Cluster) -> Path:
+def file_of(cluster: Cluster) -> Path:
+    """The file that keeps the history of this hardware."""
     return cache_folder() / "history" / f"{short_hash(hardware_of(cluster))}.jsonl"
 
 

@@ -163,13 +163,13 @@ def test_what_a_plan_takes_at_least_is_never_more_than_is_predicted(sizes: dict[
     layouts = Layouts(job, machines(cluster))
     space = Space(job, cluster, Plan(), layouts.trace)
     solver = BranchAndBound(space, layouts, top=10)
-    plans = solver._with_dp_fsdp(solver._variants(np.arange(0, len(space.rows["tp"]), 5)))
+    plans = solver.plans_of(np.arange(0, len(space.rows["tp"]), 5))
     for i in range(0, len(plans), 41):
         choice = plans.choice(i)
-        plan = Plan(**solver._values(choice))
+        plan = Plan(**solver.values_of(choice))
         predicted = estimate(layouts.of(plan)).step_time_s
         assert plans.bound_s[i] <= predicted * (1 + 1e-9), str(plan)
-        assert solver._least_s[choice.row] <= predicted * (1 + 1e-9), str(plan)
+        assert solver.least_s_of_rows[choice.row] <= predicted * (1 + 1e-9), str(plan)
 
 
 def test_all_plans_are_counted_once() -> None:
@@ -435,13 +435,13 @@ def solver_of(job: Job, cluster: Cluster, small: int = 0) -> tuple[BranchAndBoun
 def test_no_bound_of_time_is_above_the_prediction(job: Job, cluster: Cluster, seed: int, small: int) -> None:
     solver, layouts = solver_of(job, cluster, small)
     rows = np.arange(len(solver.space.rows["tp"]))
-    plans = solver._with_dp_fsdp(solver._variants(rows))
+    plans = solver.plans_of(rows)
     for i in Random(seed).sample(range(len(plans)), min(_TRIED, len(plans))):
         choice = plans.choice(i)
-        plan = Plan(**solver._values(choice))
+        plan = Plan(**solver.values_of(choice))
         predicted = estimate(layouts.of(plan)).step_time_s
         assert plans.bound_s[i] <= predicted * (1 + 1e-9), str(plan)
-        assert solver._least_s[choice.row] <= predicted * (1 + 1e-9), str(plan)
+        assert solver.least_s_of_rows[choice.row] <= predicted * (1 + 1e-9), str(plan)
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
@@ -460,11 +460,11 @@ def test_no_plan_that_fits_is_taken_for_too_large(job: Job, cluster: Cluster, se
         fsdp = random.choice(divisors(int(here["shared"][0])))
         zero = random.choice((1, 2, 3)) if fsdp > 1 and here["pp"][0] == 1 else 3
         choice = Choice(row, pipeline, REMATS.index(remat), int(sequence), fsdp, zero)
-        layout = solver._layout(choice)
+        layout = solver.layout_of(choice)
         needed = sum(memory(layout).values())
         if needed <= usable_bytes(layout):
-            assert solver._fit(np.array([row]), pipeline, int(sequence), REMATS.index(remat))[0], str(layout)
-            assert solver._fit(np.array([row]), 0, int(sequence), REMATS.index(remat))[0], "1f1b needs the least"
+            assert solver.may_fit(np.array([row]), pipeline, int(sequence), REMATS.index(remat))[0], str(layout)
+            assert solver.may_fit(np.array([row]), 0, int(sequence), REMATS.index(remat))[0], "1f1b needs the least"
             assert solver.bounds.fits(layout), str(layout)
 
 

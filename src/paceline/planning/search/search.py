@@ -236,7 +236,7 @@ class BranchAndBound:
 
         It ends when no row can be of interest or `most` plans were predicted.
         """
-        least = self._least_s
+        least = self.least_s_of_rows
         order = np.argsort(least, kind="stable")
         first, size = 0, _FIRST_BLOCK
         while first < len(order) and least[order[first]] < self.limit:
@@ -251,7 +251,7 @@ class BranchAndBound:
         return max(0.0, 1 - unseen_s / best) if best else 1.0
 
     @cached_property
-    def _least_s(self) -> Floats:
+    def least_s_of_rows(self) -> Floats:
         """Least seconds of each row, whatever its variants."""
         every = np.arange(len(self.space.rows["tp"]))
         found = self._row_s(every, sequence=False, remat="none")
@@ -278,7 +278,7 @@ class BranchAndBound:
 
         Returns the least bound of untried plans if there were too many, else None.
         """
-        plans = self._with_dp_fsdp(self._variants(rows))
+        plans = self.plans_of(rows)
         plans = plans.at(np.argsort(plans.bound_s, kind="stable"))
         for i in range(len(plans)):
             if plans.bound_s[i] >= self.limit:
@@ -292,6 +292,10 @@ class BranchAndBound:
                     self._evaluate(choice, knobs)
         return None
 
+    def plans_of(self, rows: Ints) -> PlanTable:
+        """All plans of these rows that may be among the best, with their bounds."""
+        return self._with_dp_fsdp(self._variants(rows))
+
     def _variants(self, rows: Ints) -> PlanTable:
         """Variants of the rows: pipeline, remat and sequence of possible best plans."""
         tables = [self._variants_of(rows, sequence, remat) for sequence in (0, 1) for remat in range(len(REMATS))]
@@ -302,7 +306,7 @@ class BranchAndBound:
         rows = rows[space.allows(rows, bool(sequence), REMATS[remat])]
         least = self._row_s(rows, bool(sequence), REMATS[remat])
         rows, least = rows[least < self.limit], least[least < self.limit]
-        fits = self._fit(rows, 0, sequence, remat)
+        fits = self.may_fit(rows, 0, sequence, remat)
         pipelines = sum(space.runs(rows[~fits], pipeline).astype(np.int64) for pipeline in PIPELINES)
         self.rejections.out_of_memory += int(np.sum(pipelines * space.factorisations[rows[~fits]]))
         rows, least = rows[fits], least[fits]
@@ -317,14 +321,14 @@ class BranchAndBound:
             times = np.maximum(even + uneven[some], least[some])
             may = times < self.limit
             if number:
-                may[may] = self._fit(rows[some[may]], number, sequence, remat)
+                may[may] = self.may_fit(rows[some[may]], number, sequence, remat)
             some, times = some[may], times[may]
             ones = np.ones(len(some), np.int64)
             same = (number * ones, remat * ones, sequence * ones)
             found.append(PlanTable(rows[some], *same, cost[some], times, ones, 3 * ones))
         return found
 
-    def _fit(self, rows: Ints, pipeline: int, sequence: int, remat: int) -> NDArray[np.bool_]:
+    def may_fit(self, rows: Ints, pipeline: int, sequence: int, remat: int) -> NDArray[np.bool_]:
         """Mask of the rows that may fit with this schedule. None needs less than the first one, 1f1b.
 
         Of several microbatches those of one sample need the least, so that is asked first, for all such rows at once.
@@ -333,7 +337,7 @@ class BranchAndBound:
         def layout(row: int) -> Layout:
             tp, pp = int(self.space.rows["tp"][row]), int(self.space.rows["pp"][row])
             trace, cut = self.bounds.easier(tp, pp, PIPELINES[pipeline].chunks(pp))
-            return self._layout(Choice(row, pipeline, remat, sequence, 1, 3), trace=trace, cut=cut)
+            return self.layout_of(Choice(row, pipeline, remat, sequence, 1, 3), trace=trace, cut=cut)
 
         table = self._at(rows)
         degrees = (table[name] for name in ("tp", "cp", "ep", "pp", "shared"))
@@ -373,16 +377,16 @@ class BranchAndBound:
 
     def _evaluate(self, choice: Choice, knobs: dict[str, Any]) -> None:
         """Predict a plan if it is legal and fits, and keep the best. The best is kept for each set of degrees."""
-        layout = self._layout(choice, **knobs)
+        layout = self.layout_of(choice, **knobs)
         fits = self.bounds.fits(smallest(layout)) and self.bounds.fits(layout)
         if not fits or sum(memory(layout).values()) > usable_bytes(layout):
             self.rejections.out_of_memory += 1
-        elif (refusal := self.space.legal.refusal(self._values(choice) | knobs)) is not None:
+        elif (refusal := self.space.legal.refusal(self.values_of(choice) | knobs)) is not None:
             self.rejections.refuse(*refusal)
         else:
-            self._keep(self._values(choice) | knobs, layout)
+            self._keep(self.values_of(choice) | knobs, layout)
 
-    def _values(self, choice: Choice) -> dict[str, Any]:
+    def values_of(self, choice: Choice) -> dict[str, Any]:
         """A plan's keys and values."""
         rows, pipeline = self.space.rows, PIPELINES[choice.pipeline]
         return {
@@ -396,9 +400,9 @@ class BranchAndBound:
             "sequence": bool(choice.sequence),
         }
 
-    def _layout(self, choice: Choice, **changed: Any) -> Layout:
+    def layout_of(self, choice: Choice, **changed: Any) -> Layout:
         """A plan as numbers, with changed values."""
-        values = self._values(choice)
+        values = self.values_of(choice)
         del values["virtual"]
         values["trace"] = self._trace_at(values["tp"])
         values["chunks"] = PIPELINES[choice.pipeline].chunks(values["pp"])
